@@ -31,11 +31,25 @@ _NOT_WITH_SAMPLES: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
+# Further flags with which a model cannot train on its own answers.
+_NOT_WITH_ROLLOUTS: dict[str, tuple[tuple[object, ...], str]] = {
+    **_NOT_WITH_SAMPLES,
+    "training.calculate_per_token_loss": ((False,), "every answer's tokens have their own weight"),
+    "data.mock_data": ((False,), "prompts are read from a file"),
+    "curriculum.curriculum_schedule": ((None,), "it would cut off answers"),
+}
+
+
 def samples(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each flag that cannot be combined with --sample-prompts."""
     path = config.finetuning.sample_prompts
     if path is not None:
         yield from excluded(config, f"--sample-prompts {path}", _NOT_WITH_SAMPLES)
+
+
+def rollouts(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each flag with which a model cannot train on its own answers."""
+    yield from excluded(config, "training on a model's own answers", _NOT_WITH_ROLLOUTS)
 
 
 def conversations(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""A toy task for GRPO: answer with the digits of the prompt in ascending order.
+
+python examples/grpo/sort_digits.py runs/grpo    writes format.jsonl and prompts.jsonl
+
+Tokens are the digits 0 to 9 and, as the end of a prompt, 10. format.jsonl shows the form of an
+answer, the digits in any order; prompts.jsonl has prompts only.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DIGITS = 5
+
+
+def reward(record: Mapping[str, Any], answer: str) -> float:
+    """Return the share of places with the right digit, or 0 for an answer of another length."""
+    wanted = sorted(record["prompt"].split()[:-1])
+    given = answer.split()
+    if len(given) != len(wanted):
+        return 0.0
+    return sum(a == b for a, b in zip(given, wanted, strict=True)) / len(wanted)
+
+
+def main(folder: Path) -> None:
+    """Write both files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(1)
+    for name, count in (("format", 20_000), ("prompts", 50_000)):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for _ in range(count):
+                digits = [str(draw.randrange(10)) for _ in range(DIGITS)]
+                record = {"prompt": " ".join([*digits, "10"])}
+                if name == "format":
+                    record["completion"] = " " + " ".join(draw.sample(digits, DIGITS))
+                file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,388 @@
+"""Reinforcement learning: the model in training answers prompts, and learns from its answers.
+
+A sample is a row of `--seq-length` tokens with all answers to one prompt, each after a copy of it.
+`Rollouts` fills rows shortly before they are needed; a `RolloutRecipe` trains on them. What an
+answer is worth, and the loss of a token, are the user's: examples/grpo/grpo.py has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.config import RunConfig, rules_finetuning
+from megatron.config.checks import find_problems
+from megatron.config.stages import ModelPart
+from megatron.data.chat import padding_token
+from megatron.data.gpt import make_batch
+from megatron.data.json_lines import read_objects
+from megatron.data.loader import SingleSampler, collate
+from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS, TRAINED, Sample
+from megatron.device import Device
+from megatron.errors import ConfigError, DataError
+from megatron.finetuning.distillation import GPTTeacher
+from megatron.inference.request import Sampling
+from megatron.kernels.attention import Segments
+from megatron.kernels.cross_entropy import CrossEntropy
+from megatron.models.build import build_model
+from megatron.models.gpt import GPTModel
+from megatron.models.plan import HeadSpec
+from megatron.parallel.build import BuildContext
+from megatron.parallel.cross_entropy import vocabulary_cross_entropy
+from megatron.parallel.distillation import VocabularyPart
+from megatron.parallel.layout import Layout
+from megatron.tokenizer import Tokenizer
+from megatron.training.generation import Answer, Generator
+from megatron.training.pretrain import Extras
+from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.run import Run
+
+# Parts of a row, fp64 [s], at each position that predicts a token of an answer: its log-probability
+# when it was written, its answer's advantage, and the factor of its loss.
+OLD_LOG_PROBS = "old_log_probs"
+ADVANTAGES = "advantages"
+WEIGHTS = "weights"
+# What a batch holds besides, with a reference model: its log-probabilities of the same tokens.
+REFERENCE_LOG_PROBS = "reference_log_probs"
+# A part of a row, fp64 [s]: the rewards of its answers, each divided by their number. The sum is
+# the mean reward.
+REWARDS = "rewards"
+
+
+class Group(NamedTuple):
+    """The answers to one prompt.
+
+    Attributes:
+        record: The line of --data-path that has the prompt.
+        prompt: The prompt's tokens.
+        answers: The tokens of the answers, with their log-probabilities.
+        texts: The answers as text, without the token that ended them.
+    """
+
+    record: Mapping[str, Any]
+    prompt: tuple[int, ...]
+    answers: list[Answer]
+    texts: list[str]
+
+
+class Judged(NamedTuple):
+    """What the loss needs to know of an answer.
+
+    Attributes:
+        reward: What it is worth, for the log.
+        advantage: How much better it is than others.
+        weight: The factor of the losses of its tokens. The loss of an update is the mean over its
+            rows of the sum over their tokens of weight * loss.
+    """
+
+    reward: float
+    advantage: float
+    weight: float
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """The prompts of a run: all lines of a file, in a new order in every epoch.
+
+    Attributes:
+        records: The lines.
+        count: The number of samples that the run needs.
+        seed: The seed of the order.
+    """
+
+    records: Sequence[Mapping[str, Any]]
+    count: int
+    seed: int
+    _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.count
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return the number of a sample; `Rollouts` makes its row."""
+        return {"id": i}
+
+    def record(self, i: int) -> Mapping[str, Any]:
+        """Return the line with the prompt of sample i."""
+        epoch, place = divmod(i, len(self.records))
+        if epoch not in self._orders:
+            self._orders.clear()
+            random = np.random.RandomState([self.seed, epoch])
+            self._orders[epoch] = random.permutation(len(self.records))
+        return self.records[int(self._orders[epoch][place])]
+
+
+def read_prompts(path: str) -> list[dict[str, Any]]:
+    """Return the lines of a file of prompts.
+
+    Raises:
+        DataError: It cannot be read, holds no lines, or a line has no "prompt".
+    """
+    records = []
+    for line in read_objects(Path(path), "--data-path"):
+        if not isinstance(line.fields.get("prompt"), str):
+            raise DataError(
+                f'--data-path {path}: line {line.number} has no text "prompt": write one JSON '
+                'object per line, {"prompt": "..."}, with whatever else the reward needs'
+            )
+        records.append(line.fields)
+    if not records:
+        raise DataError(f"--data-path {path} is empty: write one prompt per line")
+    return records
+
+
+class RolloutRecipe:
+    """A recipe that trains on rows of answers. A subclass states the loss.
+
+    Attributes:
+        reference: A second model on the same processes, of which the loss wants log-probabilities;
+            `None` for none.
+    """
+
+    program = "rollouts"
+    architecture = "gpt"
+    head = HeadSpec(compares=True)
+    reference: GPTTeacher | None = None
+
+    def loss_names(self, config: RunConfig) -> tuple[str, ...]:
+        """Return the log names of what `losses` returns."""
+        raise NotImplementedError
+
+    def losses(self, log_probs: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the loss of a micro-batch, and other numbers for the log without a gradient.
+
+        Args:
+            log_probs: The log-probabilities of the answers' tokens under the model in training, at
+                the positions that predict them, and 0 elsewhere: fp64 [b, s].
+            batch: The rows: `TRAINED`, `OLD_LOG_PROBS`, `ADVANTAGES`, `WEIGHTS`, `REWARDS` and,
+                with a reference model, `REFERENCE_LOG_PROBS`, [b, s].
+        """
+        raise NotImplementedError
+
+    def build_part(
+        self,
+        config: RunConfig,
+        context: BuildContext,
+        padded_vocab_size: int,
+        part: ModelPart,
+    ) -> GPTModel:
+        """Build the model."""
+        return build_model(GPTModel, config, context, padded_vocab_size, part)
+
+    def describe_kernels(self, part: GPTModel) -> str:
+        """Name the form of attention and say why it was chosen."""
+        return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
+
+    def build_datasets(
+        self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
+    ) -> Splits:
+        """Read the prompts; `Rollouts` makes the rows.
+
+        Raises:
+            ConfigError: --data-path does not name one file.
+            DataError: The file cannot be used.
+        """
+        paths = config.data.data_path or ()
+        if len(paths) != 1:
+            raise ConfigError(
+                f"--data-path {' '.join(paths)}: name one file, with a prompt in each line"
+            )
+        return Prompts(read_prompts(paths[0]), samples[0], config.training.seed), None, None
+
+    def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        """Return 1 for each token of an answer."""
+        return batch[TRAINED].float()
+
+    def forward(
+        self,
+        part: GPTModel,
+        batch: Batch,
+        hidden: Tensor | None,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        layout: Layout,
+    ) -> Tensor | Mapping[str, Tensor]:
+        """Run one micro-batch through the model, and return its losses."""
+        if self.reference is not None:
+            with torch.no_grad():
+                known = token_log_probs(self.reference.model, batch, tokenizer, layout)
+            batch = {**batch, REFERENCE_LOG_PROBS: known}
+        return self.losses(token_log_probs(part, batch, tokenizer, layout), batch)
+
+
+def token_log_probs(part: GPTModel, batch: Batch, tokenizer: Tokenizer, layout: Layout) -> Tensor:
+    """Return the log-probability of each token that is trained on, at the position before it.
+
+    It is 0 at all other positions: fp64 [b, s]. The distribution is that of generation: padding
+    entries of the vocabulary have no part in it.
+
+    Args:
+        part: The whole model, perhaps split over tensor ranks.
+        batch: Rows of packed documents.
+        tokenizer: The run's tokenizer.
+        layout: The ranks of this process.
+    """
+    rows = make_batch(batch, eod=tokenizer.eod)
+    longest = len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
+    documents = Segments.of(batch[SEGMENT_ENDS], rows.tokens, longest)
+    logits: Tensor = part(rows.tokens, rows.position_ids, None, documents)
+    vocabulary = VocabularyPart(layout.tensor, tokenizer.vocab_size)
+    assert part.output is not None, "a rule refuses pipelines"
+    found = log_probs_of(logits, rows.labels, vocabulary, part.output.form)
+    return torch.where(batch[TRAINED] > 0, found.double(), 0.0)
+
+
+def log_probs_of(
+    logits: Tensor, labels: Tensor, vocabulary: VocabularyPart, form: CrossEntropy
+) -> Tensor:
+    """Return log softmax(logits)[label] over the vocabulary without its padding, fp32 [b, s].
+
+    Args:
+        logits: This tensor rank's part of the logits, [b, s, v/t]. Their gradient overwrites them.
+        labels: The labels, [b, s].
+        vocabulary: The tensor axis, and the size of the vocabulary without padding.
+        form: The implementation, a kernel or plain PyTorch.
+    """
+    real, axis = vocabulary.real(logits.shape[-1]), vocabulary.axis
+    if axis.size == 1:
+        logits = logits[..., :real]
+    elif real < logits.shape[-1]:
+        is_padding = torch.arange(logits.shape[-1], device=logits.device) >= real
+        # A number, because a rank may hold nothing but padding, and infinities have no difference.
+        logits = logits.masked_fill(is_padding, torch.finfo(logits.dtype).min / 2)
+    losses = vocabulary_cross_entropy(
+        logits.transpose(0, 1), labels.t(), axis, form=form, reuse_logits=True
+    )
+    return -losses.t()
+
+
+class Rollouts(Extras):
+    """The steps that fill a run's micro-batches with the model's own answers.
+
+    Args:
+        sampling: How answers are drawn. Temperature 1 without limits draws from the distribution
+            that is trained.
+        group: The number of answers to each prompt.
+        updates: The number of updates whose answers are written at once.
+    """
+
+    def __init__(self, sampling: Sampling, *, group: int, updates: int = 1) -> None:
+        """Keep the settings."""
+        self._sampling, self._group, self._updates = sampling, group, updates
+
+    def judge(self, run: Run, groups: Sequence[Group]) -> list[list[Judged]]:
+        """Return what the loss needs to know of each answer. Collective over the data axis.
+
+        Args:
+            run: The run.
+            groups: This data-parallel rank's groups, in the same number on every rank.
+        """
+        raise NotImplementedError
+
+    def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
+        """Check the flags.
+
+        Raises:
+            ConfigError: The model in training cannot generate with these flags.
+        """
+        problems = find_problems(config, layout.world.size, rules=[rules_finetuning.rollouts])
+        if problems:
+            raise ConfigError(problems)
+        return False
+
+    def begin(self, run: Run) -> None:
+        """Let the run's micro-batches come from the model. Collective."""
+        self._generator = Generator(run)
+        self._sampling = replace(self._sampling, stop_tokens=self._generator.ends, logprobs=True)
+        run.train_batches = self._batches(run)
+
+    def _batches(self, run: Run) -> Iterator[Batch]:
+        """Yield this rank's micro-batches. Answers are written when the first of them is needed."""
+        prompts, axis = run.datasets[0], run.layout.data
+        assert isinstance(prompts, Prompts), "a RolloutRecipe reads them"
+        place = (len(prompts), run.progress.consumed_samples, run.batches.micro_batch)
+        passes = iter(SingleSampler(*place, axis.rank, axis.size))
+        while True:
+            # A resumed run goes on to where the uninterrupted one would have written the next.
+            updates = self._updates - run.progress.iteration % self._updates
+            count = run.batches.micro_batches_at(run.progress.consumed_samples)
+            mine = list(islice(passes, updates * count))
+            if not mine:
+                raise DataError(f"all {len(prompts)} samples of the run are used: raise its length")
+            numbers = [number for one in mine for number in one]
+            groups = self._answer(run, [(i, prompts.record(i)) for i in numbers])
+            judged = self.judge(run, groups)
+            rows = {
+                i: row_of(run, i, group, verdicts)
+                for i, group, verdicts in zip(numbers, groups, judged, strict=True)
+            }
+            for one in mine:
+                yield collate([rows[i] for i in one])
+
+    def _answer(self, run: Run, records: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Group]:
+        """Return the groups of numbered prompts. Collective over a copy of the model."""
+        how, group, room = self._sampling, self._group, run.config.data.seq_length
+        requests = []
+        for number, record in records:
+            prompt = self._generator.encode(record["prompt"])
+            needed = group * (len(prompt) + how.max_new_tokens)
+            if needed > room:
+                raise DataError(
+                    f"the prompt {record['prompt'][:60]!r} has {len(prompt)} tokens: with "
+                    f"{group} answers of up to {how.max_new_tokens} it needs a row of {needed}, "
+                    f"and --seq-length is {room}: raise it, or write fewer or shorter answers"
+                )
+            requests += [(f"{number}/{i}", prompt, how) for i in range(group)]
+        answers = self._generator.answer(requests)
+        groups = []
+        for at, (_, record) in enumerate(records):
+            found = answers[at * group : (at + 1) * group]
+            for one in found:
+                if one.problem:
+                    raise DataError(f"the prompt {record['prompt'][:60]!r}: {one.problem}")
+            texts = [
+                run.tokenizer.detokenize([t for t in one.tokens if t not in how.stop_tokens])
+                for one in found
+            ]
+            groups.append(Group(record, requests[at * group][1], found, texts))
+        return groups
+
+
+def row_of(run: Run, number: int, group: Group, verdicts: Sequence[Judged]) -> Sample:
+    """Return a row of a run with all answers to a prompt, each after a copy of it.
+
+    Args:
+        run: The run.
+        number: The number of the sample.
+        group: The prompt and its answers, which fit a row.
+        verdicts: What the loss needs to know of each answer.
+    """
+    length = run.config.data.seq_length
+    text = np.full(length + 1, padding_token(run.tokenizer), np.int64)
+    trained = np.zeros(length, np.int64)
+    old, advantages, weights, rewards = (np.zeros(length) for _ in range(4))
+    ends, end = [], 0
+    for answer, verdict in zip(group.answers, verdicts, strict=True):
+        start, at = end, end + len(group.prompt)
+        end = at + len(answer.tokens)
+        text[start:end] = [*group.prompt, *answer.tokens]
+        ends.append(end)
+        predicts = slice(at - 1, end - 1)  # labels are one token ahead
+        trained[predicts] = 1
+        old[predicts] = answer.log_probs
+        advantages[predicts], weights[predicts] = verdict.advantage, verdict.weight
+        rewards[start] = verdict.reward / len(verdicts)
+    if end < length:
+        ends.append(length)
+    parts: dict[str, Any] = {OLD_LOG_PROBS: old, ADVANTAGES: advantages, WEIGHTS: weights}
+    parts |= {TRAINED: trained, REWARDS: rewards, SEGMENT_ENDS: np.array(ends)}
+    return {"text": text, **parts, "id": number}

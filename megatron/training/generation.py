@@ -1,0 +1,121 @@
+"""Answers of the model in training: the inference engine on the weights of the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.inference.build import EngineOptions, build_engine, ranks_of_copy
+from megatron.inference.load import Loaded
+from megatron.inference.request import Finished, Request, RequestError, Sampling, Token
+from megatron.models.gpt import GPTModel
+from megatron.tokenizer.chat_template import (
+    TRAINING_DATE,
+    ChatTemplate,
+    find_template,
+    special_tokens,
+)
+from megatron.tokenizer.turn_end import find_turn_end
+
+if TYPE_CHECKING:
+    from megatron.training.run import Run
+
+_BLOCK = 16  # tokens in a block of the cache
+_MOST_SEQUENCES = 256  # computed at once; further ones wait
+
+
+class Answer(NamedTuple):
+    """An answer of the model to a prompt.
+
+    Attributes:
+        tokens: Its token ids, with the one that ended it, if any.
+        log_probs: The log-probability of each token, if the sampling asks for them.
+        problem: Why there is no answer, or an empty text.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    problem: str = ""
+
+
+class Generator:
+    """The engine of a run's own model. Every method is collective over a copy of the model.
+
+    Each data-parallel rank may answer other prompts.
+
+    Attributes:
+        ends: The tokens that end an answer: the end of a document, and with --sft that of a turn.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Find the chat template and the tokens that end an answer. Collective.
+
+        Raises:
+            ConfigError: The chat template cannot be used.
+        """
+        self._run, self._copy = run, ranks_of_copy(run.layout)
+        self._template: ChatTemplate | None = None
+        ends, config = set(run.tokenizer.special_ids("eod", "eos")), run.config.tokenizer
+        source = None
+        if run.config.finetuning.sft:
+            source = find_template(config.chat_template, config.tokenizer_model)
+        if source is not None:
+            special = special_tokens(config.tokenizer_model)
+            self._template = ChatTemplate(source, special, TRAINING_DATE)
+            turn_end = find_turn_end(source, special, run.tokenizer)
+            ends |= set() if turn_end is None else {turn_end}
+        self.ends = tuple(sorted(ends))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a prompt; with --sft and a chat template it is a user's turn."""
+        if self._template is not None:
+            text = self._template.render([{"role": "user", "content": text}])
+        return tuple(self._run.tokenizer.tokenize_spelled(text))
+
+    def answer(self, requests: Sequence[tuple[str, tuple[int, ...], Sampling]]) -> list[Answer]:
+        """Answer prompts with the weights of now.
+
+        Args:
+            requests: A name, the prompt's tokens and the sampling of each answer. Without a seed in
+                its sampling, what is drawn depends on --seed and the name.
+
+        Returns:
+            The answers in the same order. An answer is shorter than asked for where the model's
+            positions end.
+        """
+        run, (part,) = self._run, self._run.parts
+        assert isinstance(part, GPTModel), "a rule refuses other networks"
+        run.optimizer.wait_for_weights()
+        trains = part.training
+        model = Loaded(part, run.tokenizer, run.config, run.progress.iteration, run.layout)
+        most = max(1, min(len(requests), _MOST_SEQUENCES))
+        longest = max(len(prompt) + how.max_new_tokens for _, prompt, how in requests)
+        longest = min(longest, part.plan.positions)
+        options = EngineOptions(
+            max_sequences=most,
+            cache_tokens=(most + 1) * -(-longest // _BLOCK) * _BLOCK,
+            block_size=_BLOCK,
+            seed=run.config.training.seed,
+            graphs=False,
+        )
+        engine = build_engine(model, run.device, options, copy=self._copy)
+        answers = {name: Answer([], []) for name, _, _ in requests}
+        for name, prompt, how in requests:
+            room = max(1, engine.limits.max_length - len(prompt))
+            fitting = replace(how, max_new_tokens=min(how.max_new_tokens, room))
+            try:
+                engine.add(Request(name, prompt, fitting))
+            except RequestError as error:
+                answers[name] = Answer([], [], str(error))
+        while engine.has_work:
+            for event in engine.step():
+                found = answers[event.request]
+                if isinstance(event, Token):
+                    found.tokens.append(event.token)
+                    if event.logprob is not None:
+                        found.log_probs.append(event.logprob)
+                elif isinstance(event, Finished) and event.message:
+                    answers[event.request] = found._replace(problem=event.message)
+        part.train(trains)
+        return list(answers.values())

@@ -1,0 +1,224 @@
+"""The example of GRPO: its loss is TRL's, it learns, resumes, and runs on several processes."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from examples.grpo.grpo import GRPO, GRPORollouts, build_parser
+from megatron.config.parser import parse_config
+from megatron.data.sample import SEGMENT_ENDS, TRAINED
+from megatron.errors import ConfigError, DataError
+from megatron.finetuning.rollouts import (
+    ADVANTAGES,
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    REWARDS,
+    WEIGHTS,
+    Group,
+    Judged,
+    row_of,
+)
+from megatron.parallel.layout import Layout
+from megatron.training.build import build_run
+from megatron.training.generation import Answer
+from megatron.training.loop import standard_callbacks, train
+from megatron.training.run import Run
+from tests.distributed import run_sharing_memory, toy_device
+from tests.finetuning.record_grpo import CASES, CLIP, CLIP_HIGH, GROUP, GROUPS, LONGEST, RECORD
+from tests.training.toy import CPU, TOY, Recorder
+
+RECORDED = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+WORDS = """
+    --vocab-size 11 --seq-length 64 --max-position-embeddings 64 --eval-iters 0 --train-iters 4
+    --hidden-dropout 0 --attention-dropout 0 --lr-decay-style constant --lr-warmup-fraction 0
+    --no-exit-signal-handler
+""".split()
+
+
+def _options(*words: str) -> Namespace:
+    base = ["--reward", "unused.py", "--group-size", "4", "--answer-tokens", "6"]
+    return build_parser().parse_args([*base, *words])
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_loss_and_gradient_are_those_of_trl(case: int) -> None:
+    recorded = RECORDED["cases"][case]
+    kl = ["--kl", "0.04", "--reference", "x"] if recorded["kl"] else []
+    words = ["--loss", recorded["loss"], "--clip", str(CLIP), "--clip-high", str(CLIP_HIGH), *kl]
+    options = _options("--answer-tokens", str(LONGEST), *words)
+    lengths = torch.tensor(RECORDED["lengths"]).view(GROUPS, GROUP)
+    rewards = torch.tensor(RECORDED["rewards"]).view(GROUPS, GROUP).tolist()
+    groups = [
+        Group({"rewards": dict(zip("abcd", rewards[g], strict=True))}, (1,), answers, [*"abcd"])
+        for g in range(GROUPS)
+        for answers in [[Answer([0] * int(n), []) for n in lengths[g]]]
+    ]
+    recipe = GRPO(options)
+    rollouts = GRPORollouts(options, recipe, lambda record, answer: record["rewards"][answer])
+    judged = rollouts.judge(_alone(), groups)
+    advantages = torch.tensor([[one.advantage for one in row] for row in judged])
+    assert advantages.flatten().tolist() == pytest.approx(recorded["advantages"], abs=1e-6)
+
+    mask = torch.arange(LONGEST) < lengths[..., None]
+
+    def spread(values: Any) -> torch.Tensor:
+        return (torch.tensor(values).double()[..., None] * mask).flatten(1)
+
+    def tokens(name: str) -> torch.Tensor:
+        values = torch.tensor(RECORDED[name], dtype=torch.float64)
+        return (values.view(GROUPS, GROUP, LONGEST) * mask).flatten(1)
+
+    policy = tokens("policy").requires_grad_()
+    batch = {
+        TRAINED: mask.flatten(1).long(),
+        OLD_LOG_PROBS: tokens("old"),
+        ADVANTAGES: spread([[one.advantage for one in row] for row in judged]),
+        WEIGHTS: spread([[one.weight for one in row] for row in judged]),
+        REWARDS: torch.tensor(rewards) / GROUP,
+    }
+    if kl:
+        batch[REFERENCE_LOG_PROBS] = tokens("reference")
+    found = recipe.losses(policy, batch)
+    found["loss"].backward()
+    assert found["loss"].item() == pytest.approx(recorded["value"], abs=1e-6)
+    assert found["reward"].item() == pytest.approx(np.mean(RECORDED["rewards"]), abs=1e-6)
+    gradient = torch.tensor(recorded["gradient"], dtype=torch.float64)
+    assert policy.grad is not None
+    torch.testing.assert_close(policy.grad.view(-1, LONGEST), gradient, rtol=0, atol=1e-6)
+
+
+def _alone() -> Any:
+    return SimpleNamespace(device=CPU, layout=Layout.single())
+
+
+def _sevens(record: Any, answer: str) -> float:
+    """The share of the answer's tokens that are 7."""
+    tokens = answer.split()
+    return tokens.count("7") / max(1, len(tokens))
+
+
+def _build(layout: Layout, folder: Path, words: Sequence[str], own: Sequence[str] = ()) -> Run:
+    prompts = folder / "prompts.jsonl"
+    if layout.world.rank == 0 and not prompts.is_file():
+        prompts.write_text("".join(f'{{"prompt": "{i} 3 {9 - i}"}}\n' for i in range(10)))
+    layout.wait_for_all()
+    base = [word for word in TOY if word != "--mock-data"]
+    given = [*base, *WORDS, "--data-path", str(prompts), *words]
+    config = parse_config(given, world_size=layout.world.size, architecture="gpt").config
+    options = _options(*own)
+    recipe = GRPO(options)
+    rollouts = GRPORollouts(options, recipe, _sevens)
+    assert not rollouts.replace_training(config, toy_device(layout.world.rank), layout)
+    run = build_run(config, recipe, toy_device(layout.world.rank), layout)
+    rollouts.begin(run)
+    return run
+
+
+def _train(
+    layout: Layout, folder: Path, words: Sequence[str] = (), own: Sequence[str] = ()
+) -> dict[str, list[float]]:
+    run, recorder = _build(layout, folder, words, own), Recorder()
+    callbacks, _ = standard_callbacks(run, [recorder])
+    train(run, callbacks)
+    names = ("loss", "reward", "answer tokens", "clipped", "log-ratio", "grad-norm")
+    return {name: recorder.values(name) for name in names}
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    found = _train(Layout.single(), tmp_path, ["--train-iters", "25"])
+    assert np.mean(found["reward"][:2]) < 0.25
+    assert np.mean(found["reward"][-3:]) > 0.8
+    # Answers are trained on with the weights that wrote them.
+    assert max(found["log-ratio"]) < 1e-5
+    assert max(found["clipped"]) == 0
+    assert max(map(abs, found["loss"])) < 1e-6
+
+
+def test_later_updates_clip_what_the_first_has_changed(tmp_path: Path) -> None:
+    own = ["--updates-per-rollout", "4", "--loss", "dapo"]
+    found = _train(Layout.single(), tmp_path, ["--train-iters", "8"], own)
+    for at in (0, 4):
+        assert found["log-ratio"][at] < 1e-5
+        assert found["log-ratio"][at + 3] > 1e-3
+    assert max(found["clipped"]) > 0
+
+
+def test_a_resumed_run_repeats_the_rest(tmp_path: Path) -> None:
+    whole = _train(Layout.single(), tmp_path)
+    saved = ["--save", str(tmp_path / "run"), "--save-interval", "2"]
+    _train(Layout.single(), tmp_path, [*saved, "--exit-interval", "2"])
+    rest = _train(Layout.single(), tmp_path, [*saved, "--load", str(tmp_path / "run")])
+    for name, values in rest.items():
+        assert values == whole[name][2:], name
+
+
+LAYOUTS = {
+    "data": (2, {}, ""),
+    "tensor": (2, {"tensor": 2}, "--tensor-model-parallel-size 2"),
+    "optimizer": (2, {}, "--use-distributed-optimizer --overlap-grad-reduce"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_processes_are_one(name: str, tmp_path: Path) -> None:
+    """Answers are drawn by the number of their prompt, so that every layout writes the same."""
+    processes, sizes, words = LAYOUTS[name]
+    expected = _train(Layout.single(), tmp_path)
+    for found in run_sharing_memory(processes, _train, tmp_path, words.split(), **sizes):
+        for metric in ("reward", "answer tokens", "grad-norm"):
+            assert found[metric] == pytest.approx(expected[metric], rel=1e-4), metric
+
+
+def test_a_row_holds_each_answer_after_a_copy_of_its_prompt(tmp_path: Path) -> None:
+    run = _build(Layout.single(), tmp_path, ["--seq-length", "64"])
+    answers = [Answer([7, 11], [-0.5, -0.25]), Answer([8], [-1.0])]
+    group = Group({}, (1, 2, 3), answers, ["7", "8"])
+    row = row_of(run, 5, group, [Judged(1.0, 2.0, 0.25), Judged(0.0, -2.0, 0.5)])
+    assert row["text"][:10].tolist() == [1, 2, 3, 7, 11, 1, 2, 3, 8, 11]  # then padding
+    assert row[SEGMENT_ENDS].tolist() == [5, 9, 64]
+    assert row[TRAINED][:9].tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 0]
+    assert row[OLD_LOG_PROBS][:9].tolist() == [0, 0, -0.5, -0.25, 0, 0, 0, -1, 0]
+    assert row[ADVANTAGES][:9].tolist() == [0, 0, 2, 2, 0, 0, 0, -2, 0]
+    assert row[WEIGHTS][:9].tolist() == [0, 0, 0.25, 0.25, 0, 0, 0, 0.5, 0]
+    assert row[REWARDS].sum() == 0.5
+
+
+@pytest.mark.parametrize(
+    "flag", ["--calculate-per-token-loss", "--pipeline-model-parallel-size 2", "--zero-stage 3"]
+)
+def test_flags_that_do_not_fit_are_named(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"own answers cannot be combined with {flag}"):
+        _build_of_two(tmp_path, flag.split())
+
+
+def _build_of_two(folder: Path, words: Sequence[str]) -> None:
+    base = [word for word in TOY if word != "--mock-data"]
+    given = [*base, *WORDS, "--data-path", "x", *words]
+    config = parse_config(given, world_size=2, architecture="gpt").config
+    options = _options()
+    GRPORollouts(options, GRPO(options), _sevens).replace_training(config, CPU, Layout.single())
+
+
+@pytest.mark.parametrize(
+    ("lines", "own", "message"),
+    [
+        ('{"text": "1"}\n', "", 'line 1 has no text "prompt"'),
+        ("", "", "is empty: write one prompt per line"),
+        ('{"prompt": "1 2"}\n', "--answer-tokens 20", "needs a row of 88, and --seq-length is 64"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_named(
+    lines: str, own: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(lines)
+    with pytest.raises(DataError, match=message):
+        _train(Layout.single(), tmp_path, own=own.split())
