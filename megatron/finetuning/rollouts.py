@@ -214,7 +214,7 @@ class RolloutRecipe:
         """Run one micro-batch through the model, and return its losses."""
         if self.reference is not None:
             with torch.no_grad():
-                known = token_log_probs(self.reference.model, batch, tokenizer, layout)
+                known = token_log_probs(self.reference.parts[0], batch, tokenizer, layout)
             batch = {**batch, REFERENCE_LOG_PROBS: known}
         return self.losses(token_log_probs(part, batch, tokenizer, layout), batch)
 

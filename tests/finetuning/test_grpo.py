@@ -178,6 +178,18 @@ def test_two_processes_are_one(name: str, tmp_path: Path) -> None:
             assert found[metric] == pytest.approx(expected[metric], rel=1e-4), metric
 
 
+def test_a_reference_model_holds_the_policy_back(tmp_path: Path) -> None:
+    start = ["--load", str(tmp_path / "start"), "--finetune"]
+    _train(Layout.single(), tmp_path, ["--save", start[1], "--train-iters", "1"])
+    own = ["--kl", "0.5", "--reference", start[1]]
+    held = _train(Layout.single(), tmp_path, [*start, "--train-iters", "12"], own)
+    free = _train(Layout.single(), tmp_path, [*start, "--train-iters", "12"])
+    assert held["loss"][0] == pytest.approx(0, abs=1e-6), "the policy is its own reference"
+    assert held["loss"][-1] > 1e-3
+    assert held["reward"][0] == free["reward"][0]
+    assert held["reward"][-1] < free["reward"][-1]
+
+
 def test_a_row_holds_each_answer_after_a_copy_of_its_prompt(tmp_path: Path) -> None:
     run = _build(Layout.single(), tmp_path, ["--seq-length", "64"])
     answers = [Answer([7, 11], [-0.5, -0.25]), Answer([8], [-1.0])]
