@@ -180,7 +180,11 @@ def test_two_processes_are_one(name: str, tmp_path: Path) -> None:
 
 def test_a_reference_model_holds_the_policy_back(tmp_path: Path) -> None:
     start = ["--load", str(tmp_path / "start"), "--finetune"]
-    _train(Layout.single(), tmp_path, ["--save", start[1], "--train-iters", "1"])
+    _train(
+        Layout.single(),
+        tmp_path,
+        ["--save", start[1], "--save-interval", "9", "--train-iters", "1"],
+    )
     own = ["--kl", "0.5", "--reference", start[1]]
     held = _train(Layout.single(), tmp_path, [*start, "--train-iters", "12"], own)
     free = _train(Layout.single(), tmp_path, [*start, "--train-iters", "12"])
