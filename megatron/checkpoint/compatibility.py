@@ -45,18 +45,13 @@ def check_network(
         CheckpointError: The networks differ. The message lists the flags and values.
     """
     model, saved = config.model, reader.meta["config"].get("model", {})
-    may_grow = model.position_embedding_type in WITHOUT_TABLE
     # A GPT becomes a Retro: what it lacks starts anew.
     becomes_retro = finetunes and model.retro_add_retriever and saved.get("architecture") == "gpt"
     gets_adapters = finetunes and model.lora_rank is not None and saved.get("lora_rank") is None
     differing = {
-        name: _difference(f"model.{name}", getattr(model, name), saved[name])
-        for name in NETWORK_FIELDS
-        if name in saved
-        and not _is_same(model, name, saved[name])
-        and not (may_grow and name == "max_position_embeddings")
-        and not is_irrelevant(model, name)
-        and not (becomes_retro and (name == "architecture" or name.startswith("retro_")))
+        name: line
+        for name, line in network_differences(model, reader).items()
+        if not (becomes_retro and (name == "architecture" or name.startswith("retro_")))
         and not (gets_adapters and name in ADAPTER_FIELDS)
     }
     speeds = [line for name, line in differing.items() if name in ROTARY_SPEED]
@@ -77,6 +72,25 @@ def check_network(
             + f"\ngive its values{or_else}"
         )
     return []
+
+
+def network_differences(model: ModelConfig, reader: Reader) -> dict[str, str]:
+    """Return a line for each setting in which a checkpoint's network differs, by its name.
+
+    Args:
+        model: The network.
+        reader: The checkpoint.
+    """
+    saved = reader.meta["config"].get("model", {})
+    may_grow = model.position_embedding_type in WITHOUT_TABLE
+    return {
+        name: _difference(f"model.{name}", getattr(model, name), saved[name])
+        for name in NETWORK_FIELDS
+        if name in saved
+        and not _is_same(model, name, saved[name])
+        and not (may_grow and name == "max_position_embeddings")
+        and not is_irrelevant(model, name)
+    }
 
 
 def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:

@@ -84,7 +84,7 @@ class MergedReader(Reader):
             return self._reader.read(name, wanted)
         weight = self._reader.read(name)
         site = name.removesuffix(_WEIGHT)
-        assert linear.adapter is not None
+        assert isinstance(linear.adapter, Adapter)
         context = BuildContext(Layout.single())
         adapter = Adapter(linear, list(linear.adapter), linear.adapter.plan, context, site)
         for own, parameter in adapter.named_parameters():

@@ -28,6 +28,14 @@ def chat(words: Sequence[str]) -> int:
         "Talk to a model. Instead of HOST:PORT, name a folder of checkpoints: a server for it runs "
         "on this machine until you leave."
     )
+    parser.add_argument(
+        "--serve-adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="with a folder of checkpoints: an adapter of its model, which --model NAME chooses; "
+        "may be given several times",
+    )
     options = parser.read(words)
 
     def work() -> None:
@@ -38,17 +46,26 @@ def chat(words: Sequence[str]) -> int:
                     f"{folder}: there is no such folder: name a folder of checkpoints, or a server "
                     "as HOST:PORT"
                 )
+            if options.serve_adapter:
+                raise ConfigError(
+                    f"--serve-adapter is for a folder of checkpoints, and {options.server} is a "
+                    "server: choose one of its adapters with --model"
+                )
             run(options)
             return
-        with serving(folder) as options.server:
+        with serving(folder, options.serve_adapter) as options.server:
             run(options)
 
     return run_command(work)
 
 
 @contextmanager
-def serving(checkpoints: Path) -> Iterator[str]:
+def serving(checkpoints: Path, adapters: Sequence[str] = ()) -> Iterator[str]:
     """Serve a checkpoint on this machine alone, and yield the address of the server.
+
+    Args:
+        checkpoints: The folder of checkpoints.
+        adapters: Adapters of the model, each NAME=FOLDER.
 
     Raises:
         CheckpointError: The server ended before it answered. The message has its last lines.
@@ -56,6 +73,7 @@ def serving(checkpoints: Path) -> Iterator[str]:
     say(f"loading {checkpoints} ...")
     with tempfile.TemporaryFile("w+b") as log:
         words = ["serve", "--load", str(checkpoints), "--port", "0"]
+        words += [word for each in adapters for word in ("--serve-adapter", each)]
         command = [*module_command("megatron.cli.main"), *words]
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:

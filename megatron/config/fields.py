@@ -58,6 +58,7 @@ class FlagInfo:
         only_for: The kinds of network that the flag is for. If empty, all.
         is_common: Whether `--help` shows the flag; otherwise only `--help-all` does.
         required: The remark in `--help` on a flag that must be given. Such a flag is always shown.
+        adds: Whether a flag that is repeated adds its values to the earlier ones.
         is_flag: Whether there is a flag. Otherwise the program sets the value and the YAML file
             keeps it.
     """
@@ -77,6 +78,7 @@ class FlagInfo:
     only_for: tuple[str, ...] = ()
     is_common: bool = False
     required: str = ""
+    adds: bool = False
     is_flag: bool = True
 
 

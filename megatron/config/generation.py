@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,32 @@ def bounds_problems(config: Any) -> list[str]:
     ]
 
 
+def named_adapters(words: Sequence[str] | None) -> dict[str, str]:
+    """Return the folders of adapters by name.
+
+    Args:
+        words: Values of --serve-adapter, each NAME=FOLDER.
+    """
+    return {name: folder for name, _, folder in (word.partition("=") for word in words or ())}
+
+
+def adapter_problems(words: Sequence[str] | None) -> list[str]:
+    """Return a line for each mistake in the values of --serve-adapter."""
+    problems, names = [], set()
+    for word in words or ():
+        name, equals, folder = word.partition("=")
+        if not (name and equals and folder) or not name.isprintable() or name != name.strip():
+            problems.append(
+                f"--serve-adapter {word}: give NAME=FOLDER, for example sql=runs/sql/checkpoints"
+            )
+        elif name in names:
+            problems.append(f"--serve-adapter {word}: {name} is given twice: choose another name")
+        names.add(name)
+    if words == ():
+        problems.append("--serve-adapter has no value: give NAME=FOLDER, or drop it")
+    return problems
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Text generation server.
@@ -35,6 +62,8 @@ class ServerConfig:
             machine are served.
         served_model_name: Model name for clients of the OpenAI-compatible API. Default: the name of
             the --load folder.
+        serve_adapter: Adapters of the model, as NAME=FOLDER. Requests choose one by NAME as their
+            model. A folder has PEFT's files, or checkpoints of a run with --lora-rank.
         legacy_status_codes: Answer most invalid PUT /api requests as Megatron-LM does, with status
             200 and a string.
         temperature: Default temperature for requests that do not set one.
@@ -61,6 +90,9 @@ class ServerConfig:
     port: int = flag(5000, at_least=0, at_most=65535)
     auth_token_file: str | None = None
     served_model_name: str | None = None
+    serve_adapter: tuple[str, ...] | None = flag(
+        None, names="--serve-adapter --lora-modules", adds=True
+    )
     legacy_status_codes: bool = False
     temperature: float = flag(1.0, above=0, at_most=100)
     top_k: int = flag(0, names="--top_k --top-k", at_least=0, at_most=1000)
@@ -78,7 +110,7 @@ class ServerConfig:
 
 def server_problems(server: ServerConfig) -> list[str]:
     """Return one line for each mistake in the server's flags."""
-    problems = bounds_problems(server)
+    problems = [*bounds_problems(server), *adapter_problems(server.serve_adapter)]
     if server.top_k > 0 and server.top_p > 0:
         problems.append(
             f"--top_k {server.top_k} and --top_p {server.top_p:g} cannot be combined: use one of "
@@ -114,6 +146,8 @@ class SamplesConfig:
         recompute: Accepted for compatibility; no effect. A GPT always uses its KV cache, which
             gives the same results, and a Retro has none.
         max_batch_size: Maximum number of texts computed at once.
+        serve_adapter: Adapter that writes all texts, as NAME=FOLDER. The folder has PEFT's files,
+            or checkpoints of a run with --lora-rank.
         bert_embedder_load: For a Retro: folder or name of the network that embeds chunks. Default:
             the one that --retro-workdir was made with.
     """
@@ -131,6 +165,9 @@ class SamplesConfig:
     top_p: float = flag(0.0, names="--top_p --top-p", at_least=0, at_most=1)
     recompute: bool = False
     max_batch_size: int = flag(64, unit="texts", at_least=1, at_most=MOST_SEQUENCES)
+    serve_adapter: tuple[str, ...] | None = flag(
+        None, names="--serve-adapter --lora-modules", adds=True
+    )
     bert_embedder_load: str | None = None
 
 
@@ -168,8 +205,17 @@ def sample_problems(samples: SamplesConfig) -> list[str]:
             "--prompt is not valid UTF-8: convert the text, for example with iconv",
         ),
         (samples.prompt == "", "--prompt is empty: give some text, or --num-samples alone"),
+        (
+            len(samples.serve_adapter or ()) > 1,
+            "--serve-adapter names several adapters, but one writes all texts: give one, or start "
+            "a server, whose requests choose",
+        ),
     )
-    return [*(message for wrong, message in checks if wrong), *bounds_problems(samples)]
+    return [
+        *(message for wrong, message in checks if wrong),
+        *adapter_problems(samples.serve_adapter),
+        *bounds_problems(samples),
+    ]
 
 
 def find_sample_notices(samples: SamplesConfig) -> list[str]:

@@ -317,7 +317,10 @@ def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
             continue
         taker = known[flag.name]
         try:
-            line.given[taker.name] = value_of(taker, flag)
+            value = value_of(taker, flag)
+            if taker.info.adds:
+                value = (*line.given.get(taker.name, ()), *value)
+            line.given[taker.name] = value
         except ValueError as error:
             line.problems.append(f"{flag}: {error}")
             line.spoilt.add(taker.name)

@@ -46,7 +46,7 @@ class Answer(ABC):
         self.request = request
         # Tokens found in the cache are not computed again, so they would have no scores.
         reuses = not request.sampling.prompt_logprobs
-        self._first = Sequence(request.id, list(request.prompt), reuses)
+        self._first = Sequence(request.id, list(request.prompt), reuses, adapter=request.adapter)
         self.sequences = [self._first]
         self._prompt_scores: dict[int, Chosen] = {}  # by the position of the scored token
         self._owes_prompt = request.sampling.prompt_logprobs  # until the scores are reported

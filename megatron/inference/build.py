@@ -107,14 +107,16 @@ def build_engine(
     channel = PipelineChannel(layout, device=where, dtype=precision.stream_dtype)
     most, size = options.max_sequences, options.block_size
     vocab_size = loaded.tokenizer.vocab_size
-    graphs = None if without else DecodeGraphs(model, memory, device, most)
+    graphs = None if without else DecodeGraphs(model, memory, device, most, loaded.adapters)
     cache_tokens = memory.blocks * size
     each = " on rank 0" if copy.size > 1 else ""
     cache_size = f"{memory.size_bytes / 1e9:.3g} GB{each}"
     by_rows = choose_row_product(where) is not None
     chunks = describe_chunks(head_size, dtype, where)
     return BatchEngine(
-        Executor(model, layout, memory, device, channel, copy, graphs, vocab_size),
+        Executor(
+            *(model, layout, memory, device, channel, copy, graphs, vocab_size), loaded.adapters
+        ),
         SchedulerSettings(
             blocks=memory.blocks,
             block_size=size,
@@ -126,6 +128,7 @@ def build_engine(
             max_length=plan.positions,
             cache_tokens=cache_tokens,
             max_beams=most,
+            adapters=0 if loaded.adapters is None else len(loaded.adapters.names),
         ),
         seed=options.seed,
         looks_ahead=is_asynchronous(device),

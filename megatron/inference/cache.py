@@ -20,20 +20,25 @@ from megatron.kernels.paged_attention import Chunks, PagedAttention, Singles, ch
 BlockKey = bytes
 
 
-def next_key(keys: Sequence[BlockKey], tokens: Sequence[int], block_size: int) -> BlockKey:
+def next_key(
+    keys: Sequence[BlockKey], tokens: Sequence[int], block_size: int, adapter: int = 0
+) -> BlockKey:
     """Return the key of a sequence's next full block, which follows the blocks with these keys.
 
     The key is a cryptographic hash, so nobody can construct two different prompts with the same
-    key.
+    key. The same tokens have another key with another adapter, which computes other values.
 
     Args:
         keys: Keys of all blocks before it.
         tokens: Tokens of the sequence.
         block_size: Number of tokens in a block.
+        adapter: Index of the sequence's adapter, counted from 1; 0 is the base model.
     """
     start = len(keys) * block_size
     text = ",".join(map(str, tokens[start : start + block_size])).encode()
-    return hashlib.blake2b((keys[-1] if keys else b"") + text, digest_size=16).digest()
+    salt = adapter.to_bytes(hashlib.blake2b.SALT_SIZE, "little")
+    data = (keys[-1] if keys else b"") + text
+    return hashlib.blake2b(data, digest_size=16, salt=salt).digest()
 
 
 class BlockPool:

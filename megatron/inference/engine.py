@@ -244,6 +244,10 @@ def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -
             f"prompt of {len(request.prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
             f"exceed the model's {limits.max_length} positions: shorten one of them"
         )
+    if not 0 <= request.adapter <= limits.adapters:
+        raise RequestError(
+            f"adapter {request.adapter}: give 0 (the base model) to {limits.adapters}"
+        )
     if sampling.beam_width > limits.max_beams:
         raise RequestError(
             f"beam_width {sampling.beam_width} exceeds the {limits.max_beams} sequences of a step: "

@@ -27,6 +27,7 @@ from megatron.inference.sampling import Choice, Chosen, choose, result_width, un
 from megatron.inference.scheduler import UNKNOWN, Integers, Row, Sequence, StepPlan
 from megatron.kernels.paged_attention import PART, Chunks, Singles
 from megatron.models.gpt import GPTModel
+from megatron.parallel.adapter_stack import AdapterRows
 from megatron.parallel.collectives import broadcast, gather_to
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
@@ -84,6 +85,7 @@ class Executor:
             any other step.
         vocab_size: Number of vocabulary entries that can be chosen. Any further entries are
             padding.
+        adapters: The model's adapters, or `None` if it has none.
     """
 
     model: GPTModel
@@ -94,6 +96,7 @@ class Executor:
     copy: Axis
     graphs: DecodeGraphs | None
     vocab_size: int
+    adapters: AdapterRows | None = None
 
     def __post_init__(self) -> None:
         """Start before the first step, when no tokens have been chosen."""
@@ -188,6 +191,9 @@ class Executor:
         )
         known = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
         tokens = send(known)
+        if self.adapters is not None:
+            used = np.repeat(_adapters(plan), [row.size for row in plan])
+            self.adapters.of_tokens = send(used) if used.any() else None
         unknown = np.flatnonzero(known == UNKNOWN)
         if len(unknown):
             sources = [source for source in self._sources(plan) if source >= 0]
@@ -210,6 +216,11 @@ class Executor:
             for row, place in zip(rows, places, strict=True)
         ]
         return self.device.send(np.concatenate(parts))
+
+
+def _adapters(rows: Many[Row]) -> Integers:
+    """Return the index of each row's adapter."""
+    return np.fromiter((row.sequence.adapter for row in rows), np.int64, len(rows))
 
 
 def _tables(rows: Many[Row]) -> NDArray[np.int32]:
@@ -241,13 +252,19 @@ def lengths_to_record(most: int) -> list[int]:
 class DecodeGraphs:
     """Recordings of steps in which every sequence adds one token, made when first needed.
 
-    Each recording is for one number of sequences and one maximum length. A step uses the smallest
-    recording that it fits in, padded with empty rows. All recordings read the same input memory. It
-    is written by copies in the device's queue, so a step may be queued while another one runs.
+    Each recording is for one number of sequences and one maximum length, with or without adapters.
+    A step uses the smallest recording that it fits in, padded with empty rows. All recordings read
+    the same input memory. It is written by copies in the device's queue, so a step may be queued
+    while another one runs.
     """
 
     def __init__(
-        self, model: GPTModel, memory: CacheMemory, device: Device, max_sequences: int
+        self,
+        model: GPTModel,
+        memory: CacheMemory,
+        device: Device,
+        max_sequences: int,
+        adapters: AdapterRows | None = None,
     ) -> None:
         """Allocate the input memory.
 
@@ -256,15 +273,18 @@ class DecodeGraphs:
             memory: The cache, with attention that can be recorded.
             device: Device of the model and the cache.
             max_sequences: Maximum number of sequences in a step.
+            adapters: The model's adapters, or `None` if it has none.
         """
+        self._adapters = adapters
         self._model, self._memory, self._device = model, memory, device
         self._record = device.recorder()
         self._counts = row_counts(max_sequences)
         self._lengths = lengths_to_record(model.plan.positions)
-        self._recordings: dict[tuple[int, int], Callable[[], Tensor]] = {}
+        self._recordings: dict[tuple[int, int, bool], Callable[[], Tensor]] = {}
         self._works = True
-        # Rows: token, its index in `_chosen` or -1, position, slot, length with the new token.
-        self._inputs = torch.zeros(5, max_sequences, dtype=torch.int64, device=device.torch_device)
+        # Rows: token, its index in `_chosen` or -1, position, slot, length with the new token,
+        # adapter.
+        self._inputs = torch.zeros(6, max_sequences, dtype=torch.int64, device=device.torch_device)
         self._chosen = torch.zeros_like(self._inputs[0])
         width = -(-model.plan.positions // memory.block_size)
         self._tables = self._inputs.new_zeros(max_sequences, width, dtype=torch.int32)
@@ -287,20 +307,24 @@ class DecodeGraphs:
         self._fill_in(plan, sources, count)
         if max(sources) >= 0:
             self._chosen[: len(chosen)] = chosen
-        replay = self._recordings.get((count, longest))
+        is_adapted = any(row.sequence.adapter for row in plan)
+        kind = count, longest, is_adapted
+        replay = self._recordings.get(kind)
         if replay is None:
             try:
-                replay = self._record(lambda: self._step(count, longest))
+                replay = self._record(lambda: self._step(*kind))
             except RuntimeError:  # any CUDA error: everything also runs without graphs, only slower
                 logger.exception("recording a step failed: CUDA graphs are off")
                 self._works = False
                 return None
-            self._recordings[count, longest] = replay
+            self._recordings[kind] = replay
         return replay()[:, : len(plan)]
 
-    def _step(self, count: int, longest: int) -> Tensor:
+    def _step(self, count: int, longest: int, is_adapted: bool) -> Tensor:
         """Compute a step from the input memory."""
-        known, sources, positions, slots, lengths = self._inputs[:, :count]
+        known, sources, positions, slots, lengths, adapters = self._inputs[:, :count]
+        if self._adapters is not None:
+            self._adapters.of_tokens = adapters if is_adapted else None
         tokens = torch.where(sources >= 0, self._chosen[sources.clamp(min=0)], known)
         cache = StepCache(
             memory=self._memory,
@@ -318,9 +342,10 @@ class DecodeGraphs:
         tokens = [row.tokens[0] for row in plan]
         starts = np.fromiter((row.start for row in plan), np.int64, used)
         last = np.fromiter((row.blocks[-1] for row in plan), np.int64, used)
-        empty_row = np.array([[0], [-1], [0], [self._memory.spare_slot], [0]])
+        empty_row = np.array([[0], [-1], [0], [self._memory.spare_slot], [0], [0]])
         inputs = np.repeat(empty_row, count, axis=1)
-        inputs[:, :used] = tokens, sources, starts, last * size + starts % size, starts + 1
+        slots = last * size + starts % size
+        inputs[:, :used] = tokens, sources, starts, slots, starts + 1, _adapters(plan)
         self._inputs[:, :count] = self._device.send(inputs)
         # Copy only the tables that have changed.
         changed = [i for i, row in enumerate(plan) if self._in_tables[i] is not row.blocks]

@@ -40,6 +40,7 @@ from megatron.models.adapters import adapted_layers
 from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
 from megatron.models.retro import RetroModel
+from megatron.parallel.adapter_stack import AdapterRows
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.products import PLAIN, RowByRow
@@ -57,6 +58,8 @@ class Loaded:
         config: The run's configuration, without settings that only training needs (`saved_config`).
         iteration: Number of training steps taken.
         layout: This process's place in the parallel layout.
+        adapters: The model's adapters, of which each request chooses one or none
+            (`adapters.add_to`); `None` if it has none.
     """
 
     model: GPTModel
@@ -64,6 +67,7 @@ class Loaded:
     config: RunConfig
     iteration: int
     layout: Layout
+    adapters: AdapterRows | None = None
 
 
 def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildContext:
@@ -434,4 +438,6 @@ def model_rows(loaded: Loaded, device: Device) -> list[PanelRow]:
 def engine_rows(loaded: Loaded, engine: BatchEngine, device: Device) -> list[PanelRow]:
     """Return the panel's rows about the model, as in `model_rows`, and about text generation."""
     window = f"{engine.limits.max_length:,} tokens, for a prompt and its answer together"
-    return [*model_rows(loaded, device), ("window", window), *engine.choices]
+    names = () if loaded.adapters is None else loaded.adapters.names
+    adapters = [("adapters", ", ".join(names))] if names else []
+    return [*model_rows(loaded, device), *adapters, ("window", window), *engine.choices]

@@ -120,11 +120,14 @@ class Request:
         id: Name chosen by the caller. No two requests in progress may share one.
         prompt: Token ids of the prompt, at least one.
         sampling: Settings for continuing the prompt.
+        adapter: Index of the adapter to use, counted from 1 in the engine's order; 0 is the base
+            model.
     """
 
     id: str
     prompt: tuple[int, ...]
     sampling: Sampling
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         """Raise `RequestError` if the prompt is empty."""
@@ -245,12 +248,14 @@ class EngineLimits:
         max_length: Maximum number of tokens in a prompt and its answer together.
         cache_tokens: Number of tokens that fit in the KV cache, for all requests together.
         max_beams: Maximum number of beams in a beam search.
+        adapters: Number of adapters.
     """
 
     vocab_size: int
     max_length: int
     cache_tokens: int
     max_beams: int
+    adapters: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from megatron.config.parser import Program
 from megatron.data.json_lines import Setting, json_object, keep_settings
 from megatron.durable import storage_errors
 from megatron.errors import EXIT_OK, ConfigError, DataError, StorageError, UserError, say_on_stderr
+from megatron.inference.adapters import OpenedAdapter, add_to, open_adapters
 from megatron.inference.build import EngineOptions, ranks_of_copy
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Add, Command, Shutdown
@@ -74,6 +75,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     (samples,) = parsed.extra
     config, embedder = parsed.config, samples.bert_embedder_load
     check_retrieval(config, embedder, cache_tokens=None)
+    adapters = open_adapters(samples.serve_adapter, config)
     # On stderr like the panel, because the samples on stdout may be piped into another program.
     show_notices((*parsed.notices, *find_sample_notices(samples)), launch, say_on_stderr)
     prompts = _prompts_of(samples) if launch.rank == 0 else []  # before the model, for mistakes
@@ -84,7 +86,9 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     with processes(config, launch) as (device, layout), ExitStack() as stack:
         folder = config.checkpoint.load
         assert folder is not None
-        loaded = load_gpt(folder, device, layout, config=config, kinds=KINDS)
+        loaded = add_to(
+            load_gpt(folder, device, layout, config=config, kinds=KINDS), adapters, device
+        )
         copy = ranks_of_copy(layout)
         engine = build_any_engine(loaded, device, options, embedder=embedder, copy=copy)
         if copy.rank:
@@ -103,7 +107,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
             shared = SharedPrompts(store, _prompts_of(samples))
         else:
             settings = settings_of(sampling, seed)
-            settings |= {"--retro-workdir": str(Path(workdir).resolve())} if workdir else {}
+            settings |= _sources_of(workdir, adapters)
             answers = ", ".join(f"{name} {value}" for name, value in settings.items())
             rows = [("answers", answers), *engine_rows(loaded, engine, device)]
             say_on_stderr(format_panel(program, rows))
@@ -117,10 +121,15 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
                 file.keep_settings({"--load": model, "iteration": loaded.iteration, **settings})
                 write = file.write
             shared = SharedPrompts(store, prompts, done, write)
-        # Keep more requests than are computed at once, so that others are ready when some end.
-        asked = 2 * samples.max_batch_size
         inbox = SampleInbox(
-            shared.claim(), loaded.tokenizer, sampling, engine.limits, shared.put, asked
+            shared.claim(),
+            loaded.tokenizer,
+            sampling,
+            engine.limits,
+            shared.put,
+            # More requests than are computed at once, so that others are ready when some end.
+            at_a_time=2 * samples.max_batch_size,
+            adapter=len(adapters),
         )
         serve(engine, inbox)
         shared.finish()
@@ -169,6 +178,16 @@ def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
     return found
 
 
+def _sources_of(workdir: str | None, adapters: Sequence[OpenedAdapter]) -> DrawSettings:
+    """Return the flags that name what a text depends on beside the model."""
+    found: DrawSettings = {}
+    if workdir:
+        found["--retro-workdir"] = str(Path(workdir).resolve())
+    for one in adapters:
+        found["--serve-adapter"] = f"{one.reader.path.resolve()}, iteration {one.reader.iteration}"
+    return found
+
+
 @dataclass(frozen=True)
 class _UnfinishedText:
     """A prompt in progress, and the tokens and passages of its text so far."""
@@ -191,6 +210,7 @@ class SampleInbox:
         limits: Limits of the engine. Longer prompts are errors, and longer answers are cut off.
         write: Function that is called with each text, in the order of the prompts.
         at_a_time: Number of requests to keep under way.
+        adapter: Index of the adapter to use, counted from 1; 0 is the base model.
     """
 
     prompts: NumberedPrompts
@@ -199,6 +219,7 @@ class SampleInbox:
     limits: EngineLimits
     write: Callable[[GeneratedText], None]
     at_a_time: int
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         """Start with no requests under way."""
@@ -249,7 +270,8 @@ class SampleInbox:
                 "room for an answer: shorten the prompt"
             )
         new = min(self.sampling.max_new_tokens, room)
-        request = Request(str(index), tokens, replace(self.sampling, max_new_tokens=new))
+        sampling = replace(self.sampling, max_new_tokens=new)
+        request = Request(str(index), tokens, sampling, self.adapter)
         self._under_way[request.id] = _UnfinishedText(index, prompt, tokens)
         return request
 

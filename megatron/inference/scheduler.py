@@ -67,6 +67,7 @@ class Sequence:
         is_over: Whether it has been removed, so that results of a step under way are dropped.
         prompt: Number of tokens that the sequence began with. They are always computed as a prompt,
             even if only one is left. A negative number means all of `tokens`.
+        adapter: Index of the sequence's adapter, counted from 1; 0 is the base model.
     """
 
     request: str
@@ -79,6 +80,7 @@ class Sequence:
     is_new: bool = True
     is_over: bool = False
     prompt: int = -1
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         """Count all tokens as the prompt unless `prompt` is given."""
@@ -89,6 +91,10 @@ class Sequence:
     def missing(self) -> int:
         """Number of tokens that have not been computed yet."""
         return len(self.tokens) - self.computed
+
+    def next_key(self, keys: list[BlockKey], block_size: int) -> BlockKey:
+        """Return the key of the full block that follows the blocks with these keys."""
+        return next_key(keys, self.tokens, block_size, self.adapter)
 
 
 class Row(NamedTuple):
@@ -152,7 +158,14 @@ class Scheduler:
         If there is no room in the batch for the new sequence, put it at the end of the queue.
         """
         size = self.settings.block_size
-        child = Sequence(parent.request, tokens, parent.reuses, is_new=False, prompt=parent.prompt)
+        child = Sequence(
+            parent.request,
+            tokens,
+            parent.reuses,
+            is_new=False,
+            prompt=parent.prompt,
+            adapter=parent.adapter,
+        )
         if len(self.running) >= self.settings.max_sequences or parent not in self.running:
             self.add(child)
             return child
@@ -209,7 +222,7 @@ class Scheduler:
             # The sequence may have lost its place in the batch and begun again in the meantime.
             computed = min(row.start + row.size, sequence.computed, sequence.prompt)
             for index in range(len(sequence.keys), computed // size):
-                key = next_key(sequence.keys, sequence.tokens, size)
+                key = sequence.next_key(sequence.keys, size)
                 self.pool.publish(int(sequence.blocks[index]), key)
                 sequence.keys.append(key)
 
@@ -235,7 +248,7 @@ class Scheduler:
             sequence = self._waiting[0]
             first = None  # key of the first block, if other sequences can reuse it
             if sequence.reuses and len(sequence.tokens) > size:
-                first = next_key([], sequence.tokens, size)
+                first = sequence.next_key([], size)
             if first in step.coming or not self._begin(sequence):
                 return
             if first is not None and not sequence.computed:
@@ -263,7 +276,7 @@ class Scheduler:
         keys: list[BlockKey] = []
         # The last token is always computed, because the next token is chosen from its logits.
         while sequence.reuses and (len(keys) + 1) * size < len(tokens):
-            key = next_key(keys, tokens, size)
+            key = sequence.next_key(keys, size)
             block = self.pool.find(key)
             if block is None:
                 break

@@ -109,7 +109,7 @@ def start_adapters(models: Iterable[nn.Module]) -> None:
     """Start what adapters take from the frozen weights (DoRA). Collective over tensor ranks."""
     for model in models:
         for _, linear in linear_layers(model):
-            if linear.adapter is not None and linear.adapter.plan.is_dora:
+            if isinstance(linear.adapter, Adapter) and linear.adapter.plan.is_dora:
                 linear.adapter.start(linear.weight)
 
 

@@ -198,6 +198,24 @@ class Adapter(nn.ModuleDict):
             matrix *= (self._magnitudes(lengths) / lengths)[:, None]
         return matrix.view(weight.shape)
 
+    @torch.no_grad()
+    def factors(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the adapter of all projections for a layer that is not trained. Collective.
+
+        Args:
+            weight: The frozen weight.
+
+        Returns:
+            A [ranks, in], the scaled B [out, ranks], and with DoRA what multiplies each row of the
+            weight, fp32 [out].
+        """
+        a, b = self._joined_a(), self._joined_b()
+        ratio = None
+        if self.plan.is_dora:
+            lengths = self._lengths(weight, a, b)
+            ratio = self._magnitudes(lengths) / lengths
+        return a, (self.plan.scale * b.float()).to(b.dtype), ratio
+
     def _factors(self, name: str) -> Factors:
         factors = self[name]
         assert isinstance(factors, Factors)

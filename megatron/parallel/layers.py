@@ -20,6 +20,7 @@ from megatron.parallel.products import LinearCall
 
 if TYPE_CHECKING:
     from megatron.parallel.adapter import Adapter
+    from megatron.parallel.adapter_stack import AdapterStack
 
 Split = Literal["column", "row"]
 
@@ -62,7 +63,8 @@ class Linear(nn.Module):
         projections: The projections of which the output consists, if there are several.
 
     Attributes:
-        adapter: What adds trained products to those of a frozen weight (`adapter`), if anything.
+        adapter: What adds trained products to those of a frozen weight, if anything: one adapter,
+            or several of which each token uses one.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Linear(nn.Module):
         self.adds_bias = adds_bias
         self.in_features, self.out_features = in_features, out_features
         self.split, self.projections = split, projections
-        self.adapter: Adapter | None = None
+        self.adapter: Adapter | AdapterStack | None = None
         layout = context.layout
         is_divided = layout.sequence.size > 1
         out: tuple[int, ...] = (out_features,)

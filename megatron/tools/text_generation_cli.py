@@ -27,7 +27,8 @@ _HELP = """\
 Write a text, and the model continues it. With --chat, write a message, and it answers.
   /tokens N        max new tokens                 /seed N    repeat the same answers
   /temperature X   0: the most likely token       /clear     forget the conversation
-  /top_k N, /top_p X                              /help, /quit (or Ctrl-D)
+  /top_k N, /top_p X                              /model M   another of the server's models
+  /help, /quit (or Ctrl-D)
 Ctrl-C stops an answer."""
 _NUMBERS = {"tokens": int, "seed": int, "top_k": int, "temperature": float, "top_p": float}
 _KEPT_LINES = 1000
@@ -200,6 +201,7 @@ class Talk:
         """
         self._server = server
         self._chat: bool = options.chat
+        self._model: str | None = options.model
         self._settings = {name: getattr(options, name) for name in _NUMBERS}
         self._stop: list[str] = options.stop
         self._start = [{"role": "system", "content": options.system}] if options.system else []
@@ -240,6 +242,14 @@ class Talk:
         except ValueError:
             raise UserError(f"/{name} {text}: give a number") from None
 
+    def choose(self, model: str) -> None:
+        """Change the model, for all answers from now on.
+
+        Args:
+            model: Name of a model or an adapter that the server has.
+        """
+        self._model = model or None
+
     def clear(self) -> None:
         """Forget the conversation."""
         self._messages = list(self._start)
@@ -249,7 +259,12 @@ class Talk:
         return text.translate(_SHOWN) if sys.stdout.isatty() else text
 
     def _sampling(self) -> dict[str, Any]:
-        values = {**self._settings, "max_tokens": self._settings["tokens"], "stop": self._stop}
+        values = {
+            **self._settings,
+            "max_tokens": self._settings["tokens"],
+            "stop": self._stop,
+            "model": self._model,
+        }
         del values["tokens"]
         return {name: value for name, value in values.items() if value not in (None, [])}
 
@@ -286,6 +301,8 @@ def _obey(talk: Talk, line: str) -> None:
         print(_HELP)
     elif name == "clear":
         talk.clear()
+    elif name == "model":
+        talk.choose(value.strip())
     elif name in _NUMBERS:
         talk.set(name, value)
     else:
@@ -330,6 +347,9 @@ def build_parser() -> ToolParser:
         "--chat", action="store_true", help="chat with the model instead of continuing texts"
     )
     parser.add_argument("--system", help="with --chat: the system message")
+    parser.add_argument(
+        "--model", help="a model or an adapter of the server, by the name in its /v1/models"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="max new tokens (%(default)s)")
     parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
     parser.add_argument(

@@ -6,9 +6,10 @@ keys and values, gate and up an adapter each, as we do: each of its tensors is o
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ from megatron.checkpoint.reader import HeldTensor, Reader
 from megatron.config.adapters import lora_flags, plain_network
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
-from megatron.parallel.adapter import projections_of
+from megatron.parallel.adapter import Adapter, projections_of
 from megatron.parallel.layers import Linear
 
 PeftNames = Mapping[str, tuple[str, HeldTensor]]  # by our name
@@ -65,7 +66,7 @@ def peft_names(model: ModelConfig, layers: Mapping[str, Linear], family: Family)
     found: dict[str, tuple[str, HeldTensor]] = {}
     for ours, theirs in family.names(plain_network(model)):
         linear = layers.get(ours)
-        if linear is None or linear.adapter is None:
+        if linear is None or not isinstance(linear.adapter, Adapter):
             continue
         projections = projections_of(linear)
         if len(theirs) != len(projections):
@@ -89,6 +90,8 @@ class PeftReader(Reader):
         path: The folder.
         model: The network with adapters.
         names: Names and shapes of the network's adapters (`peft_names`).
+        remedy: What to do about an adapter of another network. By default, the flags of training
+            that fit the files.
         allow_foreign: Accept files owned by other users.
 
     Raises:
@@ -100,7 +103,13 @@ class PeftReader(Reader):
     iteration = 0
 
     def __init__(
-        self, path: Path, model: ModelConfig, names: PeftNames, *, allow_foreign: bool = False
+        self,
+        path: Path,
+        model: ModelConfig,
+        names: PeftNames,
+        *,
+        remedy: str | None = None,
+        allow_foreign: bool = False,
     ) -> None:
         """Check every setting, name and shape, without reading any tensor."""
         self.path, self.allow_foreign = path, allow_foreign
@@ -109,20 +118,15 @@ class PeftReader(Reader):
             raise CheckpointError(
                 f"--load-adapter {path} {what}: give a folder with {ADAPTER_CONFIG} and {ADAPTER}"
             )
-        said = read_json(inside(path, ADAPTER_CONFIG), allow_foreign=allow_foreign)
-        for key, allowed in _FIXED.items():
-            if said.get(key, allowed[0]) not in allowed:
-                raise CheckpointError(
-                    f"{path / ADAPTER_CONFIG}: {key} {said[key]!s:.80} is not supported: merge the "
-                    "adapter with merge_and_unload of peft"
-                )
+        said = _settings_in(path, allow_foreign=allow_foreign)
+        self._remedy = _remedy(said) if remedy is None else remedy
         self._file = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign)
         theirs = self._file.header()
         ours = {name: ours for ours, (name, _) in names.items()}
         self._check_settings(said, model, {name for name in theirs if name not in ours})
         missing = sorted(ours.keys() - theirs.keys())
         if missing:
-            raise CheckpointError(f"{path / ADAPTER}: {missing[0]} is missing: {_remedy(said)}")
+            raise CheckpointError(f"{path / ADAPTER}: {missing[0]} is missing: {self._remedy}")
         self._places = {ours[name]: place for name, place in theirs.items()}
         self.held = {
             name: HeldTensor(place.shape, DTYPES[place.dtype])
@@ -151,17 +155,74 @@ class PeftReader(Reader):
             if said.get(key, there[key]) != value:
                 raise CheckpointError(
                     f"{self.path / ADAPTER_CONFIG}: {key} is {said.get(key, there[key])!s:.40}, "
-                    f"and {value} here: {_remedy(said)}"
+                    f"and {value} here: {self._remedy}"
                 )
         if strange:
             raise CheckpointError(
                 f"{self.path / ADAPTER}: {min(strange)} has no place in this network's adapters: "
-                f"{_remedy(said)}"
+                f"{self._remedy}"
             )
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
         whole = self._file.tensor(self._places[name])
         return whole[wanted.within(Box.whole(tuple(whole.shape)))]
+
+
+def _settings_in(path: Path, *, allow_foreign: bool) -> dict[str, Any]:
+    """Return adapter_config.json.
+
+    Raises:
+        CheckpointError: It cannot be read, or asks for what we do not have.
+    """
+    said = read_json(inside(path, ADAPTER_CONFIG), allow_foreign=allow_foreign)
+    for key, allowed in _FIXED.items():
+        if said.get(key, allowed[0]) not in allowed:
+            raise CheckpointError(
+                f"{path / ADAPTER_CONFIG}: {key} {said[key]!s:.80} is not supported: merge the "
+                "adapter with merge_and_unload of peft"
+            )
+    return said
+
+
+def network_with(path: Path, model: ModelConfig, *, allow_foreign: bool = False) -> ModelConfig:
+    """Return a network with adapters of the sizes that PEFT's files have, on every layer.
+
+    Args:
+        path: The folder of PEFT's files.
+        model: The network without adapters.
+        allow_foreign: Accept files owned by other users.
+
+    Raises:
+        CheckpointError: The settings cannot be read, or are not supported.
+    """
+    said = _settings_in(path, allow_foreign=allow_foreign)
+    rank, alpha = said.get("r", 8), said.get("lora_alpha", 8)
+    for key, value in {"r": rank, "lora_alpha": alpha}.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise CheckpointError(
+                f"{path / ADAPTER_CONFIG}: {key} is {value!s:.40}, which is no positive number: "
+                "export the adapter again"
+            )
+    return replace(
+        model,
+        lora_rank=int(rank),
+        lora_alpha=float(alpha),
+        use_rslora=said.get("use_rslora") is True,
+        use_dora=said.get("use_dora") is True,
+    )
+
+
+def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> PeftNames:
+    """Return the names of the projections for which PEFT's files hold any tensor.
+
+    Args:
+        path: The folder of PEFT's files.
+        names: Names and shapes of adapters of all projections (`peft_names`).
+        allow_foreign: Accept files owned by other users.
+    """
+    theirs = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign).header()
+    held = {ours.rpartition(".")[0] for ours, (name, _) in names.items() if name in theirs}
+    return {ours: found for ours, found in names.items() if ours.rpartition(".")[0] in held}
 
 
 def _remedy(said: dict[str, Any]) -> str:

@@ -203,7 +203,7 @@ def document(needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
             "/api": {"put": api, "post": api},
             "/v1/completions": {"post": completion},
             "/v1/chat/completions": {"post": chat},
-            "/v1/models": plain("List the served model"),
+            "/v1/models": plain("List the served model and its adapters"),
             "/v1/models/{name}": {**plain("Describe a model by its name"), "parameters": [name]},
             "/health": plain("Report whether the engine runs", security=[]),
             "/metrics": plain("Return metrics for Prometheus", "text/plain"),

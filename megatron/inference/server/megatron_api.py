@@ -62,6 +62,8 @@ class MegatronRequest(BaseModel):
         stop_token: Token that ends the answers of a beam search. The default is the tokenizer's
             end of document.
         length_penalty: A beam search divides each score by the answer's length to this power.
+        model: Name of the model or of one of its adapters, as in /v1/models. The default is the
+            model without an adapter. Not in Megatron's API.
     """
 
     model_config = ConfigDict(json_schema_extra=describe)
@@ -83,6 +85,7 @@ class MegatronRequest(BaseModel):
     beam_width: int | None = Field(None, ge=1)
     stop_token: int = 50256
     length_penalty: float = Field(1.0, ge=-MOST_LENGTH_PENALTY, le=MOST_LENGTH_PENALTY)
+    model: str | None = None
 
 
 class MegatronAnswer(TypedDict, total=False):
@@ -159,6 +162,7 @@ _RULES: tuple[tuple[str, Holds, str], ...] = (
         lambda v, _: abs(v) <= MOST_LENGTH_PENALTY,
         f"{{}} must be a float from {-MOST_LENGTH_PENALTY:g} to {MOST_LENGTH_PENALTY:g}",
     ),
+    ("model", lambda v, _: v is None or isinstance(v, str), "{} must be a string"),
 )
 # Fields whose default values are checked too.
 _CHECKED_DEFAULTS = ("logprobs", "add_BOS")
@@ -221,6 +225,7 @@ class MegatronApi:
         service, request = self._service, read_contract(body)
         if service.settings.server.log_requests and not request.no_log:
             logger.info("/api %.2000s", dict(body))
+        adapter = service.adapter_of(request.model)
         start = service.begun(()) if request.add_BOS else ()
         # A tokenizer may return no tokens for a text, which then counts as empty.
         message = _TOO_LONG if request.beam_width is None else _TOO_LONG_BEAM
@@ -231,7 +236,10 @@ class MegatronApi:
             samplings = [self._sampling(request, body, number) for number in range(len(prompts))]
         else:
             samplings = [self._beam_search(request, body)]
-        requests = [TextRequest(*each) for each in zip(prompts, samplings, strict=True)]
+        requests = [
+            TextRequest(prompt, sampling, adapter=adapter)
+            for prompt, sampling in zip(prompts, samplings, strict=True)
+        ]
         with contextlib.closing(Answers(service, requests)) as answers:
             pieces = await answers.whole()
         if request.beam_width is None:

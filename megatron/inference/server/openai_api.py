@@ -116,7 +116,7 @@ class OpenAiApi:
             ApiError: The request is invalid, or the server is busy or has failed.
         """
         request = schema.read_request(schema.CompletionRequest, body)
-        self._check_model(request.model)
+        self.service.adapter_of(request.model)
         prompts = await self._read_prompts(request.prompt)
         return await self._answer(request, _COMPLETION, prompts, request.max_tokens)
 
@@ -130,7 +130,7 @@ class OpenAiApi:
             ApiError: The request is invalid, or the server is busy or has failed.
         """
         request = schema.read_request(schema.ChatRequest, body)
-        self._check_model(request.model)
+        self.service.adapter_of(request.model)
         prompt = await self._read_messages(request.messages)
         limit = self.service.settings.server.max_tokens_to_oom // request.n
         room = min(self.service.max_length, limit) - len(prompt)
@@ -139,32 +139,28 @@ class OpenAiApi:
 
     def models(self) -> dict[str, Any]:
         """Return the answer to `GET /v1/models`."""
-        return {"object": "list", "data": [self.model(self.service.settings.model)]}
+        names = self.service.settings.models
+        return {"object": "list", "data": [self.model(name) for name in names]}
 
     def model(self, name: str) -> dict[str, Any]:
         """Return the answer to `GET /v1/models/NAME`.
 
         Args:
-            name: Name of the model.
+            name: Name of the model, or of one of its adapters.
 
         Raises:
             ApiError: There is no such model (404).
         """
-        self._check_model(name)
         settings = self.service.settings
         return {
-            "id": settings.model,
+            "id": name,
             "object": "model",
             "created": settings.created,
             "owned_by": "megatron",
+            "parent": settings.model if self.service.adapter_of(name) else None,
             "max_model_len": self.service.max_length,
             "chat": self.service.settings.chat_template is not None,
         }
-
-    def _check_model(self, name: str | None) -> None:
-        served = self.service.settings.model
-        if name is not None and name != served:
-            raise ApiError(404, f"unknown model {name[:100]!r}; available: {served}", field="model")
 
     async def _read_prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> Prompts:
         """Return the token ids of every prompt.
@@ -249,10 +245,11 @@ class OpenAiApi:
             top_logprobs=request.tops or 0,
             prompt_logprobs=echo and request.tops is not None,
         )
+        adapter = service.adapter_of(request.model)
         stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
         seeds = [service.seed_of(request.seed, copy) for copy in range(copies)]
         return [
-            TextRequest(prompt, replace(sampling, seed=seed), stops, service.ends, echo)
+            TextRequest(prompt, replace(sampling, seed=seed), stops, service.ends, echo, adapter)
             for prompt in prompts
             for seed in seeds
         ]
@@ -274,13 +271,13 @@ class OpenAiApi:
         if self.service.settings.retrieves:
             for choice, answer in zip(choices, answers.each, strict=True):
                 choice["passages"] = passages_of(answer.passages)
-        head = self._head(form.prefix, form.whole)
+        head = self._head(request, form.prefix, form.whole)
         return {**head, "choices": choices, "usage": _usage(answers.each, request.n)}
 
     async def _stream(
         self, request: schema.AnyRequest, form: ResponseForm, answers: Answers
     ) -> AsyncGenerator[dict[str, Any], None]:
-        head = self._head(form.prefix, form.part)
+        head = self._head(request, form.prefix, form.part)
         options = request.stream_options
         counts = options is not None and options.include_usage
         tail = {"usage": None} if counts else {}
@@ -299,12 +296,12 @@ class OpenAiApi:
         if counts:
             yield {**head, "choices": [], "usage": _usage(answers.each, request.n)}
 
-    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
+    def _head(self, request: schema.AnyRequest, prefix: str, kind: str) -> dict[str, Any]:
         return {
             "id": prefix + secrets.token_hex(12),
             "object": kind,
             "created": int(time.time()),
-            "model": self.service.settings.model,
+            "model": request.model or self.service.settings.model,
         }
 
 

@@ -17,10 +17,11 @@ from typing import Any
 
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_CONFIG
 from megatron.command import PanelRow, format_panel, say
-from megatron.config.generation import ServerConfig, server_problems
+from megatron.config.generation import ServerConfig, named_adapters, server_problems
 from megatron.config.parser import Program
 from megatron.environment import module_command
 from megatron.errors import EXIT_OK, ConfigError, UserError
+from megatron.inference.adapters import add_to, open_adapters
 from megatron.inference.build import EngineOptions
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
@@ -53,6 +54,8 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     # Find mistakes before loading the model, which may take minutes.
     embedder = server.bert_embedder_load
     check_retrieval(parsed.config, embedder, server.cache_tokens)
+    name = _name_of(parsed.config.checkpoint.load, server)
+    adapters = open_adapters(server.serve_adapter, parsed.config)
     token = find_token(server)
     tokenizer_model = parsed.config.tokenizer.tokenizer_model
     template = find_template(parsed.config.tokenizer.chat_template, tokenizer_model)
@@ -73,6 +76,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         folder = parsed.config.checkpoint.load
         assert folder is not None
         loaded = load_gpt(folder, device, layout, config=parsed.config, kinds=KINDS)
+        loaded = add_to(loaded, adapters, device)
         engine = build_any_engine(loaded, device, options, embedder=embedder)
         if connection is None:
             # Rank 0 handles the signals and ends the other ranks. If one of those ended first, the
@@ -80,16 +84,14 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
             handlers.enter_context(_handling(signal.SIG_IGN))
             serve(engine, None)
             return EXIT_OK
-        real, limits = Path(folder).resolve(), engine.limits
-        # The model of runs/demo/checkpoints is called `demo`.
-        name = real.parent.name if real.name.startswith("checkpoint") else real.name
+        limits = engine.limits
         longest = min(server.out_seq_length or limits.max_length, limits.max_length)
-        ends = _stop_tokens(real, limits.vocab_size)
+        ends = _stop_tokens(Path(folder), limits.vocab_size)
         if template is not None:
             end = find_turn_end(template, special_tokens(tokenizer_model), loaded.tokenizer)
             ends += () if end is None else (end,)
         settings = FrontSettings(
-            model=server.served_model_name or name,
+            model=name,
             tokenizer=parsed.config.tokenizer,
             engine=replace(limits, max_length=longest),
             server=server,
@@ -98,6 +100,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
             token=token,
             created=int(time.time()),
             retrieves=parsed.config.model.architecture == "retro",
+            adapters=tuple(one.name for one in adapters),
         )
         say(_panel(settings, url, engine_rows(loaded, engine, device)))
         with suppress(BrokenPipeError):  # the web server has died, which the inbox will notice
@@ -108,6 +111,24 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
             handlers.enter_context(_handling(lambda *_: inbox.shut_down()))
             serve(engine, inbox)
     return EXIT_OK
+
+
+def _name_of(folder: str | None, server: ServerConfig) -> str:
+    """Return the model's name for clients: that of its folder, if no flag gives one.
+
+    Raises:
+        ConfigError: An adapter has the same name.
+    """
+    real = Path(folder or "").resolve()
+    # The model of runs/demo/checkpoints is called `demo`.
+    of_folder = real.parent.name if real.name.startswith("checkpoint") else real.name
+    name = server.served_model_name or of_folder
+    if name in named_adapters(server.serve_adapter):
+        raise ConfigError(
+            f"--serve-adapter {name}=...: the model itself has this name: choose another, or give "
+            "--served-model-name"
+        )
+    return name
 
 
 @contextmanager
@@ -137,7 +158,7 @@ def _panel(settings: FrontSettings, url: str, engine: Sequence[PanelRow]) -> str
     rows = [
         ("page", f"{url}/"),
         ("command line", f"python tools/text_generation_cli.py {address}"),
-        ("OpenAI clients", f"base URL {url}/v1, model {settings.model}"),
+        ("OpenAI clients", f"base URL {url}/v1, model {' or '.join(settings.models)}"),
         ("access", "token required" if settings.token else "this machine only, no token required"),
         ("chat", "available" if settings.chat_template else "not available (no chat template)"),
         ("longest text", f"{settings.engine.max_length:,} tokens"),

@@ -95,7 +95,8 @@ class OpenAiRequest(_Schema):
     """The fields that both endpoints have.
 
     Attributes:
-        model: Name of the model, as in /v1/models. The default is the served model.
+        model: Name of the model or of one of its adapters, as in /v1/models. The default is the
+            model without an adapter.
         n: Number of answers to each prompt.
         temperature: Divide the scores by this number before sampling. 0 always takes the most
             likely token.

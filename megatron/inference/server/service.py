@@ -42,6 +42,7 @@ class TextRequest:
         stops: Strings that end the answer and are not part of it.
         silent: Stop tokens that end the answer and are not part of its text.
         echo: Whether the answer begins with the prompt.
+        adapter: Index of the adapter to use, counted from 1; 0 is the base model.
     """
 
     prompt: tuple[int, ...]
@@ -49,6 +50,7 @@ class TextRequest:
     stops: tuple[str, ...] = ()
     silent: frozenset[int] = frozenset()
     echo: bool = False
+    adapter: int = 0
 
 
 class EngineClient:
@@ -102,7 +104,7 @@ class EngineClient:
         names, events = [f"r{next(self._numbers)}" for _ in requests], asyncio.Queue[Event]()
         for name, request in zip(names, requests, strict=True):
             self._queues[name] = events
-            self._send(Add(Request(name, request.prompt, request.sampling)))
+            self._send(Add(Request(name, request.prompt, request.sampling, request.adapter)))
         return names, events
 
     def cancel(self, name: str) -> None:
@@ -443,6 +445,23 @@ class Service:
         """Maximum number of tokens in a prompt and its answer together."""
         engine = self.settings.engine
         return min(engine.max_length, engine.cache_tokens)
+
+    def adapter_of(self, model: str | None) -> int:
+        """Return the index of the adapter that a request names, or 0 for the base model.
+
+        Args:
+            model: Name in the request, or `None` if it names none, which means the base model.
+
+        Raises:
+            ApiError: No model or adapter has this name (404).
+        """
+        models = self.settings.models
+        if model is None:
+            return 0
+        if model not in models:
+            shown = ", ".join(models)
+            raise ApiError(404, f"unknown model {model[:100]!r}; available: {shown}", field="model")
+        return models.index(model)
 
     def begun(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         """Return the prompt, or if it is empty the end-of-document token, after which texts begin.

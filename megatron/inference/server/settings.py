@@ -56,6 +56,7 @@ class FrontSettings:
         token: Token that clients must send. `None` admits only clients on this machine.
         created: Start time of the server in seconds since 1970.
         retrieves: Whether the model is a Retro, whose answers come with the passages it has read.
+        adapters: Names of the model's adapters, in the engine's order.
     """
 
     model: str
@@ -68,6 +69,12 @@ class FrontSettings:
     token: str | None = field(default=None, repr=False)
     created: int = 0
     retrieves: bool = False
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names that a request's `model` may have: the base model's, then those of adapters."""
+        return (self.model, *self.adapters)
 
     def choose(self, top_k: int | None, top_p: float | None) -> tuple[int, float]:
         """Return the `top_k` and `top_p` to use for a request.

@@ -25,7 +25,8 @@ CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 @pytest.fixture(scope="module")
 def chatty(tokenizer_folder: Path):
     engine = FakeEngine()
-    with running(engine, make_settings(tokenizer_folder, engine, chat_template=CHAT)) as live:
+    settings = make_settings(tokenizer_folder, engine, chat_template=CHAT, adapters=("sql",))
+    with running(engine, settings) as live:
         yield live
 
 
@@ -43,6 +44,14 @@ def test_flags_reach_the_engine(live: Live) -> None:
     assert cli.main([f"http://{_address(live)}/", "--prompt", "x", *flags]) == 0
     sampling = live.engine.seen[-1].sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 3, 9)
+
+
+def test_a_model_is_chosen_by_its_name(chatty: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [_address(chatty), "--prompt", "x", "--tokens", "1", "--model"]
+    assert cli.main([*words, "sql"]) == 0
+    assert chatty.engine.seen[-1].adapter == 1
+    assert cli.main([*words, "rhymes"]) == 1
+    assert "unknown model 'rhymes'; available: test, sql" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -172,6 +181,9 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
             ("/tokens x", "/tokens x: give a number"),
             ("/nonsense", "no such command"),
             ("/help", "Ctrl-C stops an answer."),
+            ("/model rhymes", "/model rhymes"),
+            ("y", "unknown model 'rhymes'; available: test, sql"),
+            ("/model sql", "/model sql"),
             ("z", "yyy"),  # the engine says what came first
         ):
             terminal.expect("> ")  # else it would be typed into the answer
@@ -184,6 +196,7 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
         process.kill()
         os.close(main)
     assert len(chatty.engine.seen[-1].prompt) == 5  # y, yyy and z
+    assert chatty.engine.seen[-1].adapter == 1
     assert "/help" in (tmp_path / f"text_generation-{os.getuid()}" / "history").read_text()
 
 

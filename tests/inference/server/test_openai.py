@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,50 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("test").id == "test"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("of/another")
+
+
+@pytest.fixture(scope="module")
+def several(tokenizer_folder: Path) -> Iterator[Live]:
+    """A server of a model with two adapters."""
+    engine = FakeEngine()
+    settings = make_settings(tokenizer_folder, engine, adapters=("sql", "of/rhymes"))
+    with running(engine, settings) as live:
+        yield live
+
+
+def test_adapters_are_models(several: Live) -> None:
+    client = openai.OpenAI(base_url=f"{several.url}/v1", api_key="none", max_retries=0)
+    listed = [model.model_dump() for model in client.models.list()]
+    names = {"test": None, "sql": "test", "of/rhymes": "test"}
+    assert {model["id"]: model["parent"] for model in listed} == names
+    for adapter, name in enumerate(names):
+        assert client.models.retrieve(name).id == name
+        done = client.completions.create(model=name, prompt=[[5], [6]], max_tokens=1)
+        assert done.model == name
+        assert [request.adapter for request in several.engine.seen[-2:]] == [adapter] * 2
+        message: list[Any] = [{"role": "user", "content": "Hi"}]
+        chunks = client.chat.completions.create(
+            model=name, messages=message, max_tokens=1, stream=True
+        )
+        assert {chunk.model for chunk in chunks} == {name}
+        assert several.engine.seen[-1].adapter == adapter
+    several.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+    assert several.engine.seen[-1].adapter == 0
+    with pytest.raises(openai.NotFoundError, match="'rhymes'; available: test, sql, of/rhymes"):
+        client.completions.create(model="rhymes", prompt="x")
+
+
+def test_megatrons_api_chooses_an_adapter_too(several: Live) -> None:
+    body = {"prompts": [TEXT], "tokens_to_generate": 1}
+    for model, adapter in {"test": 0, "sql": 1, "of/rhymes": 2, None: 0}.items():
+        assert several.put({**body, "model": model}).status_code == 200
+        assert several.engine.seen[-1].adapter == adapter
+    assert several.put({**body, "beam_width": 2, "model": "sql"}).status_code == 200
+    assert several.engine.seen[-1].adapter == 1
+    unknown = several.put({**body, "model": "x"})
+    assert unknown.status_code == 404
+    assert unknown.json() == "unknown model 'x'; available: test, sql, of/rhymes"
+    assert several.put({**body, "model": 5}).json() == "model must be a string"
 
 
 def test_a_long_name_is_not_told_back(live: Live) -> None:

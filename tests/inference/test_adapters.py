@@ -1,0 +1,305 @@
+"""Adapters of one served model: each request gets what its merged model gives alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.generation import SamplesConfig, ServerConfig, sample_problems, server_problems
+from megatron.config.parser import Program
+from megatron.config.run import RunConfig
+from megatron.device import Device
+from megatron.errors import CheckpointError
+from megatron.inference.adapters import add_to, open_adapters
+from megatron.inference.build import EngineOptions, build_engine
+from megatron.inference.engine import BatchEngine
+from megatron.inference.load import load_gpt, parse_generation
+from megatron.inference.request import Request, RequestError, Token
+from megatron.parallel.layout import Layout
+from megatron.tools.checkpoint import util
+from megatron.training.checkpointing import save_run
+from tests.distributed import run_distributed
+from tests.inference.toy import OPTIONS, drain, end_of, greedy, prompts
+from tests.training.toy import build_toy
+from tools import generate_samples_gpt
+
+CPU = Device.cpu()
+VOCAB = 100
+NEW = 50
+NETWORK = """
+    --num-layers 2 --swiglu --normalization RMSNorm --position-embedding-type rope
+    --disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention
+    --num-query-groups 2 --hidden-dropout 0 --attention-dropout 0 --max-position-embeddings 96
+    --init-method-std 0.2 --save-interval 1
+"""
+# Different ranks, layers and kinds.
+KINDS = {
+    "all": "--lora-rank 4 --lora-alpha 8",
+    "some": "--lora-rank 3 --use-rslora --lora-target-modules q_proj v_proj layers.1.mlp",
+    "lengths": "--lora-rank 2 --use-dora",
+}
+PROMPTS = prompts(5, longest=20, vocab=VOCAB, seed=3)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Folders of a base model and of adapters: PEFT's files of `some`, runs of the others."""
+
+    base: str
+    folders: dict[str, Path]
+
+    @property
+    def words(self) -> list[str]:
+        return [f"{name}={folder}" for name, folder in self.folders.items()]
+
+
+def _save_adapter(base: str, target: Path, flags: str, network: str = NETWORK) -> Path:
+    """Save a run whose adapters, all of them, are random."""
+    words = f"{network} {flags} --load {base} --finetune --save {target}".split()
+    run = build_toy(Layout.single(), words)
+    generator = torch.Generator().manual_seed(len(flags))
+    with torch.no_grad():
+        for _, parameter in run.named_parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise, alpha=0.15)
+    run.optimizer.reload_masters()
+    save_run(run)
+    return target
+
+
+def _to_peft(source: Path, target: Path) -> Path:
+    words = f"--model-type GPT --loader native --saver peft --load-dir {source}".split()
+    assert util.main([*words, "--save-dir", str(target)]) == 0
+    return target
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("adapters")
+    base = str(folder / "base")
+    save_run(build_toy(Layout.single(), f"{NETWORK} --save {base}".split()))
+    runs = {name: _save_adapter(base, folder / name, flags) for name, flags in KINDS.items()}
+    return Saved(base, {**runs, "some": _to_peft(runs["some"], folder / "peft")})
+
+
+def _config(base: str, world_size: int = 1, *words: str) -> RunConfig:
+    given = ["--load", base, *words]
+    return parse_generation(given, world_size, Program(name="serve")).config
+
+
+def _engine(
+    base: str, words: Sequence[str], options: EngineOptions = OPTIONS, layout: Layout | None = None
+) -> BatchEngine:
+    layout = layout or Layout.single()
+    sizes = f"""--tensor-model-parallel-size {layout.tensor.size}
+        --pipeline-model-parallel-size {layout.pipeline.size}""".split()
+    config = _config(base, layout.world.size, *sizes)
+    opened = open_adapters(words, config)
+    loaded = add_to(load_gpt(base, CPU, layout, config=config), opened, CPU)
+    return build_engine(loaded, CPU, options)
+
+
+Answers = dict[str, list[tuple[int, float]]]
+
+
+def _answers(engine: BatchEngine, requests: Sequence[Request]) -> Answers:
+    """Tokens and their log probabilities by request."""
+    events = drain(engine, requests)
+    return {
+        name: [(event.token, event.logprob or 0.0) for event in found if isinstance(event, Token)]
+        for name, found in events.items()
+    }
+
+
+def _asked(adapters: int, new: int = NEW) -> list[Request]:
+    """Every prompt of every model, so that each step mixes them."""
+    return [
+        Request(f"{adapter} {number}", prompt, greedy(new, logprobs=True), adapter)
+        for number, prompt in enumerate(PROMPTS)
+        for adapter in range(adapters + 1)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What each merged model says when it is served by itself."""
+    roots = tmp_path_factory.getbasetemp()
+    run_of_some = next(roots.glob("adapters*/some"))
+    folders = [saved.base, *({**saved.folders, "some": run_of_some}.values())]
+    found: Answers = {}
+    for adapter, folder in enumerate(folders):
+        own = [request for request in _asked(3) if request.adapter == adapter]
+        plain = [replace(request, adapter=0) for request in own]
+        found |= _answers(_engine(str(folder), ()), plain)
+    return found
+
+
+def _assert_same(found: Answers, expected: Answers) -> None:
+    assert found.keys() == expected.keys()
+    for name, pairs in found.items():
+        tokens, scores = zip(*pairs, strict=True)
+        wanted, values = zip(*expected[name], strict=True)
+        assert tokens == wanted, name
+        assert scores == pytest.approx(values, abs=1e-5), name
+
+
+def test_a_mixed_batch_says_what_each_merged_model_says_alone(saved: Saved, alone: Answers) -> None:
+    texts = {tuple(token for token, _ in alone[f"{adapter} 0"]) for adapter in range(4)}
+    assert len(texts) == 4, "the models say different things"
+    _assert_same(_answers(_engine(saved.base, saved.words), _asked(3)), alone)
+
+
+def test_preemption_and_chunks_change_nothing(saved: Saved, alone: Answers) -> None:
+    small = EngineOptions(max_sequences=5, max_step_tokens=7, cache_tokens=160, block_size=4)
+    engine = _engine(saved.base, saved.words, small)
+    _assert_same(_answers(engine, _asked(3)), alone)
+    assert engine.stats.preempted > 3
+
+
+def _first(layout: Layout, base: str, words: Sequence[str]) -> Answers:
+    return _answers(_engine(base, words, layout=layout), _asked(3, new=12))
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=["tensor", "pipeline"])
+def test_layouts_say_the_same(saved: Saved, alone: Answers, sizes: dict[str, int]) -> None:
+    expected = {name: pairs[:12] for name, pairs in alone.items()}
+    for found in run_distributed(2, _first, saved.base, saved.words, **sizes):
+        _assert_same(found, expected)
+
+
+def test_a_step_without_adapters_computes_none(
+    saved: Saved, alone: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _engine(saved.base, saved.words)
+    name = "megatron.parallel.adapter_stack.AdapterStack.add_product"
+    monkeypatch.setattr(name, lambda *_: pytest.fail("an adapter is multiplied"))
+    own = [request for request in _asked(3) if not request.adapter]
+    _assert_same(_answers(engine, own), {request.id: alone[request.id] for request in own})
+
+
+def test_adapters_share_no_prefix(saved: Saved) -> None:
+    engine = _engine(saved.base, saved.words)
+    prompt = (PROMPTS[0] * 13)[:13]
+    cached = {}
+    for turn in range(2):
+        for adapter in range(3):
+            request = Request("a", prompt, greedy(2), adapter)
+            cached[turn, adapter] = end_of(drain(engine, [request])["a"]).cached_tokens
+    assert cached == {(turn, adapter): 12 * turn for turn in range(2) for adapter in range(3)}
+
+
+def test_an_unknown_adapter_is_refused(saved: Saved) -> None:
+    engine = _engine(saved.base, saved.words)
+    with pytest.raises(RequestError, match=r"adapter 4: give 0 \(the base model\) to 3"):
+        engine.add(Request("a", (1,), greedy(1), 4))
+
+
+def test_samples_are_those_of_the_adapter(
+    saved: Saved, alone: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = " ".join(map(str, PROMPTS[0]))
+    words = ["--load", saved.base, "--prompt", prompt, "--greedy", "--out-seq-length", "5"]
+    adapter = ["--serve-adapter", f"mine={saved.folders['all']}"]
+    assert generate_samples_gpt.main([*words, *adapter]) == 0
+    said = capsys.readouterr().out.split()[len(PROMPTS[0]) :]
+    assert [*map(int, said)] == [token for token, _ in alone["1 0"][:5]]
+
+
+def _refused(base: str, folder: Path | str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_adapters([f"mine={folder}"], _config(base))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
+    saved: Saved, tmp_path: Path
+) -> None:
+    assert "there is no such folder" in _refused(saved.base, tmp_path / "nowhere")
+    assert "adapter_config.json, or the --save folder" in _refused(saved.base, tmp_path)
+    whole = _refused(saved.base, saved.base)
+    assert "a whole model without adapters: serve it by itself with --load" in whole
+    # The same shapes, other weights.
+    other = str(tmp_path / "other")
+    save_run(build_toy(Layout.single(), f"{NETWORK} --save {other} --seed 5".split()))
+    foreign = _refused(other, saved.folders["all"])
+    assert "trained on another model (embedding" in foreign
+    assert "serve the model that it was trained on with --load" in foreign
+    # Other shapes, of a run and of PEFT's files.
+    wide = f"{NETWORK} --hidden-size 48"
+    save_run(build_toy(Layout.single(), f"{wide} --save {tmp_path / 'wide'}".split()))
+    told = "for another network (--hidden-size is 48 here and 32 in the checkpoint): serve the"
+    assert told in _refused(str(tmp_path / "wide"), saved.folders["all"])
+    assert "has shape [3, 32], but it is [3, 48]" in _refused(
+        str(tmp_path / "wide"), saved.folders["some"]
+    )
+    shallow = f"{NETWORK} --num-layers 1"
+    save_run(build_toy(Layout.single(), f"{shallow} --save {tmp_path / 'shallow'}".split()))
+    deep = _refused(str(tmp_path / "shallow"), saved.folders["some"])
+    assert "layers.1" in deep
+    assert "serve the model that it was trained on" in deep
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"r": "many"}, "r is many, which is no positive number"),
+        ({"lora_alpha": 0}, "lora_alpha is 0, which is no positive number"),
+        ({"r": 5}, r"has shape \[3, 32\], but it is \[5, 32\] here"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* is not supported"),
+    ],
+)
+def test_settings_of_peft_that_do_not_fit_are_refused(
+    saved: Saved, tmp_path: Path, changes: dict[str, object], told: str
+) -> None:
+    folder = shutil.copytree(saved.folders["some"], tmp_path / "copy")
+    said = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**said, **changes}))
+    with pytest.raises(CheckpointError, match=told):
+        open_adapters([f"mine={folder}"], _config(saved.base))
+
+
+def test_an_adapter_that_is_not_finite_is_refused(saved: Saved, tmp_path: Path) -> None:
+    words = f"{NETWORK} {KINDS['all']} --load {saved.base} --finetune --save {tmp_path}".split()
+    run = build_toy(Layout.single(), words)
+    with torch.no_grad():
+        next(p for n, p in run.named_parameters() if n.endswith(".b")).fill_(torch.inf)
+    save_run(run)
+    with pytest.raises(CheckpointError, match="values that are not finite: export it again"):
+        _engine(saved.base, [f"mine={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("runs/sql",), "--serve-adapter runs/sql: give NAME=FOLDER"),
+        (("=runs/sql",), "--serve-adapter =runs/sql: give NAME=FOLDER"),
+        (("a=x", "a=y"), "--serve-adapter a=y: a is given twice: choose another name"),
+        ((), "--serve-adapter has no value"),
+    ],
+)
+def test_values_that_name_nothing_are_refused(words: tuple[str, ...], told: str) -> None:
+    (problem,) = server_problems(ServerConfig(serve_adapter=words))
+    assert problem.startswith(told)
+
+
+def test_samples_take_a_single_adapter() -> None:
+    samples = SamplesConfig(prompt="x", serve_adapter=("a=x", "b=y"))
+    assert "give one, or start a server" in sample_problems(samples)[0]
+
+
+def test_a_repeated_flag_adds_adapters(saved: Saved) -> None:
+    program = Program(name="serve", extra=(ServerConfig,), check_extra=server_problems)
+    words = ["--load", saved.base, "--serve-adapter", "a=x", "b=y", "--serve-adapter", "c=z"]
+    (server,) = parse_generation(words, 1, program).extra
+    assert server.serve_adapter == ("a=x", "b=y", "c=z")
+    renamed = ["--load", saved.base, "--lora-modules", "a=x"]
+    (server,) = parse_generation(renamed, 1, program).extra
+    assert server.serve_adapter == ("a=x",)
