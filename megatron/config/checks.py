@@ -119,6 +119,7 @@ RULES: tuple[Rule, ...] = (
     rules_data.sentinels,
     rules_finetuning.conversations,
     rules_finetuning.samples,
+    rules_finetuning.batch_invariance,
     rules_finetuning.preferences,
     rules_retriever.towers,
     rules_retriever.titles,

@@ -108,6 +108,9 @@ class DenseOptions:
         use_flash_attn: Require attention kernels that never store all scores (GPU, fp16 or bf16):
             FlashAttention 4 if flash-attn-4 is installed and faster (--micro-batch-size 1, no
             dropout, no mask), otherwise the first suitable kernel of cuDNN or PyTorch.
+        batch_invariant_mode: Compute each token with the same bits in any batch, so that a model in
+            training gives its answers the log-probabilities with which it wrote them
+            (docs/reinforcement.md). On CPUs, in fp32; slower.
         masked_softmax_fusion: Allow a fused attention kernel. Off: compute scores, mask and softmax
             separately.
         apply_rope_fusion: Split queries, keys and values and rotate them in one kernel. Off: use
@@ -179,6 +182,7 @@ class DenseOptions:
     init_method_xavier_uniform: bool = False
     perform_initialization: bool = flag(True, off="--no-initialization", requires=_LOAD)
     use_flash_attn: bool = flag(False, requires=_HALF)
+    batch_invariant_mode: bool = flag(False, only_for=("gpt",))
     masked_softmax_fusion: bool = flag(True, needs=_PLAIN_SCORES)
     apply_rope_fusion: bool = flag(True, off="--no-rope-fusion")
     bias_dropout_fusion: bool = True
@@ -266,6 +270,7 @@ _NOT_OF_THE_NETWORK = {
     "perform_initialization",
     "use_flash_attn",
     "masked_softmax_fusion",
+    "batch_invariant_mode",
     "apply_rope_fusion",
     "bias_dropout_fusion",
     "no_persist_layer_norm",

@@ -31,6 +31,27 @@ _NOT_WITH_SAMPLES: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
+# Flags with which products or sums are not those of --batch-invariant-mode.
+_NOT_BATCH_INVARIANT: dict[str, tuple[tuple[object, ...], str]] = {
+    "precision.bf16": ((False,), "it computes in fp32"),
+    "precision.fp16": ((False,), "it computes in fp32"),
+    "precision.fp8_format": ((None,), "it computes in fp32"),
+    "parallel.tensor_model_parallel_size": ((1,), "sums over processes have an order of their own"),
+    "parallel.context_parallel_size": ((1,), "sums over processes have an order of their own"),
+    "model.num_experts": ((None,), "experts' products have other sizes in every batch"),
+    "model.lora_rank": ((None,), "adapters have products of their own"),
+    "model.use_flash_attn": ((False,), "its attention has a kernel of its own"),
+    "model.masked_softmax_fusion": ((True,), "its attention has a kernel of its own"),
+    "training.cuda_graph_impl": (("none",), "it runs on CPUs"),
+}
+
+
+def batch_invariance(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each flag that cannot be combined with --batch-invariant-mode."""
+    if config.model.batch_invariant_mode:
+        yield from excluded(config, "--batch-invariant-mode", _NOT_BATCH_INVARIANT)
+
+
 # Further flags with which a model cannot train on its own answers.
 _NOT_WITH_ROLLOUTS: dict[str, tuple[tuple[object, ...], str]] = {
     **_NOT_WITH_SAMPLES,

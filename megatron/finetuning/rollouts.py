@@ -22,7 +22,7 @@ from megatron.config import RunConfig, rules_finetuning
 from megatron.config.checks import find_problems
 from megatron.config.stages import ModelPart
 from megatron.data.chat import padding_token
-from megatron.data.gpt import make_batch
+from megatron.data.gpt import TokenBatch, make_batch
 from megatron.data.json_lines import read_objects
 from megatron.data.loader import SingleSampler, collate
 from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS, TRAINED, Sample
@@ -30,6 +30,7 @@ from megatron.device import Device
 from megatron.errors import ConfigError, DataError
 from megatron.finetuning.distillation import GPTTeacher
 from megatron.inference.request import Sampling
+from megatron.kernels import batch_invariant
 from megatron.kernels.attention import Segments
 from megatron.kernels.cross_entropy import CrossEntropy
 from megatron.models.build import build_model
@@ -40,7 +41,7 @@ from megatron.parallel.cross_entropy import vocabulary_cross_entropy
 from megatron.parallel.distillation import VocabularyPart
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
-from megatron.training.generation import Answer, Generator
+from megatron.training.generation import AnswerGenerator, GeneratedAnswer
 from megatron.training.pretrain import Extras
 from megatron.training.recipe import Batch, SampleCounts, Splits
 from megatron.training.run import Run
@@ -69,7 +70,7 @@ class Group(NamedTuple):
 
     record: Mapping[str, Any]
     prompt: tuple[int, ...]
-    answers: list[Answer]
+    answers: list[GeneratedAnswer]
     texts: list[str]
 
 
@@ -234,10 +235,16 @@ def token_log_probs(part: GPTModel, batch: Batch, tokenizer: Tokenizer, layout: 
     rows = make_batch(batch, eod=tokenizer.eod)
     longest = len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
     documents = Segments.of(batch[SEGMENT_ENDS], rows.tokens, longest)
+    if part.attention_choice.name == batch_invariant.NAME:
+        # Each answer is rotated from position 0 on, as in generation.
+        rows = TokenBatch(*(x.reshape(1, -1) for x in rows))
+        documents = replace(documents, shape=(1, rows.tokens.numel()))
+        documents = replace(documents, positions=rows.position_ids[0])
     logits: Tensor = part(rows.tokens, rows.position_ids, None, documents)
     vocabulary = VocabularyPart(layout.tensor, tokenizer.vocab_size)
     assert part.output is not None, "a rule refuses pipelines"
     found = log_probs_of(logits, rows.labels, vocabulary, part.output.form)
+    found = found.view_as(batch[TRAINED])
     return torch.where(batch[TRAINED] > 0, found.double(), 0.0)
 
 
@@ -301,7 +308,7 @@ class Rollouts(Extras):
 
     def begin(self, run: Run) -> None:
         """Let the run's micro-batches come from the model. Collective."""
-        self._generator = Generator(run)
+        self._generator = AnswerGenerator(run)
         self._sampling = replace(self._sampling, stop_tokens=self._generator.ends, logprobs=True)
         run.train_batches = self._batches(run)
 

@@ -93,7 +93,8 @@ def build_engine(
     where, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
     head_size = plan.attention.head_size
     library = find_library(where)
-    paged = choose_paged_attention(library.library, head_size, dtype)
+    invariant = loaded.config.model.batch_invariant_mode
+    paged = choose_paged_attention(library.library, head_size, dtype, batch_invariant=invariant)
     memory = _make_cache(loaded, options, paged, device)
     without = ""  # why there are no graphs
     if not options.graphs:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.kernels.paged_attention import Chunks, PagedAttention, Singles, chunk_attention
+from megatron.kernels.paged_attention import Chunks, PagedAttention, Singles
 
 BlockKey = bytes
 
@@ -184,6 +184,6 @@ class StepCache:
             parts.append(paged.singles(query[:count], keys, values, self.singles).flatten(1))
         if self.chunks is not None:
             query, key, value = (x[count:] for x in (query, key, value))
-            parts.append(chunk_attention(query, key, value, keys, values, self.chunks))
+            parts.append(paged.chunks(query, key, value, (keys, values), self.chunks))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.unsqueeze(1)

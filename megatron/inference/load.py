@@ -218,6 +218,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     model = replace(
         run.model,
         use_flash_attn=False,
+        batch_invariant_mode=False,
         masked_softmax_fusion=run.model.masked_softmax_fusion or run.model.use_flash_attn,
         perform_initialization=True,
         moe_token_dropping=False,

@@ -200,7 +200,10 @@ def _fill_in_logprobs(
     scored = [i for i, choice in enumerate(choices) if choice.logprob or choice.tops]
     for start in range(0, len(scored), _MOST_SCORED_ROWS):
         rows = _send(np.array(scored[start : start + _MOST_SCORED_ROWS]), logits)
-        logprobs = logits[rows].float().log_softmax(dim=-1)
+        # As `kernels/cross_entropy.py` computes them, so that training finds the same bits.
+        logprobs = logits[rows].float()
+        logprobs = logprobs - logprobs.amax(dim=-1, keepdim=True)
+        logprobs -= logprobs.exp().sum(dim=-1, keepdim=True).log()
         own = logprobs.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
         result[rows, 1] = own.double()
         if most:

@@ -66,12 +66,16 @@ class Segments:
         causal: Whether a token attends only to itself and to earlier ones.
         longest: A number of tokens that no segment exceeds; `None` means s. The flash kernel starts
             as many thread blocks for every segment as this one would need.
+        positions: The positions by which a batch of a single row rotates queries and keys, int64
+            [s]. `None` means the places in the row: attention depends on differences of positions,
+            except for its last bits.
     """
 
     ends: Tensor
     shape: tuple[int, int]
     causal: bool = True
     longest: int | None = None
+    positions: Tensor | None = None
     _shared: dict[Hashable, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -27,6 +27,7 @@ from megatron.kernels.attention import (
     fused_attention,
     gpu_attention,
 )
+from megatron.kernels.batch_invariant import attend
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, operator
 from megatron.kernels.plans import WARP, KernelLaunch, Number, PlanError, Pointer, divide_up
 from megatron.kernels.sources import FLOATS, constant, instance
@@ -145,9 +146,15 @@ class Chunks:
 
 
 def choose_paged_attention(
-    library: KernelLibrary | None, head_size: int, dtype: torch.dtype
+    library: KernelLibrary | None,
+    head_size: int,
+    dtype: torch.dtype,
+    *,
+    batch_invariant: bool = False,
 ) -> PagedAttention:
     """Choose the kernels if a library exists and supports the head size, otherwise PyTorch."""
+    if batch_invariant:
+        return BatchInvariantPaged()
     vectors, rest = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
     if library is None:
         return PagedAttention("no fused kernels here")
@@ -182,19 +189,50 @@ class PagedAttention:
         Returns:
             The results [u, n, d], which are undefined for sequences without tokens.
         """
-        # As many keys are collected as the longest sequence has. The heads of a group take the
-        # place of positions that share keys, so that none are repeated.
-        size, groups = singles.block_size, keys.shape[1]
-        blocks = singles.tables[:, : -(-singles.longest // size)].long()
-        within = torch.arange(size, device=query.device)
-        slots = (blocks.unsqueeze(2) * size + within).flatten(1)[:, : singles.longest]  # [u, l]
-        key, value = (x[slots].transpose(1, 2) for x in (keys, values))  # [u, g, l, d]
-        seen = torch.arange(slots.shape[1], device=query.device) < singles.lengths.unsqueeze(1)
-        mask = seen[:, None, None]  # [u, 1, 1, l]
+        # The heads of a group take the place of positions that share keys, so that none are
+        # repeated.
+        key, value, seen = self._collected(keys, values, singles)
         out = F.scaled_dot_product_attention(
-            query.unflatten(1, (groups, -1)), key, value, attn_mask=mask
+            query.unflatten(1, (keys.shape[1], -1)), key, value, attn_mask=seen
         )
         return out.flatten(1, 2)
+
+    def _collected(
+        self, keys: Tensor, values: Tensor, singles: Singles
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys and values [u, g, l, d] of sequences, and which are theirs, [u, 1, 1, l].
+
+        As many are collected as the longest sequence has.
+        """
+        size = singles.block_size
+        blocks = singles.tables[:, : -(-singles.longest // size)].long()
+        within = torch.arange(size, device=keys.device)
+        slots = (blocks.unsqueeze(2) * size + within).flatten(1)[:, : singles.longest]  # [u, l]
+        key, value = (x[slots].transpose(1, 2) for x in (keys, values))  # [u, g, l, d]
+        seen = torch.arange(slots.shape[1], device=keys.device) < singles.lengths.unsqueeze(1)
+        return key, value, seen[:, None, None]
+
+    def chunks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: tuple[Tensor, Tensor],
+        chunks: Chunks,
+    ) -> Tensor:
+        """Attend with consecutive tokens of prompts.
+
+        Args:
+            query: The queries of the new tokens, [s, n, d].
+            key: The keys of the new tokens, [s, g, d].
+            value: The values of the new tokens, [s, g, d].
+            cache: The cached keys and values [slots, g, d], including those of the new tokens.
+            chunks: The sequences.
+
+        Returns:
+            The results [s, n d].
+        """
+        return chunk_attention(query, key, value, *cache, chunks)
 
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
@@ -202,6 +240,40 @@ class PagedAttention:
         """Write key and value [s, g, d] to `slots`, int64 [s], of the cache [slots, g, d]."""
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
+
+
+class BatchInvariantPaged(PagedAttention):
+    """Attention with the bits that `batch_invariant_attention` gives in training."""
+
+    def __init__(self) -> None:
+        """Set the name."""
+        super().__init__("--batch-invariant-mode")
+
+    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
+        """Attend with one query per sequence."""
+        key, value, seen = self._collected(keys, values, singles)
+        return attend(query.unsqueeze(2), key, value, seen).squeeze(2)
+
+    def chunks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: tuple[Tensor, Tensor],
+        chunks: Chunks,
+    ) -> Tensor:
+        """Attend with consecutive tokens of prompts, one sequence at a time."""
+        if chunks.slots is not None:
+            key, value = (x[chunks.slots] for x in cache)  # [l, g, d]
+        lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
+        parts = []
+        each = zip(query.split(chunks.sizes), key.split(lengths), value.split(lengths), strict=True)
+        for rows in each:
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in rows)  # [1, n or g, tokens, d]
+            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=query.device)
+            seen = seen.tril(k.shape[2] - q.shape[2])
+            parts.append(attend(q, k, v, seen[None, None]).squeeze(0).transpose(0, 1).flatten(1))
+        return torch.cat(parts)
 
 
 class FusedPaged(PagedAttention):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron.config.stages import ModelPart
-from megatron.kernels.attention import Mask
+from megatron.kernels.attention import Mask, Segments
 from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
 from megatron.models.head import Output
@@ -81,6 +81,8 @@ class GPTModel(Network):
         if cache is None:
             sequence = tokens.shape[1] * self.layout.context.size
             positions = local_positions(sequence, self.layout.context, tokens.device)
+            if isinstance(mask, Segments) and mask.positions is not None:
+                positions = mask.positions
         else:
             positions = cache.positions
         if hidden is None:

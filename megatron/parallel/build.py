@@ -15,7 +15,9 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.device import Device
 from megatron.errors import ConfigError
+from megatron.kernels import batch_invariant
 from megatron.kernels.activation import Activation, choose_activation
 from megatron.kernels.amax import Zeros
 from megatron.kernels.attention import (
@@ -24,6 +26,7 @@ from megatron.kernels.attention import (
     flash_misfit,
     fused_attention,
 )
+from megatron.kernels.batch_invariant import batch_invariant_attention, batch_invariant_product
 from megatron.kernels.dropout import BiasDropoutAdd, bias_dropout_add, choose_bias_dropout_add
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8Casts, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
@@ -43,7 +46,7 @@ from megatron.parallel.fp8 import Fp8Format, Fp8Products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import Init, ParameterSpec
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
-from megatron.parallel.products import PLAIN, Products
+from megatron.parallel.products import PLAIN, Products, RowByRow
 from megatron.parallel.registry import LayerRegistry
 
 _ON_CPU = torch.device("cpu")
@@ -213,7 +216,8 @@ def choose_kernels(
         cp_comm_type: How context-parallel ranks communicate in attention, "p2p" or "a2a".
 
     Raises:
-        ConfigError: --use-flash-attn requests a kernel that cannot run.
+        ConfigError: --use-flash-attn requests a kernel that cannot run, or --batch-invariant-mode
+            is given on a GPU.
     """
     library = find_library(device).library
     attention = attention_over(layout.context, cp_comm_type, model, precision, device)
@@ -226,6 +230,9 @@ def choose_kernels(
         split_rotate=choose_split_rotate(model, library),
         bias_dropout_add=choose_bias_dropout_add(model, library),
     )
+    if model.batch_invariant_mode:
+        products = RowByRow(batch_invariant_product)
+        return replace(chosen, new_products=lambda: products, output_products=products)
     if precision.fp8_format is None:
         return chosen
     form = Fp8Format(
@@ -262,6 +269,14 @@ def attention_over(
     Raises:
         ConfigError: --use-flash-attn is given, and the flash kernel cannot run.
     """
+    if model.batch_invariant_mode:
+        if Device(device).is_gpu:
+            raise ConfigError(
+                "--batch-invariant-mode: on a GPU, generation and training differ in the last "
+                "bits: drop the flag"
+            )
+        reason = "--batch-invariant-mode"
+        return AttentionChoice(batch_invariant.NAME, reason, batch_invariant_attention)
     if axis.size == 1:
         return choose_attention(model, precision, device)
     if comm_type == "a2a":

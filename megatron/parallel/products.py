@@ -11,6 +11,7 @@ factors get to the processes that need them is a separate choice, made in `linea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.amax import NO_HANDOVERS
-from megatron.kernels.row_product import RowProduct
 from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import ALONE, Communication
 from megatron.parallel.layout import Axis
@@ -200,8 +200,8 @@ class RowByRow(Products):
     is_autograds = False
     can_be_cut = False
 
-    def __init__(self, product: RowProduct) -> None:
-        """Store the product to multiply with."""
+    def __init__(self, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
+        """Store the product to multiply with: of x [m, k], weight [n, k] and bias [n]."""
         self._product = product
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

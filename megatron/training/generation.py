@@ -25,7 +25,7 @@ _BLOCK = 16  # tokens in a block of the cache
 _MOST_SEQUENCES = 256  # computed at once; further ones wait
 
 
-class Answer(NamedTuple):
+class GeneratedAnswer(NamedTuple):
     """An answer of the model to a prompt.
 
     Attributes:
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
     problem: str = ""
 
 
-class Generator:
+class AnswerGenerator:
     """The engine of a run's own model. Every method is collective over a copy of the model.
 
     Each data-parallel rank may answer other prompts.
@@ -73,7 +73,9 @@ class Generator:
             text = self._template.render([{"role": "user", "content": text}])
         return tuple(self._run.tokenizer.tokenize_spelled(text))
 
-    def answer(self, requests: Sequence[tuple[str, tuple[int, ...], Sampling]]) -> list[Answer]:
+    def answer(
+        self, requests: Sequence[tuple[str, tuple[int, ...], Sampling]]
+    ) -> list[GeneratedAnswer]:
         """Answer prompts with the weights of now.
 
         Args:
@@ -100,14 +102,14 @@ class Generator:
             graphs=False,
         )
         engine = build_engine(model, run.device, options, copy=self._copy)
-        answers = {name: Answer([], []) for name, _, _ in requests}
+        answers = {name: GeneratedAnswer([], []) for name, _, _ in requests}
         for name, prompt, how in requests:
             room = max(1, engine.limits.max_length - len(prompt))
             fitting = replace(how, max_new_tokens=min(how.max_new_tokens, room))
             try:
                 engine.add(Request(name, prompt, fitting))
             except RequestError as error:
-                answers[name] = Answer([], [], str(error))
+                answers[name] = GeneratedAnswer([], [], str(error))
         while engine.has_work:
             for event in engine.step():
                 found = answers[event.request]

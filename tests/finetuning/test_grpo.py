@@ -29,7 +29,7 @@ from megatron.finetuning.rollouts import (
 )
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
-from megatron.training.generation import Answer
+from megatron.training.generation import GeneratedAnswer
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
 from tests.distributed import run_sharing_memory, toy_device
@@ -60,7 +60,7 @@ def test_loss_and_gradient_are_those_of_trl(case: int) -> None:
     groups = [
         Group({"rewards": dict(zip("abcd", rewards[g], strict=True))}, (1,), answers, [*"abcd"])
         for g in range(GROUPS)
-        for answers in [[Answer([0] * int(n), []) for n in lengths[g]]]
+        for answers in [[GeneratedAnswer([0] * int(n), []) for n in lengths[g]]]
     ]
     recipe = GRPO(options)
     rollouts = GRPORollouts(options, recipe, lambda record, answer: record["rewards"][answer])
@@ -143,6 +143,34 @@ def test_it_learns(tmp_path: Path) -> None:
     assert max(map(abs, found["loss"])) < 1e-6
 
 
+MODERN = """
+    --position-embedding-type rope --normalization RMSNorm --swiglu --group-query-attention
+    --num-query-groups 2 --micro-batch-size 2
+"""
+LONG = "--seq-length 640 --max-position-embeddings 640"
+
+
+@pytest.mark.parametrize("words", ["", MODERN, f"{MODERN} {LONG}", "--hidden-size 96"])
+def test_generation_and_training_agree_to_the_bit(words: str, tmp_path: Path) -> None:
+    """The log-probabilities of a token as it was written, and in the update that trains on it."""
+    longest = "140" if LONG in words else "6"
+    found = _train(
+        Layout.single(),
+        tmp_path,
+        ["--batch-invariant-mode", "--train-iters", "6", *words.split()],
+        ["--answer-tokens", longest],
+    )
+    assert found["log-ratio"] == [0.0] * 6
+    assert found["reward"][-1] > 0
+    others = _train(
+        Layout.single(),
+        tmp_path,
+        ["--train-iters", "6", *words.split()],
+        ["--answer-tokens", longest],
+    )
+    assert 0 < max(others["log-ratio"]) < 1e-5, "without the mode they differ in the last bits"
+
+
 def test_later_updates_clip_what_the_first_has_changed(tmp_path: Path) -> None:
     own = ["--updates-per-rollout", "4", "--loss", "dapo"]
     found = _train(Layout.single(), tmp_path, ["--train-iters", "8"], own)
@@ -196,7 +224,7 @@ def test_a_reference_model_holds_the_policy_back(tmp_path: Path) -> None:
 
 def test_a_row_holds_each_answer_after_a_copy_of_its_prompt(tmp_path: Path) -> None:
     run = _build(Layout.single(), tmp_path, ["--seq-length", "64"])
-    answers = [Answer([7, 11], [-0.5, -0.25]), Answer([8], [-1.0])]
+    answers = [GeneratedAnswer([7, 11], [-0.5, -0.25]), GeneratedAnswer([8], [-1.0])]
     group = Group({}, (1, 2, 3), answers, ["7", "8"])
     row = row_of(run, 5, group, [Judged(1.0, 2.0, 0.25), Judged(0.0, -2.0, 0.5)])
     assert row["text"][:10].tolist() == [1, 2, 3, 7, 11, 1, 2, 3, 8, 11]  # then padding

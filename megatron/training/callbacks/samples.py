@@ -10,7 +10,7 @@ from megatron.inference.request import Sampling
 from megatron.inference.samples import read_prompts
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.scalars import Scalars
-from megatron.training.generation import Generator
+from megatron.training.generation import AnswerGenerator
 
 if TYPE_CHECKING:
     from megatron.training.run import Run
@@ -34,7 +34,7 @@ class SampleAnswers(Callback):
         assert options.sample_prompts is not None
         self._texts = read_prompts(Path(options.sample_prompts), flag="--sample-prompts")
         self._interval = options.sample_interval or run.config.evaluation.eval_interval
-        self._generator = Generator(run)
+        self._generator = AnswerGenerator(run)
         sampling = Sampling(
             max_new_tokens=options.sample_tokens,
             temperature=0.0,

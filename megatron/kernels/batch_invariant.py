@@ -1,0 +1,105 @@
+"""Products and attention that give a token the same bits in any batch, on CPUs in fp32.
+
+A library adds up a sum in an order that depends on the sizes of the matrices. Training computes a
+text at once, and generation a token at a time, so that the two differ in their last bits. Measured
+with MKL (torch 2.13, AVX-512; tests/kernels/test_batch_invariant.py repeats it):
+
+- A row of a product has the same bits in any matrix of at least 4 rows.
+- A sum over keys has the same bits if it is made of products of 64 keys, added one after the other.
+  Keys that a query does not see add zeros, whatever their number.
+
+So products get at least 4 rows, and attention pads the keys of each sequence to a multiple of 64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels.attention import AttentionOptions, Segments
+
+NAME = "batch-invariant"
+_ROWS = 4
+_KEYS = 64
+
+
+def batch_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply x [m, k] by the transpose of weight [n, k], and add the bias [n]."""
+    rows = len(x)
+    if rows >= _ROWS:
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, _ROWS - rows)), weight, bias)[:rows]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend within b sequences. It has autograd's backward pass, and holds all scores.
+
+    Args:
+        query: [b, n, q, d].
+        key: [b, g, keys, d], from the first token of each sequence on.
+        value: [b, g, keys, d].
+        seen: bool, broadcast to [b, 1, q, keys]: True where a query may attend.
+        scale: The factor applied to the scores; `None` means 1 / sqrt(d).
+        dropout: The probability of dropping an attention weight.
+
+    Returns:
+        [b, n, q, d].
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    times = query.shape[1] // key.shape[1]
+    if times > 1:
+        key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    more = -keys % _KEYS
+    key, value = (F.pad(x, (0, 0, 0, more)) for x in (key, value))
+    seen = F.pad(seen, (0, more))
+    if queries < _ROWS:
+        query = F.pad(query, (0, 0, 0, _ROWS - queries))
+        if seen.shape[2] > 1:
+            seen = F.pad(seen, (0, 0, 0, _ROWS - queries), value=True)
+    scores = query @ key.transpose(2, 3) * (scale or 1 / math.sqrt(query.shape[3]))
+    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(dim=-1)
+    weights = F.dropout(weights, dropout)
+    parts = zip(weights.split(_KEYS, dim=3), value.split(_KEYS, dim=2), strict=True)
+    out = torch.zeros_like(query)
+    for weight, part in parts:
+        out = out + weight @ part
+    return out[:, :, :queries]
+
+
+def batch_invariant_attention(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attend as any `AttentionFunction`; each of `Segments` by itself. It takes no bias."""
+    mask, causal, dropout, _, scale = options
+    if isinstance(mask, Segments):
+        tokens = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]  # [b s, n or g, d]
+        ends: list[int] = mask.shared("ends", mask.ends.tolist)
+        sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        parts = []
+        for size, *rows in zip(sizes, *(x.split(sizes) for x in tokens), strict=True):
+            if size:
+                q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in rows)  # [1, n or g, size, d]
+                seen = torch.ones(1, 1, size, size, dtype=torch.bool, device=query.device)
+                seen = seen.tril() if mask.causal else seen
+                out = attend(q, k, v, seen, scale=scale, dropout=dropout)
+                parts.append(out.squeeze(0).transpose(0, 1))
+        length, samples = query.shape[:2]
+        return torch.cat(parts).unflatten(0, (samples, length)).transpose(0, 1).flatten(2)
+    if mask is None:
+        mask = torch.ones(1, 1, len(query), len(key), dtype=torch.bool, device=query.device)
+        mask = mask.tril(len(key) - len(query)) if causal else mask
+    assert mask.dtype == torch.bool, "a rule refuses relative positions"
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    out = attend(query, key, value, mask, scale=scale, dropout=dropout)
+    return out.permute(2, 0, 1, 3).flatten(2)
