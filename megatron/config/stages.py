@@ -106,11 +106,7 @@ def plan_parts(
         counts = parse_layout(config.pipeline_model_parallel_layout, num_layers, stages, shown)
     else:
         counts = _even_counts(num_layers, config, shown)
-    ends = list(accumulate(counts))
-    parts = [
-        ModelPart(range(end - count, end), embedding=i == 0, head=i == len(counts) - 1)
-        for i, (count, end) in enumerate(zip(counts, ends, strict=True))
-    ]
+    parts = _parts_with(counts)
     _check_no_idle_stage(parts, config)
     return parts
 
@@ -126,10 +122,23 @@ def with_layout(config: Parallel, text: str) -> Parallel:
     return replace(config, pipeline_model_parallel_layout=text, **unset)
 
 
-def even_layout(num_layers: int, parts: int) -> str:
-    """Return a layout string with almost equally many layers in each part, fewer in the last."""
-    counts = [(num_layers + parts - 1 - i) // parts for i in range(parts)]
-    return f"E{'|'.join('t' * count for count in counts)}L"
+def even_parts(num_layers: int, count: int) -> list[ModelPart]:
+    """Return parts with almost equally many layers, fewer in the last ones."""
+    return _parts_with([(num_layers + count - 1 - i) // count for i in range(count)])
+
+
+def layout_of(parts: list[ModelPart]) -> str:
+    """Return the layout string of parts."""
+    return f"E{'|'.join('t' * len(part.layers) for part in parts)}L"
+
+
+def _parts_with(counts: list[int]) -> list[ModelPart]:
+    """Return parts with these numbers of layers."""
+    ends = list(accumulate(counts))
+    return [
+        ModelPart(range(end - count, end), embedding=i == 0, head=i == len(counts) - 1)
+        for i, (count, end) in enumerate(zip(counts, ends, strict=True))
+    ]
 
 
 def _shown(config: ParallelOptions, names: Collection[str]) -> list[str]:

@@ -8,6 +8,7 @@ by --kd-loss-alpha.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,8 @@ from megatron.data.logits import TOP_IDS, TOP_REST, TOP_VALUES
 from megatron.device import Device
 from megatron.kernels.attention import Segments
 from megatron.models.gpt import GPTModel
+from megatron.models.plan import ModelPlan
+from megatron.models.plans import model_plan
 from megatron.parallel.context.split import split_sequence
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart, distillation_losses
 from megatron.parallel.layout import Axis, Layout
@@ -128,6 +131,15 @@ class Distillation(Extras):
         save_logits(config, self._recipe, device, layout)
         return True
 
+    def teacher_plan(self, config: RunConfig, vocabulary: int) -> ModelPlan | None:
+        """Return the network of the teacher that --teacher-load names, read from its checkpoint."""
+        if config.distillation.teacher_load is None:
+            return None
+        from megatron.finetuning.teacher import open_teacher  # few runs load a second model
+
+        _, saved = open_teacher(config.distillation.teacher_load, config, verify=False)
+        return model_plan(saved.model, vocabulary)
+
     def begin(self, run: Run) -> None:
         """Load the teacher that --teacher-load names. Collective."""
         folder = run.config.distillation.teacher_load
@@ -137,6 +149,7 @@ class Distillation(Extras):
 
         teacher = load_teacher(folder, run.config, run.tokenizer, run.device, run.layout)
         self._recipe.teacher = teacher._replace(students=run.parts)
+        run.plan = replace(run.plan, teacher=teacher.parts[0].plan)
         if run.channel is not None:
             *rows, hidden = message_shape(run.config, run.layout, run.config.data.seq_length, 1)
             shape = (*rows, hidden + teacher.hidden)

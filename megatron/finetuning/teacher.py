@@ -16,8 +16,10 @@ from megatron.command import say
 from megatron.config import RunConfig, rules_model, rules_parallel
 from megatron.config.checks import find_problems
 from megatron.config.data import TokenizerConfig
+from megatron.config.run import ModelRun
 from megatron.config.stages import (
-    even_layout,
+    even_parts,
+    layout_of,
     parts_of_stage,
     plan_model,
     possible_plan,
@@ -56,6 +58,41 @@ from megatron.training.run import Progress
 _SAY_EVERY = 60.0  # seconds between lines about the progress of writing
 
 
+def open_teacher(
+    folder: str,
+    config: RunConfig,
+    *,
+    flag: str = "--teacher-load",
+    verify: bool = True,
+    layout: Layout | None = None,
+) -> tuple[Reader, ModelRun]:
+    """Open a teacher's checkpoint. Collective over `layout`, if one is given.
+
+    Args:
+        folder: Folder of the teacher's checkpoints, of any format that is read.
+        config: The run's configuration.
+        flag: The flag that names the folder, for messages.
+        verify: Whether to check the checkpoint's files.
+        layout: The processes that open it together.
+
+    Returns:
+        The checkpoint and the configuration of its model.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it holds another kind of network.
+    """
+    options = config.checkpoint
+    reader = open_existing(
+        folder,
+        flag=flag,
+        step=options.ckpt_step if flag == "--load" else None,
+        verify=verify,
+        layout=layout,
+        allow_foreign=options.allow_foreign_checkpoints,
+    )
+    return reader, saved_config(reader, folder, "gpt", flag=flag)
+
+
 def load_teacher(
     folder: str,
     config: RunConfig,
@@ -86,21 +123,13 @@ def load_teacher(
             with another tokenizer.
         ConfigError: The network cannot be split over the processes.
     """
-    options = config.checkpoint
-    reader = open_existing(
-        folder,
-        flag=flag,
-        step=options.ckpt_step if flag == "--load" else None,
-        layout=layout,
-        allow_foreign=options.allow_foreign_checkpoints,
-    )
-    saved = saved_config(reader, folder, "gpt", flag=flag)
+    reader, saved = open_teacher(folder, config, flag=flag, layout=layout)
     _check_tokenizer(reader, saved.tokenizer, tokenizer, f"{flag} {folder}")
     ours, parallel = config.model, replace(config.parallel, zero_stage=0)
     if layout.pipeline.size > 1:
         parts = len(plan_model(ours, parallel))
         layers, stages = saved.model.num_layers, layout.pipeline.size
-        parallel = with_layout(parallel, even_layout(layers, parts))
+        parallel = with_layout(parallel, layout_of(even_parts(layers, parts)))
         if not possible_plan(saved.model, parallel):
             raise ConfigError(
                 f"{flag} {folder}: the teacher's {layers} layers leave a stage of "

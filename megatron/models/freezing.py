@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -12,9 +14,15 @@ from torch import nn
 from megatron.config.adapters import is_of_adapter
 from megatron.config.model import ModelConfig
 from megatron.config.retro import is_of_retrieval
+from megatron.config.stages import ModelPart
 from megatron.errors import ConfigError
-from megatron.models.adapters import is_target, linear_layers, target_names
+from megatron.models.adapters import add_adapters, is_target, linear_layers, target_names
+from megatron.models.arithmetic import count_part_parameters
+from megatron.models.gpt import GPTModel
+from megatron.models.plan import ModelPlan, WeightSplit
+from megatron.models.plans import model_plan
 from megatron.parallel.adapter import projections_of
+from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 
@@ -43,6 +51,45 @@ def freeze(named_parameters: Iterable[tuple[str, nn.Parameter]], config: ModelCo
     for name, parameter in named_parameters:
         if is_frozen(name, config):
             parameter.requires_grad_(False)
+
+
+def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPart]) -> float:
+    """Return the number of trained parameters in parts of a model, adapters included.
+
+    It is a multiple of the number of all their parameters without adapters, and 1 if nothing is
+    frozen. For other networks than a GPT it is always 1.
+
+    Args:
+        config: The network's flags.
+        plan: The network.
+        parts: The parts.
+    """
+    if config.architecture != "gpt" or (config.lora_rank is None and not config.freeze):
+        return 1.0
+    counts = _trained_parameters(config, plan.embedding.vocabulary)
+    trained = 0
+    for part in parts:
+        trained += sum(counts[f"layers.{i}"] for i in part.layers)
+        trained += counts["embedding"] * part.embedding + counts["head"] * part.head
+        if part.head and plan.ties_words and not part.embedding:
+            trained += counts["embedding"]
+    return trained / sum(count_part_parameters(plan, part, WeightSplit()) for part in parts)
+
+
+@functools.cache
+def _trained_parameters(config: ModelConfig, vocabulary: int) -> Counter[str]:
+    """Return the trained parameters of each layer of a GPT, its embedding and its head."""
+    context = BuildContext(Layout.single(), parameter_device=torch.device("meta"))
+    model = GPTModel(model_plan(config, vocabulary), context)
+    if config.lora_rank is not None:
+        add_adapters(model, config, context)
+    counts: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        first, second, *_ = name.split(".")
+        place = f"layers.{second}" if first == "layers" else first
+        place = place if place.startswith(("layers", "embedding")) else "head"
+        counts[place] += 0 if is_frozen(name, config) else parameter.numel()
+    return counts
 
 
 def check_frozen(

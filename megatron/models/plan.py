@@ -578,6 +578,8 @@ class ModelPlan:
         position_bias: Relative positions of each stack's self-attention; `None` for none.
         towers: Number of copies of all of this with weights of their own: 2 for a bi-encoder whose
             queries and contexts have a tower each.
+        teacher: The plan of the network from which this one learns, and which computes beside it;
+            `None` if there is none.
     """
 
     embedding: EmbeddingPlan
@@ -589,6 +591,7 @@ class ModelPlan:
     encoder_layers: int = 0
     position_bias: PositionBiasPlan | None = None
     towers: int = 1
+    teacher: ModelPlan | None = None
 
     @property
     def hidden(self) -> int:

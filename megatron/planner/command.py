@@ -22,8 +22,10 @@ from pathlib import Path
 
 from megatron.config import yaml_file
 from megatron.config.arguments import ToolParser, split
+from megatron.config.model import ModelConfig
 from megatron.config.parser import Program, parse_config
-from megatron.config.run import RunConfig, RunOptions, field_at
+from megatron.config.resolve import resolve
+from megatron.config.run import RunConfig, RunOptions, field_at, narrow
 from megatron.config.stages import chunks_of
 from megatron.durable import expect_no_file, picture_problems, replace_file, writing_to
 from megatron.errors import ConfigError
@@ -36,7 +38,7 @@ from megatron.parallel.pipeline.simulate import Timeline, simulate
 from megatron.planner.goodput import Failures
 from megatron.planner.machine import DEFAULT, MACHINES, Machine, find_machine, read_machine
 from megatron.planner.prediction import Grid, Prediction, pipeline_of, predict
-from megatron.planner.search import PLANNED, Plan, Search, spell
+from megatron.planner.search import PLANNED, Plan, Search, spell, with_teacher
 from megatron.recipes import catalog
 from megatron.recipes.derive import describe_network, network_flags
 from megatron.tokenizer.build import padded_vocab_size
@@ -56,6 +58,8 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("--model", metavar="MODEL",
         help="A recipe, a YAML file, or a Hugging Face folder or config.json.")  # fmt: skip
+    add("--teacher", metavar="MODEL",
+        help="A distillation's teacher, as in --model: count its memory and time.")  # fmt: skip
     add("--gpus", required=True, metavar="NxGPU", help="For example 256xH100.")
     add("--global-batch", type=int, metavar="N", help="Samples per update.")
     add("--memory", nargs="?", type=float, const=math.nan, metavar="GIB",
@@ -91,6 +95,7 @@ class PlanRequest:
         vocabulary: Entries of the vocabulary, without padding.
         gpus: The number of GPUs.
         machine: The machine.
+        teacher: The network of --teacher; `None` if there is none.
     """
 
     start: RunOptions
@@ -98,6 +103,7 @@ class PlanRequest:
     vocabulary: int
     gpus: int
     machine: Machine
+    teacher: ModelConfig | None
 
     @property
     def program(self) -> str:
@@ -124,6 +130,7 @@ def run(options: argparse.Namespace) -> None:
         request.machine,
         memory,
         options.time or math.inf,
+        request.teacher,
     )
     began = time.perf_counter()
     plans = search.best(options.top)
@@ -255,7 +262,30 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
             f"--fp8-format with --num-experts: a {name} does not multiply experts in 8 bits: drop "
             "--fp8-format"
         )
-    return PlanRequest(start, words, vocabulary, gpus, machine)
+    teacher = _read_teacher(options, start)
+    return PlanRequest(start, words, vocabulary, gpus, machine, teacher)
+
+
+def _read_teacher(options: argparse.Namespace, start: RunOptions) -> ModelConfig | None:
+    """Return the network of --teacher.
+
+    Raises:
+        UserError: The model is unknown or no GPT, or --teacher-load is given without it.
+    """
+    folder = start.distillation.teacher_load
+    if options.teacher is None:
+        if folder is None:
+            return None
+        raise ConfigError(
+            f"--teacher-load {folder}: the planner reads no checkpoints: name the teacher's "
+            "network with --teacher MODEL (a recipe, a YAML file, or a Hugging Face folder)"
+        )
+    asked = {**vars(options), "model": options.teacher, "teacher": None, "words": []}
+    found = read_request(argparse.Namespace(**{**asked, "global_batch": options.global_batch or 1}))
+    model = narrow(resolve(found.start, found.gpus), RunConfig).model
+    if model.architecture != "gpt":
+        raise ConfigError(f"--teacher {options.teacher}: the teacher must be a GPT")
+    return model
 
 
 def _read_cluster(options: argparse.Namespace) -> tuple[int, Machine]:
@@ -327,6 +357,7 @@ def predict_given(request: PlanRequest, memory: bool, seconds: bool) -> None:
     tensor = config.parallel.tensor_model_parallel_size
     divisor = config.model.make_vocab_size_divisible_by
     network = model_plan(config.model, padded_vocab_size(request.vocabulary, divisor, tensor))
+    network = with_teacher(network, request.teacher)
     found = predict(config, network, request.gpus, request.machine)
     print(describe(config, request.gpus))
     if memory:

@@ -46,6 +46,9 @@ _OVERLAPPED = 0.25
 IN_BUCKETS = 0.8  # the same for gradients and weights that travel in buckets
 # Kernels without products of a sublayer, in each direction, and those of a mixture besides.
 _KERNELS, _MIXTURE_KERNELS = 4, 30
+# Bytes that the divergence from a teacher reads and writes for each logit, forward and backward:
+# of whole distributions, and of the top k from files (parallel/distillation.py).
+_WHOLE_DIVERGENCE, _TOP_DIVERGENCE = (128, 88), (81, 63)
 _RECEIVING = 0.037  # part of the device that a pipeline's posted receive takes from products
 # What the host does for a sublayer, forward and backward, in launches of `Machine.launch` seconds:
 # for any, and besides for biases, dropout and experts.
@@ -364,7 +367,8 @@ def stage_message(config: RunConfig, plan: ModelPlan, machine: Machine, world_si
     batch = Setting.of(config, machine, plan.head_spec.sequences).batch
     link = machine.connection(2, world_size // stages)
     rate = min(link.bandwidth, machine.pair)
-    return link.latency + batch.width * batch.tokens * plan.hidden / batch.sequence / rate
+    hidden = plan.hidden + (plan.teacher.hidden if plan.teacher is not None else 0)
+    return link.latency + batch.width * batch.tokens * hidden / batch.sequence / rate
 
 
 def model_passes(
@@ -392,4 +396,44 @@ def model_passes(
                 passes = recomputed(layer, passes, recompute.modules)
             known[key] = passes
         layers.append(known[key])
-    return layers, head_passes(plan, setting)
+    head = head_passes(plan, setting)
+    if config.model.lora_rank is not None:  # frozen weights have no gradients
+        *layers, head = (one._replace(weights=Seconds()) for one in (*layers, head))
+    if plan.teacher is not None:
+        layers, head = _with_teacher(layers, head, plan.teacher, setting)
+    elif config.distillation.is_on:
+        head = _with_divergence(head, plan, setting, _TOP_DIVERGENCE)
+    return layers, head
+
+
+def _with_teacher(
+    layers: list[PassTimes], head: PassTimes, teacher: ModelPlan, setting: Setting
+) -> tuple[list[PassTimes], PassTimes]:
+    """Return the times of layers and head with the forward passes of a teacher.
+
+    The time of the teacher's layers is spread evenly over the student's.
+    """
+    theirs = replace(setting, fp8=False, fp8_weights=False, gathers=False)
+    found = [layer_passes(layer, theirs) for layer in teacher.layers]
+    share = Seconds().plus(*(one.forward for one in found)).times(1 / len(layers))
+    host = sum(one.host for one in found) / 3 / len(layers)
+    layers = [one._replace(forward=one.forward.plus(share), host=one.host + host) for one in layers]
+    last = head_passes(teacher, theirs).forward._replace(memory=0.0)
+    head = head._replace(forward=head.forward.plus(last))
+    return layers, _with_divergence(head, teacher, setting, _WHOLE_DIVERGENCE)
+
+
+def _with_divergence(
+    head: PassTimes, plan: ModelPlan, setting: Setting, moved: tuple[int, int]
+) -> PassTimes:
+    """Return the times of the head with the divergence from a teacher's distributions.
+
+    Args:
+        head: The times without it.
+        plan: A network with the vocabulary of both.
+        setting: The setting of the run.
+        moved: The bytes that it reads and writes for each logit, forward and backward.
+    """
+    logits = setting.batch.tokens * plan.embedding.vocabulary / setting.batch.tensor
+    ahead, back = (Seconds(memory=each * logits / setting.machine.copy) for each in moved)
+    return head._replace(forward=head.forward.plus(ahead), inputs=head.inputs.plus(back))

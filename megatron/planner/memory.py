@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.config import RunConfig
-from megatron.config.stages import ModelPart, parts_of_stage, plan_model
-from megatron.models.adapters import count_adapters
+from megatron.config.stages import ModelPart, even_parts, parts_of_stage, plan_model
 from megatron.models.arithmetic import (
-    count_parameters,
     count_part_experts,
     count_part_matrices,
     count_part_parameters,
@@ -24,6 +22,7 @@ from megatron.models.arithmetic import (
     largest_matrix,
     part_activations,
 )
+from megatron.models.freezing import trained_share
 from megatron.models.plan import MicroBatch, ModelPlan, WeightSplit
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.buckets import BUCKET_BYTES
@@ -46,6 +45,8 @@ class MemoryEstimate:
         activations: Activations kept for the backward pass.
         messages: Buffers that other processes write to while matrix products run.
         host: Host memory that offloading uses.
+        teacher: Weights of a teacher, and its logits and hidden states that wait for those of the
+            student.
     """
 
     parameters: int
@@ -54,12 +55,13 @@ class MemoryEstimate:
     activations: int
     messages: int = 0
     host: int = 0
+    teacher: int = 0
 
     @property
     def total(self) -> int:
         """The total number of bytes on the device."""
         kept = self.parameters + self.gradients + self.optimizer
-        return kept + self.activations + self.messages
+        return kept + self.activations + self.messages + self.teacher
 
     @property
     def amount(self) -> str:
@@ -69,7 +71,7 @@ class MemoryEstimate:
     def describe(self) -> str:
         """Return the total and its parts as text."""
         names = ["parameters", "gradients", "optimizer", "activations"]
-        names += ["messages"] if self.messages else []
+        names += [name for name in ("messages", "teacher") if getattr(self, name)]
         parts = ", ".join(f"{name} {amount(getattr(self, name))}" for name in names)
         host = f", and {amount(self.host)} of host memory" if self.host else ""
         return f"{self.amount} ({parts}){host}"
@@ -198,7 +200,30 @@ def estimate_memory(
         _kept_for_weights(config, plan, layout, parts),
         activations=activations,
         messages=exchange_bytes(config, layout, texts),
+        teacher=_kept_for_teacher(config, plan.teacher, layout, batch, held),
     )
+
+
+def _kept_for_teacher(
+    config: RunConfig, teacher: ModelPlan | None, layout: Layout, batch: MicroBatch, held: int
+) -> int:
+    """Count the bytes of a teacher on a process that keeps `held` micro-batches of its parts."""
+    if teacher is None:
+        return 0
+    count = len(plan_model(config.model, config.parallel))
+    cut = even_parts(len(teacher.layers), count)
+    parts = parts_of_stage(cut, layout.pipeline.rank, layout.pipeline.size)
+    split = WeightSplit(
+        tensor=layout.tensor.size,
+        expert=layout.expert.size,
+        expert_tensor=layout.expert_tensor.size,
+    )
+    kept = batch.width * sum(count_part_parameters(teacher, part, split) for part in parts)
+    if parts[-1].head:
+        kept += head_activations(teacher, batch)
+    # The input of a part is one message for student and teacher, kept for the student's gradient.
+    hidden = batch.width * batch.tokens * teacher.hidden // batch.sequence
+    return kept + hidden * held * sum(not part.embedding for part in parts) // len(parts)
 
 
 def _kept_for_weights(
@@ -224,9 +249,7 @@ def _kept_for_weights(
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
     # The share of the weights that has gradients and states.
-    trained = 1.0
-    if config.model.lora_rank is not None:
-        trained = count_adapters(config.model, plan.embedding.vocabulary) / count_parameters(plan)
+    trained = trained_share(config.model, plan, parts)
     updated = parameters
     if stage > 0:
         experts = sum(count_part_experts(plan, part, split) for part in parts)

@@ -10,6 +10,7 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.errors import ConfigError
 from megatron.models.arithmetic import count_part_experts, count_part_parameters, flops_per_token
+from megatron.models.freezing import trained_share
 from megatron.models.plan import ModelPlan, WeightSplit
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.pipeline.schedule import schedule_kind
@@ -283,14 +284,18 @@ def _update(
     """
     parallel, numbers = config.parallel, config.precision
     stage, width = parallel.zero_stage, numbers.weight_dtype.itemsize
-    summed = 4 if numbers.accumulate_allreduce_grads_in_fp32 else width
-    gathered = width
+    summed: float = 4 if numbers.accumulate_allreduce_grads_in_fp32 else width
+    gathered: float = width
     if numbers.fp8_param_gather:
         gathered = 1
-    messages, updated, cast, launches = 0.0, 0.0, 0, 0
+    trained = trained_share(config.model, plan, plan_model(config.model, parallel))
+    summed *= trained
+    if stage < 3:  # later, frozen weights are gathered too
+        gathered *= trained
+    messages, updated, cast, launches = 0.0, 0.0, 0, 0.0
     backward = passes.inputs.total + passes.weights.total
     for held, size, stride in layout.weights(config, plan):
-        updated += held / (size if stage else 1)
+        updated += trained * held / (size if stage else 1)
         cast += held * (numbers.fp8_format is not None)
         if size == 1:
             continue

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from megatron.config import RunConfig
 from megatron.config.checks import find_problems
-from megatron.config.model import ModelOptions
+from megatron.config.model import ModelConfig, ModelOptions
 from megatron.config.resolve import resolve
 from megatron.config.run import RunOptions, field_at, flatten, narrow, with_values
 from megatron.config.stages import plan_model
@@ -136,6 +136,7 @@ class Search:
         machine: The machine.
         memory: Bytes that a process may use.
         seconds: The longest update to accept.
+        teacher: The network of a teacher, whose memory and time count; `None` if there is none.
         dropped: How many layouts were left out, by reason.
         problems: How many layouts each rule refused, by its message.
     """
@@ -146,6 +147,7 @@ class Search:
     machine: Machine
     memory: float
     seconds: float = math.inf
+    teacher: ModelConfig | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)
     _fits: dict[tuple[Any, ...], bool] = field(default_factory=dict)
@@ -212,7 +214,8 @@ class Search:
         """Return the plan of the network, with a vocabulary padded for a tensor-parallel size."""
         model = self._resolved({}).model
         divisor = model.make_vocab_size_divisible_by
-        return model_plan(model, padded_vocab_size(self.vocabulary, divisor, tensor))
+        plan = model_plan(model, padded_vocab_size(self.vocabulary, divisor, tensor))
+        return with_teacher(plan, self.teacher)
 
     def _resolved(self, values: Values) -> RunConfig:
         return narrow(resolve(with_values(self.start, values), self.gpus), RunConfig)
@@ -266,6 +269,13 @@ class Search:
         fits = found.memory.total <= self.memory and not find_problems(other, self.gpus)
         is_faster = found.seconds < plan.prediction.seconds * (1 - _WORTH_A_LAYOUT)
         return Plan(values, other, found) if fits and is_faster else plan
+
+
+def with_teacher(plan: ModelPlan, teacher: ModelConfig | None) -> ModelPlan:
+    """Return a network's plan with that of a teacher, which has the same vocabulary."""
+    if teacher is None:
+        return plan
+    return replace(plan, teacher=model_plan(teacher, plan.embedding.vocabulary))
 
 
 def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]:

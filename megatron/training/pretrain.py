@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.find import scan
@@ -18,6 +19,7 @@ from megatron.data.loader import lost_workers
 from megatron.device import Device
 from megatron.durable import replace_file, writing_to
 from megatron.errors import EXIT_OK, StorageError, shortage_errors
+from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
@@ -49,6 +51,10 @@ class Extras:
         Nothing is built yet.
         """
         return False
+
+    def teacher_plan(self, config: RunConfig, vocabulary: int) -> ModelPlan | None:
+        """Return the network from which the trained one learns, for estimates; `None` if none."""
+        return None
 
     def begin(self, run: Run) -> None:
         """Run once, after the run is built and its checkpoint is loaded."""
@@ -96,13 +102,13 @@ def main(
         show_notices(parsed.notices, launch)
         chosen = (recipe, extras) if choose is None else choose(parsed.config)
         if parsed.config.training.dry_run:
-            return dry_run(parsed.config, chosen[0], launch)
+            return dry_run(parsed.config, chosen[0], launch, chosen[1])
         return pretrain(parsed.config, chosen[0], launch, started, chosen[1])
 
     return run_process(arguments, work)
 
 
-def dry_run(config: RunConfig, recipe: Recipe, launch: Launch) -> int:
+def dry_run(config: RunConfig, recipe: Recipe, launch: Launch, extras: Extras | None = None) -> int:
     """Print the plan of the run, without using a device, process group or corpus.
 
     Returns:
@@ -111,7 +117,9 @@ def dry_run(config: RunConfig, recipe: Recipe, launch: Launch) -> int:
     if launch.rank:
         return EXIT_OK
     world_size = config.training.dry_run_world_size or launch.world_size
-    plan = model_plan(config.model, padded_vocabulary(config), recipe.head)
+    vocabulary = padded_vocabulary(config)
+    teacher = (extras or Extras()).teacher_plan(config, vocabulary)
+    plan = replace(model_plan(config.model, vocabulary, recipe.head), teacher=teacher)
     size = config.training.dry_run_memory_gib
     rows = size_rows(config, world_size, plan, memory=None if size is None else size * 2**30)
     say(format_panel("Dry run: the configuration is valid", rows))

@@ -23,10 +23,12 @@ from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.finetuning.distillation import LOSS_NAMES, Distillation, student_losses
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart
 from megatron.parallel.layout import Layout
+from megatron.planner.memory import amount, estimate_memory
 from megatron.tokenizer import build_tokenizer
 from megatron.training.build import build_run
 from megatron.training.evaluation import evaluate
 from megatron.training.loop import standard_callbacks, train
+from megatron.training.pretrain import main
 from megatron.training.run import Run
 from pretrain_gpt import GPTRecipe
 from tests.config.command import problems
@@ -291,6 +293,21 @@ def test_evaluation_reports_the_perplexity_of_labels_and_the_divergence_beside_i
     assert plain is not None
     assert plain["lm loss"] == pytest.approx(ce[0], rel=1e-6)
     assert ppl[0] == pytest.approx(np.exp(ce[0]))
+
+
+def test_a_dry_run_counts_the_teacher(teacher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = GPTRecipe()
+    words = [*TOY, "--train-iters", "1", "--dry-run", "--teacher-load"]
+    assert main(recipe, [*words, teacher], Distillation(recipe)) == 0
+    planned = capsys.readouterr().out
+    run = begin(Layout.single(), ["--teacher-load", teacher])
+    weights = 4 * sum(p.numel() for p in run.recipe.teacher.parts[0].parameters())  # type: ignore[attr-defined]
+    config = parsed(Layout.single(), [])
+    estimate = estimate_memory(config, run.plan, run.layout, 4).teacher
+    assert estimate == weights + 4 * 16 * 104  # and its logits
+    assert f"teacher {amount(estimate)}" in planned
+    assert main(recipe, [*words, "nowhere"], Distillation(recipe)) != 0
+    assert "--teacher-load nowhere: there is no checkpoint" in capsys.readouterr().err
 
 
 def test_only_the_last_stage_reads_files(saved: str, tmp_path: Path) -> None:

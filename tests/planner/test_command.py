@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -284,3 +285,21 @@ def test_a_config_json_is_a_model(tmp_path):
     flags = [*request.words, *spell(best.values, request.start)]
     assert parse_config(flags, world_size=8).config.model == best.config.model
     assert _search(f"--model {tmp_path} --gpus 8xH100 --global-batch 64")[0].vocabulary == 32000
+
+
+def test_a_teacher_is_named_as_a_model(capsys):
+    words = ["--gpus 8xH200 --memory --time --global-batch 8", f"-- {SMALL} --micro-batch-size 1"]
+    run(_options("--teacher llama3-8b", *words))
+    assert ", teacher 1" in capsys.readouterr().out  # 15 GiB
+    with pytest.raises(ConfigError, match="reads no checkpoints: name the teacher's network with"):
+        run(_options(*words, "--teacher-load out/teacher"))
+    with pytest.raises(ConfigError, match="--teacher t5-base: the teacher must be a GPT"):
+        run(_options("--teacher t5-base", *words))
+    request = read_request(_options("--teacher llama3-8b", words[0], words[1]))
+    limit = request.machine.memory
+    search = Search(request.start, request.vocabulary, 8, request.machine, limit, teacher=None)
+    alone, taught = search.plan_for(2), replace(search, teacher=request.teacher).plan_for(2)
+    assert alone.teacher is None
+    assert taught.teacher is not None
+    assert len(taught.teacher.layers) == 32
+    assert taught.teacher.embedding.vocabulary == alone.embedding.vocabulary

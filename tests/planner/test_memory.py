@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from megatron.config.parser import parse_config
-from megatron.config.stages import whole_model
+from megatron.config.stages import even_parts, whole_model
 from megatron.device import Device
-from megatron.models.arithmetic import count_parameters, count_part_matrices
+from megatron.models.arithmetic import (
+    count_parameters,
+    count_part_matrices,
+    count_part_parameters,
+)
+from megatron.models.freezing import trained_share
 from megatron.models.plan import HeadSpec, WeightSplit
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
@@ -273,3 +278,61 @@ def test_split_experts_hold_fewer_activations():
     tokens = 16
     rows = 2 * 4 * 2 * tokens // 2 * 2 * 32
     assert split.activations - whole.activations == rows
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--freeze embedding",
+        "--freeze layers.0 layers.2.mlp",
+        "--lora-rank 4",
+        "--lora-rank 4 --freeze layers.1",
+    ],
+)
+def test_frozen_weights_have_no_gradients_or_states(words):
+    """In the estimate of each stage, as in its part of the model."""
+    flags = ["--num-layers", "4", *words.split()]
+    config = parse_config([*TOY, "--train-iters", "1", *flags], world_size=1).config
+    plan = model_plan(config.model, 104)
+    parts = even_parts(4, 2)
+    model = build_toy(Layout.single(), flags).parts[0]
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+
+    def of(part):
+        kinds = [f"layers.{i}." for i in part.layers]
+        kinds += ["embedding."] * part.embedding
+        kinds += ["final_norm.", "output."] * part.head
+        return sum(size for name, size in trained.items() if name.startswith(tuple(kinds)))
+
+    expected = [of(part) for part in parts]
+    if any(name.startswith("embedding.") for name in trained):
+        expected[1] += sum(n for name, n in trained.items() if name.startswith("embedding."))
+    shares = [trained_share(config.model, plan, [part]) for part in parts]
+    sizes = [count_part_parameters(plan, part, WeightSplit()) for part in parts]
+    assert [share * size for share, size in zip(shares, sizes, strict=True)] == pytest.approx(
+        expected
+    )
+    found = largest_process(config, plan, 1)
+    assert found.gradients == 4 * sum(trained.values())
+    assert found.optimizer == 8 * sum(trained.values())
+
+
+def test_a_teacher_is_counted_on_every_stage():
+    """Its weights are those of its parts; its logits wait on the last stage only."""
+    flags = ["--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+    config = parse_config([*TOY, "--train-iters", "1", *flags], world_size=2).config
+    wide = ["--num-layers", "3", "--hidden-size", "64"]
+    theirs = parse_config([*TOY, "--train-iters", "1", *wide], world_size=1).config.model
+    plan, teacher = model_plan(config.model, 104), model_plan(theirs, 104)
+    both = replace(plan, teacher=teacher)
+    found = [
+        [estimate_memory(config, one, Layout.at(stage, 2, pipeline=2), 4) for one in (plan, both)]
+        for stage in range(2)
+    ]
+    weights = [4 * count_part_parameters(teacher, part, WeightSplit()) for part in even_parts(3, 2)]
+    logits, hidden = 4 * 16 * 104, 4 * 16 * 64
+    assert [with_it.teacher for _, with_it in found] == [weights[0], weights[1] + logits + hidden]
+    for without, with_it in found:
+        assert with_it.total - without.total == with_it.teacher
+        assert "teacher" in with_it.describe()
+        assert "teacher" not in without.describe()

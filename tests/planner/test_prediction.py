@@ -26,6 +26,15 @@ PAGE = ROOT / "docs" / "planner.md"
 TIME, MEMORY = 0.07, 0.05  # largest relative errors
 
 
+_LLAMA = """
+    --num-layers 8 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 --swiglu
+    --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --bf16
+    --untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096
+    --micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 128255 --lr 1e-4
+    --train-iters 1
+"""
+
+
 def predicted(words, gpus, machine="H200", kind="gpt", **rates):
     config = parse_config(words, world_size=gpus, architecture=kind).config
     plan = model_plan(config.model, padded_vocabulary(config))
@@ -251,3 +260,27 @@ def test_posted_receives_slow_the_passes_of_a_pipeline():
     words = words_of("7B", "--global-batch-size 16")
     one, two = predicted(words, 1), predicted([*words, "--pipeline-model-parallel-size", "2"], 2)
     assert two.parts["attention"] == pytest.approx(one.parts["attention"] / 2 / (1 - 0.037))
+
+
+def test_a_teacher_adds_its_forward_passes():
+    words = f"{_LLAMA} --tensor-model-parallel-size 2 --global-batch-size 4"
+    config = parse_config(words.split(), world_size=2, architecture="gpt").config
+    plan = model_plan(config.model, padded_vocabulary(config))
+    machine = MACHINES["H200"]
+    alone = predict(config, plan, 2, machine)
+    taught = predict(config, replace(plan, teacher=plan), 2, machine)
+    # A teacher of the same network repeats a third of the products, and of attention a quarter.
+    assert taught.stage.products == pytest.approx(alone.stage.products * 4 / 3)
+    assert taught.stage.attention == pytest.approx(alone.stage.attention * 1.25)
+    assert taught.stage.memory > alone.stage.memory
+    assert taught.flops == alone.flops
+
+
+def test_frozen_weights_need_neither_gradients_nor_updates():
+    found = [
+        predicted(f"{_LLAMA} --global-batch-size 4 {flag}".split(), 1)
+        for flag in ("", "--lora-rank 16")
+    ]
+    full, adapters = found
+    assert adapters.stage.products == pytest.approx(full.stage.products * 2 / 3, rel=0.01)
+    assert adapters.optimizer < 0.02 * full.optimizer
