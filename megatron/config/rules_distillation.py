@@ -8,7 +8,6 @@ from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions
 
 _NOT_WITH_TEACHER: Exclusions = {
-    "training.cuda_graph_impl": (("none",), "a teacher's passes are not recorded"),
     "curriculum.curriculum_schedule": ((None,), "logits are those of whole samples"),
 }
 # Each data-parallel process computes its own files.

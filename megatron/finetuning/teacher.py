@@ -142,12 +142,16 @@ def load_teacher(
             saved.model,
             use_flash_attn=ours.use_flash_attn,
             masked_softmax_fusion=ours.masked_softmax_fusion,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
         ),
         precision=config.precision.without_fp8(),
         parallel=parallel,
         training=replace(config.training, recompute_granularity=None),
     )
-    rules = (rules_parallel.layout, rules_parallel.tensor_parallel, rules_model.positions)
+    # Recorded passes (CUDA graphs) include those of the teacher.
+    shapes = (rules_parallel.layout, rules_parallel.tensor_parallel, rules_model.positions)
+    rules = (*shapes, rules_parallel.graphs)
     problems = find_problems(theirs, layout.world.size, rules=rules)
     if problems:
         remedy = "change the layout or length of this run, or take another teacher"
