@@ -43,6 +43,12 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: The model's window is too short for the requested lengths.
     """
+    for flag, value, least in (
+        ("--adapters", options.adapters, 0),
+        ("--adapter-rank", options.adapter_rank, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{flag} {value}: give {least} or more")
     if options.out is not None:
         expect_no_file("--out", [options.out], overwrite=options.overwrite)
     import torch
@@ -78,6 +84,8 @@ def run(options: argparse.Namespace) -> None:
         device,
         bandwidth,
         EngineOptions(graphs=not options.no_graphs),
+        adapters=options.adapters,
+        rank=options.adapter_rank,
     )
     decoding = []
     for batch in options.batch:
@@ -94,7 +102,9 @@ def run(options: argparse.Namespace) -> None:
     result = Result(
         device=device.name,
         torch=str(torch.__version__),
-        model=options.model,
+        model=options.model
+        + f" with {options.adapters} adapters of rank {options.adapter_rank}"
+        * (options.adapters > 0),
         precision=options.precision,
         parameters=subject.parameters,
         bandwidth=bandwidth,
@@ -125,6 +135,10 @@ def _parser() -> ToolParser:
         "--prefill-tokens", type=int, default=32768, help="tokens in all long prompts together"
     )
     parser.add_argument("--no-graphs", action="store_true", help="run without CUDA graphs")
+    parser.add_argument(
+        "--adapters", type=int, default=0, help="number of adapters, which sequences use in turn"
+    )
+    parser.add_argument("--adapter-rank", type=int, default=16, help="rank of each adapter")
     parser.add_argument(
         "--transformers",
         nargs="?",

@@ -171,9 +171,15 @@ def _open_peft(
 ) -> OpenedAdapter:
     rows = base.meta["padded_vocab_size"]
     model = network_with(folder, network, allow_foreign=allow_foreign)
-    family = family_for(network, rows, None)
     layers = adapted_layers(model, rows)
-    names = names_in(folder, peft_names(model, layers, family), allow_foreign=allow_foreign)
+    try:
+        known = peft_names(model, layers, family_for(network, rows, None))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{flag}: PEFT's files name other modules than this network has "
+            f"({str(error).splitlines()[0]}): give the checkpoints of a run with --lora-rank"
+        ) from None
+    names = names_in(folder, known, allow_foreign=allow_foreign)
     reader = PeftReader(folder, model, names, remedy=_REMEDY, allow_foreign=allow_foreign)
     targets = {
         layer: [one for one in projections_of(linear) if f"model.{layer}.adapter.{one}.a" in names]

@@ -20,6 +20,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
 from megatron.tokenizer import build_tokenizer
 from tests.inference.toy import drain, greedy, prompts, tokens_of
+from tools.generation_benchmark.measure import give_adapters
 
 DEVICE = Device.pick()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU")]
@@ -96,6 +97,34 @@ def test_a_beginning_that_is_found_or_cut_elsewhere_does_not_show() -> None:
     for request in asked:
         (found,) = drain(one, [request]).values()
         assert events_alike(found) == events_alike(fresh[request.id])
+
+
+def adapted(options: EngineOptions) -> BatchEngine:
+    """An engine over the same model with three random adapters."""
+    config = parse_config(FLAGS, world_size=1).config
+    context = serving_context(config, Layout.single(), DEVICE)
+    made = build_model(GPTModel, config, context, VOCAB)
+    initialize(made.named_parameters(), seed=1)
+    torch.manual_seed(1)
+    rows = give_adapters(made, context, count=3, rank=12)
+    loaded = Loaded(made, build_tokenizer(config.tokenizer), config, 0, Layout.single(), rows)
+    return build_engine(loaded, DEVICE, options)
+
+
+def test_the_batch_does_not_show_in_answers_of_adapters() -> None:
+    """To the bit, recorded and not; a request of the model itself gets what it gets without any."""
+    asked = [replace(request, adapter=i % 4) for i, request in enumerate(ASKED)]
+    recorded = adapted(OPTIONS)
+    found = drain(recorded, asked)
+    graphs = recorded.executor.graphs
+    assert graphs is not None
+    assert {is_adapted for _, _, is_adapted in graphs._recordings} >= {True}
+    assert found == drain(adapted(replace(OPTIONS, graphs=False)), asked)
+    alone, plain = adapted(OPTIONS), engine(OPTIONS)
+    for request in asked[:12]:
+        assert drain(alone, [request])[request.id] == found[request.id]
+        without = drain(plain, [replace(request, adapter=0)])[request.id]
+        assert (without == found[request.id]) == (request.adapter == 0)
 
 
 def events_alike(events: list[Event]) -> list[Event]:

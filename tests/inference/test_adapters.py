@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +16,15 @@ from megatron.config.parser import Program
 from megatron.config.run import RunConfig
 from megatron.device import Device
 from megatron.errors import CheckpointError
+from megatron.inference import build
 from megatron.inference.adapters import add_to, open_adapters
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
+from megatron.inference.executor import Executor
 from megatron.inference.load import load_gpt, parse_generation
 from megatron.inference.request import Request, RequestError, Token
+from megatron.kernels.paged_attention import PagedAttention
+from megatron.parallel.adapter_stack import AdapterStack
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
 from megatron.training.checkpointing import save_run
@@ -184,6 +188,44 @@ def test_a_step_without_adapters_computes_none(
     _assert_same(_answers(engine, own), {request.id: alone[request.id] for request in own})
 
 
+def test_recorded_steps_say_the_same(
+    saved: Saved, alone: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a recorder that repeats the work, as in `test_graphs`."""
+    read: set[int] = set()  # the addresses that a recording would read adapters from
+    forward = AdapterStack.project_down
+
+    def project_down(stack: AdapterStack, x: torch.Tensor) -> tuple[torch.Tensor, object]:
+        if stack._rows.of_tokens is not None and recording:
+            read.add(stack._rows.of_tokens.data_ptr())
+        return forward(stack, x)
+
+    recording: list[bool] = []
+
+    def record(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def again() -> torch.Tensor:
+            recording.append(True)
+            result = work()
+            recording.pop()
+            return result
+
+        return again
+
+    monkeypatch.setattr(AdapterStack, "project_down", project_down)
+    monkeypatch.setattr(PagedAttention, "can_capture", True)
+    monkeypatch.setattr(build.Device, "recorder", lambda self: record)
+    monkeypatch.setattr(build, "is_asynchronous", lambda device: True)
+    engine = _engine(saved.base, saved.words)
+    _assert_same(_answers(engine, _asked(3)), alone)
+    own = [request for request in _asked(3) if not request.adapter]
+    _assert_same(_answers(engine, own), {request.id: alone[request.id] for request in own})
+    assert len(read) == 1
+    assert isinstance(engine.executor, Executor)
+    assert engine.executor.graphs is not None
+    kinds = {is_adapted for _, _, is_adapted in engine.executor.graphs._recordings}
+    assert kinds == {True, False}
+
+
 def test_adapters_share_no_prefix(saved: Saved) -> None:
     engine = _engine(saved.base, saved.words)
     prompt = (PROMPTS[0] * 13)[:13]
@@ -240,6 +282,10 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
     assert "has shape [3, 32], but it is [3, 48]" in _refused(
         str(tmp_path / "wide"), saved.folders["some"]
     )
+    # A network that PEFT's files cannot be for: GPT-2's queries, keys and values are one module.
+    save_run(build_toy(Layout.single(), f"--save {tmp_path / 'gpt2'} --save-interval 1".split()))
+    fused = _refused(str(tmp_path / "gpt2"), saved.folders["some"])
+    assert "give the checkpoints of a run with --lora-rank" in fused
     shallow = f"{NETWORK} --num-layers 1"
     save_run(build_toy(Layout.single(), f"{shallow} --save {tmp_path / 'shallow'}".split()))
     deep = _refused(str(tmp_path / "shallow"), saved.folders["some"])

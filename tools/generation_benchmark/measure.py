@@ -14,8 +14,12 @@ from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
 from megatron.inference.load import Loaded, serving_context
 from megatron.inference.request import Request, Sampling, Token
+from megatron.models.adapters import linear_layers
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
+from megatron.parallel.adapter import Adapter, AdapterPlan, projections_of
+from megatron.parallel.adapter_stack import AdapterRows, AdapterStack, StackedFactors
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import build_tokenizer, padded_vocabulary
 from tools.generation_benchmark.report import Decoding
@@ -32,6 +36,9 @@ class Subject:
         device: Device,
         bandwidth: float,
         options: EngineOptions,
+        *,
+        adapters: int = 0,
+        rank: int = 16,
     ) -> None:
         """Build the model with random weights.
 
@@ -40,14 +47,15 @@ class Subject:
             device: Device to run on.
             bandwidth: Bytes/s of a copy, from which the floor is computed.
             options: Options of the engine. The sizes in it are ignored.
+            adapters: Number of adapters of all layers, which sequences use in turn.
+            rank: Rank of each adapter.
         """
         self._options = replace(options, block_size=_BLOCK)
         self._config, self._device, self._bandwidth = config, device, bandwidth
         rows = padded_vocabulary(config)
         self._vocab = rows
-        model = build_model(
-            GPTModel, config, serving_context(config, Layout.single(), device), rows
-        )
+        context = serving_context(config, Layout.single(), device)
+        model = build_model(GPTModel, config, context, rows)
         with torch.no_grad():
             for parameter in model.parameters():
                 # Matrices are small so that nothing overflows; vectors are the norms' weights.
@@ -59,6 +67,7 @@ class Subject:
             if not name.startswith("embedding.")  # a step reads a single row per sequence
         )
         self._model: GPTModel | None = model
+        self._adapters = give_adapters(model, context, adapters, rank) if adapters else None
 
     def release(self) -> None:
         """Release the model's memory."""
@@ -112,13 +121,16 @@ class Subject:
             cache_tokens=tokens,
         )
         tokenizer = build_tokenizer(self._config.tokenizer)
-        loaded = Loaded(self._model, tokenizer, self._config, 0, Layout.single())
+        loaded = Loaded(
+            self._model, tokenizer, self._config, 0, Layout.single(), adapters=self._adapters
+        )
         return build_engine(loaded, self._device, options)
 
     def _request(self, number: int, prompt: int, new: int) -> Request:
         chance = random.Random(number * 1000 + new)  # so that all prompts differ
         tokens = tuple(chance.randrange(self._vocab) for _ in range(prompt))
-        return Request(str(number), tokens, Sampling(max_new_tokens=new, temperature=0))
+        adapter = 1 + number % len(self._adapters.names) if self._adapters else 0
+        return Request(str(number), tokens, Sampling(max_new_tokens=new, temperature=0), adapter)
 
     def _floor(self, batch: int, length: float) -> float:
         """Return the seconds it takes to read all weights and the batch's keys and values."""
@@ -131,6 +143,30 @@ class Subject:
         if not self._config.model.untie_embeddings_and_output_weights:
             weights += self._vocab * plan.hidden * itemsize
         return (weights + batch * length * token) / self._bandwidth
+
+
+@torch.no_grad()
+def give_adapters(model: GPTModel, context: BuildContext, count: int, rank: int) -> AdapterRows:
+    """Give all linear layers of a model's layers adapters with random weights, and return them.
+
+    Args:
+        model: The model.
+        context: The context in which it was built.
+        count: Number of adapters.
+        rank: Rank of each.
+    """
+    rows = AdapterRows(tuple(map(str, range(count))))
+    plan = AdapterPlan(rank, scale=1.0)
+    for name, linear in linear_layers(model):
+        parts = []
+        for index in range(1, 1 + count):
+            adapter = Adapter(linear, projections_of(linear), plan, context, name)
+            for parameter in adapter.parameters():
+                parameter.normal_(std=0.02)
+            parts.append(StackedFactors.of(index, adapter, linear.weight))
+        products = context.kernels.new_products()
+        linear.adapter = AdapterStack(linear, parts, rows, products, context.layout)
+    return rows
 
 
 def _step_tokens(sequences: int) -> int:

@@ -21,17 +21,21 @@ SHAPE = (
 ).split()
 
 
-def write_checkpoint(folder: Path, tokenizer: Path) -> str:
-    """An untrained model with the tokenizer of a folder; its folder of checkpoints."""
+def write_checkpoint(folder: Path, tokenizer: Path, *more: str) -> str:
+    """A model after a step or none, with the tokenizer of a folder; its folder of checkpoints."""
     from megatron.parallel.layout import Layout
     from megatron.training.checkpointing import save_run
-    from tests.training.toy import build_toy
+    from tests.training.toy import build_toy, train_toy
 
     checkpoints = str(folder / "checkpoints")
     files = ["--vocab-file", str(tokenizer / "vocab.json")]
     files += ["--merge-file", str(tokenizer / "merges.txt"), "--tokenizer-type", "GPT2BPETokenizer"]
     saving = ["--save", checkpoints, "--save-interval", "1"]
-    save_run(build_toy(Layout.single(), [*SHAPE, *files, *saving]))
+    words = [*SHAPE, *files, *saving, *more]
+    if "--train-iters" in more:
+        train_toy(Layout.single(), words)
+    else:
+        save_run(build_toy(Layout.single(), words))
     return checkpoints
 
 

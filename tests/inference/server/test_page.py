@@ -198,10 +198,33 @@ def test_a_phone_shows_everything_without_scrolling_sideways(page: Page, quick: 
 def test_every_control_has_a_name(page: Page, quick: Live) -> None:
     _open(page, quick, **DESKTOP)
     nameless = page.ask(
-        "[...document.querySelectorAll('input, textarea, button')]"
+        "[...document.querySelectorAll('input, textarea, select, button')]"
         ".filter(e => !(e.labels?.length || e.textContent.trim())).map(e => e.outerHTML)"
     )
     assert nameless == []
+
+
+def test_a_model_is_chosen_where_there_are_several(page: Page, tokenizer_folder: Path) -> None:
+    engine = FakeEngine()
+    settings = make_settings(tokenizer_folder, engine, adapters=("sql", "rhymes"))
+    with running(engine, settings) as live:
+        _open(page, live, **DESKTOP)
+        assert page.ask("document.getElementById('served-control').checkVisibility()")
+        names = page.ask("[...document.getElementById('served').options].map(each => each.value)")
+        assert names == ["test", "sql", "rhymes"]
+        for adapter, name in ((0, None), (2, "rhymes"), (0, "test")):
+            if name is not None:
+                page.ask(
+                    "(served => { served.value = '" + name + "';"
+                    "served.dispatchEvent(new Event('change', {bubbles: true})) })"
+                    "(document.getElementById('served'))"
+                )
+                assert page.ask(_text("#model")) == name
+            page.ask("document.getElementById('input').value = 'Hi'")
+            page.ask("document.getElementById('send').click()")
+            _done(page)
+            page.wait(f"{_text('#status')}.includes('·')")
+            assert engine.seen[-1].adapter == adapter
 
 
 def test_a_server_with_a_token_asks_for_it(page: Page, tokenizer_folder: Path) -> None:

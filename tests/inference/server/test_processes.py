@@ -124,10 +124,14 @@ def test_two_ranks_answer_the_same_and_end_together(
 def test_a_rank_that_dies_ends_the_others(
     checkpoint: str, tokenizer_folder: Path, tmp_path: Path, alone: str
 ) -> None:
+    lora = f"--load {checkpoint} --finetune --lora-rank 4 --lr 1 --min-lr 1 --train-iters 2"
+    adapter = write_checkpoint(tmp_path, tokenizer_folder, *lora.split())
     words = ["torchrun", "--standalone", "--nproc-per-node", "2", TOOL, "--load", checkpoint]
-    flags = ["--pipeline-model-parallel-size", "2"]
+    flags = ["--pipeline-model-parallel-size", "2", "--serve-adapter", f"mine={adapter}"]
     with server_process([*words, *flags], tmp_path) as (process, url):
         _assert_same(_ask(url), _ask(alone))
+        adapted = httpx.put(f"{url}/api", json={**BODY, "model": "mine"}, timeout=60).json()
+        assert adapted["logprobs"] != _ask(url)["logprobs"]
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         (last,) = [child for child in children if "\0RANK=1\0" in _variables(child)]
         os.kill(int(last), signal.SIGKILL)
@@ -185,6 +189,12 @@ def test_examples_say_what_to_set() -> None:
             "launch 2",
         ),
         (["--load", "{checkpoint}", "--chat-template", "/no/such"], 9, "--chat-template /no/such"),
+        (["--load", "{checkpoint}", "--serve-adapter", "sql=/no/such"], 4, "no such folder"),
+        (
+            ["--load", "{checkpoint}", "--served-model-name", "a", "--serve-adapter", "a=x"],
+            9,
+            "the model itself has this name",
+        ),
     ],
 )
 def test_mistakes_are_named(

@@ -5,6 +5,7 @@ const KEPT = ["temperature", "top_p", "top_k", "max_tokens", "repetition_penalty
 const SLIDERS = ["temperature", "top_p", "repetition_penalty"];
 // The page's labels for the fields of a request, for error messages.
 const LABELS = {
+  model: "Model",
   prompt: "Prompt",
   max_tokens: "Max new tokens",
   temperature: "Temperature",
@@ -19,7 +20,8 @@ const UNREACHABLE = "The server cannot be reached. Check that it is running (sta
 const $ = (id) => document.getElementById(id);
 const state = {
   mode: "complete",
-  model: null, // as /v1/models describes it
+  models: [], // the model and its adapters, as /v1/models describes them
+  model: null, // the chosen one of these
   messages: [], // the chat so far: {role, content}
   prompt: "", // the text that the last answer continues
   running: null, // AbortController
@@ -122,7 +124,7 @@ async function* generate(signal) {
     method: "POST",
     headers: headers(),
     signal,
-    body: JSON.stringify({ ...body, ...sampling(), stream: true }),
+    body: JSON.stringify({ model: state.model?.id, ...body, ...sampling(), stream: true }),
   });
   if (!response.ok) throw await failure(response);
   for await (const chunk of serverEvents(response)) yield readChunk(chunk);
@@ -150,11 +152,19 @@ async function connect() {
       return notify("This server requires an access token: enter it under Settings.");
     }
     if (!response.ok) throw await failure(response);
-    [state.model] = (await response.json()).data;
+    state.models = (await response.json()).data;
   } catch (error) {
     return notify(error.message === UNREACHABLE ? `${UNREACHABLE}, then reload this page.` : error.message);
   }
   notify("");
+  $("served").replaceChildren(...state.models.map(({ id }) => new Option(id)));
+  $("served-control").hidden = state.models.length === 1;
+  chooseModel();
+}
+
+// Use the model that is chosen in the settings, which is the first until the user chooses.
+function chooseModel() {
+  state.model = state.models.find(({ id }) => id === $("served").value);
   $("model").textContent = state.model.id;
   document.title = `${state.model.id}: text generation`;
   $("max_tokens").max = state.model.max_model_len;
@@ -473,6 +483,7 @@ $("clear").addEventListener("click", () => {
 $("controls").addEventListener("input", keep);
 $("controls").addEventListener("submit", (event) => event.preventDefault());
 $("token").addEventListener("change", connect);
+$("served").addEventListener("change", chooseModel);
 for (const radio of document.querySelectorAll("[name=mode]")) {
   radio.addEventListener("change", () => setMode(radio.value));
 }
