@@ -75,7 +75,9 @@ def _describe_data(run: Run) -> str:
     texts = run.recipe.head.sequences
     lengths = [length for length in (data.seq_length, data.decoder_seq_length) if length]
     of_each = f"{texts} x " * (texts > 1) + " + ".join(map(str, lengths))
-    return f"{source}; samples of {of_each} tokens{sizes and ': '}{sizes}"
+    apart = data.reset_attention_mask and not run.config.finetuning.sft
+    full = ", 100% full of documents that are kept apart" if apart else ""
+    return f"{source}; samples of {of_each} tokens{full}{sizes and ': '}{sizes}"
 
 
 def finetuning_rows(run: Run) -> list[PanelRow]:

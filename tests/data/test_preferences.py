@@ -13,6 +13,7 @@ from megatron.data.preferences import (
     REFERENCE,
     FittedPairs,
     PreferenceDataset,
+    describe_pairs,
     pair_limits,
 )
 from megatron.data.sample import SEGMENT_ENDS, TRAINED
@@ -60,7 +61,7 @@ def test_every_pair_lies_in_one_row_and_each_epoch_has_all() -> None:
     data = PreferenceDataset(source, 0, packing, 2 * packing.rows, 1, 99)
     data.reference = np.arange(48.0).reshape(24, 2)
     for epoch in range(2):
-        seen = []
+        seen, filled = [], 0
         for i in range(epoch * packing.rows, (epoch + 1) * packing.rows):
             sample: Any = data[i]
             at = 0
@@ -79,5 +80,9 @@ def test_every_pair_lies_in_one_row_and_each_epoch_has_all() -> None:
             assert (sample["text"][at:] == 99).all()
             assert not sample[TRAINED][at:].any()
             assert sample[PAIRS].sum() == len(data.row(i))
+            filled += at
             assert ends[-1] == 32
         assert sorted(seen) == list(range(24))
+        full = filled / (32 * packing.rows)
+        assert 0.8 < full < 1
+        assert describe_pairs(data) == f"24 pairs in {packing.rows} rows per epoch, {full:.1%} full"

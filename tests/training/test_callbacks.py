@@ -368,6 +368,13 @@ def test_start_panel_tells_which_checkpoints_stay(tmp_path, words, told):
     assert told in " ".join(start_panel(build_toy(Layout.single(), saving), 1.0).split())
 
 
+def test_start_panel_tells_how_full_samples_of_documents_are():
+    words = "--reset-attention-mask --reset-position-ids".split()
+    told = [start_panel(build_toy(Layout.single(), given), 1.0) for given in ([], words)]
+    full = "samples of 16 tokens, 100% full of documents that are kept apart: training"
+    assert [full in text for text in told] == [False, True]
+
+
 @pytest.mark.parametrize(
     "head", [LANGUAGE_MODEL_HEAD, HeadSpec(outputs=3), HeadSpec(outputs=1, sequences=4)]
 )
