@@ -29,6 +29,7 @@ sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0] or ".")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+_GRPO = "examples/grpo/grpo.py"
 _SERVER = "tools/run_text_generation_server.py"
 _SAMPLES = "tools/generate_samples_gpt.py"
 _TASKS = "tasks/main.py"
@@ -57,7 +58,7 @@ def _check_pip(words: list[str]) -> None:
 def _check_python(words: list[str]) -> None:
     if words[0] == "-":
         return  # a here-document
-    if Path(words[0]).name.startswith("pretrain_"):
+    if words[0] in ("finetune.py", _GRPO) or Path(words[0]).name.startswith("pretrain_"):
         _check_pretrain(words, world_size=1)
         return
     if words[0] in (_SERVER, _SAMPLES):
@@ -182,6 +183,7 @@ def _check_retro(words: list[str], world_size: int) -> None:
 
 
 def _check_pretrain(words: list[str], world_size: int) -> None:
+    from examples.grpo.grpo import build_parser
     from megatron.config import Program, parse_config
     from megatron.config.finetuning import finetuning_words
 
@@ -191,11 +193,13 @@ def _check_pretrain(words: list[str], world_size: int) -> None:
     if words[1:] != ["--help"]:
         script = Path(words[0]).stem
         flags = finetuning_words(words[1:]) if script == "finetune" else words[1:]
+        if words[0] == _GRPO:
+            flags = build_parser().parse_known_args(flags)[1]
         parse_config(
             flags,
             world_size=world_size,
             program=Program(name=words[0]),
-            architecture="gpt" if script == "finetune" else script.removeprefix("pretrain_"),
+            architecture=script.removeprefix("pretrain_") if "pretrain" in script else "gpt",
             read_checkpoint=_network,
         )
 

@@ -171,7 +171,8 @@ def load_reward(path: Path) -> Reward:
         raise SystemExit(f"--reward {path}: not a Python file: give one with a function reward")
     task = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(task)
-    reward: Reward = task.reward
+    if not callable(reward := getattr(task, "reward", None)):
+        raise SystemExit(f"--reward {path}: it has no function reward(record, answer): write one")
     return reward
 
 

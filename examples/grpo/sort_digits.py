@@ -9,9 +9,9 @@ answer, the digits in any order; prompts.jsonl has prompts only.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,4 +43,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="folder for format.jsonl and prompts.jsonl")
+    main(parser.parse_args().folder)

@@ -71,6 +71,14 @@ def samples(config: RunOptions, world_size: int) -> Iterator[str]:
 def rollouts(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each flag with which a model cannot train on its own answers."""
     yield from excluded(config, "training on a model's own answers", _NOT_WITH_ROLLOUTS)
+    model = config.model
+    values = {"hidden": model.hidden_dropout, "attention": model.attention_dropout}
+    for name, value in values.items():
+        if value:
+            yield (
+                f"--{name}-dropout {value:g}: a model drops nothing out while it writes answers, "
+                f"and the loss compares it with itself in training: give --{name}-dropout 0"
+            )
 
 
 def conversations(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -7,6 +7,7 @@ answer is worth, and the loss of a token, are the user's: examples/grpo/grpo.py 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -328,6 +329,13 @@ class Rollouts(Extras):
             numbers = [number for one in mine for number in one]
             groups = self._answer(run, [(i, prompts.record(i)) for i in numbers])
             judged = self.judge(run, groups)
+            for group, verdicts in zip(groups, judged, strict=True):
+                for text, verdict in zip(group.texts, verdicts, strict=True):
+                    if not math.isfinite(verdict.reward):
+                        raise DataError(
+                            f"the reward of {text[:60]!r} as an answer to "
+                            f"{group.record['prompt'][:60]!r} is {verdict.reward}: return a number"
+                        )
             rows = {
                 i: row_of(run, i, group, verdicts)
                 for i, group, verdicts in zip(numbers, groups, judged, strict=True)

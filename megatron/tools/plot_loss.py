@@ -1,6 +1,7 @@
 """Draw a loss curve from the file that `--metrics-jsonl` writes.
 
     python tools/plot_loss.py --metrics runs/demo/metrics.jsonl --output runs/demo/loss.png
+    python tools/plot_loss.py --metrics runs/grpo/metrics.jsonl --curve reward --output reward.png
     python tools/plot_loss.py --compare GPT=gpt.jsonl Retro=retro.jsonl --output loss.png
 
 No display is needed.
@@ -20,6 +21,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.report.history import MALFORMED, History
 
 Points = list[tuple[int, float]]  # (iteration, loss in nats per token)
+LOSS = "lm loss"
 
 
 def read_curves(path: Path, flag: str) -> dict[str, Points]:
@@ -51,16 +53,23 @@ def read_curves(path: Path, flag: str) -> dict[str, Points]:
     }
 
 
-def read_metrics(path: Path) -> tuple[Points, Points]:
-    """Return the training and validation loss by iteration.
+def read_metrics(path: Path, name: str = LOSS) -> tuple[Points, Points]:
+    """Return a number of training and of validation by iteration.
+
+    Args:
+        path: The file.
+        name: The name of the number in the log.
 
     Raises:
-        DataError: The file is missing, is not JSON lines, or has no training loss.
+        DataError: The file is missing, is not JSON lines, or does not hold the number.
     """
     curves = read_curves(path, "--metrics")
-    if not curves.get("lm loss"):
-        raise DataError(f"{path}: no record holds a training loss ('lm loss')")
-    return curves["lm loss"], curves.get("lm loss validation", [])
+    if not curves.get(name):
+        shown = "a training loss" if name == LOSS else "the curve"
+        raise DataError(
+            f"{path}: no record holds {shown} ({name!r}); it holds {', '.join(sorted(curves))}"
+        )
+    return curves[name], curves.get(f"{name} validation", [])
 
 
 def read_validation(path: Path, flag: str) -> dict[str, Points]:
@@ -101,7 +110,13 @@ def smoothed(points: Points) -> Points:
 
 
 def draw(
-    training: Points, validation: Points, output: Path, *, title: str, entropy: float | None
+    training: Points,
+    validation: Points,
+    output: Path,
+    *,
+    title: str,
+    entropy: float | None,
+    unit: str = "Loss (nats per token)",
 ) -> None:
     """Write a picture of the curves; `entropy` (nats per token) is drawn as a dashed line."""
     from matplotlib import rc_context
@@ -123,7 +138,7 @@ def draw(
         if entropy is not None:
             label = f"unigram entropy: {entropy:.3f}"
             axes.axhline(entropy, color="dimgray", linestyle="--", label=label)
-        axes.set(xlabel="Iteration", ylabel="Loss (nats per token)", title=title)
+        axes.set(xlabel="Iteration", ylabel=unit, title=title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
@@ -186,7 +201,8 @@ def build_parser() -> ToolParser:
         "--output", type=Path, required=True, help="Picture to write, such as loss.png or loss.pdf."
     )
     add("--overwrite", action="store_true", help="Replace an existing picture.")
-    add("--title", default="Pretraining loss", help="Title (default: %(default)s).")
+    add("--curve", help='Draw this number of the log instead of the loss, such as "reward".')
+    add("--title", help="Title (default: Pretraining loss, or the name of the curve).")
     add("--entropy", type=float, help="Draw this loss as a dashed line, in nats per token.")
     return parser
 
@@ -202,14 +218,21 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             "give the file of one run with --metrics, or those of several with --compare"
         )
+    if options.compare and options.curve:
+        raise ConfigError("--curve is drawn from the file that --metrics names: drop --compare")
     if problems := picture_problems("--output", options.output):
         raise ConfigError(problems)
     expect_no_file("--output", [options.output], overwrite=options.overwrite)
+    title, curve, output = options.title, options.curve, options.output
+    if title is None:
+        title = "Pretraining loss" if curve is None else curve.capitalize()
     if options.compare:
-        draw_comparison(compared(options.compare), options.output, title=options.title)
+        draw_comparison(compared(options.compare), output, title=title)
+    elif curve is not None:
+        both = read_metrics(options.metrics, curve)
+        draw(*both, output, title=title, entropy=None, unit=curve.capitalize())
     else:
-        training, validation = read_metrics(options.metrics)
-        draw(training, validation, options.output, title=options.title, entropy=options.entropy)
+        draw(*read_metrics(options.metrics), output, title=title, entropy=options.entropy)
     print(f"wrote {options.output}")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples.grpo.grpo import GRPO, GRPORollouts, build_parser
+from examples.grpo.grpo import GRPO, GRPORollouts, build_parser, load_reward
 from megatron.config.parser import parse_config
 from megatron.data.sample import SEGMENT_ENDS, TRAINED
 from megatron.errors import ConfigError, DataError
@@ -102,6 +102,8 @@ def _alone() -> Any:
 
 def _sevens(record: Any, answer: str) -> float:
     """The share of the answer's tokens that are 7."""
+    if record["prompt"] == "0 7":
+        return float("nan")
     tokens = answer.split()
     return tokens.count("7") / max(1, len(tokens))
 
@@ -244,6 +246,20 @@ def test_flags_that_do_not_fit_are_named(flag: str, tmp_path: Path) -> None:
         _build_of_two(tmp_path, flag.split())
 
 
+def test_dropout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--hidden-dropout 0.1: .*: give --hidden-dropout 0"):
+        _build_of_two(tmp_path, ["--hidden-dropout", "0.1"])
+
+
+@pytest.mark.parametrize("text", ["rewards = 1", None])
+def test_a_file_without_a_reward_is_named(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "task.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match=f"--reward {path}: "):
+        load_reward(path)
+
+
 def _build_of_two(folder: Path, words: Sequence[str]) -> None:
     base = [word for word in TOY if word != "--mock-data"]
     given = [*base, *WORDS, "--data-path", "x", *words]
@@ -255,6 +271,11 @@ def _build_of_two(folder: Path, words: Sequence[str]) -> None:
 @pytest.mark.parametrize(
     ("lines", "own", "message"),
     [
+        (
+            '{"prompt": "0 7"}\n',
+            "--answer-tokens 1",
+            "as an answer to '0 7' is nan: return a number",
+        ),
         ('{"text": "1"}\n', "", 'line 1 has no text "prompt"'),
         ("", "", "is empty: write one prompt per line"),
         ('{"prompt": "1 2"}\n', "--answer-tokens 20", "needs a row of 88, and --seq-length is 64"),

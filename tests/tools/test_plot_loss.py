@@ -44,6 +44,17 @@ def test_a_picture_large_enough_for_a_paper(tmp_path, capsys):
     assert (width, height) == (1600, 1000)
 
 
+def test_any_number_of_the_log_is_drawn(tmp_path, capsys):
+    metrics, output = tmp_path / "m.jsonl", tmp_path / "reward.png"
+    lines = [{"iteration": i, "reward": i / 9, "lr": 1} for i in range(1, 10)]
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = ["--metrics", str(metrics), "--output", str(output)]
+    assert plot_loss.main([*words, "--curve", "reward"]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert plot_loss.main([*words, "--overwrite", "--curve", "rewards"]) == 6
+    assert "no record holds the curve ('rewards'); it holds" in capsys.readouterr().err
+
+
 def test_an_existing_picture_is_not_replaced(tmp_path, capsys):
     metrics, output = write_metrics(tmp_path / "m.jsonl"), tmp_path / "loss.png"
     output.write_text("mine")
