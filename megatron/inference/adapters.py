@@ -20,7 +20,7 @@ from megatron.checkpoint.huggingface.files import ADAPTER_CONFIG
 from megatron.checkpoint.huggingface.peft import PeftReader, names_in, network_with, peft_names
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.merged import network_in
-from megatron.checkpoint.reader import Reader, restore
+from megatron.checkpoint.reader import NativeReader, Reader, restore
 from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter
 from megatron.config.generation import named_adapters
 from megatron.config.model import ModelConfig
@@ -136,7 +136,7 @@ def _open_adapter(
         raise CheckpointError(f"{flag}: there is no such folder")
     if (folder / ADAPTER_CONFIG).is_file():
         return _open_peft(flag, name, folder, config.model, base, allow_foreign=allow_foreign)
-    reader = open_root(folder, verify=True, allow_foreign=allow_foreign)
+    reader = open_root(folder, verify=False, allow_foreign=allow_foreign)
     if reader is None:
         raise CheckpointError(
             f"{flag} holds no adapter: give a folder with {ADAPTER_CONFIG}, or the --save folder "
@@ -147,6 +147,11 @@ def _open_adapter(
         raise CheckpointError(
             f"{flag} holds a whole model without adapters: serve it by itself with --load"
         )
+    if isinstance(reader, NativeReader):
+        try:
+            reader.verify(only=is_of_adapter)  # the rest of it is as large as the base model
+        except CheckpointError as error:
+            raise CheckpointError(f"{flag}: {error}: give another checkpoint of the run") from None
     sizes = network_in(reader)
     model = replace(config.model, **{name: getattr(sizes, name) for name in ADAPTER_FIELDS})
     differing = network_differences(model, reader)

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.loading import open_root
+from megatron.checkpoint.reader import NativeReader
+from megatron.config.adapters import is_of_adapter
 from megatron.config.generation import SamplesConfig, ServerConfig, sample_problems, server_problems
 from megatron.config.parser import Program
 from megatron.config.run import RunConfig
@@ -310,6 +313,20 @@ def test_settings_of_peft_that_do_not_fit_are_refused(
     (folder / "adapter_config.json").write_text(json.dumps({**said, **changes}))
     with pytest.raises(CheckpointError, match=told):
         open_adapters([f"mine={folder}"], _config(saved.base))
+
+
+def test_a_damaged_adapter_is_refused(saved: Saved, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved.folders["all"], tmp_path / "copy")
+    reader = open_root(folder, verify=False)
+    assert isinstance(reader, NativeReader)
+    name = next(name for name in reader.names() if is_of_adapter(name))
+    (piece,) = reader.manifest.tensors[name].pieces
+    path = reader.path / piece.file
+    data = bytearray(path.read_bytes())
+    data[piece.start] ^= 1
+    path.write_bytes(data)
+    told = _refused(saved.base, folder)
+    assert f"damaged: {name} does not match its digest: give another checkpoint" in told
 
 
 def test_an_adapter_that_is_not_finite_is_refused(saved: Saved, tmp_path: Path) -> None:
