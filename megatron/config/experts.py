@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import MAX_LAYERS, MOST_WIDTH, Need, flag
+from megatron.config.fields import MOST_WIDTH, Need, flag
+from megatron.config.patterns import read_pattern
 
 MOST_EXPERTS = 2**16
 # Load-balancing losses by Megatron Core's names, with the names under which it logs them.
@@ -16,11 +17,6 @@ BALANCING_LOSSES = {
 }
 Z_LOSS = "z_loss"
 _LAST_OF = re.compile(r"last-of-([1-9][0-9]{0,4})")
-_LIST = r"\[((?:[01](?:,[01])*)?)\]"
-_IN_PARENTHESES = re.compile(rf"\({_LIST}\)")
-_REPEATED = re.compile(rf"{_LIST}\*([0-9]{{1,5}})")
-_SUM = re.compile(rf"{_LIST}\+{_LIST}(?!\*)")
-_MOST_PASSES = 32  # over a pattern: each halves the number of sums, and opens a pair of parentheses
 
 _MIXTURE = Need(lambda run: run.model.num_experts, "--num-experts")
 _BIASED = Need(
@@ -219,30 +215,4 @@ def _chosen_layers(frequency: str, layers: int) -> tuple[bool, ...]:
     last = _LAST_OF.fullmatch(text)
     if last is not None:
         return tuple((index + 1) % int(last[1]) == 0 for index in range(layers))
-    entries = _pattern_entries(text)
-    if len(entries) != layers:
-        raise ValueError(f"it names {len(entries)} layers, and the model has {layers}")
-    return tuple(entry == "1" for entry in entries)
-
-
-def _pattern_entries(text: str) -> str:
-    """Return the ones and zeros of lists that `+`, `*` and parentheses combine as in Python."""
-
-    def repeat(match: re.Match[str]) -> str:
-        entries, times = match[1].split(",") if match[1] else [], int(match[2])
-        if len(entries) * times > MAX_LAYERS:  # before there are as many
-            raise ValueError(f"expected at most {MAX_LAYERS} layers")
-        return f"[{','.join(entries * times)}]"
-
-    for _ in range(_MOST_PASSES):
-        if len(text) > 4 * MAX_LAYERS:
-            raise ValueError(f"expected at most {MAX_LAYERS} layers")
-        before = text
-        text = _IN_PARENTHESES.sub(r"[\1]", text)
-        text = _REPEATED.sub(repeat, text)
-        text = _SUM.sub(lambda match: f"[{','.join(filter(None, match.groups()))}]", text)
-        if text == before:
-            break
-    if not re.fullmatch(_LIST, text):
-        raise ValueError("expected a number, last-of-N, or a pattern such as ([0]*1+[1]*3)")
-    return text[1:-1].replace(",", "")
+    return read_pattern(text, layers)

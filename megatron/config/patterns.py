@@ -1,0 +1,48 @@
+"""Patterns of layers, as Megatron Core's flags write them: `[1,0,1]`, `([0]*1+[1]*3)*2`."""
+
+from __future__ import annotations
+
+import re
+
+from megatron.config.fields import MAX_LAYERS
+
+_LIST = r"\[((?:[01](?:,[01])*)?)\]"
+_IN_PARENTHESES = re.compile(rf"\({_LIST}\)")
+_REPEATED = re.compile(rf"{_LIST}\*([0-9]{{1,5}})")
+_SUM = re.compile(rf"{_LIST}\+{_LIST}(?!\*)")
+_MOST_PASSES = 32  # over a pattern: each halves the number of sums, and opens a pair of parentheses
+
+
+def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
+    """Return which layers a pattern chooses.
+
+    Args:
+        text: Lists of ones and zeros that `+`, `*` and parentheses combine as in Python, without
+            spaces.
+        layers: The number of layers of the model.
+
+    Raises:
+        ValueError: The text is no such pattern, or has another number of entries.
+    """
+
+    def repeat(match: re.Match[str]) -> str:
+        entries, times = match[1].split(",") if match[1] else [], int(match[2])
+        if len(entries) * times > MAX_LAYERS:  # before there are as many
+            raise ValueError(f"expected at most {MAX_LAYERS} layers")
+        return f"[{','.join(entries * times)}]"
+
+    for _ in range(_MOST_PASSES):
+        if len(text) > 4 * MAX_LAYERS:
+            raise ValueError(f"expected at most {MAX_LAYERS} layers")
+        before = text
+        text = _IN_PARENTHESES.sub(r"[\1]", text)
+        text = _REPEATED.sub(repeat, text)
+        text = _SUM.sub(lambda match: f"[{','.join(filter(None, match.groups()))}]", text)
+        if text == before:
+            break
+    if not re.fullmatch(_LIST, text):
+        raise ValueError("expected a number, or a pattern such as ([0]*1+[1]*3)")
+    entries = text[1:-1].replace(",", "")
+    if len(entries) != layers:
+        raise ValueError(f"it names {len(entries)} layers, and the model has {layers}")
+    return tuple(entry == "1" for entry in entries)
