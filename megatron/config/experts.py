@@ -215,4 +215,4 @@ def _chosen_layers(frequency: str, layers: int) -> tuple[bool, ...]:
     last = _LAST_OF.fullmatch(text)
     if last is not None:
         return tuple((index + 1) % int(last[1]) == 0 for index in range(layers))
-    return read_pattern(text, layers)
+    return read_pattern(text, layers, others="a number, last-of-N")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from megatron.config.adapters import AdapterOptions
+from megatron.config.attention import SelfAttentionOptions
 from megatron.config.experts import ExpertOptions
 from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
 from megatron.config.retro import RetroOptions
@@ -216,7 +217,7 @@ class DenseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(AdapterOptions, RetroOptions, ExpertOptions, DenseOptions):
+class ModelOptions(AdapterOptions, RetroOptions, ExpertOptions, SelfAttentionOptions, DenseOptions):
     """Network."""
 
 

@@ -13,13 +13,14 @@ _SUM = re.compile(rf"{_LIST}\+{_LIST}(?!\*)")
 _MOST_PASSES = 32  # over a pattern: each halves the number of sums, and opens a pair of parentheses
 
 
-def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
+def read_pattern(text: str, layers: int, *, others: str = "a number") -> tuple[bool, ...]:
     """Return which layers a pattern chooses.
 
     Args:
         text: Lists of ones and zeros that `+`, `*` and parentheses combine as in Python, without
             spaces.
         layers: The number of layers of the model.
+        others: What else the flag may be, for the message.
 
     Raises:
         ValueError: The text is no such pattern, or has another number of entries.
@@ -41,7 +42,7 @@ def read_pattern(text: str, layers: int) -> tuple[bool, ...]:
         if text == before:
             break
     if not re.fullmatch(_LIST, text):
-        raise ValueError("expected a number, or a pattern such as ([0]*1+[1]*3)")
+        raise ValueError(f"expected {others}, or a pattern such as ([0]*1+[1]*3)")
     entries = text[1:-1].replace(",", "")
     if len(entries) != layers:
         raise ValueError(f"it names {len(entries)} layers, and the model has {layers}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.attention import layer_windows
 from megatron.config.experts import mixture_layers
 from megatron.config.fields import divisors
 from megatron.config.model import flash_head_misfit
@@ -109,6 +110,24 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
     chosen = [field_at(f"model.{name}").spell(True) for name, on in values.items() if on]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)}: an MLP has a single activation function: use one of them"
+
+
+def windows(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each mistake in the attention's window and its layers."""
+    model = config.model
+    if model.window_size is None:
+        return
+    try:
+        layer_windows(model, model.num_layers or 1)
+    except ValueError as error:
+        if model.num_layers or "layers" not in str(error):
+            yield str(error)
+    parallel = config.parallel
+    if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p":
+        yield (
+            f"--window-size {model.window_size} with --cp-comm-type p2p: a ring has no windows: "
+            "use --cp-comm-type a2a, in which each rank holds whole sequences"
+        )
 
 
 def experts(config: RunOptions, world_size: int) -> Iterator[str]:

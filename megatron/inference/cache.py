@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.kernels.attention import AttentionOptions
 from megatron.kernels.paged_attention import Chunks, PagedAttention, Singles
 
 BlockKey = bytes
@@ -162,28 +163,31 @@ class StepCache:
     singles: Singles | None
     chunks: Chunks | None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_number: int) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Store the tokens' keys and values, and attend from each token to its sequence so far.
 
         Args:
             query: Queries [s, 1, n/t, d].
             key: Keys [s, 1, g/t, d].
             value: Values [s, 1, g/t, d].
-            layer_number: Index of the layer, counted from 1.
+            options: The number of the layer, and how its scores become weights.
 
         Returns:
             Attention output [s, 1, n d / t].
         """
         query, key, value = (x.squeeze(1) for x in (query, key, value))  # [s, heads, d]
-        keys, values = self.memory.layers[layer_number]
+        keys, values = self.memory.layers[options.layer_number]
         paged = self.memory.paged
         paged.append(key, value, keys, values, self.slots)
         parts, count = [], 0
         if self.singles is not None:
             count = self.singles.lengths.numel()
-            parts.append(paged.singles(query[:count], keys, values, self.singles).flatten(1))
+            rows = paged.singles(query[:count], keys, values, self.singles, options)
+            parts.append(rows.flatten(1))
         if self.chunks is not None:
             query, key, value = (x[count:] for x in (query, key, value))
-            parts.append(paged.chunks(query, key, value, (keys, values), self.chunks))
+            parts.append(paged.chunks(query, key, value, (keys, values), self.chunks, options))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.unsqueeze(1)

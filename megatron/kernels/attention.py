@@ -143,6 +143,8 @@ class AttentionOptions(NamedTuple):
         dropout: The probability of dropping an attention weight.
         layer_number: The index of the layer, from 1, for query-key layer scaling.
         scale: The factor applied to the scores; `None` means 1 / sqrt(d).
+        window: The number of earlier tokens that a query attends to at most, apart from its own;
+            `None` for all. It comes on top of `mask` and `causal`.
     """
 
     mask: Mask | None = None
@@ -150,6 +152,28 @@ class AttentionOptions(NamedTuple):
     dropout: float = 0.0
     layer_number: int = 1
     scale: float | None = None
+    window: int | None = None
+
+    def is_limited(self, keys: int) -> bool:
+        """Return whether the window hides any of so many keys from a query."""
+        return self.window is not None and keys > self.window + 1
+
+    def seen(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Return what `causal` and the window let the last queries see: bool [queries, keys]."""
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        if self.causal:
+            seen = seen.tril(keys - queries)
+        return seen if self.window is None else seen.triu(keys - queries - self.window)
+
+    def mask_of(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """Return the mask with the window in it, as a tensor; `None` leaves it to `causal`."""
+        mask = self.mask.mask if isinstance(self.mask, Segments) else self.mask
+        if not self.is_limited(keys):
+            return mask
+        if mask is None:
+            return self.seen(queries, keys, device)[None, None]
+        assert not mask.is_floating_point(), "a T5 has no windows"
+        return mask & self._replace(causal=False).seen(queries, keys, device)
 
 
 # A form of the attention core. It takes queries [s, b, n, d], keys and values [s, b, g, d] and the
@@ -207,8 +231,8 @@ def attention_reference(
     With `scale_by_layer`, scores are divided by the layer number before they are rounded to 16
     bits, and multiplied back in fp32.
     """
-    mask, causal, dropout, layer_number, scale = options
-    mask = _as_tensor(mask)
+    _, causal, dropout, layer_number, scale, _ = options
+    mask = options.mask_of(len(query), len(key), query.device)
     layer = layer_number if scale_by_layer else 1
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
@@ -258,7 +282,7 @@ def masked_softmax(
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Run PyTorch's fused attention, whose scores stay in fp32 and need no scaling by layer."""
-    mask = _as_tensor(options.mask)
+    mask = options.mask_of(len(query), len(key), query.device)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     # The kernels that take a mask or fp32 do not support groups; copying the keys costs little.
     share = mask is None and query.dtype != torch.float32
@@ -298,10 +322,12 @@ def gpu_attention(
     """
     mask = options.mask
     if package is not None and package.takes(query, mask, options.dropout):
-        return package(query, key, value, causal=options.causal, scale=options.scale)
+        return package(query, key, value, options)
     misfit = flash_misfit(query.shape[-1], query.dtype, query.device)
-    if isinstance(mask, Segments) and not misfit:
+    if not misfit and isinstance(mask, Segments):
         return _segment_attention(query, key, value, mask, options)
+    if not misfit and mask is None and options.is_limited(len(key)):
+        return _window_attention(query, key, value, options)
     has_bias = isinstance(mask, Tensor) and mask.is_floating_point()
     kernels = _BIAS_KERNELS if has_bias else _GPU_KERNELS
     with sdpa_kernel(kernels if holds_scores else kernels[:-1], set_priority=True):
@@ -332,14 +358,11 @@ def _segment_attention(
     ends, longest, debug = segments.ends, segments.longest or length, False
     places = (ends, ends, longest, longest)  # of queries and keys, and the longest of each
     rest = (options.dropout, segments.causal, debug)
-    out = torch.ops.aten._flash_attention_forward(*tensors, *places, *rest, scale=options.scale)[
-        0
-    ]  # [b s, n, d]
+    window = {} if options.window is None else {"window_size_left": options.window}
+    out = torch.ops.aten._flash_attention_forward(
+        *tensors, *places, *rest, scale=options.scale, **window
+    )[0]  # [b s, n, d]
     return out.unflatten(0, (samples, length)).transpose(0, 1).flatten(2)  # [s, b, n d]
-
-
-def _as_tensor(mask: Mask | None) -> Tensor | None:
-    return mask.mask if isinstance(mask, Segments) else mask
 
 
 def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -348,6 +371,26 @@ def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     if times == 1:
         return key, value
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+
+
+def _window_attention(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attend within a window with the flash kernel, which skips the keys before it.
+
+    PyTorch's public interface to fused attention (`scaled_dot_product_attention`) has no windows.
+    """
+    places, debug = (None, None, len(query), len(key)), False
+    out = torch.ops.aten._flash_attention_forward(
+        *(x.transpose(0, 1) for x in (query, key, value)),  # [b, s, n or g, d]
+        *places,
+        options.dropout,
+        options.causal,
+        debug,
+        scale=options.scale,
+        window_size_left=options.window,
+    )[0]
+    return out.transpose(0, 1).flatten(2)  # [s, b, n d]
 
 
 class FlashPackage(NamedTuple):
@@ -372,13 +415,14 @@ class FlashPackage(NamedTuple):
         )
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Attend; shapes and options are those of `AttentionFunction`."""
         result = self.function(
             *(x.transpose(0, 1) for x in (query, key, value)),  # [b, s, n or g, d]
-            causal=causal,
-            softmax_scale=scale,
+            causal=options.causal,
+            softmax_scale=options.scale,
+            **({} if options.window is None else {"window_size": (options.window, 0)}),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         # Some releases also return the logarithms of the sums.

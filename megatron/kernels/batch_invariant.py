@@ -81,7 +81,7 @@ def batch_invariant_attention(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Attend as any `AttentionFunction`; each of `Segments` by itself. It takes no bias."""
-    mask, causal, dropout, _, scale = options
+    mask, dropout, scale = options.mask, options.dropout, options.scale
     if isinstance(mask, Segments):
         tokens = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]  # [b s, n or g, d]
         ends: list[int] = mask.shared("ends", mask.ends.tolist)
@@ -90,15 +90,14 @@ def batch_invariant_attention(
         for size, *rows in zip(sizes, *(x.split(sizes) for x in tokens), strict=True):
             if size:
                 q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in rows)  # [1, n or g, size, d]
-                seen = torch.ones(1, 1, size, size, dtype=torch.bool, device=query.device)
-                seen = seen.tril() if mask.causal else seen
-                out = attend(q, k, v, seen, scale=scale, dropout=dropout)
+                seen = options._replace(causal=mask.causal).seen(size, size, query.device)
+                out = attend(q, k, v, seen[None, None], scale=scale, dropout=dropout)
                 parts.append(out.squeeze(0).transpose(0, 1))
         length, samples = query.shape[:2]
         return torch.cat(parts).unflatten(0, (samples, length)).transpose(0, 1).flatten(2)
+    mask = options.mask_of(len(query), len(key), query.device)
     if mask is None:
-        mask = torch.ones(1, 1, len(query), len(key), dtype=torch.bool, device=query.device)
-        mask = mask.tril(len(key) - len(query)) if causal else mask
+        mask = options.seen(len(query), len(key), query.device)[None, None]
     assert mask.dtype == torch.bool, "a rule refuses relative positions"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     out = attend(query, key, value, mask, scale=scale, dropout=dropout)

@@ -48,13 +48,15 @@ def _plan_paged(
     table_width: int,
     block_size: int,
     parts: int,
+    window: int,
     dtype: int,
     scale: Number,
 ) -> list[KernelLaunch]:
     """Plan attention of one query a row, in 16 bits on tensor cores, otherwise in fp32.
 
     query and out are [rows, groups * per_group, d]; keys and values [slots, groups, d]; tables
-    int32 [rows, table_width]; lengths int32 [rows], of which none is above parts * PART; partial
+    int32 [rows, table_width]; lengths int32 [rows], of which none is above parts * PART, and of
+    which the last and the `window` tokens before it are seen; partial
     fp32 [rows, heads, parts, d + 2] is scratch, of which a single part needs none.
     """
     name = FLOATS[dtype]
@@ -78,11 +80,14 @@ def _plan_paged(
         kernel = instance("paged_attention_kernel", name, width)
         shared = warps * min(per_group, heads) * head_size * 4
     tensors = (query, keys, values, tables, lengths, partial, out)
-    sizes = (groups, per_group, head_size, table_width, block_size)
+    sizes = (groups, per_group, head_size, table_width, block_size, window)
     grid = (parts, groups * divide_up(per_group, heads), rows)
     launches = [KernelLaunch(kernel, grid, (threads,), (*tensors, *sizes, scale), shared=shared)]
     if parts > 1:
-        join, given = instance("join_parts_kernel", name), (partial, lengths, out, head_size, parts)
+        join, given = (
+            instance("join_parts_kernel", name),
+            (partial, lengths, out, head_size, parts, window),
+        )
         launches.append(KernelLaunch(join, (groups * per_group, rows), (head_size,), given))
     return launches
 
@@ -102,7 +107,7 @@ def _plan_append(
     return [KernelLaunch("append_to_cache_kernel", (tokens,), (threads,), given)]
 
 
-PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiid", _plan_paged)
+PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiiid", _plan_paged)
 APPEND_TO_CACHE = Kernel("append_to_cache", "pppppii", _plan_append)
 PART = 256  # keys that a block of threads goes through; paged_attention.cuh has the same
 LARGEST_VECTORS = 32  # of 16 bytes in a head; the .cu files have the same
@@ -177,7 +182,14 @@ class PagedAttention:
         """Store the reason for not using a kernel."""
         self.name = f"plain PyTorch ({reason})"
 
-    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
+    def singles(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        singles: Singles,
+        options: AttentionOptions,
+    ) -> Tensor:
         """Attend with one query per sequence.
 
         Args:
@@ -185,22 +197,23 @@ class PagedAttention:
             keys: The cached keys [slots, g, d], including the new ones.
             values: The cached values, in the shape of the keys.
             singles: The sequences.
+            options: The window.
 
         Returns:
             The results [u, n, d], which are undefined for sequences without tokens.
         """
         # The heads of a group take the place of positions that share keys, so that none are
         # repeated.
-        key, value, seen = self._collected(keys, values, singles)
+        key, value, seen = self._collected(keys, values, singles, options)
         out = F.scaled_dot_product_attention(
             query.unflatten(1, (keys.shape[1], -1)), key, value, attn_mask=seen
         )
         return out.flatten(1, 2)
 
     def _collected(
-        self, keys: Tensor, values: Tensor, singles: Singles
+        self, keys: Tensor, values: Tensor, singles: Singles, options: AttentionOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys and values [u, g, l, d] of sequences, and which are theirs, [u, 1, 1, l].
+        """Return keys and values [u, g, l, d] of sequences, and which are seen, [u, 1, 1, l].
 
         As many are collected as the longest sequence has.
         """
@@ -209,7 +222,10 @@ class PagedAttention:
         within = torch.arange(size, device=keys.device)
         slots = (blocks.unsqueeze(2) * size + within).flatten(1)[:, : singles.longest]  # [u, l]
         key, value = (x[slots].transpose(1, 2) for x in (keys, values))  # [u, g, l, d]
-        seen = torch.arange(slots.shape[1], device=keys.device) < singles.lengths.unsqueeze(1)
+        places, lengths = torch.arange(slots.shape[1], device=keys.device), singles.lengths[:, None]
+        seen = places < lengths
+        if options.window is not None:
+            seen &= places >= lengths - 1 - options.window
         return key, value, seen[:, None, None]
 
     def chunks(
@@ -219,6 +235,7 @@ class PagedAttention:
         value: Tensor,
         cache: tuple[Tensor, Tensor],
         chunks: Chunks,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attend with consecutive tokens of prompts.
 
@@ -228,11 +245,12 @@ class PagedAttention:
             value: The values of the new tokens, [s, g, d].
             cache: The cached keys and values [slots, g, d], including those of the new tokens.
             chunks: The sequences.
+            options: The window.
 
         Returns:
             The results [s, n d].
         """
-        return chunk_attention(query, key, value, *cache, chunks)
+        return chunk_attention(query, key, value, cache, chunks, options)
 
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
@@ -249,9 +267,16 @@ class BatchInvariantPaged(PagedAttention):
         """Set the name."""
         super().__init__("--batch-invariant-mode")
 
-    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
+    def singles(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        singles: Singles,
+        options: AttentionOptions,
+    ) -> Tensor:
         """Attend with one query per sequence."""
-        key, value, seen = self._collected(keys, values, singles)
+        key, value, seen = self._collected(keys, values, singles, options)
         return attend(query.unsqueeze(2), key, value, seen).squeeze(2)
 
     def chunks(
@@ -261,6 +286,7 @@ class BatchInvariantPaged(PagedAttention):
         value: Tensor,
         cache: tuple[Tensor, Tensor],
         chunks: Chunks,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attend with consecutive tokens of prompts, one sequence at a time."""
         if chunks.slots is not None:
@@ -270,8 +296,7 @@ class BatchInvariantPaged(PagedAttention):
         each = zip(query.split(chunks.sizes), key.split(lengths), value.split(lengths), strict=True)
         for rows in each:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in rows)  # [1, n or g, tokens, d]
-            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=query.device)
-            seen = seen.tril(k.shape[2] - q.shape[2])
+            seen = options.seen(q.shape[2], k.shape[2], query.device)
             parts.append(attend(q, k, v, seen[None, None]).squeeze(0).transpose(0, 1).flatten(1))
         return torch.cat(parts)
 
@@ -289,12 +314,19 @@ class FusedPaged(PagedAttention):
         self.name = "fused over the cache"
         self._library = library
 
-    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
+    def singles(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        singles: Singles,
+        options: AttentionOptions,
+    ) -> Tensor:
         """Attend with one query per sequence."""
         return paged_attention(
             self._library,
             *(query, keys, values, singles.tables, singles.lengths),
-            *(singles.longest, singles.block_size),
+            *(singles.longest, singles.block_size, options.window),
         )
 
     def append(
@@ -314,6 +346,7 @@ def paged_attention(
     lengths: Tensor,
     longest: int,
     block_size: int,
+    window: int | None = None,
 ) -> Tensor:
     """Attend with one query per sequence, as `PagedAttention.singles` does, using the kernels."""
     query = query.contiguous()
@@ -327,7 +360,7 @@ def paged_attention(
         PAGED_ATTENTION,
         *(query, keys, values, tables, lengths, partial_sums, out),
         *(rows, groups, heads // groups, size, tables.shape[1], block_size),
-        *(parts, DTYPE_CODES[query.dtype]),
+        *(parts, longest if window is None else window, DTYPE_CODES[query.dtype]),
         1 / math.sqrt(size),
     )
     return out
@@ -344,7 +377,12 @@ def append_to_cache(
 
 
 def chunk_attention(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, chunks: Chunks
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cached: tuple[Tensor, Tensor],
+    chunks: Chunks,
+    options: AttentionOptions,
 ) -> Tensor:
     """Let new tokens attend to themselves and to the earlier tokens of their sequences.
 
@@ -352,21 +390,21 @@ def chunk_attention(
         query: The queries of the new tokens, [s, n, d].
         key: The keys of the new tokens, [s, g, d].
         value: The values of the new tokens, [s, g, d].
-        keys: The cached keys [slots, g, d], including those of the new tokens.
-        values: The cached values, in the shape of the keys.
+        cached: The cached keys and values [slots, g, d], including those of the new tokens.
         chunks: The sequences.
+        options: The window.
 
     Returns:
         The results [s, n d].
     """
     if chunks.slots is not None:
-        key, value = keys[chunks.slots], values[chunks.slots]  # [l, g, d]
+        key, value = (x[chunks.slots] for x in cached)  # [l, g, d]
     if not flash_misfit(query.shape[-1], query.dtype, query.device):
-        return _flash_chunks(query, key, value, chunks)
+        return _flash_chunks(query, key, value, chunks, options)
     attend = gpu_attention if Device(query.device).is_gpu else fused_attention
     lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
     each = zip(query.split(chunks.sizes), key.split(lengths), value.split(lengths), strict=True)
-    return torch.cat([_one_chunk(*tensors, attend) for tensors in each])
+    return torch.cat([_one_chunk(*tensors, attend, options) for tensors in each])
 
 
 def describe_chunks(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -375,23 +413,33 @@ def describe_chunks(head_size: int, dtype: torch.dtype, device: torch.device) ->
     return f"PyTorch's, one sequence at a time ({misfit})" if misfit else "flash, all in one"
 
 
-def _flash_chunks(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:
+def _flash_chunks(
+    query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, options: AttentionOptions
+) -> Tensor:
     longest = max(map(add, chunks.starts, chunks.sizes))
     # If told that no sequence has more than one query, the kernel would take keys in another order.
     most = max(2, *chunks.sizes)
     dropout, causal, debug = 0.0, True, False
     places = (*chunks.ends, most, longest)
     parts = (query, key, value)
-    return torch.ops.aten._flash_attention_forward(*parts, *places, dropout, causal, debug)[
-        0
-    ].flatten(1)
+    window = {} if options.window is None else {"window_size_left": options.window}
+    return torch.ops.aten._flash_attention_forward(
+        *parts, *places, dropout, causal, debug, **window
+    )[0].flatten(1)
 
 
-def _one_chunk(query: Tensor, key: Tensor, value: Tensor, attend: AttentionFunction) -> Tensor:
+def _one_chunk(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: AttentionFunction,
+    options: AttentionOptions,
+) -> Tensor:
     """Attend from the queries [c, n, d] of the last c of l tokens to the keys [l, g, d]."""
     mask, length = None, len(key)
     if length > len(query):
         places = torch.arange(length, device=query.device)
         mask = (places <= places[-len(query) :].unsqueeze(1))[None, None]  # [1, 1, c, l]
     query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-    return attend(query, key, value, AttentionOptions(mask, causal=mask is None)).squeeze(1)
+    options = AttentionOptions(mask, causal=mask is None, window=options.window)
+    return attend(query, key, value, options).squeeze(1)

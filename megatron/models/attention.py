@@ -36,14 +36,16 @@ class KeyValueCache(Protocol):
         """Indices of the k tokens whose logits are wanted, int64 [k]."""
         ...
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_number: int) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Store the new keys and values, then attend from each token to its sequence up to itself.
 
         Args:
             query: [s, 1, n/t, d].
             key: [s, 1, g/t (at least 1), d].
             value: Same shape as key.
-            layer_number: Index of the layer in the model, from 1.
+            options: The number of the layer, and how its scores become weights.
 
         Returns:
             [s, 1, n d / t].
@@ -98,10 +100,16 @@ class AttentionCore(nn.Module):
             return out
         return self._attend(query, key, value, mask)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+    def options(self, mask: Mask | None) -> AttentionOptions:
+        """Return the settings for a mask."""
         plan, dropout = self.plan, self.plan.dropout if self.training else 0.0
-        options = AttentionOptions(mask, plan.causal, dropout, self.layer_number, plan.scale)
-        if dropout == 0:
+        return AttentionOptions(
+            mask, plan.causal, dropout, self.layer_number, plan.scale, plan.window
+        )
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+        options = self.options(mask)
+        if options.dropout == 0:
             out = self.attend(query, key, value, options)
         else:
             with split_region(self.axis, query.device, self.layer_number, self.site):
@@ -179,9 +187,12 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count the operations. A causal mask leaves half of the scores."""
+        """Count the operations. A causal mask leaves half of the scores, and a window fewer."""
         products = 6 * length * plan.hidden * (plan.qkv + plan.query)
-        return Work(products, (6 if plan.causal else 12) * length * length * plan.query)
+        pairs = length * length
+        if plan.window is not None and plan.window < length:
+            pairs -= (length - plan.window) ** 2  # on the side of earlier tokens
+        return Work(products, (6 if plan.causal else 12) * pairs * plan.query)
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
@@ -222,7 +233,7 @@ class SelfAttention(nn.Module):
             if rotation is not None:
                 query, key = self.rotate(query, rotation), self.rotate(key, rotation)
         if cache is not None:
-            context = cache.attend(query, key, value, self.layer_number)
+            context = cache.attend(query, key, value, self.core.options(None))
         else:
             context = self.core(query, key, value, mask)
         return self.output(context)

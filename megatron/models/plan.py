@@ -238,6 +238,7 @@ class AttentionPlan(MixerPlan):
         qk_norm: Normalization of queries and keys before the scores; `None` for none.
         norms_heads: Whether `qk_norm` normalizes each head by itself, not all heads at once.
         rotary: Rotary positions of queries and keys; `None` for none.
+        window: Number of earlier tokens that a token attends to; `None` for all.
     """
 
     kind: str = "attention"
@@ -250,6 +251,7 @@ class AttentionPlan(MixerPlan):
     qk_norm: NormPlan | None = None
     norms_heads: bool = True
     rotary: RotaryPlan | None = None
+    window: int | None = None
 
     @property
     def query(self) -> int:

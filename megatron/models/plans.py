@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron.config.attention import layer_windows
 from megatron.config.experts import layer_experts
 from megatron.config.model import ModelConfig
 from megatron.config.retro import retro_layers
@@ -38,7 +39,12 @@ _SEGMENTS = 2  # segments per sample of a BERT: token types, and classes of the 
 
 
 def layer_plan(
-    model: ModelConfig, *, causal: bool, crosses: bool = False, experts: int = 0
+    model: ModelConfig,
+    *,
+    causal: bool,
+    crosses: bool = False,
+    experts: int = 0,
+    window: int | None = None,
 ) -> LayerPlan:
     """Return the record of a layer as the flags describe it.
 
@@ -47,6 +53,7 @@ def layer_plan(
         causal: Whether, without a mask, tokens attend only to themselves and earlier tokens.
         crosses: Whether the layer belongs to a decoder that also attends to an encoder's output.
         experts: The number of experts in the mixture that takes the MLP's place; 0 for none.
+        window: The number of earlier tokens that a token attends to; `None` for all.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels
     init, norm = init_plan(model), norm_plan(model)
@@ -74,6 +81,7 @@ def layer_plan(
         qk_norm=norm if model.qk_layernorm else None,
         norms_heads=model.qk_layernorm_scope == "head",
         rotary=rotary,
+        window=window,
     )
     crossing = replace(
         attention,
@@ -83,6 +91,7 @@ def layer_plan(
         qkv_bias=False,
         qk_norm=None,
         rotary=None,
+        window=None,
     )
     mlp = MLPPlan(
         hidden=attention.hidden,
@@ -217,13 +226,17 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 
 
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a GPT, whose layers differ at most in their MLPs."""
+    """Return the plan of a GPT, whose layers differ at most in their MLPs and windows."""
     assert head.is_language_model, "only a BERT takes a task's head"
-    experts = layer_experts(model, model.num_layers)
-    kinds = {count: layer_plan(model, causal=True, experts=count) for count in set(experts)}
+    choices = zip(
+        layer_experts(model, model.num_layers), layer_windows(model, model.num_layers), strict=True
+    )
     return ModelPlan(
         embedding=embedding_plan(model, vocabulary),
-        layers=tuple(kinds[count] for count in experts),
+        layers=tuple(
+            layer_plan(model, causal=True, experts=experts, window=window)
+            for experts, window in choices
+        ),
         final_norm=norm_plan(model),
         heads=(output_plan(model, vocabulary),),
         positions=model.max_position_embeddings,

@@ -82,7 +82,10 @@ SHAPES = [(2, 1, 64), (1, 4, 128), (2, 2, 16), (3, 3, 80), (1, 11, 32), (1, 8, 2
 @pytest.mark.parametrize(("groups", "per_group", "size"), SHAPES)
 def test_the_plain_form_equals_the_formula(groups, per_group, size):
     tensors, singles = case([1, 9, 4, 30], groups=groups, per_group=per_group, size=size)
-    found, exact = PagedAttention().singles(*tensors, singles), expected(*tensors, singles)
+    found, exact = (
+        PagedAttention().singles(*tensors, singles, AttentionOptions()),
+        expected(*tensors, singles),
+    )
     # A few inputs in a thousand need more, which their scores' rounding in fp32 explains.
     allowed = (4 * effect_of_rounding(*tensors, singles)).clamp(min=TOLERANCE[FP32])
     worst = ((found.double() - exact).abs() / allowed).max().item()
@@ -101,7 +104,7 @@ def test_the_kernel_equals_the_formula(kernels, dtype, groups, per_group, size):
     tensors, singles = case(
         lengths, groups=groups, per_group=per_group, size=size, dtype=dtype, device=device
     )
-    found = paged.singles(*tensors, singles)
+    found = paged.singles(*tensors, singles, AttentionOptions())
     torch.testing.assert_close(
         found.double(), expected(*tensors, singles), rtol=0, atol=TOLERANCE[dtype]
     )
@@ -113,11 +116,14 @@ def test_bits_do_not_depend_on_the_batch(kernels):
         [7, 40, PART + 9], groups=2, per_group=2, size=32, dtype=BF16, device=device
     )
     paged = FusedPaged(library)
-    together = paged.singles(query, keys, values, singles)
+    together = paged.singles(query, keys, values, singles, AttentionOptions())
     for row, length in enumerate(singles.lengths.tolist()):
         for longest in (length, 4 * PART):
             alone = Singles(singles.tables[[row]], singles.lengths[[row]], longest, BLOCK)
-            assert torch.equal(paged.singles(query[[row]], keys, values, alone)[0], together[row])
+            assert torch.equal(
+                paged.singles(query[[row]], keys, values, alone, AttentionOptions())[0],
+                together[row],
+            )
 
 
 def test_a_row_without_tokens_is_zero(kernels):
@@ -126,7 +132,7 @@ def test_a_row_without_tokens_is_zero(kernels):
         [5, 6], groups=1, per_group=2, size=32, dtype=FP32, device=device
     )
     singles.lengths[1] = 0
-    found = FusedPaged(library).singles(query, keys, values, singles)
+    found = FusedPaged(library).singles(query, keys, values, singles, AttentionOptions())
     assert not found[1].any()
     assert found[0].any()
 
@@ -169,7 +175,9 @@ def attend(parts, keys, values, cuts):
     query, key, value = (torch.cat(tensors) for tensors in zip(*here, strict=True))
     starts, sizes = [a for a, _ in cuts], [b - a for a, b in cuts]
     chunks = chunks_of(starts, sizes, [part[3] for part in parts], query.device)
-    return chunk_attention(query, key, value, keys, values, chunks).split(sizes)
+    return chunk_attention(query, key, value, (keys, values), chunks, AttentionOptions()).split(
+        sizes
+    )
 
 
 def test_chunks_attend_to_what_is_before_them():

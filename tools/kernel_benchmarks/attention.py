@@ -234,7 +234,7 @@ def _by_package(device: torch.device, *inputs: Tensor, causal: bool) -> Tensor:
     package = _package(device)
     assert package is not None, "this was asked before"
     query, key, value = inputs
-    return package(query, key, value, causal=causal, scale=None)
+    return package(query, key, value, AttentionOptions(causal=causal))
 
 
 def _stretches(*inputs: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:

@@ -5,16 +5,17 @@
 template <typename T>
 __global__ void __launch_bounds__(256)
     join_parts_kernel(const float* __restrict__ partial, const int* __restrict__ lengths,
-                      T* __restrict__ out, int head_size, int parts) {
+                      T* __restrict__ out, int head_size, int parts, int window) {
   const int length = lengths[blockIdx.y];
   if (length <= kPart) return;  // nothing to join
   const int64_t row_head = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
   const int width = head_size + 2, channel = threadIdx.x, count = (length + kPart - 1) / kPart;
   const float* mine = partial + row_head * parts * width;
   float largest = -INFINITY;
-  for (int p = 0; p < count; p++) largest = fmaxf(largest, mine[p * width + head_size]);
+  const int first = first_seen(length, window) / kPart;
+  for (int p = first; p < count; p++) largest = fmaxf(largest, mine[p * width + head_size]);
   float value = 0.f, weights = 0.f;
-  for (int p = 0; p < count; p++) {
+  for (int p = first; p < count; p++) {
     const float share = exp2f(mine[p * width + head_size] - largest);
     value += share * mine[p * width + channel];
     weights += share * mine[p * width + head_size + 1];

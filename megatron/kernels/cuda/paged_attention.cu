@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
                            const int* tables, const int* __restrict__ lengths,
                            float* __restrict__ partial, T* __restrict__ out, int groups,
                            int per_group, int head_size, int table_width, int block_size,
-                           float scale) {
+                           int window, float scale) {
   const Cache<T> cache{keys, values, tables, table_width, block_size};
   scale *= kLog2E;
   __shared__ float warp_largest[kWarps][kHeads], warp_total[kWarps][kHeads];
@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
       out[row_head * head_size + i] = from_float<T>(0.f);
     }
   }
-  if (begin >= length) return;
+  const int seen = first_seen(length, window);
+  if (begin >= length || begin + kPart <= seen) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
   const int count = min(length - begin, kPart), first = 32 * warp;  // keys
   const bool works = first < count;
@@ -136,7 +137,8 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
     for (int t = 0; t < kTiles; t++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const bool is_key = first + 16 * t + r + i / 2 * 8 < count;
+        const int key = first + 16 * t + r + i / 2 * 8;
+        const bool is_key = key < count && begin + key >= seen;
         scores[t][i] = is_key ? scores[t][i] * scale : -INFINITY;
         largest[i % 2] = fmaxf(largest[i % 2], scores[t][i]);
       }

@@ -25,6 +25,12 @@ struct Cache {
   }
 };
 
+// The first key that the last token sees: its own and those of `window` tokens before it. Blocks of
+// parts that end before it do nothing.
+__device__ __forceinline__ int first_seen(int length, int window) {
+  return max(0, length - 1 - window);
+}
+
 // One channel of what a part's block has found: the attention itself where the row has no other
 // part, else in `partial` [rows * heads, parts, d + 2] weighted values, largest score (of powers of
 // two), sum of weights.

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads)
                                 const float* values, const int* tables,
                                 const int* __restrict__ lengths, float* __restrict__ partial,
                                 float* __restrict__ out, int groups, int per_group, int head_size,
-                                int table_width, int block_size, float scale) {
+                                int table_width, int block_size, int window, float scale) {
   const Cache<float> cache{keys, values, tables, table_width, block_size};
   scale *= kLog2E;
   constexpr int V = vector_size<float>, U = kKeysAtOnce;
@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kThreads)
       out[row_head * head_size + i] = 0.f;
     }
   }
-  if (begin >= length) return;
+  const int seen = first_seen(length, window);
+  if (begin >= length || begin + kPart <= seen) return;
   const int end = min(begin + kPart, length);
   const int lane = threadIdx.x % L, team = threadIdx.x / L, teams = kThreads / L;
   const bool has_channels = lane * V < head_size;
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int u = 0; u < U; u++) {
       const int key = first + u * teams + team;
-      has_key[u] = key < end;
+      has_key[u] = key < end && key >= seen;
       if (!has_key[u] || !has_channels) continue;
       const int64_t at = (cache.slot(row, key) * groups + group) * head_size + lane * V;
       k[u] = load<float, V>(cache.keys + at);
