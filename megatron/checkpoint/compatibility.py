@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from megatron.checkpoint.reader import Reader
 from megatron.config.adapters import ADAPTER_FIELDS
+from megatron.config.attention import layer_windows
 from megatron.config.experts import layer_experts
 from megatron.config.fields import from_yaml
 from megatron.config.model import (
@@ -98,11 +100,16 @@ def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:
     here = getattr(model, name)
     if name == "num_experts":
         saved = from_yaml(field_at(f"model.{name}"), saved)  # a single number in older checkpoints
-    if name in ("moe_layer_freq", "num_experts") and model.num_experts:  # written in many ways
+    # Patterns of layers may be written in many ways.
+    of_layers: Callable[[ModelConfig, int], object] | None = None
+    if name in ("moe_layer_freq", "num_experts") and model.num_experts:
+        of_layers = layer_experts
+    elif name in ("window_size", "window_attn_skip_freq"):
+        of_layers = layer_windows
+    if of_layers is not None:
         try:
             there = replace(model, **{name: saved})
-            layers = model.num_layers
-            return layer_experts(there, layers) == layer_experts(model, layers)
+            return of_layers(there, model.num_layers) == of_layers(model, model.num_layers)
         except ValueError:
             return False
     if name == "moe_ffn_hidden_size":

@@ -41,7 +41,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.batches import evaluation_position
-from megatron.training.loaded_settings import beyond_window, changed_corpus, changed_settings
+from megatron.training.loaded_settings import changed_corpus, changed_settings
 from megatron.training.run import Progress, Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
@@ -424,8 +424,6 @@ def restore_run(run: Run, reader: Reader) -> None:
         )
         for line in reader.meta.get("notices", ()):
             say(f"  {line}")
-        for line in beyond_window(run.config, reader):
-            say(line)
 
 
 def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...], State]:

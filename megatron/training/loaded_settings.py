@@ -77,22 +77,6 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
             yield f"  if the corpus is read more than once, {_LOST}"
 
 
-def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """Yield a warning if a Hugging Face model trains on longer sequences than its window.
-
-    Windowed attention is not supported here.
-    """
-    window = (reader.meta.get("huggingface") or {}).get("window")
-    length = config.data.seq_length
-    if isinstance(window, int) and length is not None and length > window:
-        yield (
-            f"WARNING: --seq-length {length}: the model's attention had a window of {window} "
-            "tokens (its sliding_window), but here every token attends to all before it. The "
-            "weights have not learned to use tokens that are further away. Up to --seq-length "
-            f"{window} both are the same"
-        )
-
-
 def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
     """Yield a warning if the content of the training data has changed.
 

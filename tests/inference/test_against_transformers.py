@@ -32,6 +32,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_key_value_heads": 2,
     },
+    "mistral": {  # its window ends within every prompt
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "max_position_embeddings": POSITIONS,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "sliding_window": 7,
+    },
 }
 
 

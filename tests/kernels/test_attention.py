@@ -55,14 +55,18 @@ def exact(query, key, value, allowed):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("groups", [1, 2, N])
-@pytest.mark.parametrize("which", ["causal", "all", "documents"])
+@pytest.mark.parametrize("which", ["causal", "all", "documents", "window", "window in documents"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_float64(form, groups, which, dtype):
     inputs = heads(groups, dtype)
-    mask = documents() if which == "documents" else None
-    allowed = torch.ones(1, 1, S, S, dtype=torch.bool)
-    allowed = {"causal": allowed.tril(), "all": allowed, "documents": mask}[which]
-    options = AttentionOptions(mask, which == "causal", layer_number=3)
+    mask = documents() if "documents" in which else None
+    allowed = torch.ones(1, 1, S, S, dtype=torch.bool) if mask is None else mask
+    if which in ("causal", "window"):
+        allowed = allowed.tril()
+    window = 2 if "window" in which else None
+    if window is not None:
+        allowed = allowed & torch.ones(S, S, dtype=torch.bool).triu(-window)
+    options = AttentionOptions(mask, which != "all", layer_number=3, window=window)
     out = FORMS[form](*inputs, options)
     expected, doubles = exact(*inputs, allowed)
     assert out.dtype == dtype

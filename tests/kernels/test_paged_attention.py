@@ -45,11 +45,12 @@ def case(lengths, *, groups, per_group, size, dtype=torch.float32, device="cpu")
     return [x.to(device, dtype) for x in (query, keys, values)], singles
 
 
-def expected(query, keys, values, singles):
+def expected(query, keys, values, singles, window=None):
     """Row by row, by the formula, in float64."""
     rows = []
     for row, table, length in zip(query, singles.tables, singles.lengths.tolist(), strict=True):
-        places = torch.arange(length, device=query.device)
+        first = 0 if window is None else max(0, length - 1 - window)
+        places = torch.arange(first, length, device=query.device)
         slots = table[places // BLOCK].long() * BLOCK + places % BLOCK
         parts = (row[None], keys[slots], values[slots])
         wide = [x.double().unsqueeze(1) for x in parts]
@@ -108,6 +109,19 @@ def test_the_kernel_equals_the_formula(kernels, dtype, groups, per_group, size):
     torch.testing.assert_close(
         found.double(), expected(*tensors, singles), rtol=0, atol=TOLERANCE[dtype]
     )
+
+
+@pytest.mark.parametrize("window", [0, 6, PART - 1, PART + 40])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_window_hides_earlier_tokens(kernels, dtype, window):
+    """Some of its ends lie within a part, and whole parts before it are not read."""
+    library, device = kernels
+    lengths = [1, 5, PART, PART + 2, 2 * PART + 3]
+    tensors, singles = case(lengths, groups=2, per_group=3, size=32, dtype=dtype, device=device)
+    options, exact = AttentionOptions(window=window), expected(*tensors, singles, window)
+    for paged in (PagedAttention(), FusedPaged(library)):
+        found = paged.singles(*tensors, singles, options)
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=TOLERANCE[dtype])
 
 
 def test_bits_do_not_depend_on_the_batch(kernels):
@@ -169,30 +183,31 @@ def sequences(lengths, *, groups, heads, size, dtype, device):
     return list(zip(*each, strict=True)), keys, values
 
 
-def attend(parts, keys, values, cuts):
+def attend(parts, keys, values, cuts, options=None):
     """The new tokens of each sequence, from and to these places."""
     here = [tuple(x[a:b] for x in part[:3]) for part, (a, b) in zip(parts, cuts, strict=True)]
     query, key, value = (torch.cat(tensors) for tensors in zip(*here, strict=True))
     starts, sizes = [a for a, _ in cuts], [b - a for a, b in cuts]
     chunks = chunks_of(starts, sizes, [part[3] for part in parts], query.device)
-    return chunk_attention(query, key, value, (keys, values), chunks, AttentionOptions()).split(
-        sizes
-    )
+    return chunk_attention(
+        query, key, value, (keys, values), chunks, options or AttentionOptions()
+    ).split(sizes)
 
 
-def test_chunks_attend_to_what_is_before_them():
+@pytest.mark.parametrize("window", [None, 3])
+def test_chunks_attend_to_what_is_before_them(window):
     """As if each whole sequence were computed at once."""
-    lengths = [13, 6]
+    lengths, options = [13, 6], AttentionOptions(window=window)
     parts, keys, values = sequences(
         lengths, groups=2, heads=4, size=8, dtype=torch.float32, device="cpu"
     )
     whole = []
     for query, key, value, _ in parts:
         wide = [x.unsqueeze(1) for x in (query, key, value)]
-        out = attention_reference(*wide, AttentionOptions())
+        out = attention_reference(*wide, options)
         whole.append(out.squeeze(1))
     for cuts in ([(0, 5), (0, 6)], [(5, 6), (2, 6)], [(6, 13), (0, 1)]):
-        found = attend(parts, keys, values, cuts)
+        found = attend(parts, keys, values, cuts, options)
         for out, expected_out, (a, b) in zip(found, whole, cuts, strict=True):
             torch.testing.assert_close(out, expected_out[a:b], rtol=0, atol=1e-6)
 

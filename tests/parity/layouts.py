@@ -93,6 +93,7 @@ _SP = "--sequence-parallel"
 _BESIDE = "--tp-comm-overlap"
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
+_WINDOWS = "--window-size 4,0 --window-attn-skip-freq 3 --position-embedding-type rope"
 _WIDE_NORMS = "--qk-layernorm --qk-layernorm-scope projection"
 LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2),
@@ -159,6 +160,9 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(8, tensor=2, context=2, pipeline=2, flags=_SP, network=_LLAMA),
     LayoutCase(8, tensor=2, pipeline=4, flags=_SP),
     LayoutCase(8, tensor=4, pipeline=2, flags=_SP),
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=_WINDOWS),
+    LayoutCase(2, pipeline=2, flags=_VIRTUAL, network=_WINDOWS),
+    LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_WINDOWS),
 )
 
 

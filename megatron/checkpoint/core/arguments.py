@@ -13,9 +13,11 @@ from megatron.checkpoint.legacy.arguments import (
     megatron_arguments,
     refuse_unknown,
 )
+from megatron.config.attention import SelfAttentionOptions, layer_windows
 from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
 from megatron.config.run import ModelRun
+from megatron.errors import CheckpointError
 
 # Fields that change what the weights mean, each with the values that our networks support.
 _NEUTRAL: dict[str, tuple[Json, ...]] = {
@@ -36,7 +38,6 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "rotary_interleaved": (False,),
     "rotary_scaling_factor": (1.0,),
     "softmax_type": ("vanilla",),
-    "window_size": (None,),
 }
 
 
@@ -51,6 +52,8 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     model = config["model"]
     if args.get("transformer_impl") is not None:  # a conversion writes the same names
         config["checkpoint"] = {"transformer_impl": args["transformer_impl"]}
+    if args.get("window_size") is not None:
+        model |= _windows(args["window_size"], args.get("window_attn_skip_freq"), args)
     if args.get("layernorm_zero_centered_gamma"):
         model["apply_layernorm_1p"] = True
     if not args.get("num_experts"):
@@ -63,6 +66,20 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     elif pattern is not None:
         model["moe_layer_freq"] = str(pattern)
     return config
+
+
+def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the flags of windows from Core's, where they are a pair and a number or a list."""
+    layers = args.get("num_layers")
+    flags = {"window_size": str(size).strip("[]()")}
+    if limited is not None:
+        flags["window_attn_skip_freq"] = str(limited)
+    try:
+        if isinstance(layers, int):
+            layer_windows(SelfAttentionOptions(**flags), layers)
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint's arguments: {error}") from None
+    return dict(flags)
 
 
 def core_arguments(
@@ -90,6 +107,10 @@ def core_arguments(
         moe_router_pre_softmax=model.moe_router_topk == 1
         if model.moe_router_gating == "deepspeed"
         else model.moe_router_pre_softmax,
+        window_size=None if model.window is None else (model.window, 0),
+        window_attn_skip_freq=None
+        if model.window_attn_skip_freq is None
+        else [int(window is not None) for window in layer_windows(model, model.num_layers)],
         moe_token_dropping=False,  # always off there; a capacity factor drops tokens nevertheless
         moe_layer_freq=layer_frequency(model),
         ckpt_format="torch_dist",

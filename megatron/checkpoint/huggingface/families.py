@@ -12,6 +12,7 @@ from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
 from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.huggingface.t5 import T5
+from megatron.config.attention import layer_windows
 from megatron.config.experts import mixture_layers
 from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
 from megatron.errors import CheckpointError
@@ -19,12 +20,12 @@ from megatron.errors import CheckpointError
 # A network that several families can express is written as the first of them.
 FAMILIES: list[Family] = [
     LlamaLike("llama", "LlamaForCausalLM", old_files=True),
-    LlamaLike("mistral", "MistralForCausalLM", window=True),
-    LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=True),
-    LlamaLike("qwen3", "Qwen3ForCausalLM", qk_norm="head", window=True, head_size=128),
-    Mixtral("mixtral", "MixtralForCausalLM", window=True, rotary_base=1e6),
-    QwenMixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, window=True, shared=True),
-    QwenMixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", window=True),
+    LlamaLike("mistral", "MistralForCausalLM", window="model"),
+    LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window="layers"),
+    LlamaLike("qwen3", "Qwen3ForCausalLM", qk_norm="head", window="layers", head_size=128),
+    Mixtral("mixtral", "MixtralForCausalLM", window="model", rotary_base=1e6),
+    QwenMixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, window="layers", shared=True),
+    QwenMixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", window="layers"),
     Olmoe("olmoe", "OlmoeForCausalLM", qk_norm="projection", old_files=True),
     *(GPT2(), Bert(), T5()),
 ]
@@ -112,6 +113,8 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
     match name:
         case "num_query_groups" | "group_query_attention":
             value = model.kv_heads
+        case "window_size" | "window_attn_skip_freq":  # there are many ways to write a pattern
+            value = layer_windows(model, model.num_layers)
         case "rotary_seq_len_interpolation_factor":
             value = value or 1
         case "openai_gelu":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
 
 # The values that --use-rope-scaling uses. No others are supported.
@@ -16,6 +17,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 _KEYS = (
     rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
     rules.Key("hidden_size", "hidden_size"),
@@ -48,7 +50,8 @@ class LlamaLike(rules.Family):
         qkv_bias: Whether queries, keys and values have biases.
         qk_norm: What is normalized together of queries and keys: the channels of a "head" or the
             whole "projection". None means that they are not normalized.
-        window: Whether config.json may limit attention to a window.
+        window: Whether config.json may limit attention to a window: in the whole "model" or in
+            some "layers". None means that it has no windows.
         old_files: Whether config.json may lack keys that its first version did not have.
         head_size: The head size if config.json does not give one. None means hidden size / heads.
         rotary_base: The base of the rotary frequencies if config.json does not give one.
@@ -59,22 +62,10 @@ class LlamaLike(rules.Family):
     derived: str = r".*rotary_emb\.inv_freq"  # in Llama 2's first files
     qkv_bias: bool = False
     qk_norm: str | None = None
-    window: bool = False
+    window: str | None = None
     old_files: bool = False
     head_size: int | None = None
     rotary_base: float = 10000.0
-
-    def read(self, settings: Settings) -> rules.Described:
-        """Return the network that a config.json describes, with its attention window."""
-        window = self._read_window(settings)
-        described, positions = super().read(settings), settings.size("max_position_embeddings")
-        if window is None:
-            return described
-        notice = (
-            f"sliding_window {window}: only sequences of up to {window} tokens (of {positions}), "
-            f"for which full attention is the same: --max-position-embeddings {window}"
-        )
-        return replace(described, notices=(notice,), window=window)
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
@@ -84,14 +75,14 @@ class LlamaLike(rules.Family):
             raise settings.error("num_key_value_heads", f"does not divide {heads} heads")
         if not self.qkv_bias:
             settings.must_be("attention_bias", False)
-        positions = self._read_window(settings) or settings.size("max_position_embeddings")
         return ModelConfig(
             **flags,
+            **self._read_windows(settings, flags["num_layers"]),
             **_read_rotation(settings, self.rotary_base),
             kv_channels=settings.size("head_dim", self.head_size or hidden // heads, MOST_HEADS),
             group_query_attention=kv_heads != heads,
             num_query_groups=kv_heads if kv_heads != heads else 1,
-            max_position_embeddings=positions,
+            max_position_embeddings=settings.size("max_position_embeddings"),
             position_embedding_type="rope",
             normalization="RMSNorm",
             swiglu=True,
@@ -103,22 +94,47 @@ class LlamaLike(rules.Family):
             hidden_dropout=0.0,
         )
 
-    def _read_window(self, settings: Settings) -> int | None:
-        """Return the attention window in tokens, or None if it does not limit attention."""
-        if not self.window:
-            return None
-        positions = settings.size("max_position_embeddings")
-        layers = settings.words("layer_types")
-        used = settings.switch("use_sliding_window", True) or "sliding_attention" in layers
-        settings.size("max_window_layers", 1)
-        other = set(layers) - {"full_attention", "sliding_attention"}
+    def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
+        """Return the flags of the attention windows."""
+        if self.window is None:
+            return {}
+        positions, kinds = settings.size("max_position_embeddings"), settings.words("layer_types")
+        other = set(kinds) - {_FULL, _SLIDING}
         if other:
             raise settings.error("layer_types", f"{', '.join(sorted(other))} is not supported")
+        if kinds and len(kinds) != layers:
+            raise settings.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
+        all_layers = self.window == "model"
+        full_layers = settings.size("max_window_layers", layers) if not all_layers else 0
+        used = settings.switch("use_sliding_window", all_layers) or _SLIDING in kinds
         if not used and settings.values.get("sliding_window") == 0:
             settings.must_be("sliding_window", 0)  # transformers 5 writes it if there is no window
-            return None
+            return {}
         window = settings.size("sliding_window", positions)
-        return window if used and window < positions else None
+        if kinds:
+            limited = [kind == _SLIDING for kind in kinds]
+        else:
+            limited = [layer >= full_layers for layer in range(layers)]
+        if not used or window >= positions or not any(limited):
+            return {}
+        flags = {"window_size": f"{window - 1},0"}
+        if not all(limited):
+            flags["window_attn_skip_freq"] = f"[{','.join(str(int(one)) for one in limited)}]"
+        return flags
+
+    def _write_windows(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of the attention windows."""
+        if self.window is None:
+            return {}
+        limited = [window is not None for window in layer_windows(model, model.num_layers)]
+        size = None if model.window is None else model.window + 1
+        keys: dict[str, Any] = {"sliding_window": size, "use_sliding_window": size is not None}
+        if self.window == "layers" and size is not None:
+            # Versions of `transformers` without layer_types count the full layers before others.
+            full_layers = limited.index(True) if any(limited) else len(limited)
+            kinds = [_SLIDING if one else _FULL for one in limited]
+            keys |= {"max_window_layers": full_layers, "layer_types": kinds}
+        return keys
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json with the older keys, which all versions of `transformers` read."""
@@ -137,7 +153,7 @@ class LlamaLike(rules.Family):
             "rope_scaling": scaling,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
             **({} if self.qkv_bias else {"attention_bias": False}),
-            **({"sliding_window": None, "use_sliding_window": False} if self.window else {}),
+            **self._write_windows(model),
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:

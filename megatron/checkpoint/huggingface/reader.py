@@ -111,7 +111,7 @@ class HFReader(Reader):
                     "says tie_word_embeddings: set that to false in a copy, or remove the tensor"
                 )
         family, bare = self.family.name, self.bare_names
-        origin = {"family": family, "bare_names": bare, "window": described.window}
+        origin = {"family": family, "bare_names": bare}
         self.meta = {
             "iteration": self.iteration,
             "consumed_train_samples": 0,

@@ -200,14 +200,11 @@ class Described:
         model: The network, described by our flags.
         vocab: Rows of the word embedding.
         notices: Lines that tell the user what is different here.
-        window: Number of tokens that a token attends to, including itself. None means that it
-            attends to all tokens before it.
     """
 
     model: ModelConfig
     vocab: int
     notices: tuple[str, ...] = ()
-    window: int | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from megatron.checkpoint.core.arguments import core_arguments, layer_frequency
+from megatron.checkpoint.core.arguments import core_arguments, core_config, layer_frequency
+from megatron.config.attention import layer_windows
+from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import not_computed
 from tests.config.command import parse
 
@@ -26,6 +28,19 @@ def test_core_computes_what_a_network_with_deepspeed_s_gating_computes(flags, ov
     args = core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1)
     assert args.moe_router_pre_softmax == over_all
     assert args.moe_token_dropping is False
+
+
+@pytest.mark.parametrize(
+    ("frequency", "layers"), [("", None), ("--window-attn-skip-freq 2", [1, 0, 1, 0])]
+)
+def test_windows_are_written_as_core_has_them_and_read_again(frequency, layers):
+    config = parse(f"--num-layers 4 --window-size 7,0 {frequency}").config
+    meta = {"consumed_train_samples": 0, "iteration": 0}
+    args = core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1)
+    assert args.window_size == (7, 0)
+    assert args.window_attn_skip_freq == layers
+    model = ModelConfig(**{**vars(config.model), **core_config(vars(args))["model"]})
+    assert layer_windows(model, 4) == layer_windows(config.model, 4)
 
 
 @pytest.mark.parametrize(

@@ -392,7 +392,11 @@ _COMMONS = {
     "latent attention": _common(args={"multi_latent_attention": True}),
     "prediction of more tokens": _common(args={"mtp_num_layers": 1}),
     "a hybrid": _common(args={"is_hybrid_model": True}),
-    "a window": _common(args={"window_size": [128, 0]}),
+    "a window of both sides": _common(args={"window_size": [128, 128]}),
+    "a window of text": _common(args={"window_size": "wide"}),
+    "a window in other layers": _common(
+        args={"window_size": [8, 0], "window_attn_skip_freq": [1, 0, 1]}
+    ),
     "negative samples": _common(args={"consumed_train_samples": -1}),
     "a width of text": _common(args={"hidden_size": "wide"}),
 }

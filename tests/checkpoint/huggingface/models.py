@@ -129,6 +129,7 @@ CASES: dict[str, Case] = {
     ),
     "mistral": Case(_like_llama("mistral", "Mistral", sliding_window=None)),
     "mistral wide": Case(_like_llama("mistral", "Mistral", sliding_window=4096, head_dim=12)),
+    "mistral with a window": Case(_like_llama("mistral", "Mistral", sliding_window=5)),
     "qwen2": Case(
         _like_llama(
             "qwen2",
@@ -140,7 +141,25 @@ CASES: dict[str, Case] = {
         ),
         qkv_bias=True,
     ),
+    "qwen2 with windows in later layers": Case(
+        _like_llama(
+            "qwen2", "Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1
+        ),
+        qkv_bias=True,
+    ),
     "qwen3": Case(_like_llama("qwen3", "Qwen3", head_dim=16), head_norm=True),
+    "qwen3 with windows in some layers": Case(
+        _like_llama(
+            "qwen3",
+            "Qwen3",
+            head_dim=16,
+            use_sliding_window=True,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2)
+            + ["sliding_attention"] * (LAYERS % 2),
+        ),
+        head_norm=True,
+    ),
     "mixtral": Case(_like_llama("mixtral", "Mixtral", **_MIXTRAL)),
     "qwen2 mixture": Case(
         _like_llama("qwen2_moe", "Qwen2Moe", **_QWEN, shared_expert_intermediate_size=14),
@@ -325,7 +344,7 @@ def _llama(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
         if case.projection_norm:
             q = norm(q.flatten(2), f"{at}.self_attn.q_norm").view_as(q)
             k = norm(k.flatten(2), f"{at}.self_attn.k_norm").view_as(k)
-        context = _attention(_turn(q, angles), _turn(k, angles), v)
+        context = _attention(_turn(q, angles), _turn(k, angles), v, _window(config, layer))
         x = x + project(context, f"{at}.self_attn.o_proj")
         normal = norm(x, f"{at}.post_attention_layernorm")
         x = x + _feed(config, w, layer, normal)
@@ -385,13 +404,25 @@ def _turn(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _window(config: Mapping[str, Any], layer: int) -> int | None:
+    """The number of tokens that a token attends to, itself among them; None for all."""
+    if not config.get("use_sliding_window", True):
+        return None
+    if "layer_types" in config:
+        limited = config["layer_types"][layer] == "sliding_attention"
+    else:
+        limited = layer >= config.get("max_window_layers", 0)
+    return config.get("sliding_window") if limited else None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """[b, s, n, d] and keys, values [b, s, g, d] -> [b, s, n d]; causal."""
     length, sharing = q.shape[1], q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(sharing, 2), v.repeat_interleave(sharing, 2)
     scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
-    future = torch.ones(length, length).triu(1).bool()
-    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    unseen = (distance < 0) | (distance >= (window or length))
+    weights = scores.masked_fill(unseen, -math.inf).softmax(-1)
     return torch.einsum("bnst,btnd->bsnd", weights, v).flatten(2)
 
 

@@ -10,10 +10,7 @@ import torch
 
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.errors import CheckpointError
-from megatron.training.pretrain import main
-from pretrain_gpt import GPTRecipe
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
-from tests.tools.test_checkpoint_util import convert
 
 LLAMA = CASES["llama"]
 
@@ -124,44 +121,13 @@ def test_all_misfitting_tensors_are_shown_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "positions", "told"), [(8, 8, True), (24, 24, False), (4096, 24, False)]
+    ("window", "flag"), [(8, "7,0"), (23, "22,0"), (24, None), (4096, None), (None, None)]
 )
-def test_a_window_limits_the_context(
-    window: int, positions: int, told: bool, tmp_path: Path
-) -> None:
-    """Within it, attending to the window and to everything are the same."""
+def test_a_window_is_read_if_it_limits_attention(window, flag, tmp_path: Path) -> None:
     reader = HFReader(folder_with(tmp_path, "mistral", sliding_window=window))
-    assert reader.meta["config"]["model"]["max_position_embeddings"] == positions
-    assert bool(reader.notices) == told
-    assert reader.meta["huggingface"]["window"] == (window if told else None)
-
-
-TRAINING = """
-    --finetune --use-checkpoint-args --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 69 --num-workers 0 --eval-iters 0
-    --no-exit-signal-handler
-""".split()
-
-
-def test_a_training_says_that_there_is_a_window(tmp_path: Path, capsys) -> None:
-    folder = folder_with(tmp_path, "mistral", sliding_window=8)
-    assert main(GPTRecipe(), [*TRAINING, "--load", str(folder)]) == 0
-    out = capsys.readouterr().out
-    assert "sliding_window 8: only sequences of up to 8 tokens (of 24)" in out
-    assert "WARNING: --seq-length" not in out
-
-
-@pytest.mark.parametrize("length", [8, 9])
-def test_a_training_beyond_the_window_is_told_so(length: int, tmp_path: Path, capsys) -> None:
-    """By the imported checkpoint, and by one that was converted from that."""
-    folder = folder_with(tmp_path, "mistral", sliding_window=8)
-    ways = (("hf", folder, "first"), ("native", tmp_path / "first", "second"))
-    for loader, source, target in ways:
-        assert convert(loader, "native", source, tmp_path / target) == 0
-        words = [*TRAINING, "--load", str(tmp_path / target), "--seq-length", str(length)]
-        assert main(GPTRecipe(), words) == 0
-        told = f"WARNING: --seq-length {length}: the model's attention had a window of 8 tokens"
-        assert (told in capsys.readouterr().out) == (length == 9)
+    model = reader.meta["config"]["model"]
+    assert model.get("window_size") == flag
+    assert model["max_position_embeddings"] == 24
 
 
 def _refusal(folder: Path) -> str:

@@ -1,0 +1,49 @@
+"""Flags of attention windows: which layers have one, and what each mistake is told."""
+
+import pytest
+
+from megatron.config.attention import SelfAttentionOptions, layer_windows
+from tests.config.command import problems
+
+
+@pytest.mark.parametrize("size", ["7,0", "7, 0", "(7,0)", "7,-1"])
+@pytest.mark.parametrize(
+    ("frequency", "expected"),
+    [
+        (None, [7, 7, 7, 7, 7, 7]),
+        ("1", [None] * 6),
+        ("3", [7, 7, None, 7, 7, None]),
+        ("7", [7] * 6),
+        ("([1]*2+[0])*2", [7, 7, None, 7, 7, None]),
+        ("[0,1,1,0,1,0]", [None, 7, 7, None, 7, None]),
+    ],
+)
+def test_the_windows_of_layers(size, frequency, expected):
+    options = SelfAttentionOptions(window_size=size, window_attn_skip_freq=frequency)
+    assert list(layer_windows(options, 6)) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--window-size 7", "--window-size 7: expected the number of earlier tokens, and 0"),
+        ("--window-size 7,7", "--window-size 7,7: expected"),
+        ("--window-size=-1,0", "--window-size -1,0: expected"),
+        (
+            "--window-size 7,0 --window-attn-skip-freq [1,0,1]",
+            "--window-attn-skip-freq [1,0,1]: it names 3 layers, and the model has 2",
+        ),
+        (
+            "--window-size 7,0 --window-attn-skip-freq x",
+            "--window-attn-skip-freq x: expected a number, or a pattern such as",
+        ),
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 requires --window-size"),
+    ],
+)
+def test_mistakes_are_told(flags, told):
+    assert any(told in line for line in problems(f"--num-layers 2 {flags}")), problems(flags)
+
+
+def test_a_ring_has_no_windows():
+    told = problems("--window-size 7,0 --context-parallel-size 2", world_size=2)
+    assert any("use --cp-comm-type a2a" in line for line in told)
