@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.kernels.attention import AttentionOptions
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.paged_attention import FusedPaged, PagedAttention, Singles
 from megatron.kernels.row_product import RowProduct, choose_row_product
@@ -56,8 +57,8 @@ def paged_attention(
         forward_bytes=2 * (cache + 2 * sequences * GROUPS * PER_GROUP * HEAD),
         backward_bytes=0,
         draw=draw,
-        ours=partial(FusedPaged(library).singles, singles=singles),
-        eager=partial(PagedAttention().singles, singles=singles),
+        ours=partial(FusedPaged(library).singles, singles=singles, options=AttentionOptions()),
+        eager=partial(PagedAttention().singles, singles=singles, options=AttentionOptions()),
     )
 
 
