@@ -2,7 +2,8 @@
 
 The reference model is the model with the run's initial weights. Its log-probabilities are computed
 before the first update, so that training holds only one model. A run that resumes has other
-weights, and reads the file.
+weights, and reads the file. Adapters that start from zero change nothing at first, so the reference
+is the model without them: it can be computed at any time, and needs no file.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +23,13 @@ from torch import Tensor
 
 from megatron.command import say
 from megatron.config import RunConfig
+from megatron.config.adapters import is_of_adapter
 from megatron.data.preferences import PAIRS, PreferenceDataset, preference_members
 from megatron.data.sample import Sample
 from megatron.durable import replace_file, writing_to
 from megatron.errors import CheckpointError
 from megatron.finetuning.preferences import at_segments, run_documents
+from megatron.models.adapters import without_adapters
 from megatron.optimizer.norms import is_counted_here, sum_over_model
 from megatron.parallel.collectives import all_reduce, broadcast
 from megatron.parallel.layout import Layout
@@ -59,9 +62,13 @@ class ReferenceLogProbs(Extras):
         target = file_of(run.config, run.config.checkpoint.save)
         source = file_of(run.config, run.config.checkpoint.load) if resumes else target
         data = data_digest(run.config, members)
-        weights = "" if resumes else str(weights_checksum(run))
+        is_base = _is_base(run, source if resumes else None)
+        weights = ""
+        if is_base or not resumes:
+            checksum = weights_checksum(run, lambda name: not (is_base and is_of_adapter(name)))
+            weights = str(checksum)
         kept = _read_shared(run, source, data, weights, sum(member.pairs for member in members))
-        if kept is None and resumes:
+        if kept is None and resumes and not is_base:
             raise CheckpointError(
                 f"{_FLAG}: {source or 'no file'} does not hold the reference model's "
                 "log-probabilities of this data, and they cannot be computed from weights that are "
@@ -71,8 +78,10 @@ class ReferenceLogProbs(Extras):
         if kept is None:
             if run.layout.world.rank == 0:
                 count = sum(member.packing.rows for member in members)
-                say(f"  computing the reference model's log-probabilities of {count} rows ...")
-            kept = np.concatenate([reference_of(run, member) for member in members])
+                off = " with the adapters off" if is_base else ""
+                say(f"  computing the reference model's log-probabilities of {count} rows{off} ...")
+            with without_adapters(run.parts if is_base else ()):
+                kept = np.concatenate([reference_of(run, member) for member in members])
             source = None
         if target not in (None, source) and run.layout.world.rank == 0:
             assert target is not None
@@ -107,16 +116,45 @@ def data_digest(config: RunConfig, members: Sequence[PreferenceDataset]) -> str:
     return digest.hexdigest()
 
 
+def _is_base(run: Run, source: Path | None) -> bool:
+    """Return whether the reference is the model without its adapters. Collective.
+
+    Args:
+        run: The run.
+        source: For a run that resumes, the file of the log-probabilities. Without it the adapters
+            are taken to have started from zero.
+    """
+    if run.config.model.lora_rank is None:
+        return False
+    if run.progress.iteration == 0:
+        return weights_checksum(run, _makes_output) == 0
+    base = str(weights_checksum(run, lambda name: not is_of_adapter(name)))
+    is_base = torch.ones(1, dtype=torch.int64, device=run.device.torch_device)
+    if run.layout.world.rank == 0 and source is not None and source.exists():
+        held = _load(source)
+        is_base.fill_(held is not None and held.weights == base)
+    return bool(broadcast(is_base, run.layout.world).item())
+
+
+def _makes_output(name: str) -> bool:
+    """Return whether an adapter whose parameters of such names are all zero changes nothing."""
+    return is_of_adapter(name) and name.endswith(".b")
+
+
 @torch.no_grad()
-def weights_checksum(run: Run) -> int:
+def weights_checksum(run: Run, counts: Callable[[str], bool]) -> int:
     """Return a checksum of the model's weights. Collective.
 
     It adds the bits of all numbers, so that it does not depend on the layout.
+
+    Args:
+        run: The run.
+        counts: Whether the parameter of a name counts.
     """
     shards = run.gradients.shares_weights
     total = torch.zeros(1, dtype=torch.int64, device=run.device.torch_device)
-    for parameter in run.parameters():
-        if is_counted_here(parameter, run.layout, is_sharded=shards):
+    for name, parameter in run.named_parameters():
+        if counts(name) and is_counted_here(parameter, run.layout, is_sharded=shards):
             held = run.gradients.part(parameter) if shards else parameter
             kind = {4: torch.int32, 2: torch.int16, 8: torch.int64}[held.element_size()]
             total += held.detach().view(kind).sum(dtype=torch.int64)
@@ -197,17 +235,32 @@ def _read_shared(
 def _read(path: Path | None, data: str, weights: str, pairs: int) -> NDArray[np.float64] | None:
     if path is None or not path.exists():
         return None
-    try:
-        with np.load(path, allow_pickle=False) as held:
-            values, of_data, of_weights = (held[name] for name in ("values", "data", "weights"))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        say(f"WARNING: {path}: not a file of log-probabilities ({error}): it is replaced")
+    held = _load(path)
+    if held is None:
+        say(f"WARNING: {path}: not a file of log-probabilities: it is replaced")
         return None
-    fits = values.shape == (pairs, 2) and values.dtype == np.float64
-    if not fits or str(of_data) != data or (weights and str(of_weights) != weights):
+    fits = held.values.shape == (pairs, 2) and held.values.dtype == np.float64
+    if not fits or held.data != data or (weights and held.weights != weights):
         say(f"  {path} is for other data or weights: it is replaced")
         return None
-    return values
+    return held.values
+
+
+class _Held(NamedTuple):
+    """What a file holds: the log-probabilities, and the checksums of data and weights."""
+
+    values: NDArray[np.float64]
+    data: str
+    weights: str
+
+
+def _load(path: Path) -> _Held | None:
+    """Return what a file holds, or `None` if it is no file of log-probabilities."""
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            return _Held(held["values"], str(held["data"]), str(held["weights"]))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
 
 
 def _write(path: Path, values: NDArray[np.float64], data: str, weights: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 import torch
@@ -111,6 +112,24 @@ def start_adapters(models: Iterable[nn.Module]) -> None:
         for _, linear in linear_layers(model):
             if isinstance(linear.adapter, Adapter) and linear.adapter.plan.is_dora:
                 linear.adapter.start(linear.weight)
+
+
+@contextmanager
+def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Switch all adapters off: the models compute what their frozen weights do.
+
+    Args:
+        models: The models, or parts of them.
+    """
+    layers = [linear for model in models for _, linear in linear_layers(model)]
+    held = [linear.adapter for linear in layers]
+    for linear in layers:
+        linear.adapter = None
+    try:
+        yield
+    finally:
+        for linear, adapter in zip(layers, held, strict=True):
+            linear.adapter = adapter
 
 
 def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, Linear]:

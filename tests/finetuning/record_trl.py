@@ -1,12 +1,13 @@
 """Record what TRL computes, for test_trl.py.
 
-Run it with TRL 1.16 installed: python -m tests.finetuning.record_trl
+Run it with TRL 1.16 and PEFT 0.21 installed: python -m tests.finetuning.record_trl
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ DPO: dict[str, dict[str, Any]] = {
     "hinge": {"loss_type": "hinge"},
     "robust": {"loss_type": "robust", "label_smoothing": 0.1},
 }
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8}
 
 
 def main() -> None:
@@ -31,12 +33,34 @@ def main() -> None:
     record: dict[str, Any] = {"losses": losses_of_random_pairs()}
     for name, options in DPO.items():
         record[name] = train(STEPS if name == "dpo" else 3, options)
+    record["adapter"] = {}
+    record["lora"] = train(STEPS, DPO["dpo"], record["adapter"])
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def train(steps: int, options: dict[str, Any]) -> dict[str, list[float]]:
-    """Train the tiny Llama with DPOTrainer on the toy's pairs, and return its log."""
+def first_adapter(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    """Return an adapter to start from, which changes nothing yet, by PEFT's names."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.rand(shapes[name], generator=generator) - 0.5
+        if "lora_A" in name
+        else torch.zeros(shapes[name])
+        for name in sorted(shapes)
+    }
+
+
+def train(
+    steps: int, options: dict[str, Any], adapter: dict[str, list[int]] | None = None
+) -> dict[str, list[float]]:
+    """Train the tiny Llama with DPOTrainer on the toy's pairs, and return its log.
+
+    Args:
+        steps: Number of updates.
+        options: What the loss is.
+        adapter: If given, an adapter is trained, and this gets the shapes of its tensors by name.
+    """
     from datasets import Dataset
+    from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer
@@ -105,7 +129,14 @@ def train(steps: int, options: dict[str, Any]) -> dict[str, list[float]]:
             ),
             train_dataset=Dataset.from_list(examples),
             processing_class=tokenizer,
+            peft_config=None
+            if adapter is None
+            else LoraConfig(**LORA, target_modules="all-linear"),
         )
+        if adapter is not None:
+            held = get_peft_model_state_dict(trainer.model)
+            adapter.update({name: list(tensor.shape) for name, tensor in held.items()})
+            set_peft_model_state_dict(trainer.model, first_adapter(adapter))
         trainer.train()
     return {name: values[:steps] for name, values in found.items()}
 

@@ -43,3 +43,24 @@ def test_every_layout_equals_one_process(name: str) -> None:
     for found in run_sharing_memory(processes, train_pairs, words.split(), **sizes):
         for metric in (*METRICS, "grad-norm"):
             assert found[metric] == pytest.approx(expected[metric], rel=2e-4, abs=2e-5), metric
+
+
+LORA = "--lora-rank 4 --lr 1e-2"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tensor": 2}, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ({"pipeline": 2}, "--pipeline-model-parallel-size 2"),
+        ({}, "--zero-stage 3"),
+    ],
+)
+def test_adapters_in_every_layout(sizes: dict[str, int], words: str) -> None:
+    """The reference is the model with its adapters off."""
+    expected = one_process(LORA)
+    assert expected["loss"][0] == pytest.approx(math.log(2), abs=1e-6)
+    assert expected["loss"][-1] < 0.69
+    for found in run_sharing_memory(2, train_pairs, [*LORA.split(), *words.split()], **sizes):
+        for metric in (*METRICS, "grad-norm"):
+            assert found[metric] == pytest.approx(expected[metric], rel=2e-4, abs=2e-5), metric

@@ -70,7 +70,11 @@ def run_program(folder: Path, *words: str) -> int:
 
 
 def losses(capsys: pytest.CaptureFixture[str]) -> dict[int, str]:
-    lines = [line for line in capsys.readouterr().out.splitlines() if " iteration " in line]
+    return losses_in(capsys.readouterr().out)
+
+
+def losses_in(told: str) -> dict[int, str]:
+    lines = [line for line in told.splitlines() if " iteration " in line]
     trained = [line for line in lines if "consumed samples" in line]
     return {
         int(line.split("/")[0].split()[-1]): line[line.index("loss:") : line.index("loss scale")]
@@ -97,3 +101,40 @@ def test_an_interrupted_run_goes_on_with_its_reference_model(
     assert run_program(tmp_path / "resumed", *resume) == CheckpointError.exit_code
     told = capsys.readouterr()
     assert "cannot be computed from weights that are already trained" in told.out + told.err
+
+
+LORA = ("--lora-rank", "4", "--lr", "1e-2")
+
+
+def test_a_run_with_adapters_needs_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its reference is the model with the adapters off, which it has at any time."""
+    assert run_program(tmp_path / "run", *LORA) == EXIT_OK
+    told = capsys.readouterr().out
+    assert "log-probabilities of 5 rows with the adapters off" in told
+    whole = losses_in(told)
+    assert whole[1].startswith("loss: 6.93147")
+    assert not whole[4].startswith("loss: 6.93")
+    resume = (*LORA, "--load", str(tmp_path / "run"), "--ckpt-step", "2")
+    (tmp_path / "run" / reference.FILE_NAME).unlink()
+    assert run_program(tmp_path / "run", *resume) == EXIT_OK
+    assert losses(capsys) == {step: line for step, line in whole.items() if step > 2}
+
+
+def test_adapters_that_were_trained_before_are_part_of_the_reference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_program(tmp_path / "first", *LORA) == EXIT_OK
+    capsys.readouterr()
+    words = (*LORA, "--load", str(tmp_path / "first"), "--finetune")
+    assert run_program(tmp_path / "second", *words) == EXIT_OK
+    told = capsys.readouterr().out
+    assert "with the adapters off" not in told
+    whole = losses_in(told)
+    assert whole[1].startswith("loss: 6.93147")
+    resume = (*LORA, "--load", str(tmp_path / "second"), "--ckpt-step", "2")
+    assert run_program(tmp_path / "second", *resume) == EXIT_OK
+    assert losses(capsys) == {step: line for step, line in whole.items() if step > 2}
+    (tmp_path / "second" / reference.FILE_NAME).write_bytes(b"PK damaged")
+    assert run_program(tmp_path / "second", *resume) == CheckpointError.exit_code

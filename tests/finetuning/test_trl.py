@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron.config.parser import parse_config
 from megatron.config.preferences import PreferenceConfig
@@ -19,7 +20,7 @@ from megatron.training.checkpointing import network_of
 from megatron.training.loop import standard_callbacks, train
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.distributed import toy_device
-from tests.finetuning.record_trl import BATCH, DPO, LR, RECORD
+from tests.finetuning.record_trl import BATCH, DPO, LORA, LR, RECORD, first_adapter
 from tests.finetuning.toy_pairs import FILE, ToyPreferences
 from tests.training.toy import Recorder
 
@@ -42,12 +43,18 @@ class TinyPreferences(ToyPreferences):
 
 @pytest.mark.parametrize("loss", DPO)
 def test_training_equals_dpo_trainer(loss: str, tmp_path: Path) -> None:
-    case, expected = CASES["llama"], TRL[loss]
-    folder = write_folder(tmp_path / "model", case.config, tensors_of(case))
     smoothing = str(DPO[loss].get("label_smoothing", 0))
-    words = [*WORDS, "--load", str(folder), "--data-path", str(FILE)]
-    words += ["--preference-loss", loss, "--train-iters", str(len(expected["loss"]))]
+    words = ["--preference-loss", loss]
     words += ["--preference-label-smoothing", smoothing] if loss == "robust" else []
+    assert_equals_trl(TRL[loss], tmp_path, words)
+
+
+def assert_equals_trl(expected: dict[str, list[float]], folder: Path, words: list[str]) -> None:
+    """Train the tiny Llama as TRL did, and compare the logs."""
+    case = CASES["llama"]
+    model = write_folder(folder / "model", case.config, tensors_of(case))
+    words = [*WORDS, "--load", str(model), "--data-path", str(FILE), *words]
+    words += ["--train-iters", str(len(expected["loss"]))]
     config = parse_config(
         words, world_size=1, architecture="gpt", read_checkpoint=network_of
     ).config
@@ -58,6 +65,16 @@ def test_training_equals_dpo_trainer(loss: str, tmp_path: Path) -> None:
     for name in (*METRICS, "grad-norm"):
         # Sums of log-probabilities are around -20, of which 1e-5 is five digits of float32.
         assert recorder.values(name) == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
+
+
+def test_training_an_adapter_equals_dpo_trainer(tmp_path: Path) -> None:
+    """The reference is the model with its adapter off, there and here."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(first_adapter(TRL["adapter"]), adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **LORA}))
+    words = f"--lora-rank {LORA['r']} --lora-alpha {LORA['lora_alpha']} --load-adapter {adapter}"
+    assert_equals_trl(TRL["lora"], tmp_path, ["--preference-loss", "dpo", *words.split()])
 
 
 def test_losses_without_reference_equal_trl() -> None:
