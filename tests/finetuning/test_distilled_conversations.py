@@ -1,4 +1,4 @@
-"""Distillation on packed conversations: a teacher, files of its logits, and context ranks."""
+"""Distillation on packed conversations: a teacher or files of its logits, in three layouts."""
 
 from __future__ import annotations
 
@@ -74,4 +74,11 @@ def test_conversations_are_distilled(tmp_path: Path) -> None:
     )
     for found in (_finetune(Layout.single(), tmp_path, from_files), context[-1]):
         for ours, wanted in zip(found, live, strict=True):
+            assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+    deep = ["--num-layers", "2", "--pipeline-model-parallel-size"]
+    for source in (["--teacher-load", teacher], from_files):
+        expected = _finetune(Layout.single(), tmp_path, [*source, *deep, "1"])
+        stages = run_distributed(2, _finetune, tmp_path, [*source, *deep, "2"], pipeline=2)
+        for ours, wanted in zip(stages[-1], expected, strict=True):
             assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
