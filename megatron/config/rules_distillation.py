@@ -13,10 +13,6 @@ _NOT_WITH_TEACHER: Exclusions = {
 # Each data-parallel process computes its own files.
 _NOT_WITH_SAVING: Exclusions = {
     "parallel.expert_model_parallel_size": ((1,), "processes compute different files"),
-    "parallel.pipeline_model_parallel_size": (
-        (1,),
-        "a writing teacher is not divided into stages (tensor parallelism divides it)",
-    ),
 }
 
 

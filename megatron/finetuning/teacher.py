@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,10 +50,14 @@ from megatron.parallel.collectives import all_gather, broadcast
 from megatron.parallel.context.split import join_sequence
 from megatron.parallel.distillation import VocabularyPart, top_log_probs
 from megatron.parallel.layout import Layout
+from megatron.parallel.pipeline.executor import run_schedule
+from megatron.parallel.pipeline.p2p import PipelineChannel
+from megatron.parallel.pipeline.schedule import forward_only, make_schedule, schedule_kind
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.training.batches import BatchPlan, samples_needed
 from megatron.training.build import without_epochs
+from megatron.training.passes import message_shape
 from megatron.training.recipe import Batch
 from megatron.training.run import Progress
 
@@ -244,7 +250,16 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     begin_folder(folder, header)  # on every process: all of them write the same
     if layout.world.rank == 0:
         say(f"teacher: {teacher.name}, {teacher.description}")
-    _write_missing(folder, header, dataset, _Writer(config, recipe, tokenizer, teacher, layout))
+    channel = None
+    if layout.pipeline.size > 1:
+        channel = PipelineChannel(
+            layout,
+            ring=len(teacher.parts) > 1,
+            device=device.torch_device,
+            dtype=config.precision.stream_dtype,
+        )
+    writer = _Writer(config, recipe, tokenizer, teacher, layout, channel)
+    _write_missing(folder, header, dataset, writer)
     layout.wait_for_all()
     if layout.world.rank == 0:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -252,23 +267,62 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
 
 
 class _Writer(NamedTuple):
-    """What computes the logits of a micro-batch."""
+    """What computes the logits of a file."""
 
     config: RunConfig
     recipe: LearningRecipe
     tokenizer: Tokenizer
     teacher: GPTTeacher
     layout: Layout
+    channel: PipelineChannel | None
 
-    def top(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """Return the top k of each sample of a micro-batch, on the CPU.
+    def top_of(
+        self, batches: Iterator[Batch], sizes: Sequence[int], device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], list[int]]:
+        """Return the top k of each sample of a file, on the CPU, and digests of the tokens.
 
-        Collective over the tensor and context ranks.
+        Other pipeline stages than the last return nothing. Collective over the tensor, context and
+        pipeline ranks.
+
+        Args:
+            batches: The micro-batches.
+            sizes: The number of samples in each micro-batch of the file.
+            device: The device on which this process computes.
         """
+        layout, parts = self.layout, self.teacher.parts
+        kind, stages = schedule_kind(self.config.parallel, len(parts)), layout.pipeline.size
+        schedule = forward_only(make_schedule(kind, stages, len(parts), len(sizes)))
+        tops: list[dict[str, Tensor]] = []
+        digests: list[int] = []
+        read: list[Batch] = []
+
+        def step(part: GPTModel, micro_batch: int, hidden: Tensor | None) -> Tensor:
+            if micro_batch == len(read):
+                read.append(next(batches))
+            batch = {name: x.to(device) for name, x in read[micro_batch].items()}
+            inputs = self.recipe.inputs(batch, self.config, self.tokenizer, layout)
+            result = self.teacher.run(part, inputs, hidden)
+            if part.part.head:
+                texts = read[micro_batch]["text"]
+                digests.extend(digest_of_tokens({"text": row.numpy()}) for row in texts)
+                tops.extend(self._top(result))
+            return result
+
+        def shape(micro_batch: int) -> tuple[int, int, int]:
+            rows, _, _ = message_shape(self.config, layout, self.config.data.seq_length, 1)
+            return rows, sizes[micro_batch], self.teacher.hidden
+
+        run_schedule(
+            schedule[layout.pipeline.rank],
+            [partial(step, part) for part in parts],
+            None if self.channel is None else self.channel.with_shapes(shape),
+        )
+        return tops, digests
+
+    def _top(self, logits: Tensor) -> list[dict[str, Tensor]]:
+        """Return the top k of each sample of a micro-batch from its logits [b, s, v/t]."""
         asked = self.config.distillation
         assert asked.logits_save_top_k is not None
-        inputs = self.recipe.inputs(batch, self.config, self.tokenizer, self.layout)
-        logits = self.teacher.run(self.teacher.parts[0], inputs)  # [b, s, v/t]
         top = top_log_probs(
             logits.flatten(0, 1),
             VocabularyPart(self.layout.tensor, self.tokenizer.vocab_size),
@@ -292,7 +346,7 @@ def _write_missing(
     device = next(writer.teacher.parts[0].parameters())
     files = header.files()
     here = {samples.start for samples in missing_files(folder, header)}
-    # All go by what the first process sees, because those of a tensor group work together.
+    # All go by what the first process sees, because those of a model work together.
     is_missing = torch.tensor([samples.start in here for samples in files], device=device.device)
     broadcast(is_missing, layout.world)
     missing = [one for one, lacks in zip(files, is_missing.tolist(), strict=True) if lacks]
@@ -308,13 +362,9 @@ def _write_missing(
     )
     said = time.monotonic()
     for number, samples in enumerate(mine):
-        tops: list[dict[str, Tensor]] = []
-        digests: list[int] = []
-        while len(tops) < len(samples):
-            batch = next(batches)
-            digests += [digest_of_tokens({"text": row.numpy()}) for row in batch["text"]]
-            tops += writer.top({name: x.to(device.device) for name, x in batch.items()})
-        if layout.tensor.is_first and layout.context.is_first:
+        sizes = [min(each, len(samples) - i) for i in range(0, len(samples), each)]
+        tops, digests = writer.top_of(batches, sizes, device.device)
+        if tops and layout.tensor.is_first and layout.context.is_first:
             write_file(header.path(folder, samples.start), header, tops, digests)
         if layout.world.rank == 0 and time.monotonic() - said > _SAY_EVERY:
             said = time.monotonic()

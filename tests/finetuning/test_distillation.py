@@ -180,15 +180,30 @@ def _folder(path: Path) -> dict[str, torch.Tensor]:
     return {f"{number} {name}": t for number, one in enumerate(tensors) for name, t in one.items()}
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"context": 2}, {}])
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tensor": 2}, ""),
+        ({"context": 2}, ""),
+        ({}, ""),
+        ({"pipeline": 2}, "--micro-batch-size 2"),  # the last of a file's 7 samples is alone
+        ({"pipeline": 2}, "--num-layers-per-virtual-pipeline-stage 1 --num-layers 6"),
+    ],
+)
 def test_layouts_write_the_same_files(
-    sizes: dict[str, int], teacher: str, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, int],
+    words: str,
+    teacher: str,
+    saved: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = f"--logits-save-top-k 9 --logits-save-top-p 0.9 --teacher-load {teacher}".split()
     monkeypatch.setattr(files, "_ENTRIES_PER_FILE", 16 * 9 * 7)  # 7 of 24 samples in a file
     places = [tmp_path / "one", tmp_path / "two"]
     save(Layout.single(), [*options, "--logits-save-dir", str(places[0])])
     flags = [word for flag, axis in _SIZES.items() if axis in sizes for word in (flag, "2")]
+    flags += words.split()
     run_distributed(2, save, [*options, *flags, "--logits-save-dir", str(places[1])], **sizes)
     one, two = map(_folder, places)
     assert len(one) == 4 * 7
