@@ -176,9 +176,19 @@ def load_reward(path: Path) -> Reward:
     return reward
 
 
-if __name__ == "__main__":
-    options, flags = build_parser().parse_known_args()
+def read_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the values of this example's flags, and the words that are not among them."""
+    parser = build_parser()
+    options, flags = parser.parse_known_args(words)
+    for name, least in (("group_size", 2), ("answer_tokens", 1), ("updates_per_rollout", 1)):
+        if (value := getattr(options, name)) < least:
+            parser.error(f"--{name.replace('_', '-')} {value}: give {least} or more")
     if bool(options.kl) != (options.reference is not None):
-        sys.exit(f"--kl {options.kl:g} with --reference {options.reference}: give both or neither")
+        parser.error(f"--kl {options.kl:g}, --reference {options.reference}: give both or neither")
+    return options, flags
+
+
+if __name__ == "__main__":
+    options, flags = read_options(sys.argv[1:])
     recipe = GRPO(options)
     sys.exit(main(recipe, flags, extras=GRPORollouts(options, recipe, load_reward(options.reward))))

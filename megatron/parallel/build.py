@@ -275,6 +275,11 @@ def attention_over(
                 "--batch-invariant-mode: on a GPU, generation and training differ in the last "
                 "bits: drop the flag"
             )
+        if not torch.backends.mkl.is_available():
+            raise ConfigError(
+                "--batch-invariant-mode needs a PyTorch with MKL, whose sums it relies on: drop "
+                "the flag"
+            )
         reason = "--batch-invariant-mode"
         return AttentionChoice(batch_invariant.NAME, reason, batch_invariant_attention)
     if axis.size == 1:

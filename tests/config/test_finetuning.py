@@ -67,6 +67,16 @@ def test_answers_in_training_need_a_whole_model(flag: str) -> None:
         parse_config(words, world_size=2)
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["--bf16", "--tensor-model-parallel-size 2", "--lora-rank 4", "--no-masked-softmax-fusion"],
+)
+def test_what_changes_the_order_of_sums_is_refused_with_batch_invariance(flag: str) -> None:
+    words = [*_BASE, "--train-iters", "5", "--batch-invariant-mode", *flag.split()]
+    with pytest.raises(ConfigError, match=f"--batch-invariant-mode cannot be combined with {flag}"):
+        parse_config(words, world_size=2)
+
+
 def test_flags_of_megatron_core_are_answered() -> None:
     text = _problems("--sft", "--train-iters", "5", "--sft-tokenizer-prompt-format", "default")
     assert "--chat-template" in text

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples.grpo.grpo import GRPO, GRPORollouts, build_parser, load_reward
+from examples.grpo.grpo import GRPO, GRPORollouts, load_reward, read_options
 from megatron.config.parser import parse_config
 from megatron.data.sample import SEGMENT_ENDS, TRAINED
 from megatron.errors import ConfigError, DataError
@@ -46,7 +46,7 @@ WORDS = """
 
 def _options(*words: str) -> Namespace:
     base = ["--reward", "unused.py", "--group-size", "4", "--answer-tokens", "6"]
-    return build_parser().parse_args([*base, *words])
+    return read_options([*base, *words])[0]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -152,6 +152,9 @@ MODERN = """
 LONG = "--seq-length 640 --max-position-embeddings 640"
 
 
+@pytest.mark.skipif(
+    not torch.backends.mkl.is_available(), reason="--batch-invariant-mode is refused without MKL"
+)
 @pytest.mark.parametrize("words", ["", MODERN, f"{MODERN} {LONG}", "--hidden-size 96"])
 def test_generation_and_training_agree_to_the_bit(words: str, tmp_path: Path) -> None:
     """The log-probabilities of a token as it was written, and in the update that trains on it."""
@@ -171,6 +174,13 @@ def test_generation_and_training_agree_to_the_bit(words: str, tmp_path: Path) ->
         ["--answer-tokens", longest],
     )
     assert 0 < max(others["log-ratio"]) < 1e-5, "without the mode they differ in the last bits"
+
+
+@pytest.mark.parametrize(("flag", "most"), [("--lora-rank 4", 1e-5), ("--bf16", 1e-2)])
+def test_adapters_and_16_bits_answer_as_they_train(flag: str, most: float, tmp_path: Path) -> None:
+    found = _train(Layout.single(), tmp_path, [*MODERN.split(), *flag.split(), "--lr", "0.05"])
+    assert found["log-ratio"][0] > 0
+    assert max(found["log-ratio"]) < most
 
 
 def test_later_updates_clip_what_the_first_has_changed(tmp_path: Path) -> None:
@@ -194,7 +204,11 @@ def test_a_resumed_run_repeats_the_rest(tmp_path: Path) -> None:
 LAYOUTS = {
     "data": (2, {}, ""),
     "tensor": (2, {"tensor": 2}, "--tensor-model-parallel-size 2"),
-    "optimizer": (2, {}, "--use-distributed-optimizer --overlap-grad-reduce"),
+    "optimizer": (
+        2,
+        {},
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
 }
 
 
@@ -249,6 +263,20 @@ def test_flags_that_do_not_fit_are_named(flag: str, tmp_path: Path) -> None:
 def test_dropout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--hidden-dropout 0.1: .*: give --hidden-dropout 0"):
         _build_of_two(tmp_path, ["--hidden-dropout", "0.1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--group-size 1", "--group-size 1: give 2 or more"),
+        ("--updates-per-rollout 0", "--updates-per-rollout 0: give 1 or more"),
+        ("--kl 0.1", "--kl 0.1, --reference None: give both or neither"),
+    ],
+)
+def test_values_out_of_range_are_named(words: str, message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        _options(*words.split())
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["rewards = 1", None])

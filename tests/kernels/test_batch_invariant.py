@@ -14,6 +14,9 @@ from megatron.kernels.batch_invariant import (
     batch_invariant_product,
 )
 
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkl.is_available(), reason="--batch-invariant-mode is refused without MKL"
+)
 SHAPES = [(4, 2, 16, 40), (2, 2, 32, 200), (8, 4, 64, 300), (3, 1, 80, 150)]  # n, g, d, tokens
 
 
