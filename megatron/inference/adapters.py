@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -38,23 +39,32 @@ _ROUNDING = 2**-7
 _REMEDY = "serve the model that it was trained on with --load, or leave the adapter out"
 
 
-@dataclass(frozen=True)
-class OpenedAdapter:
-    """An adapter whose files fit the base model.
+class AdapterFiles(NamedTuple):
+    """The files of an adapter, which fit the base model.
 
     Attributes:
-        flag: The flag and its value, for messages.
-        name: The name by which requests choose it.
         model: The base model's network with adapters of this one's sizes.
         reader: Reader of its tensors, which have our names.
         targets: The adapted projections of each linear layer that has any, by its name.
     """
 
-    flag: str
-    name: str
     model: ModelConfig
     reader: Reader
     targets: Mapping[str, Sequence[str]]
+
+
+class OpenedAdapter(NamedTuple):
+    """An adapter whose files fit the base model.
+
+    Attributes:
+        flag: The flag and its value, for messages.
+        name: The name by which requests choose it.
+        files: Its files.
+    """
+
+    flag: str
+    name: str
+    files: AdapterFiles
 
 
 def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[OpenedAdapter]:
@@ -80,10 +90,15 @@ def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[Opened
             "are those of a GPT: drop the flag"
         )
     base = open_existing(options.load, step=options.ckpt_step, verify=False, allow_foreign=trust)
-    return [
-        _open_adapter(name, Path(folder), config, base, allow_foreign=trust)
-        for name, folder in named.items()
-    ]
+    opened = []
+    for name, folder in named.items():
+        flag = f"--serve-adapter {name}={folder}"
+        try:
+            files = _open_folder(Path(folder), config, base, allow_foreign=trust)
+        except CheckpointError as error:
+            raise CheckpointError(f"{flag}: {error}") from None
+        opened.append(OpenedAdapter(flag, name, files))
+    return opened
 
 
 def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> Loaded:
@@ -104,13 +119,13 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
     parts: dict[str, list[StackedFactors]] = defaultdict(list)
     layers = dict(linear_layers(loaded.model))
     for index, one in enumerate(opened, 1):
-        own = {name: layers[name] for name in one.targets if name in layers}
+        own = {name: layers[name] for name in one.files.targets if name in layers}
         for name, linear in own.items():
-            plan = replace(plan_of(one.model), dropout=0.0)
-            linear.adapter = Adapter(linear, one.targets[name], plan, context, name)
+            plan = replace(plan_of(one.files.model), dropout=0.0)
+            linear.adapter = Adapter(linear, one.files.targets[name], plan, context, name)
         state = model_state([loaded.model])
         entries = {name: entry for name, entry in state.items() if is_of_adapter(name)}
-        restore(one.reader, entries, cast=True)
+        restore(one.files.reader, entries, cast=True)
         for name, linear in own.items():
             assert isinstance(linear.adapter, Adapter)
             part = StackedFactors.of(index, linear.adapter, linear.weight)
@@ -128,37 +143,31 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
     return replace(loaded, adapters=rows)
 
 
-def _open_adapter(
-    name: str, folder: Path, config: RunConfig, base: Reader, *, allow_foreign: bool
-) -> OpenedAdapter:
-    flag = f"--serve-adapter {name}={folder}"
+def _open_folder(
+    folder: Path, config: RunConfig, base: Reader, *, allow_foreign: bool
+) -> AdapterFiles:
     if not folder.is_dir():
-        raise CheckpointError(f"{flag}: there is no such folder")
+        raise CheckpointError("there is no such folder")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _open_peft(flag, name, folder, config.model, base, allow_foreign=allow_foreign)
+        return _open_peft(folder, config.model, base, allow_foreign=allow_foreign)
     reader = open_root(folder, verify=False, allow_foreign=allow_foreign)
     if reader is None:
         raise CheckpointError(
-            f"{flag} holds no adapter: give a folder with {ADAPTER_CONFIG}, or the --save folder "
-            "of a run with --lora-rank"
+            f"the folder holds no adapter: give one with {ADAPTER_CONFIG}, or the --save folder of "
+            "a run with --lora-rank"
         )
-    saved = reader.meta["config"].get("model", {})
-    if saved.get("lora_rank") is None:
+    if reader.meta["config"].get("model", {}).get("lora_rank") is None:
         raise CheckpointError(
-            f"{flag} holds a whole model without adapters: serve it by itself with --load"
+            "the folder holds a whole model without adapters: serve it by itself with --load"
         )
     if isinstance(reader, NativeReader):
-        try:
-            reader.verify(only=is_of_adapter)  # the rest of it is as large as the base model
-        except CheckpointError as error:
-            raise CheckpointError(f"{flag}: {error}: give another checkpoint of the run") from None
+        reader.verify(only=is_of_adapter)  # the rest of it is as large as the base model
     sizes = network_in(reader)
     model = replace(config.model, **{name: getattr(sizes, name) for name in ADAPTER_FIELDS})
     differing = network_differences(model, reader)
     if differing:
         raise CheckpointError(
-            f"{flag}: the adapter is for another network ({next(iter(differing.values()))}): "
-            f"{_REMEDY}"
+            f"the adapter is for another network ({next(iter(differing.values()))}): {_REMEDY}"
         )
     layers = adapted_layers(model, reader.meta["padded_vocab_size"])
     targets = {
@@ -166,14 +175,14 @@ def _open_adapter(
         for layer, linear in layers.items()
         if isinstance(linear.adapter, Adapter)
     }
-    _check_places(flag, reader, targets)
-    _compare(flag, reader, base)
-    return OpenedAdapter(flag, name, model, reader, targets)
+    _check_places(reader, targets)
+    _compare(reader, base)
+    return AdapterFiles(model, reader, targets)
 
 
 def _open_peft(
-    flag: str, name: str, folder: Path, network: ModelConfig, base: Reader, *, allow_foreign: bool
-) -> OpenedAdapter:
+    folder: Path, network: ModelConfig, base: Reader, *, allow_foreign: bool
+) -> AdapterFiles:
     rows = base.meta["padded_vocab_size"]
     model = network_with(folder, network, allow_foreign=allow_foreign)
     layers = adapted_layers(model, rows)
@@ -181,8 +190,8 @@ def _open_peft(
         known = peft_names(model, layers, family_for(network, rows, None))
     except CheckpointError as error:
         raise CheckpointError(
-            f"{flag}: PEFT's files name other modules than this network has "
-            f"({str(error).splitlines()[0]}): give the checkpoints of a run with --lora-rank"
+            f"PEFT's files name other modules than this network has ({str(error).splitlines()[0]}):"
+            " give the checkpoints of a run with --lora-rank"
         ) from None
     names = names_in(folder, known, allow_foreign=allow_foreign)
     reader = PeftReader(folder, model, names, remedy=_REMEDY, allow_foreign=allow_foreign)
@@ -190,23 +199,24 @@ def _open_peft(
         layer: [one for one in projections_of(linear) if f"model.{layer}.adapter.{one}.a" in names]
         for layer, linear in layers.items()
     }
-    return OpenedAdapter(
-        flag, name, model, reader, {layer: found for layer, found in targets.items() if found}
-    )
+    targets = {layer: found for layer, found in targets.items() if found}
+    if not targets:
+        raise CheckpointError(f"{folder} holds no tensors: export the adapter again")
+    return AdapterFiles(model, reader, targets)
 
 
-def _check_places(flag: str, reader: Reader, targets: Mapping[str, Sequence[str]]) -> None:
+def _check_places(reader: Reader, targets: Mapping[str, Sequence[str]]) -> None:
     """Refuse a checkpoint with adapters of what is not a linear layer."""
     known = tuple(f"model.{layer}.adapter." for layer in targets)
     for name in reader.names():
         if name.startswith("model.") and is_of_adapter(name) and not name.startswith(known):
             raise CheckpointError(
-                f"{flag}: {name} cannot be chosen per request: merge the adapter into a model of "
-                "its own with --saver hf, and serve that"
+                f"{name} cannot be chosen per request: merge the adapter into a model of its own "
+                "with --saver hf, and serve that"
             )
 
 
-def _compare(flag: str, reader: Reader, base: Reader) -> None:
+def _compare(reader: Reader, base: Reader) -> None:
     """Refuse an adapter whose run had frozen other weights than the base model's.
 
     Norms, biases and some rows of the embedding are compared.
@@ -223,6 +233,6 @@ def _compare(flag: str, reader: Reader, base: Reader) -> None:
         theirs, ours = reader.read(name, box).float(), base.read(name, box).float()
         if not torch.allclose(theirs, ours, rtol=_ROUNDING, atol=1e-6):
             raise CheckpointError(
-                f"{flag}: the adapter was trained on another model ({name.removeprefix('model.')} "
-                f"differs from {base.path}): {_REMEDY}"
+                f"the adapter was trained on another model ({name.removeprefix('model.')} differs "
+                f"from {base.path}): {_REMEDY}"
             )

@@ -184,7 +184,8 @@ def _sources_of(workdir: str | None, adapters: Sequence[OpenedAdapter]) -> DrawS
     if workdir:
         found["--retro-workdir"] = str(Path(workdir).resolve())
     for one in adapters:
-        found["--serve-adapter"] = f"{one.reader.path.resolve()}, iteration {one.reader.iteration}"
+        reader = one.files.reader
+        found["--serve-adapter"] = f"{reader.path.resolve()}, iteration {reader.iteration}"
     return found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import NativeReader
@@ -32,11 +33,13 @@ from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
 from megatron.training.checkpointing import save_run
 from tests.distributed import run_distributed
-from tests.inference.toy import OPTIONS, drain, end_of, greedy, prompts
+from tests.inference.toy import OPTIONS, drain, end_of, greedy, prompt_of, prompts
+from tests.repository import ROOT
 from tests.training.toy import build_toy
 from tools import generate_samples_gpt
 
 CPU = Device.cpu()
+PEFT = ROOT / "tests" / "checkpoint" / "huggingface" / "peft"
 VOCAB = 100
 NEW = 50
 NETWORK = """
@@ -163,6 +166,31 @@ def test_a_mixed_batch_says_what_each_merged_model_says_alone(saved: Saved, alon
     _assert_same(_answers(_engine(saved.base, saved.words), _asked(3)), alone)
 
 
+def test_files_that_peft_wrote_say_what_peft_says() -> None:
+    """All of `record_peft` at once, each beside requests of the others."""
+    record = json.loads((PEFT / "record.json").read_text())
+    kinds = ["lora", "rslora", "dora", "some"]
+    words = [f"{kind}={PEFT / kind}" for kind in kinds]
+    flags = "--tokenizer-type NullTokenizer --vocab-size 31".split()
+    config = _config(str(PEFT / "base"), 1, *flags)
+    loaded = load_gpt(str(PEFT / "base"), CPU, config=config)
+    engine = build_engine(add_to(loaded, open_adapters(words, config), CPU), CPU, OPTIONS)
+    scored = greedy(0, prompt_logprobs=True, top_logprobs=32)
+    requests = [
+        Request(f"{kind} {row}", tuple(tokens), scored, adapter)
+        for row, tokens in enumerate(record["tokens"])
+        for adapter, kind in enumerate(kinds, 1)
+    ]
+    for name, events in drain(engine, requests).items():
+        kind, row = name.split()
+        expected = torch.tensor(record[kind]["logits"])[int(row)].log_softmax(-1)
+        tops = prompt_of(events).top[::4]  # the positions that are recorded
+        assert len(tops) == len(expected) == 3
+        for top, scores in zip(tops, expected.tolist(), strict=True):
+            found = [score for _, score in sorted(top)]
+            assert found == pytest.approx(scores, abs=1e-5)
+
+
 def test_preemption_and_chunks_change_nothing(saved: Saved, alone: Answers) -> None:
     small = EngineOptions(max_sequences=5, max_step_tokens=7, cache_tokens=160, block_size=4)
     engine = _engine(saved.base, saved.words, small)
@@ -261,6 +289,7 @@ def _refused(base: str, folder: Path | str) -> str:
     with pytest.raises(CheckpointError) as caught:
         open_adapters([f"mine={folder}"], _config(base))
     assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"--serve-adapter mine={folder}: ")
     return str(caught.value)
 
 
@@ -268,7 +297,7 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
     saved: Saved, tmp_path: Path
 ) -> None:
     assert "there is no such folder" in _refused(saved.base, tmp_path / "nowhere")
-    assert "adapter_config.json, or the --save folder" in _refused(saved.base, tmp_path)
+    assert "adapter_config.json, or the --save folder of" in _refused(saved.base, tmp_path)
     whole = _refused(saved.base, saved.base)
     assert "a whole model without adapters: serve it by itself with --load" in whole
     # The same shapes, other weights.
@@ -299,8 +328,9 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"r": "many"}, "r is many, which is no positive number"),
-        ({"lora_alpha": 0}, "lora_alpha is 0, which is no positive number"),
+        ({"r": "many"}, "r is many: give a positive whole number"),
+        ({"r": 2.5}, "r is 2.5: give a positive whole number"),
+        ({"lora_alpha": 0}, "lora_alpha is 0: give a positive number"),
         ({"r": 5}, r"has shape \[3, 32\], but it is \[5, 32\] here"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* is not supported"),
     ],
@@ -326,7 +356,34 @@ def test_a_damaged_adapter_is_refused(saved: Saved, tmp_path: Path) -> None:
     data[piece.start] ^= 1
     path.write_bytes(data)
     told = _refused(saved.base, folder)
-    assert f"damaged: {name} does not match its digest: give another checkpoint" in told
+    assert f"damaged: {name} does not match its digest" in told
+
+
+def _other_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda held: held.clear(), "holds no tensors: export the adapter again"),
+        (lambda held: held.popitem(), "is missing: serve the model that it was trained on"),
+        (
+            lambda held: held.update({"base_model.model.lm_head.weight": torch.zeros(2)}),
+            "lm_head.weight has no place in this network's adapters: serve the model",
+        ),
+    ],
+    ids=["nothing", "half", "more"],
+)
+def test_tensors_of_peft_that_do_not_fit_are_refused(
+    saved: Saved, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], told: str
+) -> None:
+    folder = shutil.copytree(saved.folders["some"], tmp_path / "copy")
+    _other_tensors(folder, change)
+    assert told in _refused(saved.base, folder)
 
 
 def test_an_adapter_that_is_not_finite_is_refused(saved: Saved, tmp_path: Path) -> None:

@@ -197,15 +197,15 @@ def network_with(path: Path, model: ModelConfig, *, allow_foreign: bool = False)
     """
     said = _settings_in(path, allow_foreign=allow_foreign)
     rank, alpha = said.get("r", 8), said.get("lora_alpha", 8)
-    for key, value in {"r": rank, "lora_alpha": alpha}.items():
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+    for key, value, kinds in (("r", rank, (int,)), ("lora_alpha", alpha, (int, float))):
+        if type(value) not in kinds or not 0 < value < math.inf:
             raise CheckpointError(
-                f"{path / ADAPTER_CONFIG}: {key} is {value!s:.40}, which is no positive number: "
-                "export the adapter again"
+                f"{path / ADAPTER_CONFIG}: {key} is {value!s:.40}: give a positive "
+                f"{'whole ' * (float not in kinds)}number, or export the adapter again"
             )
     return replace(
         model,
-        lora_rank=int(rank),
+        lora_rank=rank,
         lora_alpha=float(alpha),
         use_rslora=said.get("use_rslora") is True,
         use_dora=said.get("use_dora") is True,
