@@ -91,7 +91,7 @@ def build_engine(
         assert not layout.sequence_parallel, "a step's tokens do not divide over tensor ranks"
     copy = copy or layout.world
     where, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
-    head_size = plan.attention.head_size
+    head_size = plan.head_size
     library = find_library(where)
     invariant = loaded.config.model.batch_invariant_mode
     paged = choose_paged_attention(library.library, head_size, dtype, batch_invariant=invariant)

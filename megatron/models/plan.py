@@ -620,9 +620,17 @@ class ModelPlan:
     @property
     def attention(self) -> AttentionPlan:
         """The self-attention record of all layers, for code that needs them to be equal."""
-        (found,) = {layer.mixer for layer in self.layers}
+        found, *others = {layer.mixer for layer in self.layers}
+        assert not others, "layers attend in different ways"
         assert isinstance(found, AttentionPlan), "the layers' mixer is not attention"
         return found
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a query, key or value of self-attention, the same in all layers."""
+        mixers = (layer.mixer for layer in self.layers)
+        (size,) = {mixer.head_size for mixer in mixers if isinstance(mixer, AttentionPlan)}
+        return size
 
     def head(self, kind: str) -> HeadPlan | None:
         """Return the head of a kind, or `None` if there is none."""

@@ -32,7 +32,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_key_value_heads": 2,
     },
-    "mistral": {  # its window ends within every prompt
+    "qwen3": {  # its windows end within every prompt
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_sliding_window": True,
         "hidden_size": 64,
         "intermediate_size": 160,
         "max_position_embeddings": POSITIONS,
