@@ -42,6 +42,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.chat_template import (
     TRAINING_DATE,
     ChatTemplate,
+    added_tokens,
     encode,
     special_tokens,
     trained_text,
@@ -141,6 +142,7 @@ class ConversationEncoder:
                     "answers would not end: name it in tokenizer_config.json next to "
                     "--tokenizer-model, or write the token itself in the file of --chat-template"
                 )
+            self._check_special_tokens(options.template)
         ends = self.tokenizer.special_ids("eos") or self.tokenizer.special_ids("eod")
         self._end = next(iter(ends), None)
         self._is_limited = False
@@ -149,6 +151,19 @@ class ConversationEncoder:
                 "--truncation split would tear preferences apart: use keep-start, keep-end or drop"
             )
 
+    def _check_special_tokens(self, template: str) -> None:
+        """Raise a ConfigError if the template writes a special token that the tokenizer lacks."""
+        added = added_tokens(self.options.tokenizer.tokenizer_model)
+        named = {text for name, text in self.special if name in template}
+        for token in sorted(named | {text for text in added if text in template}):
+            if token and len(self.tokenizer.tokenize_spelled(token)) != 1:
+                raise ConfigError(
+                    f"the chat template writes the special token {token!r}, which --tokenizer-type "
+                    f"{self.tokenizer.kind} splits into letters: give the tokenizer that the "
+                    "template is for (HuggingFaceTokenizer reads its tokenizer.json), or another "
+                    "template with --chat-template"
+                )
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the options, from which another process builds the encoder."""
         return ConversationEncoder, (self.options,)
@@ -156,7 +171,8 @@ class ConversationEncoder:
     def fingerprint(self) -> str:
         """Return a text that identifies everything but the files that determines the examples."""
         options = self.options._replace(tokenizer=TokenizerConfig(), special=None)
-        known = (_VERSION, tuple(options)[1:], self.special, self.tokenizer.fingerprint())
+        tokenizer = (self.tokenizer.fingerprint(), self.tokenizer.spelling)
+        known = (_VERSION, tuple(options)[1:], self.special, *tokenizer)
         return repr(known)
 
     def __call__(self, block: TextBlock) -> EncodedExamples:
@@ -420,7 +436,10 @@ def load_examples(
         files = find_inputs([name])
         for file in files:
             if file.lower().endswith(".txt"):
-                raise DataError(f"--input {file}: conversations are JSON lines or parquet: convert")
+                raise DataError(
+                    f"--input {file}: conversations are JSON lines or parquet: write one JSON "
+                    "object per line, and name the file .jsonl"
+                )
             if not os.path.getsize(file):
                 raise DataError(f"--input {file}: the file is empty: give conversations")
         build = partial(_build, files, encoder, workers, skip_bad_lines, flag)
@@ -447,7 +466,10 @@ def load_examples(
     starts = np.cumsum(lengths) - lengths
     found = TokenizedExamples(name, tokens, trained, lengths, starts, counts)
     if not len(found):
-        raise DataError(f"{flag} {found.summary()}; no example is left: give other data")
+        remedy = "give other data"
+        if found.counts["untrained"]:
+            remedy += ", or another --chat-template if this one does not write the answers"
+        raise DataError(f"{flag} {found.summary()}; no example is left: {remedy}")
     return found
 
 

@@ -16,6 +16,7 @@ import io
 import itertools
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -161,6 +162,9 @@ def load_line(line: bytes) -> Any:
         raise ValueError(f"broken JSON ({what} at character {error.pos})") from None
     except RecursionError:
         raise ValueError("broken JSON (nested too deeply)") from None
+    except ValueError:  # Python limits the digits of integers that it converts
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"a number of more than {most:,} digits: write it as a string") from None
     return record
 
 
@@ -211,11 +215,14 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
             below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
             texts = (path for path in below if not path.lower().endswith(_SAMPLES))
             matches = sorted(path for path in texts if is_known(path))
-            nothing = f"this folder holds no file with a known suffix ({formats})"
+            nothing = (
+                f"this folder holds no file with a known suffix ({formats}): give another folder, "
+                "or rename its files"
+            )
         else:
             exists = os.path.exists(pattern)
             matches = [pattern] if exists else sorted(set(glob.glob(pattern, recursive=True)))
-            nothing = "no such file or folder, and no file matches this pattern"
+            nothing = "no such file or folder, and no file matches this pattern: check the path"
         if not matches:
             raise DataError(f"--input {pattern}: {nothing}")
         for path in matches:

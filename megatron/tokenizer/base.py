@@ -43,6 +43,8 @@ class Tokenizer(ABC):
         text_vocab_size: The number of entries in the tokenizer's files, without appended ones.
         appended_ids: The ids that `tokenize` appends to every text, such as `</s>`.
         additional_special_tokens_ids: The ids of T5's sentinels, whether appended or not.
+        spelling: What determines the ids of `tokenize_spelled` in addition to the files and options
+            of `fingerprint`.
         has_t5_sentinels: Whether the sentinels are those of T5's own vocabulary, not appended by
             Megatron. In that case the other special tokens are also used as in T5: the decoder
             begins with padding, and both texts end with `eos`.
@@ -59,6 +61,7 @@ class Tokenizer(ABC):
     _vocab: Mapping[str, int]
     appended_ids: tuple[int, ...] = ()
     has_t5_sentinels = False
+    spelling = ""
     eod, bos, eos = _SpecialId(), _SpecialId(), _SpecialId()
     cls, sep, pad, mask = _SpecialId(), _SpecialId(), _SpecialId(), _SpecialId()
 
@@ -125,7 +128,8 @@ class Tokenizer(ABC):
         """
         raise ConfigError(
             f"--tokenizer-type {self.kind} does not tell where in a text its tokens lie, which "
-            "conversations need: use HuggingFaceTokenizer, GPT2BPETokenizer or TikTokenizer"
+            "conversations need: use HuggingFaceTokenizer, GPT2BPETokenizer, TikTokenizer or a "
+            "SentencePiece model (GPTSentencePieceTokenizer, Llama2Tokenizer)"
         )
 
     def text_growth(self) -> int:

@@ -372,13 +372,18 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
         The template's text, or `None` if there is no template.
 
     Raises:
-        ConfigError: A file cannot be read.
+        ConfigError: A file cannot be read, or is not a template.
     """
+    path, flag = _beside(tokenizer_model, "chat_template.jinja"), "the tokenizer's"
     if chat_template is not None:
-        return _read("--chat-template", Path(chat_template))
-    path = _beside(tokenizer_model, "chat_template.jinja")
+        path, flag = Path(chat_template), "--chat-template"
     if path is not None:
-        return _read("the tokenizer's", path)
+        text = _read(flag, path)
+        try:
+            ChatTemplate(text, {})
+        except ConfigError as error:
+            raise ConfigError(f"{flag} {path}: {error}") from error
+        return text
     found = _settings(tokenizer_model).get("chat_template")
     if isinstance(found, list):  # several named templates
         named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
@@ -399,6 +404,21 @@ def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
     found = {name: settings.get(name) for name in _TOKENS}
     texts = {n: e.get("content") if isinstance(e, dict) else e for n, e in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def added_tokens(tokenizer_model: str | None) -> list[str]:
+    """Return the texts of the tokens that the tokenizer's tokenizer_config.json adds.
+
+    Args:
+        tokenizer_model: File or folder of the tokenizer.
+
+    Raises:
+        ConfigError: The file cannot be read or is not JSON.
+    """
+    added = _settings(tokenizer_model).get("added_tokens_decoder")
+    entries = added.values() if isinstance(added, dict) else ()
+    texts = [entry.get("content") for entry in entries if isinstance(entry, dict)]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _beside(tokenizer_model: str | None, name: str) -> Path | None:
@@ -426,7 +446,14 @@ def _read(what: str, path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(_MAX_TEMPLATE + 1)
         if len(data) > _MAX_TEMPLATE:
-            raise ConfigError(f"{what} {path} is larger than {_MAX_TEMPLATE:,} bytes")
+            raise ConfigError(f"{what} {path} is larger than {_MAX_TEMPLATE:,} bytes: give another")
         return data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{what} {path} cannot be read ({error.strerror}): give another file"
+        ) from error
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{what} {path}:{line}: not UTF-8 (byte {error.start}): convert the file"
+        ) from error

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import VocabularyFile, digest, extra_ids, find_sentinels
 from megatron.tokenizer.library import Library
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# A field of a model's file, of which the last one counts: no space is put before texts.
+_NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
@@ -33,6 +42,9 @@ class GPTSentencePieceTokenizer(Tokenizer):
         file = VocabularyFile.read("--tokenizer-model", config.tokenizer_model)
         make = partial(SentencePieceProcessor, model_proto=file.data)
         model = self._model = Library(file, "a SentencePiece model (.model)", make)
+        self._file = file
+        if _is_legacy(config.tokenizer_model):
+            self.spelling = "a space after special tokens"
         self._pieces: int = model.get_piece_size()
         vocab = self._vocab = {model.id_to_piece(i): i for i in range(self._pieces)}
         own, extra = find_sentinels(vocab), extra_ids(config.vocab_extra_ids)
@@ -79,6 +91,53 @@ class GPTSentencePieceTokenizer(Tokenizer):
         for i, part in enumerate(self._pattern.split(text)):
             ids += [self._vocab[part]] if i % 2 else self._model.encode_as_ids(part)
         return ids
+
+    def tokenize_spelled(self, text: str) -> list[int]:
+        """Return the ids of a text in which special tokens are spelled out."""
+        return list(self.tokenize_spans(text)[0])
+
+    def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
+        """Return the ids of `tokenize_spelled`, and the characters that each stands for.
+
+        Parts between special tokens are tokenized as by `transformers` 5: the model puts a space
+        before the beginning of a text, and with `"legacy": true` in tokenizer_config.json before
+        each part, unless there is one.
+        """
+        import numpy as np
+
+        ids: list[int] = []
+        lengths: list[int] = []
+        # With one group, split() returns text and special tokens alternately.
+        for number, part in enumerate(self._spelled.split(text)):
+            if number % 2:
+                ids.append(self._vocab[part])
+                lengths.append(len(part))
+            elif part:
+                is_prefixed = (number == 0 or bool(self.spelling)) and not part.startswith(" ")
+                pieces = _pieces_of(self._model if is_prefixed else self._without_prefix, part)
+                ids += [piece.id for piece in pieces]
+                lengths += [len(piece.surface) for piece in pieces]
+        ends = np.cumsum(np.array(lengths, np.int64))
+        starts = ends - lengths
+        # The bytes of a character, and a space that the model adds, stand for what follows them.
+        through = np.minimum(np.searchsorted(ends, starts, "right"), max(len(ends) - 1, 0))
+        return ids, np.stack([starts, ends[through]], 1)
+
+    @cached_property
+    def _without_prefix(self) -> Library:
+        """The model, but without the space that it puts before texts."""
+        from sentencepiece import SentencePieceProcessor
+
+        make = partial(SentencePieceProcessor, model_proto=self._file.data + _NO_PREFIX)
+        return Library(self._file, "a SentencePiece model (.model)", make)
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        """A pattern of every special token, the model's own and those that are appended."""
+        model = self._model
+        own = (i for i in range(self._pieces) if model.is_control(i) or model.is_unknown(i))
+        entries = {*map(model.id_to_piece, own), *self._entry_of.values()}
+        return re.compile("(" + "|".join(map(re.escape, sorted(entries, key=len)[::-1])) + ")")
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; padding ids outside the vocabulary are left out.
@@ -142,3 +201,25 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
         entries |= {name: self._model.id_to_piece(i) for name, i in self._own_ids().items()}
         self._append([*entries.values(), *extra])
         return {name: self._vocab[entry] for name, entry in entries.items()}
+
+
+def _is_legacy(tokenizer_model: str | None) -> bool:
+    """Return whether the model also puts a space before text that follows a special token."""
+    path = Path(tokenizer_model or "").parent / "tokenizer_config.json"
+    if not path.is_file():
+        return False
+    settings = VocabularyFile.read("--tokenizer-model", str(path)).json()
+    return isinstance(settings, dict) and settings.get("legacy") is True
+
+
+def _pieces_of(model: Library, text: str) -> Sequence[Any]:
+    """Return the pieces of a text, each with its `id` and the text that it stands for, `surface`.
+
+    The method has another name before sentencepiece 0.2.2.
+    """
+    from sentencepiece import SentencePieceProcessor
+
+    is_new = hasattr(SentencePieceProcessor, "encode_as_proto")
+    encode = model.encode_as_proto if is_new else model.encode_as_immutable_proto
+    pieces: Sequence[Any] = encode(text).pieces
+    return pieces
