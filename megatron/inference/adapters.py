@@ -27,7 +27,7 @@ from megatron.config.generation import named_adapters
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.device import Device
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import Loaded, open_existing, serving_context
 from megatron.models.adapters import adapted_layers, linear_layers, plan_of
 from megatron.parallel.adapter import Adapter, projections_of
@@ -77,6 +77,7 @@ def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[Opened
     Raises:
         CheckpointError: A folder holds no adapter, or one that is damaged, not supported, or of
             another model.
+        ConfigError: Tensor ranks divide the base model's query groups.
     """
     named = named_adapters(words)
     if not named:
@@ -88,6 +89,12 @@ def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[Opened
         raise CheckpointError(
             f"--serve-adapter: {options.load} holds a {config.model.architecture}, but adapters "
             "are those of a GPT: drop the flag"
+        )
+    groups, tensor = config.model.num_query_groups, config.parallel.tensor_model_parallel_size
+    if config.model.group_query_attention and groups and groups < tensor:
+        raise ConfigError(
+            f"--serve-adapter: --tensor-model-parallel-size {tensor} divides the {groups} query "
+            f"groups: use at most {groups}, or merge the adapter with --saver hf"
         )
     base = open_existing(options.load, step=options.ckpt_step, verify=False, allow_foreign=trust)
     opened = []

@@ -19,7 +19,7 @@ from megatron.config.generation import SamplesConfig, ServerConfig, sample_probl
 from megatron.config.parser import Program
 from megatron.config.run import RunConfig
 from megatron.device import Device
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.inference import build
 from megatron.inference.adapters import add_to, open_adapters
 from megatron.inference.build import EngineOptions, build_engine
@@ -343,6 +343,12 @@ def test_settings_of_peft_that_do_not_fit_are_refused(
     (folder / "adapter_config.json").write_text(json.dumps({**said, **changes}))
     with pytest.raises(CheckpointError, match=told):
         open_adapters([f"mine={folder}"], _config(saved.base))
+
+
+def test_ranks_that_divide_query_groups_are_refused(saved: Saved) -> None:
+    config = _config(saved.base, 4, "--tensor-model-parallel-size", "4")
+    with pytest.raises(ConfigError, match="divides the 2 query groups: use at most 2, or merge"):
+        open_adapters(saved.words, config)
 
 
 def test_a_damaged_adapter_is_refused(saved: Saved, tmp_path: Path) -> None:
