@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--reward", type=Path, required=True, help="Python file with the reward function")
     add("--group-size", type=int, default=8, help="answers to each prompt")
     add("--answer-tokens", type=int, default=64, help="most tokens of an answer")
+    add("--answers-at-once", type=int, default=256, help="fewer need less memory")
     add("--loss", choices=("grpo", "dr_grpo", "dapo"), default="grpo", help="TRL's loss_type")
     add("--clip", type=float, default=0.2, help="how far a ratio may fall below 1")
     add("--clip-high", type=float, help="how far it may rise above 1 (default: --clip)")
@@ -135,7 +136,8 @@ class GRPORollouts(Rollouts):
     def __init__(self, options: argparse.Namespace, recipe: GRPO, reward: Reward) -> None:
         """Keep the flags, the recipe and the reward."""
         sampling = Sampling(max_new_tokens=options.answer_tokens)
-        super().__init__(sampling, group=options.group_size, updates=options.updates_per_rollout)
+        sizes = {"group": options.group_size, "updates": options.updates_per_rollout}
+        super().__init__(sampling, **sizes, at_once=options.answers_at_once)
         self._options, self._recipe, self._reward = options, recipe, reward
 
     def begin(self, run: Run) -> None:
@@ -180,7 +182,8 @@ def read_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the values of this example's flags, and the words that are not among them."""
     parser = build_parser()
     options, flags = parser.parse_known_args(words)
-    for name, least in (("group_size", 2), ("answer_tokens", 1), ("updates_per_rollout", 1)):
+    for name in ("group_size", "answer_tokens", "answers_at_once", "updates_per_rollout"):
+        least = 2 if name == "group_size" else 1
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value}: give {least} or more")
     if bool(options.kl) != (options.reference is not None):

@@ -280,12 +280,16 @@ class Rollouts(Extras):
         sampling: How answers are drawn. Temperature 1 without limits draws from the distribution
             that is trained.
         group: The number of answers to each prompt.
-        updates: The number of updates whose answers are written at once.
+        updates: The number of updates that learn from answers of the same weights.
+        at_once: The number of answers that a process writes at once (`AnswerGenerator`).
     """
 
-    def __init__(self, sampling: Sampling, *, group: int, updates: int = 1) -> None:
+    def __init__(
+        self, sampling: Sampling, *, group: int, updates: int = 1, at_once: int = 256
+    ) -> None:
         """Keep the settings."""
         self._sampling, self._group, self._updates = sampling, group, updates
+        self._at_once = at_once
 
     def judge(self, run: Run, groups: Sequence[Group]) -> list[list[Judged]]:
         """Return what the loss needs to know of each answer. Collective over the data axis.
@@ -309,7 +313,7 @@ class Rollouts(Extras):
 
     def begin(self, run: Run) -> None:
         """Let the run's micro-batches come from the model. Collective."""
-        self._generator = AnswerGenerator(run)
+        self._generator = AnswerGenerator(run, at_once=self._at_once)
         self._sampling = replace(self._sampling, stop_tokens=self._generator.ends, logprobs=True)
         run.train_batches = self._batches(run)
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megatron.training.run import Run
 
 _BLOCK = 16  # tokens in a block of the cache
-_MOST_SEQUENCES = 256  # computed at once; further ones wait
 
 
 class GeneratedAnswer(NamedTuple):
@@ -44,17 +43,22 @@ class AnswerGenerator:
 
     Each data-parallel rank may answer other prompts.
 
+    Args:
+        run: The run.
+        at_once: The number of answers that are written at once. Others wait, because each needs
+            memory for its keys and values.
+
     Attributes:
         ends: The tokens that end an answer: the end of a document, and with --sft that of a turn.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, at_once: int = 256) -> None:
         """Find the chat template and the tokens that end an answer. Collective.
 
         Raises:
             ConfigError: The chat template cannot be used.
         """
-        self._run, self._copy = run, ranks_of_copy(run.layout)
+        self._run, self._copy, self._at_once = run, ranks_of_copy(run.layout), at_once
         self._template: ChatTemplate | None = None
         ends, config = set(run.tokenizer.special_ids("eod", "eos")), run.config.tokenizer
         source = None
@@ -91,12 +95,14 @@ class AnswerGenerator:
         run.optimizer.wait_for_weights()
         trains = part.training
         model = Loaded(part, run.tokenizer, run.config, run.progress.iteration, run.layout)
-        most = max(1, min(len(requests), _MOST_SEQUENCES))
-        longest = max(len(prompt) + how.max_new_tokens for _, prompt, how in requests)
-        longest = min(longest, part.plan.positions)
+        most = max(1, min(len(requests), self._at_once))
+        rooms = [
+            -(-min(len(prompt) + how.max_new_tokens, part.plan.positions) // _BLOCK) * _BLOCK
+            for _, prompt, how in requests
+        ]
         options = EngineOptions(
             max_sequences=most,
-            cache_tokens=(most + 1) * -(-longest // _BLOCK) * _BLOCK,
+            cache_tokens=sum(sorted(rooms)[-most:]) + _BLOCK,
             block_size=_BLOCK,
             seed=run.config.training.seed,
             graphs=False,

@@ -238,6 +238,13 @@ def test_a_reference_model_holds_the_policy_back(tmp_path: Path) -> None:
     assert held["reward"][-1] < free["reward"][-1]
 
 
+def test_answers_do_not_depend_on_how_many_are_written_at_once(tmp_path: Path) -> None:
+    whole = _train(Layout.single(), tmp_path)
+    few = _train(Layout.single(), tmp_path, own=["--answers-at-once", "3"])
+    assert few["reward"] == whole["reward"]
+    assert few["grad-norm"] == pytest.approx(whole["grad-norm"], rel=1e-5)
+
+
 def test_a_row_holds_each_answer_after_a_copy_of_its_prompt(tmp_path: Path) -> None:
     run = _build(Layout.single(), tmp_path, ["--seq-length", "64"])
     answers = [GeneratedAnswer([7, 11], [-0.5, -0.25]), GeneratedAnswer([8], [-1.0])]
