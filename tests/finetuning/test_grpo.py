@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from examples.grpo.grpo import GRPO, GRPORollouts, load_reward, read_options
+from examples.grpo.sort_digits import main as write_files
+from examples.grpo.sort_digits import reward
 from megatron.config.parser import parse_config
 from megatron.data.sample import SEGMENT_ENDS, TRAINED
 from megatron.errors import ConfigError, DataError
@@ -34,6 +36,8 @@ from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
 from tests.distributed import run_sharing_memory, toy_device
 from tests.finetuning.record_grpo import CASES, CLIP, CLIP_HIGH, GROUP, GROUPS, LONGEST, RECORD
+from tests.launch import run_ranks
+from tests.repository import ROOT
 from tests.training.toy import CPU, TOY, Recorder
 
 RECORDED = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
@@ -322,3 +326,24 @@ def test_prompts_that_do_not_fit_are_named(
     (tmp_path / "prompts.jsonl").write_text(lines)
     with pytest.raises(DataError, match=message):
         _train(Layout.single(), tmp_path, own=own.split())
+
+
+def test_the_toy_task_rewards_digits_in_their_places() -> None:
+    record = {"prompt": "3 1 2 10"}
+    assert reward(record, "1 2 3") == 1
+    assert reward(record, "3 2 1") == pytest.approx(1 / 3)
+    assert reward(record, "1 2") == reward(record, "") == 0
+
+
+def test_the_program_runs_on_the_toy_task(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    folder = ROOT / "examples" / "grpo"
+    task = [str(folder / "grpo.py"), "--reward", str(folder / "sort_digits.py")]
+    base = [word for word in TOY if word != "--mock-data"]
+    flags = [*base, *WORDS, "--data-path", str(tmp_path / "prompts.jsonl"), "--train-iters", "2"]
+    done = run_ranks([*task, "--group-size", "4", "--answer-tokens", "6", *flags], {})
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("| reward: ") == 2
+    lines = (tmp_path / "format.jsonl").read_text().splitlines()
+    record = json.loads(lines[0])
+    assert sorted(record["completion"].split()) == sorted(record["prompt"].split()[:-1])
