@@ -156,11 +156,15 @@ class ConversationEncoder:
         added = added_tokens(self.options.tokenizer.tokenizer_model)
         named = {text for name, text in self.special if name in template}
         for token in sorted(named | {text for text in added if text in template}):
-            if token and len(self.tokenizer.tokenize_spelled(token)) != 1:
+            try:
+                is_known = len(self.tokenizer.tokenize_spelled(token)) == 1
+            except DataError:  # a tokenizer of numbers, for records without messages
+                continue
+            if not is_known:
                 raise ConfigError(
                     f"the chat template writes the special token {token!r}, which --tokenizer-type "
-                    f"{self.tokenizer.kind} splits into letters: give the tokenizer that the "
-                    "template is for (HuggingFaceTokenizer reads its tokenizer.json), or another "
+                    f"{self.tokenizer.kind} splits into letters: give the template's own "
+                    "tokenizer.json with --tokenizer-type HuggingFaceTokenizer, or another "
                     "template with --chat-template"
                 )
 
@@ -198,7 +202,10 @@ class ConversationEncoder:
                 except (ValueError, DataError, _TooSlowError) as error:
                     bad.append(BadLine(number, offset, str(error)))
                 except MemoryError:
-                    reason = "the chat template needs too much memory for this record"
+                    reason = (
+                        "the chat template needs too much memory for this record: shorten the "
+                        "record, or give another template with --chat-template"
+                    )
                     bad.append(BadLine(number, offset, reason))
             offset += len(line) + 1
         return _packed(block, found, len(lines), bad, counts)

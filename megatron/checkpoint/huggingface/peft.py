@@ -118,6 +118,11 @@ class PeftReader(Reader):
             raise CheckpointError(
                 f"--load-adapter {path} {what}: give a folder with {ADAPTER_CONFIG} and {ADAPTER}"
             )
+        if not (path / ADAPTER).exists() and (path / "adapter_model.bin").exists():
+            raise CheckpointError(
+                f"--load-adapter {path}: adapter_model.bin is a pickle, which could run code and "
+                f"is not read: load it with peft and write {ADAPTER} with save_pretrained"
+            )
         said = _settings_in(path, allow_foreign=allow_foreign)
         self._remedy = _remedy(said) if remedy is None else remedy
         self._file = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign)
