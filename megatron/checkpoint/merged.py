@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 
 import torch
 
@@ -14,9 +15,8 @@ from megatron.config.resolve import resolve
 from megatron.config.run import ModelRun, narrow
 from megatron.config.yaml_file import from_dict
 from megatron.parallel.adapter import Adapter
-from megatron.parallel.build import BuildContext
+from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Layout
 
 _WEIGHT = ".weight"
 
@@ -28,7 +28,7 @@ def network_in(reader: Reader) -> ModelConfig:
 
 
 def without_adapters(
-    reader: Reader, layers_of: Callable[[ModelConfig, int], Mapping[str, Linear]]
+    reader: Reader, layers_of: Callable[[ModelConfig, int], Mapping[str, Linear | ExpertLinear]]
 ) -> Reader:
     """Return a checkpoint's reader, with adapters merged into the weights if it has any.
 
@@ -48,7 +48,7 @@ class MergedReader(Reader):
     It has no optimizer states, which were those of the adapters.
     """
 
-    def __init__(self, reader: Reader, layers: Mapping[str, Linear]) -> None:
+    def __init__(self, reader: Reader, layers: Mapping[str, Linear | ExpertLinear]) -> None:
         """Present a checkpoint.
 
         Args:
@@ -84,9 +84,8 @@ class MergedReader(Reader):
             return self._reader.read(name, wanted)
         weight = self._reader.read(name)
         site = name.removesuffix(_WEIGHT)
-        assert isinstance(linear.adapter, Adapter)
-        context = BuildContext(Layout.single())
-        adapter = Adapter(linear, list(linear.adapter), linear.adapter.plan, context, site)
+        assert isinstance(linear.adapter, Adapter | ExpertAdapter)
+        adapter = deepcopy(linear.adapter).to_empty(device="cpu")
         for own, parameter in adapter.named_parameters():
             parameter.copy_(self._reader.read(f"{site}.adapter.{own}"))
         merged = adapter.merged(weight)

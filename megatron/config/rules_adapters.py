@@ -15,11 +15,6 @@ def adapters(config: RunOptions, world_size: int) -> Iterator[str]:
     shown = f"--lora-rank {rank}"
     if config.precision.fp8_format is not None:
         yield f"{shown}: frozen weights do not multiply in 8 bits: use --bf16 without --fp8-format"
-    if model.num_experts and model.lora_target_modules is None:
-        yield (
-            f"{shown}: experts of a mixture have no adapters: name other layers, for example "
-            "--lora-target-modules linear_qkv linear_proj"
-        )
     if model.use_dora and parallel.zero_stage == 3:
         yield (
             "--use-dora: the lengths of rows are not known while weights are in shards: use "

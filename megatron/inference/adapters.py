@@ -32,6 +32,7 @@ from megatron.inference.load import Loaded, open_existing, serving_context
 from megatron.models.adapters import adapted_layers, linear_layers, plan_of
 from megatron.parallel.adapter import Adapter, projections_of
 from megatron.parallel.adapter_stack import AdapterRows, AdapterStack, StackedFactors
+from megatron.parallel.layers import Linear
 
 _SHOWN_ROWS = 8  # rows of the embedding by which two base models are compared
 # Values of two base models may have been rounded to different formats of 16 bits.
@@ -124,7 +125,9 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
     context = serving_context(loaded.config, loaded.layout, device)
     rows = AdapterRows(tuple(one.name for one in opened))
     parts: dict[str, list[StackedFactors]] = defaultdict(list)
-    layers = dict(linear_layers(loaded.model))
+    layers = {
+        name: layer for name, layer in linear_layers(loaded.model) if isinstance(layer, Linear)
+    }
     for index, one in enumerate(opened, 1):
         own = {name: layers[name] for name in one.files.targets if name in layers}
         for name, linear in own.items():
@@ -192,7 +195,9 @@ def _open_peft(
 ) -> AdapterFiles:
     rows = base.meta["padded_vocab_size"]
     model = network_with(folder, network, allow_foreign=allow_foreign)
-    layers = adapted_layers(model, rows)
+    # Those of experts cannot be chosen per request.
+    every = adapted_layers(model, rows).items()
+    layers = {name: layer for name, layer in every if isinstance(layer, Linear)}
     try:
         known = peft_names(model, layers, family_for(network, rows, None))
     except CheckpointError as error:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
+from megatron.errors import ConfigError
 from megatron.models.gpt import GPTModel
 from megatron.models.plans import model_plan
 from megatron.parallel.adapter import WHOLE, Adapter, AdapterPlan, projections_of
 from megatron.parallel.build import BuildContext
+from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 
@@ -36,13 +38,15 @@ _OTHER_NAMES = {
     "mlp.up.up": ("up_proj",),
     f"mlp.up.{WHOLE}": ("up_proj",),
     "mlp.down": ("linear_fc2", "down_proj"),
+    "experts.up": ("linear_fc1", "gate_up_proj"),
+    "experts.down": ("linear_fc2", "down_proj"),
 }
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear | ExpertLinear]]:
     """Yield the linear layers of the model's layers, which can have adapters, by name."""
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and name.startswith("layers."):
+        if isinstance(module, Linear | ExpertLinear) and name.startswith("layers."):
             yield name, module
 
 
@@ -98,19 +102,36 @@ def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -
         model: The model, or a part of it.
         config: The network's flags.
         context: The context in which the model was built.
+
+    Raises:
+        ConfigError: Adapters of experts would have what they cannot have.
     """
     plan, patterns = plan_of(config), config.lora_target_modules
     for name, linear in list(linear_layers(model)):
         adapted = [one for one in projections_of(linear) if is_adapted(name, one, patterns)]
-        if adapted:
+        if not adapted:
+            continue
+        if isinstance(linear, Linear):
             linear.adapter = Adapter(linear, adapted, plan, context, name)
+            continue
+        if plan.is_dora or plan.dropout:
+            flag = "--use-dora" if plan.is_dora else f"--lora-dropout {plan.dropout}"
+            raise ConfigError(
+                f"{flag}: experts of a mixture cannot have such adapters: drop the flag, or name "
+                "other layers, for example --lora-target-modules linear_qkv linear_proj"
+            )
+        linear.adapter = ExpertAdapter(linear, plan, context)
 
 
 def start_adapters(models: Iterable[nn.Module]) -> None:
     """Start what adapters take from the frozen weights (DoRA). Collective over tensor ranks."""
     for model in models:
         for _, linear in linear_layers(model):
-            if isinstance(linear.adapter, Adapter) and linear.adapter.plan.is_dora:
+            if (
+                isinstance(linear, Linear)
+                and isinstance(linear.adapter, Adapter)
+                and linear.adapter.plan.is_dora
+            ):
                 linear.adapter.start(linear.weight)
 
 
@@ -132,7 +153,7 @@ def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
             linear.adapter = adapter
 
 
-def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, Linear]:
+def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, Linear | ExpertLinear]:
     """Return the linear layers of a whole GPT that have adapters, by name and without memory.
 
     Args:

@@ -5,19 +5,11 @@ Shapes: s sequence, b micro-batch, h hidden, T = s b tokens, k experts of a toke
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.kernels.grouped import (
-    GroupedProduct,
-    Grouping,
-    choose_grouped_product,
-    collect,
-    spread,
-)
+from megatron.kernels.grouped import Grouping, collect, spread
 from megatron.models.mlp import MLP
 from megatron.models.plan import (
     MicroBatch,
@@ -30,8 +22,8 @@ from megatron.models.recompute import computed_again, without_keeping
 from megatron.models.router import Router, Routing, capacity
 from megatron.parallel.build import BuildContext
 from megatron.parallel.expert_exchange import ExpertExchange
-from megatron.parallel.linear import Owner
-from megatron.parallel.parameter import ZEROS, Init
+from megatron.parallel.expert_linear import ExpertLinear
+from megatron.parallel.parameter import ZEROS
 
 
 class Mixture(nn.Module):
@@ -222,121 +214,3 @@ class Experts(nn.Module):
             outputs = self.down(inner, grouping)
         outputs = collect(outputs, arrived.weights, grouping, self._library)  # [R, h]
         return self._exchange.bring_back(outputs, arrived)
-
-
-class ExpertLinear(nn.Module):
-    """A linear layer for each expert, y = x W^T + b on the expert's rows.
-
-    If expert tensor ranks sum their outputs, each rank adds an equal share of the bias. The bias
-    then has a gradient on every rank, and all ranks send their buckets in the same order.
-
-    Args:
-        shape: Shape of all weights: experts, outputs (or parts and outputs of a part), inputs.
-        context: Layout, device, kernels and number formats.
-        split_dim: The dimension that is split over expert tensor ranks.
-        init: Distribution of the initial weights.
-        bias: Whether each expert has a bias.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        context: BuildContext,
-        *,
-        split_dim: int,
-        init: Init,
-        bias: bool,
-    ) -> None:
-        """Allocate the weights and reserve their gradient's slot."""
-        super().__init__()
-        sums = split_dim == len(shape) - 1
-        self.weight = context.new_parameter(shape, init=init, split_dim=split_dim, is_expert=True)
-        local, *_, inputs = self.weight.shape
-        self._shape = (local, -1, inputs)  # [experts, out, in]
-        self.bias = None
-        if bias:
-            self.bias = context.new_parameter(
-                shape[:-1],
-                init=ZEROS,
-                split_dim=None if sums else split_dim,
-                partial_gradient=sums and context.layout.expert_tensor.size > 1,
-                is_expert=True,
-            )
-        self._bias_share = 1 / context.layout.expert_tensor.size if sums else 1.0
-        self._product = choose_grouped_product(
-            context.device,
-            context.compute_dtype,
-            context.kernels.library,
-            context.kernels.expert_casts,
-        )
-        context.registry.add_products(self.weight, self._product)
-        self._gradient = context.registry.reserve_slot(self.weight)
-        self._queue = context.weight_gradients
-
-    def forward(self, rows: Tensor, grouping: Grouping) -> Tensor:
-        """Multiply each expert's rows: [n, in] -> [n, out]."""
-        weight, owner = self.weight.view(self._shape), None
-        if self._queue is not None or self._gradient.slot is not None:
-            owner = Owner(self.weight, self._queue, self._gradient.slot)
-            weight = weight.detach()
-            if not rows.requires_grad and torch.is_grad_enabled():
-                rows = rows.detach().requires_grad_()  # backward must reach the product
-        out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._product, owner)
-        if self.bias is None:
-            return out
-        # Rows without an expert take a row of zeros, so their gradients, which may be any values,
-        # are dropped.
-        biases = F.pad(self.bias.view(self._shape[:-1]), (0, 0, 0, 1))
-        if self._bias_share < 1:
-            biases = biases * self._bias_share
-        return out + biases[grouping.expert_of_row()]
-
-
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        grouping: Grouping,
-        product: GroupedProduct,
-        owner: Owner | None,
-    ) -> Tensor:
-        out, factors = product.forward(rows, weight, grouping.ends)
-        ctx.save_for_backward(rows, grouping.ends, *factors)
-        ctx.product, ctx.owner, ctx.like = product, owner, (weight.shape, weight.dtype)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, ends, *factors = ctx.saved_tensors
-        product: GroupedProduct = ctx.product
-        shape, dtype = ctx.like
-        owner: Owner | None = ctx.owner
-        grad = grad.contiguous()
-        input_grad = weight_grad = None
-        if ctx.needs_input_grad[0]:
-            input_grad = product.input_gradient(grad, tuple(factors), ends)
-        if owner is not None and owner.weight.requires_grad:
-            owner.take(_WeightGradient(product, grad, rows, ends, shape))
-        elif ctx.needs_input_grad[1]:
-            weight_grad = grad.new_empty(shape, dtype=dtype)
-            product.weight_gradient(grad, rows, ends, weight_grad, accumulate=False)
-        return input_grad, weight_grad, None, None, None
-
-
-class _WeightGradient:
-    """The product that gives all experts' weight gradients, still to be computed."""
-
-    def __init__(
-        self, product: GroupedProduct, grad: Tensor, rows: Tensor, ends: Tensor, shape: torch.Size
-    ) -> None:
-        self._product, self._factors, self._shape = product, (grad, rows, ends), shape
-
-    def start(self) -> None:
-        """Do nothing: both factors are here."""
-
-    def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        """Write the gradient to `into` [experts out, in], or add it."""
-        into = into.view(self._shape)
-        self._product.weight_gradient(*self._factors, into, accumulate=accumulate)

@@ -277,9 +277,9 @@ class Adapter(nn.ModuleDict):
         return all_reduce(x, self.layout.tensor) if self.split == "row" else x
 
 
-def projections_of(linear: Linear) -> tuple[str, ...]:
-    """Return the names of a layer's projections."""
-    return _projections(linear).names
+def projections_of(linear: nn.Module) -> tuple[str, ...]:
+    """Return the names of a layer's projections. A layer of experts has only one."""
+    return _projections(linear).names if isinstance(linear, Linear) else (WHOLE,)
 
 
 def _projections(linear: Linear) -> Projections:

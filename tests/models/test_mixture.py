@@ -18,7 +18,7 @@ from megatron.models.arithmetic import (
     largest_matrix,
 )
 from megatron.models.gpt import GPTModel
-from megatron.models.mixture import ExpertLinear, Mixture
+from megatron.models.mixture import Mixture
 from megatron.models.plan import (
     InitPlan,
     MicroBatch,
@@ -28,6 +28,7 @@ from megatron.models.plan import (
     WeightSplit,
 )
 from megatron.parallel.build import BuildContext
+from megatron.parallel.expert_linear import ExpertLinear
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue

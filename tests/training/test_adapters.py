@@ -7,6 +7,7 @@ import torch
 
 from megatron.config.adapters import is_of_adapter
 from megatron.errors import CheckpointError, ConfigError
+from megatron.kernels.grouped import Grouping
 from megatron.models.adapters import count_adapters
 from megatron.models.arithmetic import flops_per_token
 from megatron.parallel.layout import Layout
@@ -140,6 +141,63 @@ def test_a_mixture_has_adapters_outside_its_experts():
     assert "layers.0.mlp.shared.up.adapter.gate.b" in changed
 
 
+MIXTURE = "--num-experts 4 --moe-router-topk 2 "
+
+
+def test_experts_have_adapters():
+    flags = LORA + MIXTURE
+    begun = {n: p.detach().clone() for n, p in _build(flags).named_parameters()}
+    recorder, run = train_toy(Layout.single(), flags.split())
+    plain, _ = train_toy(Layout.single(), (NETWORK + MIXTURE).split())
+    assert recorder.values("lm loss")[0] == plain.values("lm loss")[0]
+    changed = {n for n, p in run.named_parameters() if not p.equal(begun[n])}
+    assert changed == {n for n in begun if is_of_adapter(n)}
+    shapes = {n: tuple(p.shape) for n, p in run.named_parameters()}
+    up, down = (f"layers.0.mlp.experts.{name}" for name in ("up", "down"))
+    *outputs, inputs = shapes[f"{up}.weight"]
+    assert shapes[f"{up}.adapter.weight.a"] == (4, 4, inputs)
+    assert shapes[f"{up}.adapter.weight.b"] == (*outputs, 4)
+    trained = sum(p.numel() for p in run.parameters() if p.requires_grad)
+    assert count_adapters(run.config.model, run.plan.embedding.vocabulary) == trained
+    # As if the weights themselves were other ones.
+    layer = run.parts[0].layers["0"].mlp.experts.up
+    rows, ends = torch.randn(6, inputs), torch.tensor([1, 3, 3, 6], dtype=torch.int32)
+    grouping = Grouping(torch.arange(6), torch.arange(6)[:, None], ends)
+    adapted = layer(rows, grouping)
+    with torch.no_grad():
+        layer.weight.copy_(layer.adapter.merged(layer.weight))
+    layer.adapter = None
+    torch.testing.assert_close(adapted, layer(rows, grouping))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--expert-model-parallel-size 2",
+        f"{_TP} --sequence-parallel",
+        f"{_TP} --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        "--zero-stage 3",
+        "--zero-stage 1 --expert-model-parallel-size 2",
+        _PP,
+    ],
+)
+def test_experts_in_every_layout(flags):
+    losses, norms = _whole(MIXTURE)
+    sizes = {"tensor": 2} if _TP in flags else {"pipeline": 2} if _PP in flags else {}
+    sizes |= {"expert": 2} if "--expert-model" in flags else {}
+    sizes |= {"expert_tensor": 1} if "--expert-tensor" in flags else {}
+    for ours in run_distributed(2, _train, f"{LORA} {MIXTURE} {flags}", **sizes):
+        assert ours[0] == pytest.approx(losses, rel=1e-5)
+        assert ours[1] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("flag", ["--use-dora", "--lora-dropout 0.1"])
+def test_what_adapters_of_experts_cannot_have(flag):
+    with pytest.raises(ConfigError, match=f"^{flag}: experts of a mixture"):
+        _build(f"{LORA} {MIXTURE} {flag}")
+    _build(f"{LORA} {MIXTURE} {flag} --lora-target-modules *.attention")
+
+
 def _build(flags):
     return build_toy(Layout.single(), flags.split())
 
@@ -163,7 +221,6 @@ def test_patterns_that_cannot_be_meant_are_refused(flags, told):
         ("--lora-rank 0", "--lora-rank 0: must be at least 1"),
         ("--use-dora --zero-stage 3", "--use-dora: "),
         ("--bf16 --fp8-format e4m3", "--lora-rank 4: frozen weights"),
-        ("--num-experts 4", "--lora-rank 4: experts"),
         ("--ckpt-format legacy --save x", "--lora-rank 4: --ckpt-format legacy"),
     ],
 )

@@ -20,6 +20,7 @@ from megatron.models.gpt import GPTModel
 from megatron.parallel.adapter import Adapter, AdapterPlan, projections_of
 from megatron.parallel.adapter_stack import AdapterRows, AdapterStack, StackedFactors
 from megatron.parallel.build import BuildContext
+from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import build_tokenizer, padded_vocabulary
 from tools.generation_benchmark.report import Decoding
@@ -158,6 +159,8 @@ def give_adapters(model: GPTModel, context: BuildContext, count: int, rank: int)
     rows = AdapterRows(tuple(map(str, range(count))))
     plan = AdapterPlan(rank, scale=1.0)
     for name, linear in linear_layers(model):
+        if not isinstance(linear, Linear):
+            continue  # requests cannot choose adapters of experts
         parts = []
         for index in range(1, 1 + count):
             adapter = Adapter(linear, projections_of(linear), plan, context, name)

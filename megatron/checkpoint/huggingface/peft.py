@@ -1,14 +1,17 @@
 """Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
 
 PEFT names an adapter's tensors after the module of `transformers` that it adapts. It gives queries,
-keys and values, gate and up an adapter each, as we do: each of its tensors is one of ours.
+keys and values, gate and up an adapter each, as we do: each of its tensors is one of ours. Those of
+a mixture's experts are stacked in two matrices (`target_parameters`): A [experts rank, in], B [out,
+rank experts].
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +29,13 @@ from megatron.config.adapters import lora_flags, plain_network
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 from megatron.parallel.adapter import Adapter, projections_of
+from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 from megatron.parallel.layers import Linear
 
 PeftNames = Mapping[str, tuple[str, HeldTensor]]  # by our name
 
+_LAYER = re.compile(r".*?layers\.\d+\.")
+_EXPERTS = "mlp.experts"  # of transformers 5, in whose modules all experts share a weight
 _PREFIX = "base_model.model."
 _SUFFIXES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 # What PEFT's configuration may ask for besides, and the only value that we have.
@@ -43,7 +49,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "trainable_token_indices": (None,),
     "layer_replication": (None,),
-    "target_parameters": (None, []),
     "exclude_modules": (None, []),
     "alora_invocation_tokens": (None,),
     "use_qalora": (False, None),
@@ -52,7 +57,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def peft_names(model: ModelConfig, layers: Mapping[str, Linear], family: Family) -> PeftNames:
+def peft_names(
+    model: ModelConfig, layers: Mapping[str, Linear | ExpertLinear], family: Family
+) -> PeftNames:
     """Return PEFT's name, and the shape, of each of our adapters' tensors, by our name.
 
     Args:
@@ -64,11 +71,13 @@ def peft_names(model: ModelConfig, layers: Mapping[str, Linear], family: Family)
         CheckpointError: A module of the family computes several of our projections.
     """
     found: dict[str, tuple[str, HeldTensor]] = {}
-    for ours, theirs in family.names(plain_network(model)):
+    for ours, modules in family.names(plain_network(model)):
         linear = layers.get(ours)
-        if linear is None or not isinstance(linear.adapter, Adapter):
+        if linear is None or not isinstance(linear.adapter, Adapter | ExpertAdapter):
             continue
-        projections = projections_of(linear)
+        projections, theirs = projections_of(linear), tuple(modules)
+        if isinstance(linear, ExpertLinear):
+            theirs = (_experts_module(ours, theirs[0], layers),)
         if len(theirs) != len(projections):
             raise CheckpointError(
                 f"{theirs[0]} of a {family.name} model computes {', '.join(projections)} at once, "
@@ -81,6 +90,58 @@ def peft_names(model: ModelConfig, layers: Mapping[str, Linear], family: Family)
                     name = f"model.{ours}.adapter.{projection}.{kind}"
                     found[name] = (f"{_PREFIX}{module}.{_SUFFIXES[kind]}", held)
     return found
+
+
+def _experts_module(ours: str, theirs: str, layers: Mapping[str, Linear | ExpertLinear]) -> str:
+    """Return the name under which PEFT adapts a weight of all experts.
+
+    PEFT wraps the module of the experts once for each weight, the last one outermost.
+
+    Args:
+        ours: Our name of the layer.
+        theirs: The module of its first tensor in files.
+        layers: The layers that have adapters.
+    """
+    match = _LAYER.match(theirs)
+    assert match is not None
+    is_inner = ours.endswith(".up") and f"{ours.removesuffix('.up')}.down" in layers
+    return f"{match.group()}{_EXPERTS}{'.base_layer' if is_inner else ''}"
+
+
+def _is_stacked(shape: Sequence[int]) -> bool:
+    """Return whether an adapter's tensor has an entry for each expert."""
+    return len(shape) > 2
+
+
+def to_peft(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return an adapter's tensor as PEFT has it.
+
+    Args:
+        tensor: The tensor; that of experts is A [experts, rank, in] or B [experts, ..., rank].
+        kind: "a" or "b".
+    """
+    if not _is_stacked(tensor.shape):
+        return tensor
+    if kind == "a":
+        return tensor.flatten(0, 1)
+    return tensor.flatten(1, -2).permute(1, 2, 0).flatten(1).contiguous()
+
+
+def _from_peft(tensor: torch.Tensor, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return PEFT's tensor in our shape."""
+    if not _is_stacked(shape) or kind == "a":
+        return tensor.view(shape)
+    experts, *_, rank = shape
+    return tensor.view(-1, rank, experts).permute(2, 0, 1).reshape(shape)
+
+
+def _peft_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that PEFT's tensor has."""
+    return tuple(to_peft(torch.empty(shape, device="meta"), _kind_of(name)).shape)
+
+
+def _kind_of(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 class PeftReader(Reader):
@@ -134,12 +195,13 @@ class PeftReader(Reader):
             raise CheckpointError(f"{path / ADAPTER}: {missing[0]} is missing: {self._remedy}")
         self._places = {ours[name]: place for name, place in theirs.items()}
         self.held = {
-            name: HeldTensor(place.shape, DTYPES[place.dtype])
+            name: HeldTensor(names[name][1].shape, DTYPES[place.dtype])
             for name, place in self._places.items()
         }
         for name, (_, wanted) in names.items():
-            if self.held[name].shape != wanted.shape:
-                shapes = f"{list(self.held[name].shape)}, but it is {list(wanted.shape)} here"
+            found, expected = self._places[name].shape, _peft_shape(name, wanted.shape)
+            if found != expected:
+                shapes = f"{list(found)}, but it is {list(expected)} here"
                 raise CheckpointError(
                     f"{path / ADAPTER}: {names[name][0]} has shape {shapes}: the adapter is for "
                     "another network: load that with --load"
@@ -169,7 +231,8 @@ class PeftReader(Reader):
             )
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        whole = self._file.tensor(self._places[name])
+        shape = self.held[name].shape
+        whole = _from_peft(self._file.tensor(self._places[name]), _kind_of(name), shape)
         return whole[wanted.within(Box.whole(tuple(whole.shape)))]
 
 
@@ -232,12 +295,11 @@ def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> Pe
 
 def _remedy(said: dict[str, Any]) -> str:
     """Return the flags that give an adapter the settings of PEFT's configuration."""
-    targets = said.get("target_modules")
-    if isinstance(targets, str):
-        targets = [targets]
-    shown = None
-    if isinstance(targets, list):
-        shown = {one.rpartition(".")[2] for one in targets if isinstance(one, str)}
+    shown = set()
+    for key in ("target_modules", "target_parameters"):
+        targets = said.get(key)
+        targets = targets if isinstance(targets, list) else [targets]
+        shown |= {one.rpartition(".")[2] for one in targets if isinstance(one, str)}
     flags = lora_flags(
         rank=said.get("r", 8),
         alpha=said.get("lora_alpha", 8),
@@ -266,9 +328,16 @@ class AdapterExport:
     def tensors(self) -> dict[str, LazyTensor]:
         """Return the tensors by name. Each is read only when it is written."""
         return {
-            theirs: LazyTensor(*self.reader.held[ours], partial(self.reader.read, ours))
-            for ours, (theirs, _) in self.names.items()
+            theirs: LazyTensor(
+                _peft_shape(ours, held.shape),
+                self.reader.held[ours].dtype,
+                partial(self._read, ours),
+            )
+            for ours, (theirs, held) in self.names.items()
         }
+
+    def _read(self, ours: str) -> torch.Tensor:
+        return to_peft(self.reader.read(ours), _kind_of(ours))
 
     def config(self, base: str | None) -> dict[str, Any]:
         """Return adapter_config.json.
@@ -286,21 +355,30 @@ class AdapterExport:
             "lora_dropout": model.lora_dropout,
             "use_rslora": model.use_rslora,
             "use_dora": model.use_dora,
-            "target_modules": self._targets(),
+            "target_modules": self._targets(stacked=False),
+            "target_parameters": self._targets(stacked=True),
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
             "modules_to_save": None,
         }
 
-    def _targets(self) -> list[str]:
-        """Return the last words of the adapted modules, or whole names if layers differ."""
-        names = {
-            theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]
-            for theirs, _ in self.names.values()
-        }
+    def _targets(self, *, stacked: bool) -> list[str] | None:
+        """Return the ends of the names of what is adapted, or whole names if layers differ.
+
+        Args:
+            stacked: Whether to name weights of experts, instead of modules.
+        """
         by_end = defaultdict(set)
-        for name in names:
-            by_end[name.rpartition(".")[2]].add(name)
+        for ours, (theirs, held) in self.names.items():
+            if _is_stacked(held.shape) == stacked:
+                name = theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]
+                end = name.rpartition(".")[2]
+                if stacked:
+                    weight = "gate_up_proj" if ".up.adapter." in ours else "down_proj"
+                    end = f"experts.{weight}"
+                    name = f"{name.removesuffix('.base_layer')}.{weight}"
+                by_end[end].add(name)
         is_alike = all(len(held) == self.model.num_layers for held in by_end.values())
-        return sorted(by_end if is_alike else names)
+        names = sorted(by_end if is_alike else set().union(*by_end.values()))
+        return names or None

@@ -20,33 +20,44 @@ KINDS = {
     "dora": {"use_dora": True},
     "some": {"target_modules": ["q_proj", "v_proj", "up_proj"]},
 }
+# "all-linear" would mean the modules of older versions of transformers, with other ranks.
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MIXTURES = {
+    "mixtral": {
+        "target_modules": _ATTENTION,
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    },
+    "qwen3_moe": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
+}
 VOCAB = 32
 
 
 def main(out: Path) -> None:
-    """Write a tiny Llama, an adapter of each kind, and logits and gradients of each."""
+    """Write tiny models, an adapter of each kind, and logits and gradients of each."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-    )
-    base = transformers.LlamaForCausalLM(config).float()
-    with torch.no_grad():
-        for parameter in base.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(6)  # so that attention is far from even
-    base.save_pretrained(out / "base")
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+    }
+    write_base(transformers.LlamaConfig(**sizes), out / "base")
     tokens = torch.randint(0, VOCAB, (2, 12))
+    experts = {"num_experts_per_tok": 2, "output_router_logits": False}
+    mixtral = transformers.MixtralConfig(**sizes, **experts, num_local_experts=4)
+    write_base(mixtral, out / "base_mixtral")
+    experts |= {"moe_intermediate_size": 20, "head_dim": 4, "norm_topk_prob": True}
+    qwen = transformers.Qwen3MoeConfig(**sizes, **experts, num_experts=4)
+    write_base(qwen, out / "base_qwen3_moe")
     versions = {"peft": peft.__version__, "transformers": transformers.__version__}
     record = {"versions": versions, "tokens": tokens.tolist()}
-    for kind, options in KINDS.items():
+    for kind, options in (KINDS | MIXTURES).items():
         torch.manual_seed(1)
-        base = transformers.LlamaForCausalLM.from_pretrained(out / "base").float()
+        folder = out / (f"base_{kind}" if kind in MIXTURES else "base")
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder).float()
         settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
         model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, **settings))
         with torch.no_grad():
@@ -55,6 +66,7 @@ def main(out: Path) -> None:
                     parameter.normal_(0, 0.1)
                 if "magnitude" in name:
                     parameter.mul_(1.2)
+        model.peft_config["default"].base_model_name_or_path = None  # a path of this machine
         model.save_pretrained(out / kind)
         (out / kind / "README.md").unlink()
         logits = model(input_ids=tokens).logits
@@ -72,6 +84,16 @@ def main(out: Path) -> None:
             "gradients": {name: values.tolist() for name, values in gradients.items()},
         }
     (out / "record.json").write_text(json.dumps(record) + "\n")
+
+
+def write_base(config: transformers.PretrainedConfig, folder: Path) -> None:
+    """Write a model with random weights."""
+    base = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in base.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6)  # so that attention is far from even
+    base.save_pretrained(folder)
 
 
 if __name__ == "__main__":

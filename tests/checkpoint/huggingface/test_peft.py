@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from megatron.checkpoint.huggingface.families import families
-from megatron.checkpoint.huggingface.peft import peft_names
+from megatron.checkpoint.huggingface.peft import peft_names, to_peft
 from megatron.device import Device
 from megatron.errors import CheckpointError
 from megatron.inference.load import load_gpt
@@ -31,6 +31,13 @@ KINDS = {
     "rslora": "--use-rslora",
     "dora": "--use-dora",
     "some": "--lora-target-modules q_proj v_proj up_proj",
+    "mixtral": "--lora-target-modules *.attention experts.up experts.down",
+    "qwen3_moe": "--lora-target-modules q_proj gate_up_proj",
+}
+_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
+MIXTURES = {
+    "mixtral": f"{_EXPERTS} --rotary-base 1000000 --norm-epsilon 1e-5",
+    "qwen3_moe": f"{_EXPERTS} --moe-ffn-hidden-size 20 --kv-channels 4 --qk-layernorm",
 }
 NETWORK = """
     --num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 24 --swiglu
@@ -41,9 +48,17 @@ NETWORK = """
 """
 
 
-def _words(kind, base=HERE / "base", more=""):
-    return f"""{NETWORK} --load {base} --finetune --load-adapter {HERE / kind} --lora-rank 4
-        --lora-alpha 8 {KINDS[kind]} --train-iters 1 {more}""".split()
+def _base(kind):
+    return HERE / (f"base_{kind}" if kind in MIXTURES else "base")
+
+
+def _network(kind):
+    return f"{NETWORK} {MIXTURES.get(kind, '')}"
+
+
+def _words(kind, more=""):
+    return f"""{_network(kind)} --load {_base(kind)} --finetune --load-adapter {HERE / kind}
+        --lora-rank 4 --lora-alpha 8 {KINDS[kind]} --train-iters 1 {more}""".split()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,11 +72,12 @@ def test_logits_loss_and_gradients_are_pefts(kind):
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-5)
     gradients = {f"model.{n}": p.grad for n, p in run.named_parameters() if p.requires_grad}
     layers = adapted_layers(run.config.model, 32)
-    names = peft_names(run.config.model, layers, families()["llama"])
+    names = peft_names(run.config.model, layers, families()[kind if kind in MIXTURES else "llama"])
     assert gradients.keys() == names.keys()
     for ours, (theirs, _) in names.items():
         key = theirs if theirs.endswith(".weight") else f"{theirs}.weight"
-        found, wanted = gradients[ours].flatten(), torch.tensor(expected["gradients"][key])
+        found = to_peft(gradients[ours], ours.rpartition(".")[2]).flatten()
+        wanted = torch.tensor(expected["gradients"][key])
         torch.testing.assert_close(found[:: found.numel() // 8], wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -70,7 +86,7 @@ def _losses(layout, words):
     return recorder.values("lm loss")
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "mixtral"])
 def test_every_rank_loads_its_part(kind):
     flags = _words(kind, more="--train-iters 3")
     (losses,) = run_distributed(1, _losses, flags)
@@ -101,8 +117,10 @@ def test_an_adapter_comes_out_as_it_went_in(trained, tmp_path):
     assert all(ours[name].equal(theirs[name]) for name in theirs)
     written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     original = json.loads((HERE / kind / "adapter_config.json").read_text())
-    for key in written.keys() - {"target_modules"}:
+    for key in written.keys() - {"target_modules", "target_parameters"}:
         assert written[key] == original[key], key
+    experts = set(original["target_parameters"] or ())
+    assert set(written["target_parameters"] or ()) == experts
     ends = {name.rpartition(".")[2] for name in original["target_modules"]}
     assert set(written["target_modules"]) == ends
 
@@ -112,7 +130,7 @@ def test_merged_weights_compute_the_same(trained, tmp_path):
     served = load_gpt(str(checkpoint), Device.cpu(), row_by_row=False)
     assert not any("adapter" in name for name, _ in served.model.named_parameters())
     _convert("hf", checkpoint, tmp_path / "hf")
-    flags = f"{NETWORK} --load {tmp_path / 'hf'} --finetune --train-iters 1"
+    flags = f"{_network(kind)} --load {tmp_path / 'hf'} --finetune --train-iters 1"
     exported = build_toy(Layout.single(), flags.split())
     wanted = torch.tensor(RECORD[kind]["logits"])
     for model in (served.model, exported.parts[0]):
@@ -127,9 +145,10 @@ def test_peft_loads_ours(trained, tmp_path):
     _convert("peft", checkpoint, tmp_path / "peft")
     _convert("hf", checkpoint, tmp_path / "hf")
     wanted = torch.tensor(RECORD[kind]["logits"])
-    base = transformers.LlamaForCausalLM.from_pretrained(HERE / "base")
+    model_class = transformers.AutoModelForCausalLM
+    base = model_class.from_pretrained(_base(kind))
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
-    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    merged = model_class.from_pretrained(tmp_path / "hf")
     for model in (adapted, merged):
         with torch.no_grad():
             found = model.eval()(TOKENS).logits[:, ::4]

@@ -1,0 +1,230 @@
+"""Linear layers of a mixture's experts, and their low-rank adapters (LoRA).
+
+All experts' weights are one tensor [experts, out, in]. Rows are grouped by expert, and each group
+is multiplied by its expert's matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.kernels.grouped import GroupedProduct, Grouping, choose_grouped_product
+from megatron.parallel.adapter import WHOLE, AdapterPlan
+from megatron.parallel.build import BuildContext
+from megatron.parallel.linear import Owner
+from megatron.parallel.parameter import ZEROS, Init
+
+_ALIGNED = 8  # PyTorch's grouped products take rows of multiples of 16 bytes
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer for each expert, y = x W^T + b on the expert's rows.
+
+    If expert tensor ranks sum their outputs, each rank adds an equal share of the bias. The bias
+    then has a gradient on every rank, and all ranks send their buckets in the same order.
+
+    Args:
+        shape: Shape of all weights: experts, outputs (or parts and outputs of a part), inputs.
+        context: Layout, device, kernels and number formats.
+        split_dim: The dimension that is split over expert tensor ranks.
+        init: Distribution of the initial weights.
+        bias: Whether each expert has a bias.
+
+    Attributes:
+        adapter: What adds trained products to those of frozen weights, if anything.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        context: BuildContext,
+        *,
+        split_dim: int,
+        init: Init,
+        bias: bool,
+    ) -> None:
+        """Allocate the weights and reserve their gradient's slot."""
+        super().__init__()
+        self.adapter: ExpertAdapter | None = None
+        self.shape, self.split_dim = shape, split_dim
+        sums = split_dim == len(shape) - 1
+        self.weight = context.new_parameter(shape, init=init, split_dim=split_dim, is_expert=True)
+        local, *_, inputs = self.weight.shape
+        self._shape = (local, -1, inputs)  # [experts, out, in]
+        self.bias = None
+        if bias:
+            self.bias = context.new_parameter(
+                shape[:-1],
+                init=ZEROS,
+                split_dim=None if sums else split_dim,
+                partial_gradient=sums and context.layout.expert_tensor.size > 1,
+                is_expert=True,
+            )
+        self._bias_share = 1 / context.layout.expert_tensor.size if sums else 1.0
+        self._product = choose_grouped_product(
+            context.device,
+            context.compute_dtype,
+            context.kernels.library,
+            context.kernels.expert_casts,
+        )
+        context.registry.add_products(self.weight, self._product)
+        self._gradient = context.registry.reserve_slot(self.weight)
+        self._queue = context.weight_gradients
+
+    def forward(self, rows: Tensor, grouping: Grouping) -> Tensor:
+        """Multiply each expert's rows: [n, in] -> [n, out]."""
+        weight, owner = self.weight.view(self._shape), None
+        if self._queue is not None or self._gradient.slot is not None:
+            owner = Owner(self.weight, self._queue, self._gradient.slot)
+            weight = weight.detach()
+            if not rows.requires_grad and torch.is_grad_enabled():
+                rows = rows.detach().requires_grad_()  # backward must reach the product
+        out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._product, owner)
+        if self.adapter is not None:
+            out = out + self.adapter(rows, grouping)
+        if self.bias is None:
+            return out
+        # Rows without an expert take a row of zeros, so their gradients, which may be any values,
+        # are dropped.
+        biases = F.pad(self.bias.view(self._shape[:-1]), (0, 0, 0, 1))
+        if self._bias_share < 1:
+            biases = biases * self._bias_share
+        return out + biases[grouping.expert_of_row()]
+
+
+class ExpertFactors(nn.Module):
+    """The weights of all experts' adapters: a [experts, rank, in], b [experts, out, rank].
+
+    If expert tensor ranks split the inputs, each multiplies its part of them by A, and the results
+    by all of B: the sum over ranks that follows the layer is that of the adapters, too.
+
+    Args:
+        linear: The layer.
+        plan: The sizes.
+        context: The layer's build context.
+    """
+
+    def __init__(self, linear: ExpertLinear, plan: AdapterPlan, context: BuildContext) -> None:
+        """Allocate the weights; B starts at zero, so that the layer starts as it was."""
+        super().__init__()
+        experts, *outputs, inputs = linear.shape
+        is_row = linear.split_dim == len(linear.shape) - 1
+        is_divided = context.layout.expert_tensor.size > 1
+        self.a = context.new_parameter(
+            (experts, plan.rank, inputs),
+            init=Init("uniform", 1 / math.sqrt(inputs)),  # PEFT's, as in `Factors`
+            split_dim=2 if is_row else None,
+            partial_gradient=not is_row and is_divided,
+            is_expert=True,
+        )
+        self.b = context.new_parameter(
+            (experts, *outputs, plan.rank),
+            init=ZEROS,
+            split_dim=None if is_row else linear.split_dim,
+            partial_gradient=is_row and is_divided,
+            is_expert=True,
+        )
+
+
+class ExpertAdapter(nn.ModuleDict):
+    """The adapters of a linear layer of all experts.
+
+    Each expert has an A and a B of its own for the whole layer, as in PEFT: gate and up share them.
+
+    Args:
+        linear: The layer.
+        plan: The sizes. Dropout and trained lengths (DoRA) are not supported.
+        context: The layer's build context.
+    """
+
+    def __init__(self, linear: ExpertLinear, plan: AdapterPlan, context: BuildContext) -> None:
+        """Allocate the factors."""
+        super().__init__({WHOLE: ExpertFactors(linear, plan, context)})
+        self.plan = plan
+        self._experts = len(linear.weight)
+        self._product = GroupedProduct()
+        if plan.rank % _ALIGNED == 0:
+            self._product = choose_grouped_product(
+                context.device, context.compute_dtype, context.kernels.library
+            )
+
+    def forward(self, rows: Tensor, grouping: Grouping) -> Tensor:
+        """Return what the adapters add to each expert's rows: [n, in] -> [n, out]."""
+        a, b = self._factors()
+        low: Tensor = _GroupedProduct.apply(rows, a, grouping, self._product, None)
+        scaled = low * self.plan.scale
+        out: Tensor = _GroupedProduct.apply(scaled, b, grouping, self._product, None)
+        return out
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return, in fp32, the weight that gives the same outputs without an adapter.
+
+        Args:
+            weight: The frozen weight.
+        """
+        a, b = self._factors()
+        return weight.float() + self.plan.scale * (b.float() @ a.float()).view(weight.shape)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Return A [experts, rank, in] and B [experts, out, rank]."""
+        factors = self[WHOLE]
+        assert isinstance(factors, ExpertFactors)
+        # ZeRO stage 3 makes matrices of them.
+        a = factors.a.view(self._experts, self.plan.rank, -1)
+        return a, factors.b.view(self._experts, -1, self.plan.rank)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        grouping: Grouping,
+        product: GroupedProduct,
+        owner: Owner | None,
+    ) -> Tensor:
+        out, factors = product.forward(rows, weight, grouping.ends)
+        ctx.save_for_backward(rows, grouping.ends, *factors)
+        ctx.product, ctx.owner, ctx.like = product, owner, (weight.shape, weight.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends, *factors = ctx.saved_tensors
+        product: GroupedProduct = ctx.product
+        shape, dtype = ctx.like
+        owner: Owner | None = ctx.owner
+        grad = grad.contiguous()
+        input_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            input_grad = product.input_gradient(grad, tuple(factors), ends)
+        if owner is not None and owner.weight.requires_grad:
+            owner.take(_WeightGradient(product, grad, rows, ends, shape))
+        elif ctx.needs_input_grad[1]:
+            weight_grad = grad.new_empty(shape, dtype=dtype)
+            product.weight_gradient(grad, rows, ends, weight_grad, accumulate=False)
+        return input_grad, weight_grad, None, None, None
+
+
+class _WeightGradient:
+    """The product that gives all experts' weight gradients, still to be computed."""
+
+    def __init__(
+        self, product: GroupedProduct, grad: Tensor, rows: Tensor, ends: Tensor, shape: torch.Size
+    ) -> None:
+        self._product, self._factors, self._shape = product, (grad, rows, ends), shape
+
+    def start(self) -> None:
+        """Do nothing: both factors are here."""
+
+    def compute(self, into: Tensor, *, accumulate: bool) -> None:
+        """Write the gradient to `into` [experts out, in], or add it."""
+        into = into.view(self._shape)
+        self._product.weight_gradient(*self._factors, into, accumulate=accumulate)
