@@ -5,7 +5,8 @@ A record is told by its keys:
     messages                        OpenAI and TRL: a list of {"role", "content"}
     conversations                   ShareGPT: a list of {"from", "value"}
     prompt, completion              two strings, or two lists of messages
-    prompt, chosen, rejected        preferences; without a prompt it is what both begin with
+    prompt, chosen, rejected        preferences; without a prompt, or with a text beside messages,
+                                    the prompt is what both answers begin with
     text                            a text, all of which is trained
 
 Every function raises a ValueError that says what is wrong and how to fix it; the caller adds the
@@ -130,7 +131,7 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
     if name == "messages":
         return [_chat(_messages(record, "messages"), record)]
     answers = ("chosen", "rejected") if preferences else ("completion",)
-    if preferences and record.get("prompt") is None:
+    if preferences and (record.get("prompt") is None or _has_text_beside_messages(record)):
         record = _with_prompt(record)
     kinds = {isinstance(record[key], str) for key in ("prompt", *answers)}
     if len(kinds) > 1:
@@ -152,8 +153,17 @@ def _text(record: Record, key: str) -> str:
     return value
 
 
+def _has_text_beside_messages(record: Record) -> bool:
+    """Return whether the prompt is a text and both answers are messages, as in UltraFeedback."""
+    kinds = [type(record[key]) for key in ("prompt", "chosen", "rejected")]
+    return kinds == [str, list, list]
+
+
 def _with_prompt(record: Record) -> Record:
-    """Return a preference with the prompt that its two answers have in common."""
+    """Return a preference with the prompt that its two answers have in common.
+
+    A prompt that is a text repeats it, or is the user's turn if they have nothing in common.
+    """
     chosen, rejected = record["chosen"], record["rejected"]
     if not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
         raise ValueError("'chosen' and 'rejected' are of two kinds: write two strings or two lists")
@@ -163,7 +173,10 @@ def _with_prompt(record: Record) -> Record:
         raise ValueError("'chosen' and 'rejected' are the same: remove the line")
     if isinstance(chosen, str) and chosen[:common].endswith(" "):
         common -= 1  # tokens begin with the space before their word
-    parts = {"prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
+    prompt = chosen[:common]
+    if not common and record.get("prompt"):  # the answers alone, and the question as a text
+        prompt = [{"role": "user", "content": record["prompt"]}]
+    parts = {"prompt": prompt, "chosen": chosen[common:], "rejected": rejected[common:]}
     return {**record, **parts}
 
 

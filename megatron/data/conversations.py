@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from megatron.data.conversation_records import (
 )
 from megatron.data.preprocess import choose_workers, map_in_order
 from megatron.data.text_input import BadLine, TextBlock, find_inputs, parquet_columns, read_blocks
+from megatron.durable import writing_to
 from megatron.errors import ConfigError, DataError, shortage_errors, warn
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.chat_template import (
@@ -449,7 +451,11 @@ def load_examples(
                 )
             if not os.path.getsize(file):
                 raise DataError(f"--input {file}: the file is empty: give conversations")
-        build = partial(_build, files, encoder, workers, skip_bad_lines, flag)
+
+        def build() -> tuple[NDArray[Any], ...]:
+            folder = _writable(cache.folders)
+            return _build(files, encoder, workers, skip_bad_lines, flag, folder)
+
         specs = [
             ArraySpec("tokens", np.dtype(np.int32), (0,)),
             ArraySpec("trained", np.dtype(np.bool_), (0,)),
@@ -496,9 +502,12 @@ def _build(
     workers: int | None,
     skip_bad_lines: bool,
     flag: str,
+    folder: Path | None,
 ) -> tuple[NDArray[Any], ...]:
-    """Tokenize the files: the ids, whether each is trained, the lengths, the counts."""
-    pieces: list[EncodedExamples] = []
+    """Tokenize the files: the ids, whether each is trained, the lengths, the counts.
+
+    Ids are collected in files in `folder`, because they may be larger than the memory.
+    """
     counts: Counter[str] = Counter()
     lines: Counter[str] = Counter()  # those before the block, by file
     told: Counter[str] = Counter()
@@ -506,6 +515,10 @@ def _build(
     with (
         shortage_errors(_LESS_MEMORY),
         map_in_order(encoder, partial(_blocks, files), number, _LESS_MEMORY) as results,
+        writing_to("--data-cache-path", folder or tempfile.gettempdir()),
+        _Collected(np.int32, folder) as tokens,
+        _Collected(np.bool_, folder) as trained,
+        _Collected(np.int64, folder) as lengths,
     ):
         for encoded in results:
             path = encoded.block.path
@@ -517,11 +530,55 @@ def _build(
                 if told[path] <= _TOLD:
                     last = "; further ones are only counted" if told[path] == _TOLD else ""
                     warn(f"{what}; left out{last}")
-            pieces.append(encoded)
+            tokens.add(encoded.tokens)
+            trained.add(encoded.trained)
+            lengths.add(encoded.lengths)
+            counts["tokens"] += len(encoded.tokens)
+            counts["trained"] += int(encoded.trained.sum())
             counts += encoded.counts
             lines[path] += encoded.lines
-    tokens = np.concatenate([np.empty(0, np.int32), *(piece.tokens for piece in pieces)])
-    trained = np.concatenate([np.empty(0, np.bool_), *(piece.trained for piece in pieces)])
-    lengths = np.concatenate([np.empty(0, np.int64), *(piece.lengths for piece in pieces)])
-    counts["tokens"], counts["trained"] = len(tokens), int(trained.sum())
-    return tokens, trained, lengths, np.array([counts[name] for name in _COUNTS], np.int64)
+        counted = np.array([counts[name] for name in _COUNTS], np.int64)
+        return tokens.whole(), trained.whole(), lengths.whole(), counted
+
+
+class _Collected:
+    """An array that grows in a file without a name, which ends with the last view of the array.
+
+    Args:
+        dtype: The type of its items.
+        folder: The file's folder, or `None` for that of temporary files.
+    """
+
+    def __init__(self, dtype: type[np.generic], folder: Path | None) -> None:
+        """Begin without items."""
+        self._dtype = np.dtype(dtype)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - see __exit__
+
+    def __enter__(self) -> _Collected:
+        """Return the array itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file; the array stays."""
+        self._file.close()
+
+    def add(self, items: NDArray[Any]) -> None:
+        """Append items."""
+        self._file.write(np.ascontiguousarray(items, self._dtype).data)
+
+    def whole(self) -> NDArray[Any]:
+        """Return all items, mapped."""
+        self._file.flush()
+        if not self._file.tell():
+            return np.empty(0, self._dtype)
+        return np.memmap(self._file, self._dtype, "r").view(np.ndarray)
+
+
+def _writable(folders: Sequence[Path]) -> Path | None:
+    """Return the last folder, which is made if needed, or `None` if it cannot be written to."""
+    with suppress(OSError):
+        for folder in folders[-1:]:
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    return None

@@ -248,15 +248,28 @@ def test_a_preference_is_two_examples_with_one_prompt(folder: Path, tmp_path: Pa
     encoder = _encoder(folder, preferences=True)
     implicit = {key: [USER, *PREFERENCE[key]] for key in ("chosen", "rejected")}
     strings = {"chosen": "One two three", "rejected": "One two four"}
-    found = _load(tmp_path, encoder, [PREFERENCE, implicit, strings])
+    repeated = {"prompt": USER["content"], **implicit}
+    question = {**PREFERENCE, "prompt": USER["content"]}
+    found = _load(tmp_path, encoder, [PREFERENCE, implicit, strings, repeated, question])
     answers = ["Hi there.<|endoftext|>", "No.<|endoftext|>"]
     ends = [" three<|endoftext|>", " four<|endoftext|>"]
-    assert _trained(encoder, found) == [*answers, *answers, *ends]
-    for pair in range(3):
+    assert _trained(encoder, found) == [*answers, *answers, *ends, *answers, *answers]
+    for one in (1, 3, 4):
+        assert np.array_equal(found[2 * one][0], found[0][0])
+    for pair in range(5):
         chosen, rejected = found[2 * pair], found[2 * pair + 1]
         assert np.array_equal(chosen[0][~chosen[1]], rejected[0][~rejected[1]])
     with pytest.raises(ConfigError, match="tear preferences apart"):
         _encoder(folder, preferences=True, truncation="split")
+
+
+def test_ids_are_collected_in_a_file_not_in_memory(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(_said(USER, ANSWER)))
+    found = load_examples(str(path), _encoder(folder), IndexCache(()), workers=1)
+    for array in (found.tokens, found.trained, found.lengths):
+        assert isinstance(array.base, np.memmap)
+    assert list(tmp_path.iterdir()) == [path]  # the files have no name
 
 
 def test_turns_without_weight_are_context_only(folder: Path, tmp_path: Path) -> None:
