@@ -82,3 +82,11 @@ def test_conversations_are_distilled(tmp_path: Path) -> None:
         stages = run_distributed(2, _finetune, tmp_path, [*source, *deep, "2"], pipeline=2)
         for ours, wanted in zip(stages[-1], expected, strict=True):
             assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+    lora = ["--teacher-load", teacher, "--lora-rank", "4"]
+    alone = _finetune(Layout.single(), tmp_path, lora)
+    assert alone[1][-1] < alone[1][0]
+    for words, sizes in (("--zero-stage 2", {}), ("--tensor-model-parallel-size 2", {"tensor": 2})):
+        split = run_distributed(2, _finetune, tmp_path, [*lora, *words.split()], **sizes)
+        for ours, wanted in zip(split[-1], alone, strict=True):
+            assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _losses(layout: Layout, folder: Path, count: int, words: Sequence[str]) -> list[float]:
-    """The losses of a run each of whose updates trains on every conversation."""
+    """The losses of a run, each of whose updates trains on every conversation by default."""
     given = [*derive_flags(folder)[1], *_FLAGS, "--load", str(folder), *words]
     given += ["--train-data-path", str(folder / f"{count}.jsonl")]
 
@@ -59,7 +59,8 @@ def _losses(layout: Layout, folder: Path, count: int, words: Sequence[str]) -> l
 
     config = parse()
     rows = GPTRecipe().epoch_samples(config, build_tokenizer(config.tokenizer), layout)
-    config = parse("--global-batch-size", str(rows))
+    if "--global-batch-size" not in words:
+        config = parse("--global-batch-size", str(rows))
     run, recorder = (
         build_run(config, GPTRecipe(), toy_device(layout.world.rank), layout),
         Recorder(),
@@ -138,3 +139,25 @@ def test_the_export_has_the_template_and_the_end_of_turns(folder: Path, tmp_path
         "<|endoftext|>",
         "<|system|>",
     ]
+
+
+LORA = ["--lora-rank", "4", "--lr", "1e-2"]
+
+
+@pytest.mark.parametrize("words", [[], LORA, [*LORA, "--zero-stage", "3"]])
+def test_two_replicas_train_as_one_process(words: list[str], folder: Path) -> None:
+    """They have different rows, with different numbers of trained tokens."""
+    words = ["--train-epochs", "4", "--global-batch-size", "4", *words]
+    (alone,) = run_distributed(1, _losses, folder, FEW, words)
+    assert len(alone) == 7
+    assert min(alone) < alone[0] - 0.1
+    for losses in run_distributed(2, _losses, folder, FEW, words):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_adapters_resume_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    words = [*LORA, "--train-epochs", "4", "--lora-dropout", "0.1", "--save", str(tmp_path)]
+    words += ["--save-interval", "2"]
+    straight = _losses(Layout(), folder, FEW, words)
+    again = ["--load", str(tmp_path), "--ckpt-step", "2", "--no-finetune"]
+    assert _losses(Layout(), folder, FEW, [*words, *again]) == straight[2:]
