@@ -191,9 +191,9 @@ def student_losses(
 ) -> dict[str, Tensor]:
     """Return the sums of both losses over the labels that count, by log name.
 
-    Their values are as they are, for the log. Their gradients are weighted: those of their sum are
-    the gradients of (1 - A) * cross entropy + A * divergence. A token of which no entry is known,
-    because its logits could not be read, has the whole cross entropy and no divergence.
+    The values are not weighted, because they are logged. The gradients are: the gradient of the sum
+    is that of (1 - A) * cross entropy + A * divergence. A token without known entries, because its
+    logits could not be read, has the whole cross entropy and no divergence.
 
     Args:
         logits: The student's logits [b, s, v/t]. Their gradient overwrites them.

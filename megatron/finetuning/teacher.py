@@ -267,7 +267,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
 
 
 class _Writer(NamedTuple):
-    """What computes the logits of a file."""
+    """The computation of the logits of a file."""
 
     config: RunConfig
     recipe: LearningRecipe

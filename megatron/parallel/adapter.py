@@ -176,7 +176,7 @@ class Adapter(nn.ModuleDict):
 
     @torch.no_grad()
     def start(self, weight: Tensor) -> None:
-        """Let the trained lengths of rows be those of the frozen weight. Collective."""
+        """Set the trained lengths of rows to those of the frozen weight. Collective."""
         matrix = weight.flatten(0, -2)
         squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
         lengths = self._over_inputs(squares).sqrt_()
