@@ -192,6 +192,15 @@ def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     return tokens.gather(1, _draw(best, choices).unsqueeze(1)).squeeze(1)
 
 
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Return log-probabilities [k, v] of logits, whose bits do not depend on the other rows."""
+    if Device(logits.device).is_gpu:  # where the order of a plain sum depends on the number of rows
+        return logits.log_softmax(dim=-1)
+    # As `kernels/cross_entropy.py` computes them, so that training finds the same bits.
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    return logits - logits.exp().sum(dim=-1, keepdim=True).log()
+
+
 def _fill_in_logprobs(
     logits: Tensor, tokens: Tensor, choices: Sequence[Choice], result: Tensor
 ) -> None:
@@ -200,10 +209,7 @@ def _fill_in_logprobs(
     scored = [i for i, choice in enumerate(choices) if choice.logprob or choice.tops]
     for start in range(0, len(scored), _MOST_SCORED_ROWS):
         rows = _send(np.array(scored[start : start + _MOST_SCORED_ROWS]), logits)
-        # As `kernels/cross_entropy.py` computes them, so that training finds the same bits.
-        logprobs = logits[rows].float()
-        logprobs = logprobs - logprobs.amax(dim=-1, keepdim=True)
-        logprobs -= logprobs.exp().sum(dim=-1, keepdim=True).log()
+        logprobs = _log_softmax(logits[rows].float())
         own = logprobs.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
         result[rows, 1] = own.double()
         if most:
