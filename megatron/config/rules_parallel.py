@@ -353,7 +353,10 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
                 )
     if parallel.tensor_model_parallel_size <= 1:
         return
-    dropouts = {"--attention-dropout": model.attention_dropout}
+    dropouts = {
+        "--attention-dropout": model.attention_dropout,
+        "--lora-dropout": model.lora_dropout,
+    }
     if parallel.sequence_parallel:
         dropouts["--hidden-dropout"] = model.hidden_dropout
     for name, value in dropouts.items():

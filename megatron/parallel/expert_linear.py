@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.kernels.grouped import GroupedProduct, Grouping, choose_grouped_product
+from megatron.kernels.grouped import (
+    GroupedProduct,
+    Grouping,
+    LibraryGroupedProduct,
+    choose_grouped_product,
+)
 from megatron.parallel.adapter import WHOLE, AdapterPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.linear import Owner
@@ -147,15 +152,18 @@ class ExpertAdapter(nn.ModuleDict):
         super().__init__({WHOLE: ExpertFactors(linear, plan, context)})
         self.plan = plan
         self._experts = len(linear.weight)
-        self._product = GroupedProduct()
-        if plan.rank % _ALIGNED == 0:
-            self._product = choose_grouped_product(
-                context.device, context.compute_dtype, context.kernels.library
-            )
+        self._product = choose_grouped_product(
+            context.device, context.compute_dtype, context.kernels.library
+        )
+        # Zeros that make the rank a multiple of what the product takes.
+        is_library = isinstance(self._product, LibraryGroupedProduct)
+        self._padding = -plan.rank % _ALIGNED if is_library else 0
 
     def forward(self, rows: Tensor, grouping: Grouping) -> Tensor:
         """Return what the adapters add to each expert's rows: [n, in] -> [n, out]."""
         a, b = self._factors()
+        if self._padding:
+            a, b = F.pad(a, (0, 0, 0, self._padding)), F.pad(b, (0, self._padding))
         low: Tensor = _GroupedProduct.apply(rows, a, grouping, self._product, None)
         scaled = low * self.plan.scale
         out: Tensor = _GroupedProduct.apply(scaled, b, grouping, self._product, None)

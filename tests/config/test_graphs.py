@@ -34,6 +34,7 @@ _EXCLUDED = (
     "--recompute-granularity selective",
     "--tensor-model-parallel-size 2 and --attention-dropout 0.1",
     "--tensor-model-parallel-size 2 and --hidden-dropout 0.1",
+    "--tensor-model-parallel-size 2 and --lora-dropout 0.1",
     "--distributed-backend gloo",
     "--pipeline-model-parallel-size 2",
     "--context-parallel-size 2",
@@ -57,6 +58,7 @@ _MORE = {
     "--overlap-param-gather": "--zero-stage 1",
     "--distributed-backend gloo": "--tensor-model-parallel-size 2",
     "--tensor-model-parallel-size 2 and --hidden-dropout 0.1": "--sequence-parallel",
+    "--tensor-model-parallel-size 2 and --lora-dropout 0.1": "--lora-rank 4",
 }
 
 

@@ -74,6 +74,9 @@ def test_training_has_the_same_bits(kind: str, precision: str) -> None:
         MIXTURE + "--fp8-format hybrid --moe-shared-expert-intermediate-size 64",
         MIXTURE + "--moe-expert-capacity-factor 1.0 --eod-mask-loss --calculate-per-token-loss",
         MIXTURE + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "--bf16 --lora-rank 4 --lora-dropout 0.1",
+        "--bf16 --lora-rank 4 --use-dora",
+        MIXTURE + "--lora-rank 4",
     ],
 )
 def test_so_does_every_kind_of_training(words: str) -> None:

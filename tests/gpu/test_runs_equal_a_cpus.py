@@ -32,6 +32,8 @@ _MIXTURE += "--moe-z-loss-coeff 1e-3"
         ("gpt", "--no-bias-gelu-fusion --apply-layernorm-1p --no-masked-softmax-fusion"),
         ("gpt", f"{_LLAMA} --qk-layernorm {_MIXTURE}"),
         ("gpt", f"--moe-expert-capacity-factor 1 {_MIXTURE}"),
+        ("gpt", f"{_LLAMA} --lora-rank 4 --use-dora"),
+        ("gpt", f"{_LLAMA} {_MIXTURE} --lora-rank 4"),
         ("bert", ""),
         ("t5", ""),
         ("t5", "--position-embedding-type relative --geglu"),
