@@ -101,27 +101,39 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
         Parts between special tokens are tokenized as by `transformers` 5: the model puts a space
         before the beginning of a text, and with `"legacy": true` in tokenizer_config.json before
-        each part, unless there is one.
+        each part, unless there is one. A model that removes spaces (T5's) always puts one there.
         """
         import numpy as np
 
         ids: list[int] = []
-        lengths: list[int] = []
+        spans: list[tuple[int, int]] = []
+        begin = 0
         # With one group, split() returns text and special tokens alternately.
         for number, part in enumerate(self._spelled.split(text)):
             if number % 2:
                 ids.append(self._vocab[part])
-                lengths.append(len(part))
+                spans.append((begin, begin + len(part)))
             elif part:
                 is_prefixed = (number == 0 or bool(self.spelling)) and not part.startswith(" ")
-                pieces = _pieces_of(self._model if is_prefixed else self._without_prefix, part)
+                uses_prefix = is_prefixed or not self._keeps_spaces
+                pieces = _pieces_of(self._model if uses_prefix else self._without_prefix, part)
                 ids += [piece.id for piece in pieces]
-                lengths += [len(piece.surface) for piece in pieces]
-        ends = np.cumsum(np.array(lengths, np.int64))
-        starts = ends - lengths
+                # Models that remove spaces leave out those at the beginning.
+                at = begin + max(part.find("".join(piece.surface for piece in pieces)), 0)
+                for piece in pieces:
+                    spans.append((at, at + len(piece.surface)))
+                    at += len(piece.surface)
+            begin += len(part)
+        bounds = np.array(spans, np.int64).reshape(-1, 2)
+        starts, ends = bounds[:, 0], bounds[:, 1]
         # The bytes of a character, and a space that the model adds, stand for what follows them.
         through = np.minimum(np.searchsorted(ends, starts, "right"), max(len(ends) - 1, 0))
         return ids, np.stack([starts, ends[through]], 1)
+
+    @cached_property
+    def _keeps_spaces(self) -> bool:
+        """Whether every space of a text becomes a part of a token, as in Llama's model."""
+        return len(self._model.encode_as_ids("   ")) > 0
 
     @cached_property
     def _without_prefix(self) -> Library:

@@ -90,6 +90,17 @@ def test_bytes_and_added_spaces_stand_for_the_character(folder: Path) -> None:
     assert tokenizer.tokenize_spans("")[1].shape == (0, 2)
 
 
+def test_models_that_remove_spaces_spell_as_they_tokenize(shared_data: Path) -> None:
+    model = str(shared_data / "tokenizers" / "t5" / "spiece.model")
+    flags = TokenizerConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model)
+    tokenizer = build_tokenizer(flags)
+    for text in ("Hello world", " world", "a  b ", " a  b  c "):
+        assert tokenizer.tokenize_spelled(text) == tokenizer.tokenize(text)
+    ids, bounds = tokenizer.tokenize_spans("  x</s> a")
+    assert [tokenizer.inv_vocab[i] for i in ids] == ["▁", "x", "</s>", "▁", "a"]
+    assert bounds.tolist() == [[2, 3], [2, 3], [3, 7], [8, 9], [8, 9]]
+
+
 def test_tokens_that_the_model_lacks_are_refused(folder: Path) -> None:
     flags = _settings(folder, added_tokens_decoder={"400": {"content": "<|im_start|>"}})
     with pytest.raises(ConfigError, match=r"'<\|im_start\|>', which .*Llama2Tokenizer splits"):
