@@ -429,3 +429,11 @@ def test_a_repeated_flag_adds_adapters(saved: Saved) -> None:
     renamed = ["--load", saved.base, "--lora-modules", "a=x"]
     (server,) = parse_generation(renamed, 1, program).extra
     assert server.serve_adapter == ("a=x",)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_files_of_adapters_of_experts_are_refused(kind: str) -> None:
+    flags = "--tokenizer-type NullTokenizer --vocab-size 31".split()
+    config = _config(str(PEFT / f"base_{kind}"), 1, *flags)
+    with pytest.raises(CheckpointError, match="adapters of experts: merge"):
+        open_adapters([f"mine={PEFT / kind}"], config)

@@ -264,6 +264,12 @@ def network_with(path: Path, model: ModelConfig, *, allow_foreign: bool = False)
         CheckpointError: The settings cannot be read, or are not supported.
     """
     said = _settings_in(path, allow_foreign=allow_foreign)
+    if said.get("target_parameters"):
+        raise CheckpointError(
+            f"{path / ADAPTER_CONFIG}: target_parameters {said['target_parameters']!s:.80}: "
+            "requests cannot choose adapters of experts: merge the adapter with merge_and_unload "
+            "of peft, and serve the result with --load"
+        )
     rank, alpha = said.get("r", 8), said.get("lora_alpha", 8)
     for key, value, kinds in (("r", rank, (int,)), ("lora_alpha", alpha, (int, float))):
         if type(value) not in kinds or not 0 < value < math.inf:
