@@ -77,6 +77,14 @@ def test_layouts_equal_one_process(more, flags):
         assert ours[1] == pytest.approx(norms, rel=1e-4)
 
 
+def test_shards_in_bf16_train_as_one_process():
+    """The frozen weights are shards in fp32, and what is gathered is rounded."""
+    losses, norms = _whole("--bf16")
+    for ours in run_distributed(2, _train, f"{LORA} --bf16 --zero-stage 3"):
+        assert ours[0] == pytest.approx(losses, rel=1e-4)
+        assert ours[1] == pytest.approx(norms, rel=1e-3)
+
+
 @pytest.mark.parametrize("more", ["--lora-dropout 0.2", "--bf16 --use-dora"])
 def test_resuming_is_exact(tmp_path, more):
     flags = [*LORA.split(), *more.split(), "--save", str(tmp_path), "--save-interval", "2"]
