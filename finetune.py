@@ -30,6 +30,7 @@ from megatron.config.finetuning import finetuning_words
 from megatron.finetuning.distillation import Distillation
 from megatron.finetuning.preferences import PreferenceRecipe
 from megatron.finetuning.reference import ReferenceLogProbs
+from megatron.finetuning.rewards import RewardRecipe
 from megatron.training.pretrain import Extras, main
 from megatron.training.recipe import Recipe
 from pretrain_gpt import GPTRecipe
@@ -43,6 +44,8 @@ class FinetuningRecipe(GPTRecipe):
 
 def choose(config: RunConfig) -> tuple[Recipe, Extras]:
     """Return the kind of training that the flags ask for, and its additional steps."""
+    if config.preferences.trains_reward_model:
+        return RewardRecipe(), Extras()
     if config.preferences.preference_loss is not None:
         return PreferenceRecipe(), ReferenceLogProbs()
     recipe = FinetuningRecipe()

@@ -37,8 +37,8 @@ def check_network(
         reader: The checkpoint.
         flag: The flag that named the checkpoint.
         finetunes: Allow different rotary frequencies, to which the weights then adapt, with
-            --retro-add-retriever a GPT that becomes a Retro, and with --lora-rank a network
-            without adapters.
+            --retro-add-retriever a GPT that becomes a Retro, with --lora-rank a network
+            without adapters, and a language model that becomes a reward model.
 
     Returns:
         One line for the log for each flag that changes the rotary frequencies.
@@ -50,11 +50,13 @@ def check_network(
     # A GPT becomes a Retro: what it lacks starts anew.
     becomes_retro = finetunes and model.retro_add_retriever and saved.get("architecture") == "gpt"
     gets_adapters = finetunes and model.lora_rank is not None and saved.get("lora_rank") is None
+    gets_reward = finetunes and model.reward_head and not saved.get("reward_head")
     differing = {
         name: line
         for name, line in network_differences(model, reader).items()
         if not (becomes_retro and (name == "architecture" or name.startswith("retro_")))
         and not (gets_adapters and name in ADAPTER_FIELDS)
+        and not (gets_reward and name == "reward_head")
     }
     speeds = [line for name, line in differing.items() if name in ROTARY_SPEED]
     if finetunes and len(speeds) == len(differing):

@@ -130,7 +130,7 @@ class Field:
         """Spellings that turn a switch off: Megatron's own, or the name after `--no-`."""
         if self.info.off:
             return tuple(self.info.off.split())
-        if self.is_switch and not self.name.startswith("no_"):
+        if self.names and self.is_switch and not self.name.startswith("no_"):
             return ("--no-" + self.names[0].removeprefix("--"),)
         return ()
 

@@ -44,6 +44,8 @@ class DenseOptions:
 
     Attributes:
         architecture: Network architecture, set by the script that trains it.
+        reward_head: Whether the model gives each token a reward instead of scores for the
+            vocabulary, set by --preference-loss bradley-terry.
         num_layers: Number of transformer layers.
         decoder_num_layers: Number of layers of the T5 decoder. Default: --num-layers.
         hidden_size: Width of the residual stream.
@@ -122,6 +124,7 @@ class DenseOptions:
     """
 
     architecture: str = flag("gpt", choices=ARCHITECTURES, is_flag=False)
+    reward_head: bool = flag(False, is_flag=False)
     num_layers: int | None = flag(
         None,
         unit="layers",
@@ -321,19 +324,21 @@ WITHOUT_TABLE = ("rope", "none")  # position types without weights, for sequence
 
 
 def is_irrelevant(model: ModelOptions, name: str) -> bool:
-    """Return whether a field has no effect with the network's positions and normalizations."""
+    """Return whether a field has no effect with the network's positions, norms and head."""
     positions = model.position_embedding_type
     if name in ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor"):
         return positions != "rope"
+    if name == "untie_embeddings_and_output_weights":
+        return model.reward_head
     if name.startswith("relative_attention_"):
         return positions != "relative"
     if name.startswith("retro_"):
         return model.architecture != "retro"
-    if name == "qk_layernorm_scope":
-        return not model.qk_layernorm
     if name == "max_position_embeddings":
         return positions == "relative"  # it covers any distance
-    return name == "rope_scaling_factor" and not model.use_rope_scaling
+    return (name == "rope_scaling_factor" and not model.use_rope_scaling) or (
+        name == "qk_layernorm_scope" and not model.qk_layernorm
+    )
 
 
 def flash_head_misfit(size: int, *, largest: int = _LARGEST_FLASH_HEAD) -> str:

@@ -9,8 +9,16 @@ from megatron.config.fields import Need, flag
 # Losses that compare the policy with a reference model, and those that need none.
 WITH_REFERENCE = ("dpo", "ipo", "hinge", "robust")
 WITHOUT_REFERENCE = ("simpo", "orpo")
+# The loss of a reward model, which scores answers instead of writing them.
+OF_REWARDS = "bradley-terry"
 _SFT = Need(lambda run: run.finetuning.sft, "--sft")
-_OF_BETA = Need(lambda run: run.preferences.preference_loss, "--preference-loss")
+_OF_BETA = Need(
+    lambda run: run.preferences.preference_loss not in (None, OF_REWARDS),
+    "a --preference-loss of log-probabilities",
+)
+_OF_REWARDS = Need(
+    lambda run: run.preferences.trains_reward_model, f"--preference-loss {OF_REWARDS}"
+)
 _SMOOTHED = ("dpo", "robust", "simpo")
 _OF_SMOOTHING = Need(
     lambda run: run.preferences.preference_loss in _SMOOTHED,
@@ -28,7 +36,8 @@ class PreferenceConfig:
 
     Attributes:
         preference_loss: Train on pairs of a chosen and a rejected answer with this loss: DPO, IPO,
-            the hinge loss of SLiC, robust DPO, SimPO or ORPO.
+            the hinge loss of SLiC, robust DPO, SimPO or ORPO. bradley-terry trains a reward model,
+            whose output layer gives each answer a reward.
         preference_beta: Factor of the log-probabilities that makes them rewards (TRL's beta): how
             closely the policy follows the reference. In IPO it is tau, in ORPO lambda. SimPO's
             authors use 2 to 10.
@@ -36,6 +45,9 @@ class PreferenceConfig:
             mistake (TRL's label_smoothing). With dpo this is conservative DPO.
         simpo_gamma: The margin by which the reward of the chosen answer should exceed the other,
             in SimPO (TRL's simpo_gamma).
+        center_rewards_coefficient: Factor of the squared sum of a pair's rewards, added to the loss
+            of a reward model so that rewards are 0 on average (TRL's
+            center_rewards_coefficient; 0.01 is usual).
         reference_log_probs: File that keeps the log-probabilities that the reference model, which
             has the run's initial weights, gives to all answers. They are computed if the file is
             missing or belongs to other data or weights. Without a name it is
@@ -44,7 +56,7 @@ class PreferenceConfig:
 
     preference_loss: str | None = flag(
         None,
-        choices=(*WITH_REFERENCE, *WITHOUT_REFERENCE),
+        choices=(*WITH_REFERENCE, *WITHOUT_REFERENCE, OF_REWARDS),
         requires=_SFT,
         only_for=("gpt",),
     )
@@ -53,9 +65,15 @@ class PreferenceConfig:
         0.0, unit="0 to 0.5", at_least=0, below=0.5, needs=_OF_SMOOTHING
     )
     simpo_gamma: float = flag(0.5, needs=_OF_SIMPO)
+    center_rewards_coefficient: float = flag(0.0, at_least=0, needs=_OF_REWARDS)
     reference_log_probs: str | None = flag(None, unit="file", needs=_OF_REFERENCE)
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with a reference model."""
         return self.preference_loss in WITH_REFERENCE
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether the model learns to give rewards, with a head of its own."""
+        return self.preference_loss == OF_REWARDS

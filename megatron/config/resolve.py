@@ -31,6 +31,8 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
     filled = {path: value for path, value in derived.items() if values[path] is None}
     if config.precision.bf16:
         filled["precision.accumulate_allreduce_grads_in_fp32"] = True
+    if config.preferences.trains_reward_model:
+        filled["model.reward_head"] = True
     return with_values(config, filled)
 
 

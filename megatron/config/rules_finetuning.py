@@ -61,6 +61,14 @@ _NOT_WITH_ROLLOUTS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
+# Flags with which a reward model cannot be trained, with the values that it can.
+_NOT_WITH_REWARDS: dict[str, tuple[tuple[object, ...], str]] = {
+    "model.lora_rank": ((None,), "adapters freeze all other weights, the new head among them"),
+    "finetuning.sample_prompts": ((None,), "a reward model writes no text"),
+    "checkpoint.ckpt_format": (("native",), "Megatron's formats have no name for its head"),
+}
+
+
 def samples(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each flag that cannot be combined with --sample-prompts."""
     path = config.finetuning.sample_prompts
@@ -103,9 +111,16 @@ def conversations(config: RunOptions, world_size: int) -> Iterator[str]:
 def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that does not fit --preference-loss."""
     loss, precision = config.preferences.preference_loss, config.precision
+    if config.model.reward_head and not config.preferences.trains_reward_model:
+        yield (
+            "the checkpoint holds a reward model, which writes no text: train it with "
+            "--preference-loss bradley-terry, or give --load a language model"
+        )
     if loss is None:
         return
     shown = f"--preference-loss {loss}"
+    if config.preferences.trains_reward_model:
+        yield from excluded(config, shown, _NOT_WITH_REWARDS)
     if not config.training.calculate_per_token_loss:
         yield (
             f"{shown} requires --calculate-per-token-loss, with which each pair of a batch counts "

@@ -142,14 +142,30 @@ def run_documents(
     Returns:
         Hidden states, or at the end of the model the log-probability of each segment.
     """
+    result = run_part(part, batch, hidden, tokenizer, layout)
+    if not part.part.head:
+        return result
+    return document_sums(result, batch[TRAINED], batch[SEGMENT_ENDS], layout.context)
+
+
+def run_part(
+    part: GPTModel, batch: Batch, hidden: Tensor | None, tokenizer: Tokenizer, layout: Layout
+) -> Tensor:
+    """Run one micro-batch through a part of the model and return what the part returns.
+
+    Args:
+        part: The part.
+        batch: Rows of packed documents.
+        hidden: The previous part's output; `None` for the first part.
+        tokenizer: The run's tokenizer.
+        layout: The ranks of this process.
+    """
     whole = make_batch(batch, eod=tokenizer.eod)
     mine = context_part(whole, layout.context)
     longest = len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
     documents = Segments.of(batch[SEGMENT_ENDS], whole.tokens, longest)
-    result = part(mine.tokens, mine.position_ids, mine.labels, documents, hidden)
-    if not part.part.head:
-        return result
-    return document_sums(result, batch[TRAINED], batch[SEGMENT_ENDS], layout.context)
+    result: Tensor = part(mine.tokens, mine.position_ids, mine.labels, documents, hidden)
+    return result
 
 
 def at_segments(batch: Batch, name: str) -> Tensor:

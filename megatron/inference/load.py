@@ -46,6 +46,9 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.products import PLAIN, RowByRow
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
+# The kind of a checkpoint that gives answers a reward: an architecture's name in messages.
+REWARD_MODEL = "reward model"
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -194,7 +197,8 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     Args:
         reader: Reader of the checkpoint.
         folder: Folder of checkpoints, where an imported model's tokenizer may be.
-        kinds: Architectures that the caller accepts. If none are given, all are accepted.
+        kinds: Architectures that the caller accepts, or `REWARD_MODEL`. If none are given, all are
+            accepted.
         flag: The flag that names the folder, for error messages.
 
     Raises:
@@ -204,7 +208,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     if reader.format in ("legacy", "core", "deepspeed"):
         sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
     run = narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun)
-    kind = run.model.architecture
+    kind = REWARD_MODEL if run.model.reward_head else run.model.architecture
     if kinds and kind not in kinds:
         needed = with_article(" or ".join(kinds))
         raise CheckpointError(

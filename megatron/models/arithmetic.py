@@ -10,7 +10,7 @@ from megatron.config.stages import ModelPart, whole_model
 from megatron.models.bert import Classifier, MaskedTokenHead
 from megatron.models.block import Block, class_of
 from megatron.models.embedding import Embedding
-from megatron.models.head import Output
+from megatron.models.head import Output, TokenScore
 from megatron.models.mixture import Mixture
 from megatron.models.norm import Norm
 from megatron.models.plan import HeadPlan, MicroBatch, MixturePlan, ModelPlan, WeightSplit
@@ -25,6 +25,7 @@ HEADS: dict[str, Any] = {
     "binary_head": Classifier,
     "task_head": Classifier,
     "projection": Classifier,
+    "score": TokenScore,
 }
 
 

@@ -11,17 +11,17 @@ from megatron.config.stages import ModelPart
 from megatron.kernels.attention import Mask, Segments
 from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
-from megatron.models.head import Output
+from megatron.models.head import Output, TokenScore
 from megatron.models.network import Network
 from megatron.models.norm import Stream, new_norm
-from megatron.models.plan import ModelPlan
+from megatron.models.plan import ClassifierPlan, ModelPlan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.context.split import local_positions
 
 
 class GPTModel(Network):
-    """A GPT: embedding, layers, final normalization, output layer.
+    """A GPT: embedding, layers, final normalization, output layer or reward model's score.
 
     Args:
         plan: The whole network.
@@ -41,11 +41,15 @@ class GPTModel(Network):
         """Build the modules of the part that this process holds."""
         super().__init__(plan, context, part)
         self.layers = LayerStack(plan.layers, context, self.part.layers, recompute=recompute)
-        self.final_norm = self.output = None
+        self.final_norm = self.output = self.score = None
         if self.part.head:
-            assert plan.output is not None
             self.final_norm = new_norm(plan.final_norm, plan.hidden, context)
-            self.output = Output(plan.output, context, self.embedding)
+            score = plan.head("score")
+            if isinstance(score, ClassifierPlan):
+                self.score = TokenScore(score, context)
+            else:
+                assert plan.output is not None
+                self.output = Output(plan.output, context, self.embedding)
 
     def forward(
         self,
@@ -76,7 +80,8 @@ class GPTModel(Network):
         Returns:
             Hidden states [s, b, h] unless this is the last part of the model. From the last part,
             the loss of each token, fp32 [b, s], if labels are given (their weighted sum with a loss
-            mask); otherwise logits [b, s, v/t], with a cache only for the tokens it selects.
+            mask); otherwise logits [b, s, v/t], with a cache only for the tokens it selects. A
+            reward model gives the score of each token instead, fp32 [b, s].
         """
         if cache is None:
             sequence = tokens.shape[1] * self.layout.context.size
@@ -88,9 +93,13 @@ class GPTModel(Network):
         if hidden is None:
             hidden = self.embed(tokens, positions if position_ids is None else position_ids)
         stream = self.layers.run(Stream(hidden), mask, self.rotation(positions), cache)
-        if self.final_norm is None or self.output is None:
+        if self.final_norm is None:
             return stream.join()
         _, x = self.final_norm(stream)  # [s, b, h]
+        if self.score is not None:
+            rewards: Tensor = self.score(x)
+            return rewards
+        assert self.output is not None
         if cache is not None:
             x = x[cache.outputs]
         scores: Tensor = self.output(x, labels, loss_mask)

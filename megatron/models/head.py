@@ -1,23 +1,28 @@
-"""The output layer: a score for every vocabulary entry, and the loss of each token."""
+"""The output layer: a score for every vocabulary entry, and the loss of each token.
+
+A reward model has a single score for each token instead.
+"""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.cross_entropy import choose_cross_entropy
 from megatron.kernels.library import find_library
 from megatron.models.embedding import Embedding, TiedWordEmbedding, vocabulary_matrix
-from megatron.models.plan import MicroBatch, OutputPlan
+from megatron.models.plan import ClassifierPlan, MicroBatch, OutputPlan
 from megatron.parallel.build import BuildContext
-from megatron.parallel.collectives import Communication
+from megatron.parallel.collectives import Communication, reduce_from
 from megatron.parallel.cross_entropy import (
     CHUNK_LOGITS,
     linear_cross_entropy,
     vocabulary_cross_entropy,
 )
+from megatron.parallel.layers import Linear
 from megatron.parallel.linear import around, parallel_linear
 from megatron.parallel.parameter import ZEROS
-from megatron.parallel.products import PLAIN, LinearCall
+from megatron.parallel.products import PLAIN, InFp32, LinearCall
 
 
 class Output(nn.Module):
@@ -130,6 +135,51 @@ class Output(nn.Module):
         owner = self._tied[0] if self._tied else self
         matrix: nn.Parameter = owner.weight  # type: ignore[assignment]
         return matrix
+
+
+class TokenScore(Linear):
+    """A reward model's head: one score for each token, multiplied in fp32.
+
+    Args:
+        plan: The record of its size.
+        context: Layout, device, kernels and number formats.
+    """
+
+    def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
+        """Allocate the layer, unsplit on every tensor rank."""
+        super().__init__(
+            plan.hidden,
+            plan.outputs,
+            context.multiplying_by(InFp32),
+            split=None,
+            init=plan.init.weight(plan.hidden, plan.outputs),
+            bias=plan.bias,
+        )
+        self.sequence = context.layout.sequence
+
+    @staticmethod
+    def parameter_count(plan: ClassifierPlan, tensor: int) -> int:
+        """Count the parameters, of which every tensor rank has all."""
+        return plan.outputs * (plan.hidden + plan.bias)
+
+    @staticmethod
+    def flops(plan: ClassifierPlan, length: int) -> int:
+        """Count the operations of the forward and backward passes for a sequence."""
+        return 6 * length * plan.outputs * plan.hidden
+
+    @staticmethod
+    def activation_bytes(plan: ClassifierPlan, batch: MicroBatch) -> int:
+        """Return 0: a number per token is negligible next to the layers' activations."""
+        return 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [s, b, h], or [s/t, b, h] with sequence parallelism, to fp32 [b, s] on every rank."""
+        scores = super().forward(x).squeeze(-1).t()
+        # Each rank adds its own tokens' scores to zeros: every rank computes the same loss from the
+        # sum, so each token's gradient stays on the rank that has the token.
+        before, part = self.sequence.rank * scores.shape[1], scores.shape[1]
+        after = (self.sequence.size - 1) * part - before
+        return reduce_from(F.pad(scores, (before, after)), self.sequence)
 
 
 def masked_mean(total: Tensor, mask: Tensor) -> Tensor:

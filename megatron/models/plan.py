@@ -552,15 +552,17 @@ class MaskedTokenPlan(HeadPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierPlan(HeadPlan):
-    """A linear layer over one vector of each sequence.
+    """A linear layer over one vector of each sequence, or of each token ("score").
 
     Attributes:
         outputs: Number of scores.
+        bias: Whether each score has a bias.
         in_fp32: Whether to multiply in fp32: rounded to 16 bits, scores from 0 to 5 would be 1/64
             apart.
     """
 
     outputs: int
+    bias: bool = True
     in_fp32: bool = False
 
 

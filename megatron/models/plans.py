@@ -228,6 +228,16 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a GPT, whose layers differ at most in their MLPs and windows."""
     assert head.is_language_model, "only a BERT takes a task's head"
+    output: HeadPlan = output_plan(model, vocabulary)
+    if model.reward_head:
+        output = ClassifierPlan(
+            kind="score",
+            hidden=model.hidden_size,
+            init=init_plan(model),
+            outputs=1,
+            bias=False,
+            in_fp32=True,
+        )
     choices = zip(
         layer_experts(model, model.num_layers), layer_windows(model, model.num_layers), strict=True
     )
@@ -238,7 +248,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
             for experts, window in choices
         ),
         final_norm=norm_plan(model),
-        heads=(output_plan(model, vocabulary),),
+        heads=(output,),
         positions=model.max_position_embeddings,
     )
 

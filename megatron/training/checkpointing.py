@@ -46,6 +46,8 @@ from megatron.training.run import Progress, Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
 _MOST_RANKS = 64  # largest tensor-parallel size considered for the padding of a vocabulary
+_SCORE = "model.score."  # a reward model's head
+_KEPT = ("model.embedding.", "model.layers.", "model.final_norm.")  # by a new reward model
 _ADAPTERS = "the adapters"  # in the log line on what finetuning starts anew
 # BERT's heads: the first ones predict masked tokens, the others the order of the segments.
 _HEADS: tuple[str, ...] = ("model.head.", "model.output.")
@@ -400,7 +402,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     else:
         _restore_position(run, reader)
     # With pipeline parallelism, no rank holds every parameter.
-    whole = () if run.layout.pipeline.size > 1 else ("model.",)
+    whole = () if run.layout.pipeline.size > 1 else _KEPT if _SCORE in anew else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only)
     if _ADAPTERS in anew:
         start_adapters(run.parts)
@@ -419,8 +421,8 @@ def restore_run(run: Run, reader: Reader) -> None:
         say(
             f"  successfully loaded checkpoint from {reader.path} at iteration {reader.iteration} "
             f"(read in {seconds:.2f} s)"
-            + f"; not in the checkpoint, initialized anew: {drawn}"
-            * bool(anew)
+            + f"; not in the checkpoint, initialized anew: {drawn}" * bool(anew)
+            + "; the output layer is dropped" * (_SCORE in anew)
         )
         for line in reader.meta.get("notices", ()):
             say(f"  {line}")
@@ -434,6 +436,9 @@ def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...
     if model.retro_add_retriever and not any(map(is_of_retrieval, held)):
         anew = (*anew, "what reads neighbors")
         state = {name: entry for name, entry in state.items() if not is_of_retrieval(name)}
+    if model.reward_head and not any(name.startswith(_SCORE) for name in held):
+        anew = (*anew, _SCORE)
+        state = {name: entry for name, entry in state.items() if not name.startswith(_SCORE)}
     if model.lora_rank is not None and not any(map(is_of_adapter, held)):
         anew = (*anew, _ADAPTERS)
         state = {name: entry for name, entry in state.items() if not is_of_adapter(name)}

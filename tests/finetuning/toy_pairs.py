@@ -13,8 +13,9 @@ from megatron.config.parser import parse_config
 from megatron.data.conversations import TokenizedExamples
 from megatron.data.packing import one_each, pack
 from megatron.data.preferences import FittedPairs, PreferenceDataset
-from megatron.finetuning.preferences import METRICS, PreferenceRecipe
+from megatron.finetuning.preferences import PreferenceRecipe
 from megatron.finetuning.reference import ReferenceLogProbs
+from megatron.finetuning.rewards import RewardRecipe
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.build import build_run
@@ -74,12 +75,20 @@ class ToyPreferences(PreferenceRecipe):
         return PreferenceDataset(source, 0, packing, samples[0], seed, 0), None, None
 
 
+class ToyRewards(RewardRecipe):
+    """Training of a reward model on the toy's pairs."""
+
+    build_datasets = ToyPreferences.build_datasets
+    vocabulary = ToyPreferences.vocabulary
+
+
 def build_pairs(layout: Layout, words: Sequence[str]) -> Run:
     """Build a run on the toy's pairs, with the reference model's log-probabilities."""
     base = [word for word in TOY if word != "--mock-data"]
     given = [*base, *PAIRS, "--no-exit-signal-handler", "--data-path", str(FILE), *words]
     parsed = parse_config(given, world_size=layout.world.size, architecture="gpt")
-    run = build_run(parsed.config, ToyPreferences(), toy_device(layout.world.rank), layout)
+    recipe = ToyRewards() if parsed.config.preferences.trains_reward_model else ToyPreferences()
+    run = build_run(parsed.config, recipe, toy_device(layout.world.rank), layout)
     ReferenceLogProbs().begin(run)
     return run
 
@@ -89,4 +98,5 @@ def train_pairs(layout: Layout, words: Sequence[str]) -> dict[str, list[float]]:
     run, recorder = build_pairs(layout, words), Recorder()
     callbacks, _ = standard_callbacks(run, [recorder])
     train(run, callbacks)
-    return {name: recorder.values(name) for name in (*METRICS, "grad-norm")}
+    names = (*run.recipe.loss_names(run.config), "grad-norm")
+    return {name: recorder.values(name) for name in names}

@@ -1,0 +1,103 @@
+"""Reward models: first values, learning, and every layout against one process."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from finetune import FinetuningRecipe, choose
+from megatron.config.finetuning import finetuning_words
+from megatron.errors import EXIT_OK, CheckpointError, ConfigError
+from megatron.finetuning.rewards import METRICS
+from megatron.parallel.layout import Layout
+from megatron.training.pretrain import main
+from tests.distributed import run_sharing_memory
+from tests.finetuning.test_reference import losses_in
+from tests.finetuning.toy_pairs import FILE, train_pairs
+from tests.training.toy import TOY
+
+REWARDS = "--preference-loss bradley-terry --center-rewards-coefficient 0.01 --lr 1e-2"
+
+
+@cache
+def one_process() -> dict[str, list[float]]:
+    return train_pairs(Layout.single(), REWARDS.split())
+
+
+def test_rewards_of_chosen_answers_grow() -> None:
+    found = train_pairs(Layout.single(), [*REWARDS.split(), "--train-iters", "20"])
+    assert found["loss"][0] == pytest.approx(math.log(2), abs=0.1)
+    assert found["loss"][-1] < 0.3
+    assert found["rewards/accuracies"][-1] > 0.9
+    both = zip(found["rewards/chosen"], found["rewards/rejected"], strict=True)
+    margins = [chosen - rejected for chosen, rejected in both]
+    assert found["rewards/margins"] == pytest.approx(margins, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tensor": 2}, "--tensor-model-parallel-size 2"),
+        ({"tensor": 2}, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ({"pipeline": 2}, "--pipeline-model-parallel-size 2"),
+        ({"context": 2}, "--context-parallel-size 2"),
+        ({}, "--zero-stage 3"),
+    ],
+    ids=["tensor", "sequence", "pipeline", "context", "zero"],
+)
+def test_every_layout_equals_one_process(sizes: dict[str, int], words: str) -> None:
+    expected = one_process()
+    for found in run_sharing_memory(2, train_pairs, [*REWARDS.split(), *words.split()], **sizes):
+        for metric in (*METRICS, "grad-norm"):
+            assert found[metric] == pytest.approx(expected[metric], rel=2e-4, abs=2e-5), metric
+
+
+def run_program(folder: Path, *words: str) -> int:
+    toy = [word for word in TOY if word != "--mock-data"]
+    file = shutil.copy(FILE, folder.parent)  # its cache is beside it
+    given = [*toy, "--data-path", str(file), "--split", "80,20,0", "--no-exit-signal-handler"]
+    given += "--seq-length 32 --max-position-embeddings 32 --train-iters 4".split()
+    given += ["--save", str(folder), "--save-interval", "2", *words]
+    return main(FinetuningRecipe(), finetuning_words(given), choose=choose)
+
+
+@pytest.mark.parametrize("output", ["tied", "untied"])
+def test_a_reward_model_starts_from_a_language_model_and_resumes(
+    output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = ["--untie-embeddings-and-output-weights"] * (output == "untied")
+    start, folder = tmp_path / "start", tmp_path / "reward"
+    words = [*REWARDS.split(), *network]
+    assert run_program(start, "--preference-loss", "orpo", *network) == EXIT_OK
+    assert run_program(folder, *words, "--load", str(start)) == EXIT_OK
+    told = capsys.readouterr().out
+    assert "not in the checkpoint, initialized anew: score; the output layer is dropped" in told
+    assert "validation loss" in told
+    assert "rewards/accuracies value" in told
+    assert "PPL" not in told.partition("dropped")[2]
+    expected = losses_in(told)
+    shutil.rmtree(folder / "iter_0000004")
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    assert run_program(folder, *words, "--load", str(folder)) == EXIT_OK
+    assert losses_in(capsys.readouterr().out) == {i: expected[i] for i in (3, 4)}
+    words = ["--load", str(folder), *network]
+    assert run_program(tmp_path / "other", *words) == CheckpointError.exit_code
+    assert "reward_head is off here and on in the checkpoint" in capsys.readouterr().err
+    words = ["--load", str(folder), "--use-checkpoint-args"]
+    assert run_program(tmp_path / "other", *words) == ConfigError.exit_code
+    assert "the checkpoint holds a reward model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", ["--lora-rank 4", "--ckpt-format torch_dist", "--sample-prompts prompts.jsonl"]
+)
+def test_refused_combinations_are_named(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*REWARDS.split(), *words.split()]
+    assert run_program(tmp_path / "model", *given) == ConfigError.exit_code
+    assert f"bradley-terry cannot be combined with {words}" in capsys.readouterr().err
