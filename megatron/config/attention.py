@@ -1,14 +1,30 @@
-"""Options of attention, under Megatron Core's names."""
+"""Options of attention and of its rotary positions, under Megatron Core's names."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import Need, flag
+from megatron.config.fields import MOST_IDS, Need, flag
 from megatron.config.patterns import read_pattern
 
 _WINDOW = Need(lambda run: run.model.window_size, "--window-size")
+_ROTARY = Need(
+    lambda run: run.model.position_embedding_type == "rope", "--position-embedding-type rope"
+)
+_YARN = Need(lambda run: run.model.rope_type == "yarn", "--rope-type yarn")
+# Fields that set the frequencies of YaRN.
+YARN_FIELDS = (
+    "rope_type",
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+)
+_NUMBER = re.compile(r"[1-9][0-9]{0,4}")
 _SIZES = re.compile(r"\(?([0-9]{1,9}),(-1|0)\)?")
 
 
@@ -22,10 +38,33 @@ class SelfAttentionOptions:
         window_attn_skip_freq: The layers with --window-size: a number N gives every Nth layer full
             attention and the others the window, and a pattern such as ([1]*5+[0])*4 has a 1 for
             each layer with the window. Default: all layers.
+        no_rope_freq: The layers without rotary positions: a number N means every Nth layer, and a
+            pattern such as ([0]*3+[1])*6 has a 1 for each of them. Default: none.
+        rope_type: How rotary positions reach beyond the trained context. yarn: frequencies of
+            planes that turn seldom are divided by --rotary-scaling-factor (Peng et al., 2023).
+        rotary_scaling_factor: The factor of YaRN: the context to reach / the trained one.
+        yarn_original_max_position_embeddings: The context that the model was trained with.
+        yarn_beta_fast: Turns within that context from which YaRN keeps a frequency.
+        yarn_beta_slow: Turns up to which YaRN divides it by the whole factor.
+        yarn_correction_range_round_to_int: Round these limits to whole channels.
+        mscale: YaRN multiplies queries and keys by m(--mscale) / m(--mscale-all-dim), where m(x) is
+            0.1 x ln(--rotary-scaling-factor) + 1.
+        mscale_all_dim: See --mscale.
     """
 
     window_size: str | None = flag(None, only_for=("gpt",))
     window_attn_skip_freq: str | None = flag(None, requires=_WINDOW)
+    no_rope_freq: str | None = flag(None, requires=_ROTARY)
+    rope_type: str = flag("rope", choices=("rope", "yarn"), requires=_ROTARY)
+    rotary_scaling_factor: float = flag(1.0, at_least=1, requires=_YARN)
+    yarn_original_max_position_embeddings: int | None = flag(
+        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_YARN
+    )
+    yarn_beta_fast: float = flag(32.0, unit="turns", above=0, requires=_YARN)
+    yarn_beta_slow: float = flag(1.0, unit="turns", above=0, requires=_YARN)
+    yarn_correction_range_round_to_int: bool = flag(True, requires=_YARN)
+    mscale: float = flag(1.0, at_least=0, requires=_YARN)
+    mscale_all_dim: float = flag(0.0, at_least=0, requires=_YARN)
 
     @property
     def window(self) -> int | None:
@@ -59,12 +98,33 @@ def layer_windows(options: SelfAttentionOptions, layers: int) -> tuple[int | Non
     window, frequency = options.window, options.window_attn_skip_freq
     if frequency is None:
         return (window,) * layers
-    text = "".join(frequency.split())
-    if re.fullmatch(r"[1-9][0-9]{0,4}", text):
-        limited = tuple((index + 1) % int(text) != 0 for index in range(layers))
-    else:
-        try:
-            limited = read_pattern(text, layers)
-        except ValueError as error:
-            raise ValueError(f"--window-attn-skip-freq {frequency}: {error}") from None
+    limited = _chosen("--window-attn-skip-freq", frequency, layers, number_is_one=False)
     return tuple(window if is_limited else None for is_limited in limited)
+
+
+def layer_rotates(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...]:
+    """Return which layers have rotary positions, if the model has them.
+
+    Args:
+        options: The flags.
+        layers: The number of layers of the model.
+
+    Raises:
+        ValueError: `no_rope_freq` is neither a number nor a pattern of as many entries as layers.
+            The message names the flag.
+    """
+    if options.no_rope_freq is None:
+        return (True,) * layers
+    chosen = _chosen("--no-rope-freq", options.no_rope_freq, layers, number_is_one=True)
+    return tuple(not is_chosen for is_chosen in chosen)
+
+
+def _chosen(flag: str, given: str, layers: int, *, number_is_one: bool) -> tuple[bool, ...]:
+    """Return which layers have a 1: as a pattern says, or every Nth layer or all others."""
+    text = "".join(given.split())
+    if _NUMBER.fullmatch(text):
+        return tuple(((index + 1) % int(text) == 0) == number_is_one for index in range(layers))
+    try:
+        return read_pattern(text, layers)
+    except ValueError as error:
+        raise ValueError(f"{flag} {given}: {error}") from None

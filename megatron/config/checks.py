@@ -84,7 +84,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.activation_function,
     rules_model.normalization,
     rules_adapters.adapters,
-    rules_model.windows,
+    rules_model.attention,
     rules_model.experts,
     rules_model.expert_groups,
     rules_model.gating,

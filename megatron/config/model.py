@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from megatron.config.adapters import AdapterOptions
-from megatron.config.attention import SelfAttentionOptions
+from megatron.config.attention import YARN_FIELDS, SelfAttentionOptions
 from megatron.config.experts import ExpertOptions
 from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
 from megatron.config.retro import RetroOptions
@@ -319,6 +319,7 @@ ROTARY_SPEED = (
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
+    *YARN_FIELDS,
 )
 WITHOUT_TABLE = ("rope", "none")  # position types without weights, for sequences of any length
 
@@ -326,19 +327,20 @@ WITHOUT_TABLE = ("rope", "none")  # position types without weights, for sequence
 def is_irrelevant(model: ModelOptions, name: str) -> bool:
     """Return whether a field has no effect with the network's positions, norms and head."""
     positions = model.position_embedding_type
-    if name in ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor"):
-        return positions != "rope"
-    if name == "untie_embeddings_and_output_weights":
-        return model.reward_head
     if name.startswith("relative_attention_"):
         return positions != "relative"
     if name.startswith("retro_"):
         return model.architecture != "retro"
-    if name == "max_position_embeddings":
-        return positions == "relative"  # it covers any distance
-    return (name == "rope_scaling_factor" and not model.use_rope_scaling) or (
-        name == "qk_layernorm_scope" and not model.qk_layernorm
-    )
+    of_rope = ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor")
+    has_effect = {
+        **dict.fromkeys(YARN_FIELDS, model.rope_type == "yarn"),
+        **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), positions == "rope"),
+        "rope_scaling_factor": model.use_rope_scaling,
+        "max_position_embeddings": positions != "relative",  # which covers any distance
+        "qk_layernorm_scope": model.qk_layernorm,
+        "untie_embeddings_and_output_weights": not model.reward_head,
+    }
+    return not has_effect.get(name, True)
 
 
 def flash_head_misfit(size: int, *, largest: int = _LARGEST_FLASH_HEAD) -> str:

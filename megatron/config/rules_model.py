@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.attention import layer_windows
+from megatron.config.attention import layer_rotates, layer_windows
 from megatron.config.experts import mixture_layers
-from megatron.config.fields import divisors
-from megatron.config.model import flash_head_misfit
+from megatron.config.fields import MAX_LAYERS, divisors
+from megatron.config.model import ModelOptions, flash_head_misfit
 from megatron.config.resolve import longest_sequence
 from megatron.config.retro import retro_layers
 from megatron.config.rules_parallel import Exclusions, excluded
@@ -112,21 +112,46 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
         yield f"{' and '.join(chosen)}: an MLP has a single activation function: use one of them"
 
 
-def windows(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in the attention's window and its layers."""
+def attention(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each mistake in windows, rotary positions and the layers of both."""
     model = config.model
+    for read in (layer_windows, layer_rotates):
+        try:
+            read(model, min(model.num_layers or 1, MAX_LAYERS))
+        except ValueError as error:
+            if model.num_layers or "layers" not in str(error):
+                yield str(error)
+    if model.rope_type == "yarn":
+        yield from _yarn(model)
     if model.window_size is None:
         return
-    try:
-        layer_windows(model, model.num_layers or 1)
-    except ValueError as error:
-        if model.num_layers or "layers" not in str(error):
-            yield str(error)
     parallel = config.parallel
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p":
         yield (
             f"--window-size {model.window_size} with --cp-comm-type p2p: a ring has no windows: "
             "use --cp-comm-type a2a, in which each rank holds whole sequences"
+        )
+
+
+def _yarn(model: ModelOptions) -> Iterator[str]:
+    if model.yarn_original_max_position_embeddings is None:
+        yield (
+            "--rope-type yarn requires --yarn-original-max-position-embeddings: give the context "
+            "that the model was trained with"
+        )
+    if model.use_rope_scaling or (model.rotary_seq_len_interpolation_factor or 1) > 1:
+        other = (
+            "--use-rope-scaling"
+            if model.use_rope_scaling
+            else (
+                f"--rotary-seq-len-interpolation-factor {model.rotary_seq_len_interpolation_factor}"
+            )
+        )
+        yield f"--rope-type yarn with {other}: both lower the frequencies: use one of them"
+    if model.yarn_beta_fast <= model.yarn_beta_slow:
+        yield (
+            f"--yarn-beta-fast {model.yarn_beta_fast:g} is not above --yarn-beta-slow "
+            f"{model.yarn_beta_slow:g}: exchange them"
         )
 
 

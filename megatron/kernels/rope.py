@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,48 @@ _FIRST_CONTEXT = 8192  # tokens of the context that Llama 3.1 was first trained 
 # Turns within it up to which a frequency is slowed down, and from which it is kept.
 _SLOWED_TURNS, _KEPT_TURNS = 1.0, 4.0
 
+
+class Yarn(NamedTuple):
+    """Frequencies for a longer context than the trained one (Peng et al., 2023, arXiv:2309.00071).
+
+    Attributes:
+        factor: The context to reach / the trained one.
+        original: The trained context in tokens.
+        fast: Turns within it from which a frequency is kept.
+        slow: Turns up to which a frequency is divided by the whole factor.
+        rounds: Whether these limits are rounded to whole planes.
+        concentration: Factor of cosines and sines, and so of queries and keys.
+    """
+
+    factor: float
+    original: int
+    fast: float = 32.0
+    slow: float = 1.0
+    rounds: bool = True
+    concentration: float = 1.0
+
+    def slow_down(self, frequency: Tensor, base: float) -> Tensor:
+        """Return frequencies [r/2] of which those of planes that turn seldom are divided.
+
+        Args:
+            frequency: The frequencies base^(-2i/r), in radians per token.
+            base: Their base, above 1.
+        """
+        planes = len(frequency)
+
+        def plane_of(turns: float) -> float:
+            return planes * math.log(self.original / (turns * 2 * math.pi)) / math.log(base)
+
+        first, last = plane_of(self.fast), plane_of(self.slow)
+        if self.rounds:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * planes - 1)
+        last = last + 0.001 if last == first else last  # as the paper's program does
+        number = torch.arange(planes, dtype=frequency.dtype, device=frequency.device)
+        slowed = ((number - first) / (last - first)).clamp(0, 1)
+        return frequency * (1 - slowed + slowed / self.factor)
+
+
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, fp32 [s, 1, 1, r]
 
 
@@ -87,6 +129,7 @@ def rotation_table(
     base: float = 10000.0,
     interpolation: int | None = None,
     scaling: float | None = None,
+    yarn: Yarn | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
     """Return cosines and sines of every position: fp32 [2, positions, r].
@@ -98,6 +141,7 @@ def rotation_table(
         interpolation: The divisor of the positions, which extends a trained context (Chen et al.,
             2023).
         scaling: The factor by which low frequencies are divided, as in Llama 3.1.
+        yarn: How YaRN divides them.
         device: The device of the table.
     """
     assert rotary_size % 2 == 0, rotary_size
@@ -106,8 +150,11 @@ def rotation_table(
     frequency = base ** -(even / rotary_size)
     if scaling is not None:
         frequency = scale_frequencies(frequency, scaling)
+    if yarn is not None:
+        frequency = yarn.slow_down(frequency, base)
     angle = torch.outer(place, frequency).repeat(1, 2)
-    return torch.stack((angle.cos(), angle.sin())).float()
+    table = torch.stack((angle.cos(), angle.sin()))
+    return (table if yarn is None else table * yarn.concentration).float()
 
 
 def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:

@@ -157,6 +157,7 @@ class RotaryTable(nn.Module):
             base=plan.base,
             interpolation=plan.interpolation,
             scaling=plan.scaling,
+            yarn=plan.yarn,
             device=device,
         )
         self.register_buffer("table", table[:, :, None, None], persistent=False)

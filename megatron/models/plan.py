@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config.stages import ModelPart
+from megatron.kernels.rope import Yarn
 from megatron.parallel.parameter import Init
 
 
@@ -185,6 +186,7 @@ class RotaryPlan:
         base: Base of the rotary frequencies.
         interpolation: Number by which positions are divided; `None` keeps them.
         scaling: Factor by which the lowest frequencies are divided (Llama 3.1); `None` keeps them.
+        yarn: The same by YaRN; `None` keeps them.
     """
 
     positions: int
@@ -192,6 +194,7 @@ class RotaryPlan:
     base: float
     interpolation: int | None = None
     scaling: float | None = None
+    yarn: Yarn | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

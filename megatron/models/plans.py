@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
-from megatron.config.attention import layer_windows
+from megatron.config.attention import layer_rotates, layer_windows
 from megatron.config.experts import layer_experts
 from megatron.config.model import ModelConfig
 from megatron.config.retro import retro_layers
+from megatron.kernels.rope import Yarn
 from megatron.models.plan import (
     LANGUAGE_MODEL_HEAD,
     RETRIEVAL_HEAD,
@@ -45,6 +47,7 @@ def layer_plan(
     crosses: bool = False,
     experts: int = 0,
     window: int | None = None,
+    rotates: bool = True,
 ) -> LayerPlan:
     """Return the record of a layer as the flags describe it.
 
@@ -54,17 +57,19 @@ def layer_plan(
         crosses: Whether the layer belongs to a decoder that also attends to an encoder's output.
         experts: The number of experts in the mixture that takes the MLP's place; 0 for none.
         window: The number of earlier tokens that a token attends to; `None` for all.
+        rotates: Whether it has rotary positions, in a model that has them.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels
     init, norm = init_plan(model), norm_plan(model)
     rotary = None
-    if model.position_embedding_type == "rope":
+    if model.position_embedding_type == "rope" and rotates:
         rotary = RotaryPlan(
             positions=model.max_position_embeddings,
             channels=int(head_size * model.rotary_percent),
             base=model.rotary_base,
             interpolation=model.rotary_seq_len_interpolation_factor,
             scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
+            yarn=yarn(model) if model.rope_type == "yarn" else None,
         )
     attention = AttentionPlan(
         hidden=model.hidden_size,
@@ -109,6 +114,21 @@ def layer_plan(
         cross_attention=crossing if crosses else None,
         residual_after_norm=model.apply_residual_connection_post_layernorm,
         dropout=model.hidden_dropout,
+    )
+
+
+def yarn(model: ModelConfig) -> Yarn:
+    """Return how YaRN changes the frequencies."""
+    factor, original = model.rotary_scaling_factor, model.yarn_original_max_position_embeddings
+    assert original is not None, "a rule asks for it"
+    strength = 0.1 * math.log(factor)
+    return Yarn(
+        factor=factor,
+        original=original,
+        fast=model.yarn_beta_fast,
+        slow=model.yarn_beta_slow,
+        rounds=model.yarn_correction_range_round_to_int,
+        concentration=(strength * model.mscale + 1) / (strength * model.mscale_all_dim + 1),
     )
 
 
@@ -226,7 +246,7 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 
 
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a GPT, whose layers differ at most in their MLPs and windows."""
+    """Return the plan of a GPT, whose layers differ at most in their MLPs, windows and rotation."""
     assert head.is_language_model, "only a BERT takes a task's head"
     output: HeadPlan = output_plan(model, vocabulary)
     if model.reward_head:
@@ -238,14 +258,13 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
             bias=False,
             in_fp32=True,
         )
-    choices = zip(
-        layer_experts(model, model.num_layers), layer_windows(model, model.num_layers), strict=True
-    )
+    kinds = (layer_experts, layer_windows, layer_rotates)
+    choices = zip(*(kind(model, model.num_layers) for kind in kinds), strict=True)
     return ModelPlan(
         embedding=embedding_plan(model, vocabulary),
         layers=tuple(
-            layer_plan(model, causal=True, experts=experts, window=window)
-            for experts, window in choices
+            layer_plan(model, causal=True, experts=experts, window=window, rotates=rotates)
+            for experts, window, rotates in choices
         ),
         final_norm=norm_plan(model),
         heads=(output,),

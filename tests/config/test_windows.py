@@ -1,8 +1,8 @@
-"""Flags of attention windows: which layers have one, and what each mistake is told."""
+"""Flags of windows and rotary positions: the layers that have them, and what mistakes are told."""
 
 import pytest
 
-from megatron.config.attention import SelfAttentionOptions, layer_windows
+from megatron.config.attention import SelfAttentionOptions, layer_rotates, layer_windows
 from tests.config.command import problems
 
 
@@ -24,8 +24,34 @@ def test_the_windows_of_layers(size, frequency, expected):
 
 
 @pytest.mark.parametrize(
+    ("frequency", "expected"),
+    [(None, "11111111"), ("4", "11101110"), ("([0]*3+[1])*2", "11101110"), ("1", "00000000")],
+)
+def test_the_layers_that_rotate(frequency, expected):
+    options = SelfAttentionOptions(no_rope_freq=frequency)
+    assert "".join(str(int(one)) for one in layer_rotates(options, 8)) == expected
+
+
+ROPE = "--position-embedding-type rope"
+YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
+
+
+@pytest.mark.parametrize(
     ("flags", "told"),
     [
+        (
+            f"{ROPE} --no-rope-freq [1]",
+            "--no-rope-freq [1]: it names 1 layers, and the model has 2",
+        ),
+        ("--no-rope-freq 2", "--no-rope-freq 2 requires --position-embedding-type rope"),
+        ("--rope-type yarn", "--rope-type yarn requires --position-embedding-type rope"),
+        (f"{ROPE} --mscale 2", "--mscale 2 requires --rope-type yarn"),
+        (
+            f"{ROPE} --rope-type yarn",
+            "--rope-type yarn requires --yarn-original-max-position-embeddings",
+        ),
+        (f"{YARN} --use-rope-scaling", "--rope-type yarn with --use-rope-scaling"),
+        (f"{YARN} --yarn-beta-fast 1", "--yarn-beta-fast 1 is not above --yarn-beta-slow 1"),
         ("--window-size 7", "--window-size 7: expected the number of earlier tokens, and 0"),
         ("--window-size 7,7", "--window-size 7,7: expected"),
         ("--window-size=-1,0", "--window-size -1,0: expected"),

@@ -93,7 +93,10 @@ _SP = "--sequence-parallel"
 _BESIDE = "--tp-comm-overlap"
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
-_WINDOWS = "--window-size 4,0 --window-attn-skip-freq 3 --position-embedding-type rope"
+_WINDOWS = (
+    "--window-size 4,0 --window-attn-skip-freq 3 --position-embedding-type rope --no-rope-freq 4 "
+    "--rope-type yarn --rotary-scaling-factor 2 --yarn-original-max-position-embeddings 8"
+)
 _WIDE_NORMS = "--qk-layernorm --qk-layernorm-scope projection"
 LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2),

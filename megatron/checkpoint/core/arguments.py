@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,7 +15,7 @@ from megatron.checkpoint.legacy.arguments import (
     megatron_arguments,
     refuse_unknown,
 )
-from megatron.config.attention import SelfAttentionOptions, layer_windows
+from megatron.config.attention import SelfAttentionOptions, layer_rotates, layer_windows
 from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
 from megatron.config.run import ModelRun
@@ -32,7 +34,6 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "moe_latent_size": (None,),
     "mtp_num_layers": (None, 0),
     "multi_latent_attention": (False,),
-    "no_rope_freq": (None,),
     "qk_l2_norm": (False,),
     "quick_geglu": (False,),
     "rotary_interleaved": (False,),
@@ -54,6 +55,8 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
         config["checkpoint"] = {"transformer_impl": args["transformer_impl"]}
     if args.get("window_size") is not None:
         model |= _windows(args["window_size"], args.get("window_attn_skip_freq"), args)
+    if args.get("no_rope_freq") is not None:
+        model["no_rope_freq"] = str(args["no_rope_freq"])
     if args.get("layernorm_zero_centered_gamma"):
         model["apply_layernorm_1p"] = True
     if not args.get("num_experts"):
@@ -71,15 +74,15 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, Json]:
     """Return the flags of windows from Core's, where they are a pair and a number or a list."""
     layers = args.get("num_layers")
-    flags = {"window_size": str(size).strip("[]()")}
+    flags: dict[str, Any] = {"window_size": str(size).strip("[]()")}
     if limited is not None:
         flags["window_attn_skip_freq"] = str(limited)
     try:
         if isinstance(layers, int):
-            layer_windows(SelfAttentionOptions(**flags), layers)
+            layer_windows(replace(SelfAttentionOptions(), **flags), layers)
     except ValueError as error:
         raise CheckpointError(f"the checkpoint's arguments: {error}") from None
-    return dict(flags)
+    return flags
 
 
 def core_arguments(
@@ -107,6 +110,9 @@ def core_arguments(
         moe_router_pre_softmax=model.moe_router_topk == 1
         if model.moe_router_gating == "deepspeed"
         else model.moe_router_pre_softmax,
+        no_rope_freq=None
+        if model.no_rope_freq is None
+        else [int(not rotates) for rotates in layer_rotates(model, model.num_layers)],
         window_size=None if model.window is None else (model.window, 0),
         window_attn_skip_freq=None
         if model.window_attn_skip_freq is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
+from megatron.models.plans import yarn
 
 # The values that --use-rope-scaling uses. No others are supported.
 _LLAMA3 = {
@@ -138,11 +140,14 @@ class LlamaLike(rules.Family):
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json with the older keys, which all versions of `transformers` read."""
-        scaling, factor = None, model.rotary_seq_len_interpolation_factor or 1
+        scaling: dict[str, Any] | None = None
+        factor = model.rotary_seq_len_interpolation_factor or 1
         if model.use_rope_scaling:
             scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
         elif factor > 1:
             scaling = {"rope_type": "linear", "factor": float(factor)}
+        elif model.rope_type == "yarn":
+            scaling = _write_yarn(model)
         return {
             **super().write(model, vocab),
             "num_key_value_heads": model.kv_heads,
@@ -170,6 +175,52 @@ class LlamaLike(rules.Family):
         yield "output", ["lm_head"]
 
 
+def _write_yarn(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of YaRN."""
+    keys: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": model.rotary_scaling_factor,
+        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "beta_fast": model.yarn_beta_fast,
+        "beta_slow": model.yarn_beta_slow,
+        "truncate": model.yarn_correction_range_round_to_int,
+    }
+    if model.mscale_all_dim:
+        return {**keys, "mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
+    if model.mscale != 1:
+        keys["attention_factor"] = yarn(model).concentration
+    return keys
+
+
+def _read_yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
+    """Return the flags of YaRN. Without its keys, `transformers` takes the paper's values."""
+    positions = settings.size("max_position_embeddings")
+    original = rope.size("original_max_position_embeddings", positions)
+    flags: dict[str, Any] = {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope.number("factor", positions / original),
+        "yarn_original_max_position_embeddings": original,
+        "yarn_beta_fast": rope.number("beta_fast", 32.0),
+        "yarn_beta_slow": rope.number("beta_slow", 1.0),
+        "yarn_correction_range_round_to_int": rope.switch("truncate", True),
+    }
+    scales = ("mscale", "mscale_all_dim")
+    have_both = all(rope.values.get(name) for name in scales)
+    both = {name: rope.number(name) for name in scales if rope.values.get(name)}
+    for name in (*scales, "attention_factor"):
+        if not rope.values.get(name):
+            rope.must_be(name, rope.values.get(name))  # without effect
+    if rope.values.get("attention_factor"):
+        strength = 0.1 * math.log(flags["rotary_scaling_factor"])
+        factor = rope.number("attention_factor")
+        if strength == 0 and factor != 1:
+            raise rope.error("attention_factor", "must be 1 if factor is")
+        flags["mscale"] = round((factor - 1) / strength, 12) if strength else 1.0
+    elif have_both:
+        flags |= both
+    return flags
+
+
 def _read_rotation(settings: Settings, default: float) -> dict[str, Any]:
     """Return the rotary embedding's flags from the keys of transformers 4 or 5."""
     new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
@@ -179,7 +230,9 @@ def _read_rotation(settings: Settings, default: float) -> dict[str, Any]:
         kind_key = "rope_type" if "rope_type" in rope.values else "type"
         rope.must_be("type", rope.values.get(kind_key))  # if a file has both keys, they must agree
         rope.must_be("partial_rotary_factor", 1.0)
-        match rope.word(kind_key, {"default": "", "linear": "l", "llama3": "3"}, "default"):
+        match rope.word(
+            kind_key, {"default": "", "linear": "l", "llama3": "3", "yarn": "y"}, "default"
+        ):
             case "l":
                 factor = rope.number("factor")
                 if factor != int(factor):
@@ -191,5 +244,7 @@ def _read_rotation(settings: Settings, default: float) -> dict[str, Any]:
                 for key, value in _LLAMA3.items():
                     rope.must_be(key, value)
                 flags |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor")}
+            case "y":
+                flags |= _read_yarn(rope, settings)
         rope.refuse_the_rest()
     return flags

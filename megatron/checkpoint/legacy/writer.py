@@ -64,9 +64,13 @@ def notices(model: ModelConfig) -> Iterator[str]:
         yield f"{flag}: Megatron-LM 23.08 always uses 10000; later versions accept the flag"
     if is_rotary and model.use_rope_scaling:
         yield "--use-rope-scaling: Megatron-LM 23.08 does not support it; later versions do"
-    if model.window_size is not None:
-        flag = f"--window-size {model.window_size}"
-        yield f"{flag}: Megatron-LM 23.08 does not support it; later versions do"
+    for flag, value in (
+        ("--window-size", model.window_size),
+        ("--no-rope-freq", model.no_rope_freq),
+        ("--rope-type", model.rope_type if model.rope_type != "rope" else None),
+    ):
+        if value is not None:
+            yield f"{flag} {value}: Megatron-LM 23.08 does not support it; later versions do"
     if model.normalization == "RMSNorm":
         with_it = "with --transformer-impl transformer_engine only, its Llama-2 fork without"
         yield f"--normalization RMSNorm: Megatron-LM 23.08 has it {with_it}"

@@ -67,6 +67,7 @@ def _like_llama(kind: str, name: str, **changes: Any) -> dict[str, Any]:
     return {**_COMMON, "model_type": kind, "architectures": [f"{name}ForCausalLM"], **changes}
 
 
+_YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 8}
 _GPT2 = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -120,6 +121,21 @@ CASES: dict[str, Case] = {
     ),
     "llama stretched": Case(
         _like_llama("llama", "Llama", rope_scaling={"type": "linear", "factor": 2.0})
+    ),
+    "llama with yarn": Case(_like_llama("llama", "Llama", rope_scaling=_YARN)),
+    "qwen2 with yarn": Case(
+        _like_llama(
+            "qwen2",
+            "Qwen2",
+            rope_scaling={
+                **_YARN,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+                "attention_factor": 1.25,
+                "truncate": False,
+            },
+        ),
+        qkv_bias=True,
     ),
     "llama of transformers 5": Case(
         {
@@ -344,7 +360,8 @@ def _llama(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
         if case.projection_norm:
             q = norm(q.flatten(2), f"{at}.self_attn.q_norm").view_as(q)
             k = norm(k.flatten(2), f"{at}.self_attn.k_norm").view_as(k)
-        context = _attention(_turn(q, angles), _turn(k, angles), v, _window(config, layer))
+        q, k = (_turn(x, angles) * _concentration(config) for x in (q, k))
+        context = _attention(q, k, v, _window(config, layer))
         x = x + project(context, f"{at}.self_attn.o_proj")
         normal = norm(x, f"{at}.post_attention_layernorm")
         x = x + _feed(config, w, layer, normal)
@@ -393,8 +410,28 @@ def _angles(config: Mapping[str, Any], length: int) -> Tensor:
             elif wavelength > 2048:
                 share = (8192 / wavelength - 1) / 3
                 frequency = (1 - share) * frequency / rope["factor"] + share * frequency
+        if kind == "yarn":
+            first, last = (
+                size
+                * math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi))
+                / (2 * math.log(base))
+                for turns in (rope.get("beta_fast", 32), rope.get("beta_slow", 1))
+            )
+            if rope.get("truncate", True):
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, size - 1)
+            share = min(1, max(0, (plane - first) / (last - first)))
+            frequency = share * frequency / rope["factor"] + (1 - share) * frequency
         angles.append(torch.arange(length, dtype=torch.float64) * frequency)
     return torch.stack(angles, -1)
+
+
+def _concentration(config: Mapping[str, Any]) -> float:
+    """The factor of queries and keys with YaRN."""
+    rope = config.get("rope_scaling") or {}
+    if rope.get("rope_type") != "yarn":
+        return 1.0
+    return rope.get("attention_factor", 0.1 * math.log(rope["factor"]) + 1)
 
 
 def _turn(x: Tensor, angles: Tensor) -> Tensor:

@@ -45,7 +45,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: not supported"),
     ("llama", {"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map: not supported"),
     ("llama", {"_attn_implementation_internal": "x/y"}, "_attn_implementation_internal: not"),
-    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'type "yarn": supported: d'),
+    (
+        "llama",
+        {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+        'type "longrope": supported: d',
+    ),
     (
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 1.5}},
