@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_words
@@ -15,9 +17,11 @@ from megatron.errors import EXIT_OK, CheckpointError, ConfigError
 from megatron.finetuning.rewards import METRICS
 from megatron.parallel.layout import Layout
 from megatron.training.pretrain import main
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.distributed import run_sharing_memory
 from tests.finetuning.test_reference import losses_in
 from tests.finetuning.toy_pairs import FILE, train_pairs
+from tests.tools.test_checkpoint_util import convert
 from tests.training.toy import TOY
 
 REWARDS = "--preference-loss bradley-terry --center-rewards-coefficient 0.01 --lr 1e-2"
@@ -101,3 +105,27 @@ def test_refused_combinations_are_named(
     given = [*REWARDS.split(), *words.split()]
     assert run_program(tmp_path / "model", *given) == ConfigError.exit_code
     assert f"bradley-terry cannot be combined with {words}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_hugging_face_reads_what_we_write(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--verify compares the rewards of both programs."""
+    transformers = pytest.importorskip("transformers")
+    case = CASES[name]
+    tensors = tensors_of(case)
+    tensors.pop("lm_head.weight", None)
+    tensors["score.weight"] = torch.randn(1, case.config["hidden_size"])
+    classes = [case.config["architectures"][0].replace("CausalLM", "SequenceClassification")]
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    config = {**case.config, "architectures": classes, **labels}
+    theirs = write_folder(tmp_path / "theirs", config, tensors)
+    ours, again = tmp_path / "ours", tmp_path / "again"
+    assert convert("hf", "native", theirs, ours) == EXIT_OK
+    assert convert("native", "hf", ours, again, "--verify") == EXIT_OK
+    assert "rewards" in capsys.readouterr().out
+    assert load_file(again / "model.safetensors").keys() == tensors.keys()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(again)
+    assert (type(model).__name__, model.config.num_labels) == (classes[0], 1)
+    assert torch.equal(model.score.weight, tensors["score.weight"])

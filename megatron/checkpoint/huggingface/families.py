@@ -26,7 +26,7 @@ FAMILIES: list[Family] = [
     Mixtral("mixtral", "MixtralForCausalLM", window="model", rotary_base=1e6),
     QwenMixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, window="layers", shared=True),
     QwenMixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", window="layers"),
-    Olmoe("olmoe", "OlmoeForCausalLM", qk_norm="projection", old_files=True),
+    Olmoe("olmoe", "OlmoeForCausalLM", qk_norm="projection", old_files=True, classifies=False),
     *(GPT2(), Bert(), T5()),
 ]
 

@@ -19,6 +19,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_SCORE = "score"  # a reward model's head
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 _KEYS = (
     rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
@@ -57,8 +58,10 @@ class LlamaLike(rules.Family):
         old_files: Whether config.json may lack keys that its first version did not have.
         head_size: The head size if config.json does not give one. None means hidden size / heads.
         rotary_base: The base of the rotary frequencies if config.json does not give one.
+        classifies: Whether `transformers` has a class for reward models.
     """
 
+    pieces: Mapping[str, str] = field(default_factory=lambda: {_SCORE: _SCORE})
     keys: tuple[rules.Key, ...] = _KEYS
     fixed: Mapping[str, Any] = field(default_factory=lambda: _FIXED)
     derived: str = r".*rotary_emb\.inv_freq"  # in Llama 2's first files
@@ -68,6 +71,16 @@ class LlamaLike(rules.Family):
     old_files: bool = False
     head_size: int | None = None
     rotary_base: float = 10000.0
+    classifies: bool = True
+
+    @property
+    def reward_model(self) -> str:
+        """The `transformers` class of a reward model."""
+        return self.language_model.replace("ForCausalLM", "ForSequenceClassification")
+
+    def architecture(self, pieces: frozenset[str]) -> str:
+        """Return the `transformers` class of a model."""
+        return self.reward_model if _SCORE in pieces else super().architecture(pieces)
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
@@ -77,8 +90,10 @@ class LlamaLike(rules.Family):
             raise settings.error("num_key_value_heads", f"does not divide {heads} heads")
         if not self.qkv_bias:
             settings.must_be("attention_bias", False)
+        classes = settings.values.get("architectures")
         return ModelConfig(
             **flags,
+            reward_head=self.classifies and classes == [self.reward_model],
             **self._read_windows(settings, flags["num_layers"]),
             **_read_rotation(settings, self.rotary_base),
             kv_channels=settings.size("head_dim", self.head_size or hidden // heads, MOST_HEADS),
@@ -158,8 +173,14 @@ class LlamaLike(rules.Family):
             "rope_scaling": scaling,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
             **({} if self.qkv_bias else {"attention_bias": False}),
+            **(self._write_score() if model.reward_head else {}),
             **self._write_windows(model),
         }
+
+    def _write_score(self) -> dict[str, Any]:
+        """Return the keys of a reward model: it has a single label."""
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return {"architectures": [self.reward_model], "num_labels": 1, **labels}
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""
@@ -173,6 +194,7 @@ class LlamaLike(rules.Family):
             yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", modules)
         yield "final_norm", ["model.norm"]
         yield "output", ["lm_head"]
+        yield _SCORE, ["score"]
 
 
 def _write_yarn(model: ModelConfig) -> dict[str, Any]:

@@ -356,7 +356,7 @@ def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
                 modules |= {"head.dense": square, "head.norm": norm_shapes(head.norm, hidden)}
             case plans.ClassifierPlan():
                 name = "pooler.dense" if head.kind == "pooler" else head.kind
-                modules[name] = linear_shapes((head.outputs,), hidden)
+                modules[name] = linear_shapes((head.outputs,), hidden, bias=head.bias)
     return {
         f"{module}.{kind}".removesuffix("."): shape
         for module, shapes in modules.items()

@@ -179,7 +179,8 @@ def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, T
         if isinstance(model, BertModel):
             return _bert_outputs(model, held, inputs)
         if isinstance(model, GPTModel):
-            return {"logits": model(inputs.tokens)}
+            scores = model(inputs.tokens)
+            return {"rewards": scores[:, -1:]} if model.score is not None else {"logits": scores}
         assert isinstance(model, T5Model)
         both = (inputs.tokens, inputs.decoder_tokens, inputs.padding)
         encoder, decoder = (states.transpose(0, 1) for states in model.states(*both))
@@ -227,7 +228,10 @@ def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
                 "decoder states": found.decoder_hidden_states[-1],
             }
         if not reader.architecture.startswith("Bert"):
-            return {"logits": model(inputs.tokens).logits}
+            is_reward = reader.architecture.endswith("ForSequenceClassification")
+            if is_reward:
+                model.config.pad_token_id = -1  # no token is padding: the last one has the reward
+            return {"rewards" if is_reward else "logits": model(inputs.tokens).logits}
         found = model(inputs.tokens, attention_mask=padding, token_type_ids=inputs.types)
     match reader.architecture:
         case "BertModel":
