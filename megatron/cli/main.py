@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, Command] = {
     "chat": Command("talk to a checkpoint or a server", "megatron.cli.chat:chat"),
     "generate": Command("write text, or continue prompts", "megatron.cli.programs:generate"),
     "fill-in": Command("fill in the masked words of a text", "megatron.tools.fill_in"),
+    "score": Command("give answers a reward model's rewards", "megatron.tools.score"),
     "embed": Command("make a vector of each text", "megatron.tools.bert_embedding"),
     "serve": Command("serve a model: REST, OpenAI's API, a page", "megatron.cli.programs:serve"),
     "convert": Command("convert checkpoints", "megatron.cli.programs:convert"),

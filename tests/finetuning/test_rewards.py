@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from functools import cache
@@ -16,6 +17,7 @@ from megatron.config.finetuning import finetuning_words
 from megatron.errors import EXIT_OK, CheckpointError, ConfigError
 from megatron.finetuning.rewards import METRICS
 from megatron.parallel.layout import Layout
+from megatron.tools import score
 from megatron.training.pretrain import main
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.distributed import run_sharing_memory
@@ -84,6 +86,14 @@ def test_a_reward_model_starts_from_a_language_model_and_resumes(
     assert "rewards/accuracies value" in told
     assert "PPL" not in told.partition("dropped")[2]
     expected = losses_in(told)
+    output = tmp_path / "rewards.jsonl"
+    asked = ["--load", str(folder), "--input", str(FILE), "--output", str(output)]
+    assert score.main(asked) == EXIT_OK
+    margins = [x["chosen"] - x["rejected"] for x in map(json.loads, output.open())]
+    accuracy = sum(margin > 0 for margin in margins) / len(margins)
+    assert f"{len(margins)} pairs: accuracy {accuracy:.4f}" in capsys.readouterr().err
+    assert score.main(["--load", str(start), "--input", str(FILE)]) == CheckpointError.exit_code
+    assert "holds a gpt, but a reward model is needed" in capsys.readouterr().err
     shutil.rmtree(folder / "iter_0000004")
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
     assert run_program(folder, *words, "--load", str(folder)) == EXIT_OK

@@ -1,0 +1,114 @@
+"""Give the answers of a file the rewards of a trained reward model.
+
+python tools/score.py --load runs/reward --input held-out-pairs.jsonl --output rewards.jsonl
+
+A line of the input is a conversation, or a pair with "chosen" and "rejected", as in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.durable import replace_file, writing_to
+from megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.inference.load import Loaded
+
+Rewards = dict[str, float]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the rewards, and return the exit code."""
+    options = build_parser().read(argv)
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Score each line, and tell on standard error how often the chosen answer is ahead.
+
+    Raises:
+        UserError: There is no reward model to load, or a line cannot be used.
+    """
+    from megatron.device import Device
+    from megatron.inference.load import REWARD_MODEL, load_gpt
+
+    device = Device.pick()
+    loaded = load_gpt(options.load, device, row_by_row=False, kinds=(REWARD_MODEL,))
+    rows = []
+    for rewards in scored(loaded, Path(options.input)):
+        rows.append(rewards)
+        if options.output is None:
+            print(json.dumps(rewards))
+    if options.output is not None:
+        text = "".join(json.dumps(rewards) + "\n" for rewards in rows)
+        with writing_to("--output", Path(options.output)):
+            replace_file(Path(options.output), text.encode())
+    margins = [rewards["chosen"] - rewards["rejected"] for rewards in rows if "chosen" in rewards]
+    if margins:
+        right, mean = sum(margin > 0 for margin in margins), sum(margins) / len(margins)
+        told = f"accuracy {right / len(margins):.4f}, mean margin {mean:.4f}"
+        print(f"{len(margins):,} pairs: {told}", file=sys.stderr)
+
+
+def scored(loaded: Loaded, path: Path) -> Iterator[Rewards]:
+    """Yield the rewards of each line: "reward", or "chosen" and "rejected".
+
+    Args:
+        loaded: The reward model.
+        path: The file.
+
+    Raises:
+        DataError: A line cannot be used.
+    """
+    import torch
+
+    from megatron.data.conversation_records import format_of
+    from megatron.data.conversations import ConversationEncoder, ConversationOptions
+    from megatron.data.json_lines import read_objects
+    from megatron.tokenizer.chat_template import find_template
+
+    flags, longest = loaded.config.tokenizer, loaded.config.model.max_position_embeddings
+    template = find_template(flags.chat_template, flags.tokenizer_model)
+    encoders = {
+        is_pair: ConversationEncoder(
+            ConversationOptions(flags, template, longest, preferences=is_pair), loaded.tokenizer
+        )
+        for is_pair in (False, True)
+    }
+    place = next(loaded.model.parameters()).device
+    for line in read_objects(path, "--input"):
+        try:
+            is_pair = format_of(line.fields) == "preference"
+            found = encoders[is_pair].encode_record(json.dumps(line.fields).encode(), Counter())
+            if not found:
+                raise ValueError("it has no answer of the assistant")
+        except (ValueError, DataError) as error:
+            raise DataError(f"--input {path}: line {line.number}: {error}") from None
+        values = []
+        for tokens, _ in found:
+            with torch.inference_mode():
+                row = torch.from_numpy(tokens).to(place, torch.int64)[None]
+                values.append(float(loaded.model(row)[0, -1]))
+        yield dict(zip(("chosen", "rejected") if is_pair else ("reward",), values, strict=True))
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("score.py", "Give answers the rewards of a trained reward model.")
+    parser.add_argument("--load", required=True, help="Folder of checkpoints; the newest is used")
+    parser.add_argument(
+        "--input", required=True, help="JSON lines: conversations, or pairs of answers"
+    )
+    parser.add_argument(
+        "--output", help="File for the rewards, a line each. Default: standard output"
+    )
+    return parser
