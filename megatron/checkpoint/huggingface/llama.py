@@ -122,7 +122,12 @@ class LlamaLike(rules.Family):
         if kinds and len(kinds) != layers:
             raise settings.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
         all_layers = self.window == "model"
-        full_layers = settings.size("max_window_layers", layers) if not all_layers else 0
+        full_layers = 0
+        if settings.values.get("max_window_layers") == 0:
+            settings.must_be("max_window_layers", 0)
+        else:
+            known = settings.size("max_window_layers", layers)
+            full_layers = 0 if all_layers else known
         used = settings.switch("use_sliding_window", all_layers) or _SLIDING in kinds
         if not used and settings.values.get("sliding_window") == 0:
             settings.must_be("sliding_window", 0)  # transformers 5 writes it if there is no window
