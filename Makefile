@@ -2,6 +2,7 @@
 # make demo INPUT=x.jsonl  the same on your own text (one {"text": ...} object per line)
 # make demo MODEL=moe    train a mixture of experts instead, of as much work per token
 # make demo MODEL=retro  train a Retro and a GPT of its size on texts that repeat each other
+# make demo MODEL=chat   finetune a small GPT on conversations, and ask it 100 questions
 # make demo MODEL=bert   train a BERT (or t5) instead, which fills in masked words
 #                        (a second run keeps the first one as runs/demo.1, and so on; OUT=runs/mine
 #                        chooses another folder, OVERWRITE=1 replaces what an earlier run left there)

@@ -8,6 +8,7 @@
     split_json           JSON lines to training, validation and test files
     plot_loss            a picture of a loss curve
     demo, demo_kinds,
+    demo_chat,
     demo_retro           all steps from text to a model that writes
     text_generation_cli  a client of the text generation server
     fill_in              the masked words of a text

@@ -45,7 +45,9 @@ OUTPUTS = (
     *("checkpoints", "tensorboard", "metrics.jsonl", "loss.png"),
     *("corpus_sentences_*.bin", "corpus_sentences_*.idx", "wordpiece", "bert", "workdir"),
     *("retro.jsonl", "gpt.jsonl"),
+    *("base", "conversations.jsonl*", "held-out.jsonl*", "answers.jsonl"),
 )
+CHAT = "chat"  # this demo and the next have steps of their own, megatron/tools/demo_chat.py
 RETRO = "retro"  # its demo has steps of its own, megatron/tools/demo_retro.py
 # Folders in the standard library that hold only tables, tests or code that is not part of it.
 NOT_LIBRARY = {
@@ -346,7 +348,7 @@ def build_parser() -> ToolParser:
     parser = ToolParser("demo.py", "Go from raw text to a trained and evaluated model.")
     parser.add_argument(
         "--model",
-        choices=(*KINDS, RETRO),
+        choices=(*KINDS, CHAT, RETRO),
         default="gpt",
         help="Model to train (default: %(default)s).",
     )
@@ -382,12 +384,14 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
     Raises:
         UserError: The flags, the input or the folder need to be changed.
     """
-    from megatron.tools import demo_retro
+    from megatron.tools import demo_chat, demo_retro
 
     kind = kind or KINDS.get(options.model)
-    usual = kind.iterations if kind else demo_retro.ITERATIONS
+    chats = kind is None and options.model == CHAT
+    own = demo_chat if chats else demo_retro
+    usual = kind.iterations if kind else own.ITERATIONS
     iterations = usual if options.iters is None else options.iters
-    if kind is None and options.input is not None:
+    if kind is None and not chats and options.input is not None:
         raise ConfigError("--input: the demo of Retro makes its own text: drop the flag")
     if options.input is not None and not options.input.is_file():
         raise DataError(f"--input {options.input}: no such file: give the path of a text file")
@@ -409,6 +413,8 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
     open_folder(out, settings, overwrite=options.overwrite)
     if kind:
         demo(kind, out, source, iterations)
+    elif chats:
+        demo_chat.demo(out, source, iterations)
     else:
         demo_retro.demo(out, iterations)
 
