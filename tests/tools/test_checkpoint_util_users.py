@@ -184,15 +184,26 @@ def test_dropouts_come_along_from_megatron(gpt, tmp_path):
     assert [config[f"{place}_pdrop"] for place in ("attn", "embd", "resid")] == [0.0, 0.0, 0.0]
 
 
-def test_a_model_of_another_class_says_so(tmp_path, capsys):
+@pytest.mark.parametrize("labels", [{}, {"id2label": {"0": "a", "1": "b"}}, {"num_labels": 2}])
+def test_a_classifier_of_several_labels_is_refused(labels, tmp_path, capsys):
     case = CASES["llama"]
     tensors = tensors_of(case)
     tensors["score.weight"] = tensors.pop("lm_head.weight")[:2].clone()
-    config = {**case.config, "architectures": ["LlamaForSequenceClassification"]}
+    config = {**case.config, **labels, "architectures": ["LlamaForSequenceClassification"]}
+    folder = write_folder(tmp_path / "a", config, tensors)
+    assert convert("hf", "native", folder, tmp_path / "b") == 4
+    assert "only reward models, which have one label, are supported" in capsys.readouterr().err
+
+
+def test_a_model_of_another_class_says_so(tmp_path, capsys):
+    case = CASES["llama"]
+    tensors = tensors_of(case)
+    tensors["qa_outputs.weight"] = tensors.pop("lm_head.weight")[:2].clone()
+    config = {**case.config, "architectures": ["LlamaForQuestionAnswering"]}
     folder = write_folder(tmp_path / "a", config, tensors)
     assert convert("hf", "native", folder, tmp_path / "b") == 4
     text = capsys.readouterr().err
-    assert "names the class LlamaForSequenceClassification, which is not supported" in text
+    assert "names the class LlamaForQuestionAnswering, which is not supported" in text
     assert "class is LlamaForCausalLM; lm_head.weight is missing" in text
 
 

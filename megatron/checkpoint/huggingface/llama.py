@@ -90,10 +90,9 @@ class LlamaLike(rules.Family):
             raise settings.error("num_key_value_heads", f"does not divide {heads} heads")
         if not self.qkv_bias:
             settings.must_be("attention_bias", False)
-        classes = settings.values.get("architectures")
         return ModelConfig(
             **flags,
-            reward_head=self.classifies and classes == [self.reward_model],
+            reward_head=self._is_reward_model(settings),
             **self._read_windows(settings, flags["num_layers"]),
             **_read_rotation(settings, self.rotary_base),
             kv_channels=settings.size("head_dim", self.head_size or hidden // heads, MOST_HEADS),
@@ -110,6 +109,21 @@ class LlamaLike(rules.Family):
             qk_layernorm_scope=self.qk_norm or "head",
             hidden_dropout=0.0,
         )
+
+    def _is_reward_model(self, settings: Settings) -> bool:
+        """Return whether config.json describes a classifier, which must have a single label."""
+        if not self.classifies or settings.values.get("architectures") != [self.reward_model]:
+            return False
+        labels, names = settings.values.get("num_labels"), settings.values.get("id2label")
+        if labels is None:  # `transformers` counts the names, and without any has two labels
+            labels = len(names) if isinstance(names, dict) else 2
+        if labels != 1:
+            raise settings.error(
+                "num_labels",
+                f"the class is {self.reward_model}, of which only reward models, which have one "
+                "label, are supported",
+            )
+        return True
 
     def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
         """Return the flags of the attention windows."""
