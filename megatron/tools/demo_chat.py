@@ -169,7 +169,7 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
     run_step(
         "Draw the loss curve",
         ["megatron", "plot", "--metrics", str(out / "metrics.jsonl")]
-        + ["--output", str(out / "loss.png")],
+        + ["--output", str(out / "loss.png"), "--title", "Finetuning loss"],
     )
     print(f"\n=== Ask a server {QUESTIONS} questions that are in no conversation", flush=True)
     with serving(out / "checkpoints") as address:
