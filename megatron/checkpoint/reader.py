@@ -24,6 +24,7 @@ from megatron.checkpoint.trust import open_trusted
 from megatron.config.retriever import TOWERS
 from megatron.device import Device, Ferries
 from megatron.errors import CheckpointError
+from megatron.parallel.quantized import PackedWeight
 
 SHOWN = 10  # largest number of problems listed in a message
 _ROWS = 4096  # number of rows read at a time
@@ -394,15 +395,22 @@ def restore(
     ferries = Ferries(shard.PIECE)
     with ThreadPoolExecutor(shard.THREADS) as pool:
         for name, entry in flatten(entries):
+            tensor, is_packed = entry.tensor, isinstance(entry.tensor, PackedWeight)
+            if is_packed:  # only this one is ever in a wider format
+                tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             for step in reader.steps(name):
                 part = step.intersect(entry.box)
                 if part is None:
                     continue
                 values = reader.read(name, part, global_shape=entry.global_shape)
-                target = entry.tensor[part.within(entry.box)]
+                target = tensor[part.within(entry.box)]
                 copying.append(pool.submit(_copy, target, values, ferries))
                 if len(copying) > shard.THREADS:  # do not let all values wait in memory
                     copying.popleft().result()
+            if is_packed:
+                while copying:
+                    copying.popleft().result()
+                entry.tensor.copy_(tensor)
         for future in copying:
             future.result()
 

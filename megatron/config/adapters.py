@@ -12,6 +12,7 @@ from megatron.config.fields import Need, flag
 if TYPE_CHECKING:
     from megatron.config.model import ModelConfig
 
+FROZEN_BLOCK = 64  # neighboring weights of a row that share a scale (--frozen-weights-dtype)
 _GPT = ("gpt",)
 _BASE = Need(
     lambda run: run.model.lora_rank is not None and run.checkpoint.finetune,
@@ -35,6 +36,8 @@ class AdapterOptions:
         lora_target_modules: Patterns of the names of linear layers that get adapters, such as
             `q_proj`, `layers.*.mlp` or `linear_qkv`. Default: all linear layers of attention and
             MLPs.
+        frozen_weights_dtype: Keep the frozen weights of linear layers in 8 bits (fp8) or 4 bits
+            (nf4), beside adapters (QLoRA). Products read them in the format of all other weights.
         load_adapter: Folder of an adapter that PEFT wrote, or `--saver peft`: where the adapters
             start. --load names the model that it was trained for.
         use_rslora: Multiply adapters' outputs by --lora-alpha / sqrt(--lora-rank) (rsLoRA).
@@ -48,6 +51,9 @@ class AdapterOptions:
         0.0, unit="0 to 1", at_least=0, below=1, requires=_ADAPTERS, only_for=_GPT
     )
     lora_target_modules: tuple[str, ...] | None = flag(None, requires=_ADAPTERS, only_for=_GPT)
+    frozen_weights_dtype: str | None = flag(
+        None, choices=("fp8", "nf4"), requires=_ADAPTERS, only_for=_GPT
+    )
     load_adapter: str | None = flag(None, requires=_BASE, only_for=_GPT)
     use_rslora: bool = flag(False, names="--use-rslora", requires=_ADAPTERS, only_for=_GPT)
     use_dora: bool = flag(False, names="--use-dora", requires=_ADAPTERS, only_for=_GPT)
@@ -64,7 +70,7 @@ class AdapterOptions:
 ADAPTER_FIELDS = frozenset(
     entry.name
     for entry in fields(AdapterOptions)
-    if entry.name not in ("freeze", "lora_dropout", "load_adapter")
+    if entry.name not in ("freeze", "lora_dropout", "frozen_weights_dtype", "load_adapter")
 )
 
 

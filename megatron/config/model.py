@@ -298,6 +298,7 @@ _NOT_OF_THE_NETWORK = {
     "freeze",
     "lora_dropout",
     "load_adapter",
+    "frozen_weights_dtype",
     # What a trained Retro may be given, or trained with, anew.
     "retro_add_retriever",
     "retro_freeze_gpt",

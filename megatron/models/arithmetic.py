@@ -100,10 +100,16 @@ def largest_layer(plan: ModelPlan, split: WeightSplit) -> tuple[int, int]:
 
 def largest_matrix(plan: ModelPlan, split: WeightSplit) -> int:
     """Count the elements of the largest matrix that one process may hold."""
-    sizes = [plan.embedding.vocabulary * plan.hidden // split.tensor]
-    for sublayer in {part for layer in plan.layers for part in layer.sublayers}:
-        sizes += [a * b for a, b in class_of(sublayer).matrices(sublayer, split)]
-    return max(sizes)
+    return max(
+        plan.embedding.vocabulary * plan.hidden // split.tensor, largest_layer_matrix(plan, split)
+    )
+
+
+def largest_layer_matrix(plan: ModelPlan, split: WeightSplit) -> int:
+    """Count the elements of the largest matrix of a layer that one process may hold."""
+    sublayers = {part for layer in plan.layers for part in layer.sublayers}
+    matrices = (one for part in sublayers for one in class_of(part).matrices(part, split))
+    return max(outputs * inputs for outputs, inputs in matrices)
 
 
 def part_activations(

@@ -12,7 +12,7 @@ from megatron.config.run import ModelRun
 from megatron.config.stages import ModelPart
 from megatron.device import Device
 from megatron.models.adapters import add_adapters
-from megatron.models.freezing import freeze
+from megatron.models.freezing import freeze, frozen_format
 from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.models.plans import model_plan
 from megatron.models.recompute import RecomputePlan
@@ -66,6 +66,7 @@ def run_context(
         exchange=exchange,
         weight_gradients=weight_gradients,
         registry=registry or LayerRegistry(),
+        frozen_format=frozen_format(config.model),
     )
 
 

@@ -25,6 +25,7 @@ from megatron.parallel.adapter import projections_of
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
+from megatron.parallel.quantized import FrozenFormat
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -51,6 +52,13 @@ def freeze(named_parameters: Iterable[tuple[str, nn.Parameter]], config: ModelCo
     for name, parameter in named_parameters:
         if is_frozen(name, config):
             parameter.requires_grad_(False)
+
+
+def frozen_format(config: ModelConfig) -> FrozenFormat | None:
+    """Return the format of linear layers' frozen weights; `None` if it is that of the others."""
+    if config.lora_rank is None or config.frozen_weights_dtype is None:
+        return None
+    return "nf4" if config.frozen_weights_dtype == "nf4" else "fp8"
 
 
 def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPart]) -> float:

@@ -4,6 +4,7 @@
     collectives          communication, each operation with its backward pass
     build                the context that a layer is built in: layout, device, kernels
     layers, linear       layers whose weights are split; `products` multiply for them
+    quantized            frozen weights in 8 or 4 bits
     adapter              low-rank adapters of layers whose weights are frozen (LoRA)
     registry             the needs that layers announce while a model is built
     parameter            the part of a whole tensor that a parameter holds, and its initial values

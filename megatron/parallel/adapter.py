@@ -31,6 +31,7 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce, copy_to, gather_rows_to
 from megatron.parallel.layers import Linear, Projections, sum_over_ranks
 from megatron.parallel.parameter import ONES, ZEROS, Init
+from megatron.parallel.quantized import unpacked
 from megatron.parallel.random import split_region
 
 WHOLE = "weight"  # the name of the only projection of most layers
@@ -264,7 +265,7 @@ class Adapter(nn.ModuleDict):
 
         |w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b: no other matrix is as large as W.
         """
-        matrix, scaled = weight.flatten(0, -2), self.plan.scale * b.float()
+        matrix, scaled = unpacked(weight).flatten(0, -2), self.plan.scale * b.float()
         squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
         crossed = self._over_inputs(F.linear(matrix, a).float())
         gram = self._over_inputs(F.linear(a.float(), a.float()))

@@ -47,6 +47,7 @@ from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import Init, ParameterSpec
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, Products, RowByRow
+from megatron.parallel.quantized import FrozenFormat, PackedWeight
 from megatron.parallel.registry import LayerRegistry
 
 _ON_CPU = torch.device("cpu")
@@ -103,6 +104,8 @@ class BuildContext:
             `None` computes them at once.
         registry: The registry where layers announce what they will need.
         recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
+        frozen_format: The format in which linear layers keep their weights, which are frozen;
+            `None` keeps them in `dtype`.
     """
 
     layout: Layout
@@ -117,6 +120,7 @@ class BuildContext:
     weight_gradients: WeightGradientQueue | None = None
     registry: LayerRegistry = field(default_factory=LayerRegistry)
     recomputed: frozenset[str] = frozenset()
+    frozen_format: FrozenFormat | None = None
 
     @property
     def gathers_weights(self) -> bool:
@@ -137,6 +141,7 @@ class BuildContext:
         partial_gradient: bool = False,
         is_expert: bool = False,
         is_vocabulary: bool = False,
+        is_matrix: bool = False,
     ) -> nn.Parameter:
         """Allocate a parameter, or this tensor rank's equal share of it along `split_dim`.
 
@@ -150,9 +155,12 @@ class BuildContext:
             is_expert: Whether the parameter has an entry for each expert along dimension 0. It is
                 then split over expert ranks, and along `split_dim` over expert tensor ranks.
             is_vocabulary: Whether the parameter has a row for each vocabulary entry.
+            is_matrix: Whether the parameter is a linear layer's weight, which `frozen_format`
+                packs.
 
         Raises:
-            ValueError: A dimension does not divide evenly over its ranks.
+            ValueError: A dimension does not divide evenly over its ranks, or a packed row cannot be
+                cut into blocks.
         """
         part, offset = list(shape), [0] * len(shape)
         splits = {} if split_dim is None else {split_dim: self.layout.tensor}
@@ -166,7 +174,13 @@ class BuildContext:
             part[dim] //= axis.size
             offset[dim] = axis.rank * part[dim]
         device = self.parameter_device or self.device
-        parameter = nn.Parameter(torch.empty(part, dtype=self.dtype, device=device))
+        if is_matrix and self.frozen_format is not None:
+            packed = PackedWeight.empty(
+                tuple(part), self.frozen_format, dtype=self.dtype, device=device
+            )
+            parameter = nn.Parameter(packed, requires_grad=False)
+        else:
+            parameter = nn.Parameter(torch.empty(part, dtype=self.dtype, device=device))
         spec = ParameterSpec(
             shape,
             tuple(part),

@@ -58,7 +58,9 @@ class ExpertLinear(nn.Module):
         self.adapter: ExpertAdapter | None = None
         self.shape, self.split_dim = shape, split_dim
         sums = split_dim == len(shape) - 1
-        self.weight = context.new_parameter(shape, init=init, split_dim=split_dim, is_expert=True)
+        self.weight = context.new_parameter(
+            shape, init=init, split_dim=split_dim, is_expert=True, is_matrix=True
+        )
         local, *_, inputs = self.weight.shape
         self._shape = (local, -1, inputs)  # [experts, out, in]
         self.bias = None

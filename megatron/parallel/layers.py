@@ -96,6 +96,7 @@ class Linear(nn.Module):
             init=init,
             split_dim={"column": out_dim, "row": out_dim + 1, None: None}[split],
             partial_gradient=split is None and is_divided,
+            is_matrix=True,
         )
         self.bias = None
         if bias:

@@ -40,6 +40,7 @@ from megatron.parallel.collectives import ALONE, Communication, Pending
 from megatron.parallel.exchange import Exchange, Use
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, Kept, LinearCall, Products, RowFactors
+from megatron.parallel.quantized import PackedWeight, unpacked
 
 WeightSlot = Callable[[], AbstractContextManager[tuple[Tensor, bool]]]
 """A place, outside autograd, for one use's contribution to a weight's gradient.
@@ -216,7 +217,9 @@ def parallel_linear(
     x, weight, bias, training = call
     bias = None if bias is None else bias.flatten()
     if queue is None and slot is None:
-        if transport is None and products.is_autograds:
+        # Autograd would keep the values of a packed weight, and `_Product` keeps its codes.
+        is_plain = products.is_autograds and not isinstance(weight, PackedWeight)
+        if transport is None and is_plain:
             return F.linear(x, weight.flatten(0, -2), bias)
         owner, matrix = None, weight.flatten(0, -2)
     else:
@@ -241,7 +244,9 @@ class _Product(torch.autograd.Function):
         training: bool,
     ) -> Tensor:
         out, kept = transport.forward(products, LinearCall(x, weight, bias, training))
-        ctx.save_for_backward(x if products.keeps_input else None, weight, *kept)
+        # Only the weight's gradient needs the input, and a frozen weight has none.
+        keeps_input = products.keeps_input and (owner is not None or ctx.needs_input_grad[1])
+        ctx.save_for_backward(x if keeps_input else None, weight, *kept)
         ctx.transport, ctx.products, ctx.owner = transport, products, owner
         return out
 
@@ -450,7 +455,8 @@ class CutColumn:
             product.start()
         if not wanted.input:
             return product, lambda: None
-        factors = RowFactors(factor, saved.kept, backward=True)
+        kept = tuple(map(unpacked, saved.kept))  # once for all parts
+        factors = RowFactors(factor, kept, backward=True)
         multiply, width = partial(products.multiply_rows, factors), saved.weight.shape[1]
         own = products.rows_of(factor)
         scattered = ScatteredProduct(own, multiply, width, exchange, grad.dtype, product.arrive)
@@ -527,7 +533,8 @@ class CutRow:
         """Gather the output's gradient and multiply its parts as they arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
         factor = products.prepare(rows, exchange.axis)
-        factors = RowFactors(factor, saved.kept, backward=True)
+        kept = tuple(map(unpacked, saved.kept)) if wanted.input else saved.kept
+        factors = RowFactors(factor, kept, backward=True)
 
         def multiply(part: Tensor, into: Tensor) -> None:
             if wanted.input:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel.quantized import PackedWeight
 from megatron.parallel.random import derive_key
 
 
@@ -101,7 +102,13 @@ def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) 
 @torch.no_grad()
 def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -> None:
     """Fill `tensor` with the initial values of parameter `name` at the position given by `spec`."""
-    fill(tensor, spec, derive_key(seed, name))
+    key = derive_key(seed, name)
+    if isinstance(tensor, PackedWeight):
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        fill(values, spec, key)
+        tensor.copy_(values)
+    else:
+        fill(tensor, spec, key)
 
 
 def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:

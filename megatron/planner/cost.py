@@ -16,6 +16,7 @@ from megatron.config import RunConfig
 from megatron.config.stages import plan_model
 from megatron.models.arithmetic import heads_of
 from megatron.models.block import Block, class_of
+from megatron.models.freezing import frozen_format
 from megatron.models.plan import (
     AttentionPlan,
     LayerPlan,
@@ -38,6 +39,9 @@ _DROPOUT_PASSES = 2.5  # further passes over an update of the residual stream, i
 _ATTENTION_DROPOUT = 0.85  # rate of attention with dropout, relative to attention without it
 _SMALL_HEADS = 0.8  # rate of attention with heads of 64 channels, relative to 128
 _FORWARD_ATTENTION = 0.25  # part of attention's time that its forward pass takes
+# Bytes read and written to unpack a frozen weight for a product in 16 bits: its codes are widened,
+# replaced by their levels and multiplied by their scales, one after another.
+_UNPACKED: dict[str | None, float] = {None: 0, "nf4": 10.5, "fp8": 11}
 FP8_CAST = 5  # bytes read and written to cast an element and to transpose it
 # Bytes per updated parameter: the gradient, once more for its norm, the states and the weights.
 OPTIMIZER_BYTES = 32
@@ -132,6 +136,7 @@ class Setting:
         flash: Whether attention may only use the flash kernel, as ring attention must.
         receives: Whether receives from other pipeline stages are posted beside passes.
         graphs: Whether passes are recorded, so that the host launches almost nothing.
+        frozen: The format of packed frozen weights (--frozen-weights-dtype).
     """
 
     machine: Machine
@@ -148,6 +153,7 @@ class Setting:
     flash: bool = False
     receives: bool = False
     graphs: bool = False
+    frozen: str | None = None
 
     @classmethod
     def of(cls, config: RunConfig, machine: Machine, texts: int = 1) -> Setting:
@@ -176,6 +182,7 @@ class Setting:
             flash=config.training.deterministic_mode or config.model.use_flash_attn,
             receives=sizes["pipeline"] > 1,
             graphs=config.training.cuda_graph_impl != "none",
+            frozen=frozen_format(config.model),
         )
 
 
@@ -198,6 +205,8 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
             tensor=batch.tensor, expert=setting.expert, expert_tensor=batch.expert_tensor
         )
         held = sum(outputs * inner for outputs, inner in class_of(part).matrices(part, split))
+        unpacking = Seconds(memory=_UNPACKED[setting.frozen] * held / machine.copy)
+        forward, inputs = forward.plus(unpacking), inputs.plus(unpacking)
         is_mixture = isinstance(part, MixturePlan)  # whose weight gradients stay in 16 bits
         added = (_EXPERT_ACCUMULATED if is_mixture else _ACCUMULATED) * held / machine.copy
         product = _products(part, setting, setting.fp8_weights and not is_mixture)
@@ -413,7 +422,7 @@ def _with_teacher(
 
     The time of the teacher's layers is spread evenly over the student's.
     """
-    theirs = replace(setting, fp8=False, fp8_weights=False, gathers=False)
+    theirs = replace(setting, fp8=False, fp8_weights=False, gathers=False, frozen=None)
     found = [layer_passes(layer, theirs) for layer in teacher.layers]
     share = Seconds().plus(*(one.forward for one in found)).times(1 / len(layers))
     host = sum(one.host for one in found) / 3 / len(layers)

@@ -1,8 +1,8 @@
 """An estimate of the memory that a process needs, from arithmetic alone.
 
-It counts parameters (with their 8-bit copies), gradients, optimizer states and the activations
-saved for the backward pass. Temporary buffers, the allocator's rounding and the CUDA context are
-not included.
+It counts parameters (with their 8-bit copies, or packed in 8 or 4 bits), gradients, optimizer
+states and the activations saved for the backward pass. Temporary buffers, the allocator's rounding
+and the CUDA context are not included.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from megatron.models.arithmetic import (
     count_part_parameters,
     head_activations,
     largest_layer,
+    largest_layer_matrix,
     largest_matrix,
     part_activations,
 )
-from megatron.models.freezing import trained_share
+from megatron.models.freezing import frozen_format, trained_share
 from megatron.models.plan import MicroBatch, ModelPlan, WeightSplit
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.exchange import SLOTS
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, loss_bound, schedule_kind
+from megatron.parallel.quantized import bytes_of
 from megatron.parallel.replicas import shares_weights
 
 _GIB, _MIB = 1024.0**3, 1024.0**2
@@ -268,6 +270,11 @@ def _kept_for_weights(
         gradients = math.ceil(trained * (4 * updated + leaving))
     else:
         weights = width * parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
+        form = frozen_format(config.model)
+        if form is not None:  # products read one matrix at a time in their own format
+            packed = sum(count_part_matrices(plan, part, split) for part in parts)
+            weights -= width * (packed - largest_layer_matrix(plan, split))
+            weights += bytes_of(packed, form, width)
         gradients = summed * math.ceil(trained * parameters)
         if stage == 2 and layout.replica.size > 1:
             passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))

@@ -17,6 +17,7 @@ from megatron.models.arithmetic import (
     count_parameters,
     flops_per_token,
 )
+from megatron.models.freezing import frozen_format
 from megatron.models.plan import ModelPlan
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import largest_process
@@ -184,6 +185,9 @@ def _adapter_rows(config: RunConfig, plan: ModelPlan) -> list[PanelRow]:
     trained = count_adapters(model, plan.embedding.vocabulary)
     kind = "DoRA" if model.use_dora else "LoRA"
     told = f"{trained:,} parameters ({kind} of rank {model.lora_rank}); all others are frozen"
+    form = frozen_format(model)
+    if form is not None:
+        told += f", those of linear layers in {form}"
     return [("adapters", told)]
 
 

@@ -180,7 +180,10 @@ def test_generation_and_training_agree_to_the_bit(words: str, tmp_path: Path) ->
     assert 0 < max(others["log-ratio"]) < 1e-5, "without the mode they differ in the last bits"
 
 
-@pytest.mark.parametrize(("flag", "most"), [("--lora-rank 4", 1e-5), ("--bf16", 1e-2)])
+NF4 = "--lora-rank 4 --frozen-weights-dtype nf4 --hidden-size 64 --ffn-hidden-size 128"
+
+
+@pytest.mark.parametrize(("flag", "most"), [("--lora-rank 4", 1e-5), (NF4, 1e-5), ("--bf16", 1e-2)])
 def test_adapters_and_16_bits_answer_as_they_train(flag: str, most: float, tmp_path: Path) -> None:
     found = _train(Layout.single(), tmp_path, [*MODERN.split(), *flag.split(), "--lr", "0.05"])
     assert found["log-ratio"][0] > 0

@@ -77,6 +77,8 @@ def test_training_has_the_same_bits(kind: str, precision: str) -> None:
         "--bf16 --lora-rank 4 --lora-dropout 0.1",
         "--bf16 --lora-rank 4 --use-dora",
         MIXTURE + "--lora-rank 4",
+        "--bf16 --lora-rank 4 --use-dora --frozen-weights-dtype nf4",
+        MIXTURE + "--lora-rank 4 --frozen-weights-dtype fp8",
     ],
 )
 def test_so_does_every_kind_of_training(words: str) -> None:

@@ -19,8 +19,8 @@ _LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disa
 _LLAMA += "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
 
 
-_MIXTURE = "--num-experts 8 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.01 "
-_MIXTURE += "--moe-z-loss-coeff 1e-3"
+_EXPERTS = "--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3"
+_MIXTURE = f"{_EXPERTS} --moe-ffn-hidden-size 32"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,8 @@ _MIXTURE += "--moe-z-loss-coeff 1e-3"
         ("gpt", f"--moe-expert-capacity-factor 1 {_MIXTURE}"),
         ("gpt", f"{_LLAMA} --lora-rank 4 --use-dora"),
         ("gpt", f"{_LLAMA} {_MIXTURE} --lora-rank 4"),
+        ("gpt", f"{_LLAMA} --lora-rank 4 --frozen-weights-dtype nf4 --ffn-hidden-size 128"),
+        ("gpt", f"--moe-ffn-hidden-size 64 {_EXPERTS} --lora-rank 4 --frozen-weights-dtype fp8"),
         ("bert", ""),
         ("t5", ""),
         ("t5", "--position-embedding-type relative --geglu"),
