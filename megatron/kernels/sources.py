@@ -102,6 +102,9 @@ def instances() -> Mapping[str, Sequence[str]]:
             for heads in (1, 2, 4)
         ],
         "rope": [name("split_rotate_kernel", t, back) for t in FLOATS for back in _FLAGS],
+        "unpack": [
+            name(kernel, t) for kernel in ("unpack_nf4_kernel", "unpack_fp8_kernel") for t in FLOATS
+        ],
         "tensor_sums": [*(name("pieces_kernel", t) for t in FLOATS), "finish_kernel"],
     }
 

@@ -16,6 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.retro import is_of_retrieval
 from megatron.config.stages import ModelPart
 from megatron.errors import ConfigError
+from megatron.kernels.quantize import FrozenFormat
 from megatron.models.adapters import add_adapters, is_target, linear_layers, target_names
 from megatron.models.arithmetic import count_part_parameters
 from megatron.models.gpt import GPTModel
@@ -25,7 +26,6 @@ from megatron.parallel.adapter import projections_of
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
-from megatron.parallel.quantized import FrozenFormat
 
 
 def matches(name: str, pattern: str) -> bool:

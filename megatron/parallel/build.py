@@ -31,6 +31,7 @@ from megatron.kernels.dropout import BiasDropoutAdd, bias_dropout_add, choose_bi
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8Casts, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import KernelLibrary, find_library
+from megatron.kernels.quantize import FrozenFormat
 from megatron.kernels.rope import (
     Rotate,
     SplitRotate,
@@ -47,7 +48,7 @@ from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import Init, ParameterSpec
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, Products, RowByRow
-from megatron.parallel.quantized import FrozenFormat, PackedWeight
+from megatron.parallel.quantized import PackedWeight
 from megatron.parallel.registry import LayerRegistry
 
 _ON_CPU = torch.device("cpu")
@@ -176,7 +177,11 @@ class BuildContext:
         device = self.parameter_device or self.device
         if is_matrix and self.frozen_format is not None:
             packed = PackedWeight.empty(
-                tuple(part), self.frozen_format, dtype=self.dtype, device=device
+                tuple(part),
+                self.frozen_format,
+                dtype=self.dtype,
+                device=device,
+                library=self.kernels.library,
             )
             parameter = nn.Parameter(packed, requires_grad=False)
         else:

@@ -39,9 +39,8 @@ _DROPOUT_PASSES = 2.5  # further passes over an update of the residual stream, i
 _ATTENTION_DROPOUT = 0.85  # rate of attention with dropout, relative to attention without it
 _SMALL_HEADS = 0.8  # rate of attention with heads of 64 channels, relative to 128
 _FORWARD_ATTENTION = 0.25  # part of attention's time that its forward pass takes
-# Bytes read and written to unpack a frozen weight for a product in 16 bits: its codes are widened,
-# replaced by their levels and multiplied by their scales, one after another.
-_UNPACKED: dict[str | None, float] = {None: 0, "nf4": 10.5, "fp8": 11}
+# Bytes read and written to unpack a frozen weight for a product in 16 bits.
+_UNPACKED: dict[str | None, float] = {None: 0, "nf4": 2.5, "fp8": 3}
 FP8_CAST = 5  # bytes read and written to cast an element and to transpose it
 # Bytes per updated parameter: the gradient, once more for its norm, the states and the weights.
 OPTIMIZER_BYTES = 32

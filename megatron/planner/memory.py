@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart, even_parts, parts_of_stage, plan_model
+from megatron.kernels.quantize import bytes_of
 from megatron.models.arithmetic import (
     count_part_experts,
     count_part_matrices,
@@ -30,7 +31,6 @@ from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.exchange import SLOTS
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, loss_bound, schedule_kind
-from megatron.parallel.quantized import bytes_of
 from megatron.parallel.replicas import shares_weights
 
 _GIB, _MIB = 1024.0**3, 1024.0**2

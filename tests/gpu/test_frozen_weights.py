@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron.device import Device
+from megatron.kernels.quantize import dequantize, quantize
 from megatron.parallel.layout import Layout
-from megatron.parallel.quantized import PackedWeight, dequantize, quantize
+from megatron.parallel.quantized import PackedWeight
 from tests.training.toy import build_toy, train_toy
 
 DEVICE = Device.pick()

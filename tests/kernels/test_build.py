@@ -50,7 +50,7 @@ def test_the_list_of_kernels_is_that_of_the_sources():
 
 def test_every_operation_has_a_plan_for_its_arguments():
     found = list(declared_kernels())
-    assert len(found) == len({kernel.name for kernel in found}) == 23
+    assert len(found) == len({kernel.name for kernel in found}) == 24
     for kernel in found:
         code = kernel.plan.__code__
         assert bool(code.co_flags & 4) or code.co_argcount == len(kernel.kinds), kernel

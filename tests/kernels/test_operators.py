@@ -109,6 +109,9 @@ def cases():
     yield "fp8_amax_both", (draw(2, 32, 48), *stack)
     yield "fp8_cast_transpose", (draw(2, 32, 48), *stack, E4M3, None)
     yield "fp8_cast_rows", (draw(5, 48), E4M3)
+    codes = torch.arange(2 * 64).to(torch.uint8).view(2, 64)
+    yield "unpack_weight", (codes, draw(2, 2), draw(16))
+    yield "unpack_weight", (codes, draw(2, 1), None)
     yield "fp8_transpose", (draw(32, 48).to(E4M3),)
     tables, lengths = torch.tensor([[2, 0], [1, 3]]).int(), torch.tensor([3, 10]).int()
     for dtype in (BF16, FP32):

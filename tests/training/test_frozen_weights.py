@@ -15,11 +15,12 @@ from megatron.config.adapters import is_of_adapter
 from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.inference.load import load_gpt
+from megatron.kernels.quantize import dequantize, quantize
 from megatron.models.arithmetic import count_part_matrices
 from megatron.models.plan import WeightSplit
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
-from megatron.parallel.quantized import PackedWeight, dequantize, quantize
+from megatron.parallel.quantized import PackedWeight
 from megatron.planner.memory import estimate_memory, largest_process
 from megatron.training.run import Run
 from tests.config.command import problems

@@ -1,0 +1,73 @@
+// Weights in 8 or 4 bits to the format that products take: the level of each code times the scale of
+// its block. Both factors and the result are rounded as PyTorch's operations round them.
+#include "common.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kAtOnce = 4;       // times 8 elements that a thread unpacks
+constexpr int kScaleBlock = 64;  // elements that share a scale; config/adapters.py has the same
+
+// The 8 values from `first` on: of one block.
+template <typename T, typename Level>
+__device__ __forceinline__ void put(T* __restrict__ out, const T* __restrict__ scales, int64_t first,
+                                    const Level& level) {
+  const float scale = to_float(scales[first / kScaleBlock]);
+  Vector<T, 8> values;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) values.at[j] = from_float<T>(level(j) * scale);
+  store(out + first, values);
+}
+
+// Two codes in a byte, the first in its lower half; levels [16].
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    unpack_nf4_kernel(const unsigned char* __restrict__ codes, const T* __restrict__ scales,
+                      const T* __restrict__ levels, T* __restrict__ out, int64_t size) {
+  __shared__ float table[16];  // in 16 banks: threads that read different levels do not wait
+  if (threadIdx.x < 16) table[threadIdx.x] = to_float(levels[threadIdx.x]);
+  __syncthreads();
+  const int64_t first = (blockIdx.x * static_cast<int64_t>(kAtOnce * kThreads) + threadIdx.x) * 8;
+  Vector<unsigned char, 4> held[kAtOnce];
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) {
+    const int64_t i = first + k * kThreads * 8;
+    if (i < size) held[k] = load<unsigned char, 4>(codes + i / 2);
+  }
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) {
+    const int64_t i = first + k * kThreads * 8;
+    const auto level = [&](int j) { return table[held[k].at[j / 2] >> j % 2 * 4 & 15]; };
+    if (i < size) put(out, scales, i, level);
+  }
+}
+
+// The number of an e4m3 code as a share of the largest one, 448, in the format T. The digits of a
+// code are moved to those of a number 2^120 times smaller. Not a number becomes one beyond the
+// largest: its scale is not a number either.
+template <typename T>
+__device__ __forceinline__ float share_of_448(unsigned code) {
+  const float size = __uint_as_float((code & 0x7fu) << 20) * 0x1p120f / 448.f;
+  return to_float(from_float<T>(code & 0x80u ? -size : size));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    unpack_fp8_kernel(const unsigned char* __restrict__ codes, const T* __restrict__ scales,
+                      T* __restrict__ out, int64_t size) {
+  const int64_t first = (blockIdx.x * static_cast<int64_t>(kAtOnce * kThreads) + threadIdx.x) * 8;
+  Vector<unsigned char, 8> held[kAtOnce];
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) {
+    const int64_t i = first + k * kThreads * 8;
+    if (i < size) held[k] = load<unsigned char, 8>(codes + i);
+  }
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) {
+    const int64_t i = first + k * kThreads * 8;
+    const auto level = [&](int j) { return share_of_448<T>(held[k].at[j]); };
+    if (i < size) put(out, scales, i, level);
+  }
+}
+
+}  // namespace

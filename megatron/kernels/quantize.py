@@ -1,0 +1,182 @@
+"""Weights in 8 or 4 bits: codes, and a scale for each block of 64 neighbors in a row.
+
+A block's scale is its largest magnitude, which is exact in the weights' own number format. The
+code of an element is the nearest of 16 levels between -1 and 1 (nf4, two codes in a byte), or the
+nearest number of fp8 e4m3 as a share of the largest one; the element is its level times the scale.
+With bf16 scales that is 4.25 or 8.25 bits for each weight.
+
+Every block has an element whose level is exactly 1 or -1. Quantizing a matrix that was read back
+therefore gives the same values and scales.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config.adapters import FROZEN_BLOCK
+from megatron.kernels.fp8 import E4M3
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, aligned, operator
+from megatron.kernels.plans import KernelLaunch, Pointer, divide_up
+from megatron.kernels.sources import FLOATS, constant, instance
+
+FrozenFormat = Literal["fp8", "nf4"]
+
+BLOCK = FROZEN_BLOCK  # elements that share a scale, neighbors in a row
+# The 16 levels of NormalFloat: quantiles of a normal distribution, so that each is used about
+# equally often, scaled to [-1, 1]; the 8 lower ones include -1 and 0, the 8 upper ones 1.
+_LEVELS = 16
+_OUTERMOST = 0.9677083  # the quantile of the largest magnitude: 1 - (1/30 + 1/32) / 2
+
+
+def _plan_unpack(
+    codes: Pointer,
+    scales: Pointer,
+    levels: Pointer | None,
+    out: Pointer,
+    size: int,
+    dtype: int,
+) -> list[KernelLaunch]:
+    """Plan out [size] of codes with these levels; without levels, the codes are numbers of fp8."""
+    at_once = 8 * constant("unpack.cu", "kAtOnce") * constant("unpack.cu", "kThreads")
+    kernel = instance("unpack_fp8_kernel" if levels is None else "unpack_nf4_kernel", FLOATS[dtype])
+    read = (codes, scales) if levels is None else (codes, scales, levels)
+    block = (constant("unpack.cu", "kThreads"),)
+    return [KernelLaunch(kernel, (divide_up(size, at_once),), block, (*read, out, size))]
+
+
+UNPACK = Kernel("unpack", "ppppii", _plan_unpack)
+
+
+@functools.cache
+def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the levels of nf4 in ascending order, [16].
+
+    The negative ones are 8 evenly spaced quantiles up to the median, the positive ones 9 from it.
+
+    Args:
+        dtype: The number format.
+        device: The device.
+    """
+
+    def quantiles(count: int) -> Tensor:
+        shares = torch.linspace(_OUTERMOST, 0.5, count, dtype=torch.float64)[:-1]
+        return torch.special.ndtri(shares)
+
+    half = _LEVELS // 2
+    lower, upper = -quantiles(half), quantiles(half + 1)
+    levels = torch.cat((lower, torch.zeros(1, dtype=torch.float64), upper.flip(0)))
+    return (levels / upper[0]).to(device, dtype)
+
+
+@functools.cache
+def _nf4_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the two levels that each byte stands for, [256, 2]: its lower four bits first."""
+    levels = nf4_levels(dtype, device)
+    return torch.stack((levels.repeat(_LEVELS), levels.repeat_interleave(_LEVELS)), dim=1)
+
+
+def bytes_of(parameters: int, form: FrozenFormat, scale_bytes: int) -> int:
+    """Return the bytes that weights take.
+
+    Args:
+        parameters: The number of weights.
+        form: Their format.
+        scale_bytes: The size of a scale, which has the weights' own number format.
+    """
+    codes = parameters if form == "fp8" else parameters // 2
+    return codes + parameters // BLOCK * scale_bytes
+
+
+@torch.no_grad()
+def quantize(matrix: Tensor, form: FrozenFormat) -> tuple[Tensor, Tensor]:
+    """Round a matrix to codes.
+
+    Args:
+        matrix: The values [..., in]; `in` is a multiple of `BLOCK`.
+        form: The format of the codes.
+
+    Returns:
+        The codes, uint8 [..., in] or for nf4 [..., in / 2], and the scales [..., in / BLOCK] in the
+        matrix's own number format.
+    """
+    blocks = matrix.unflatten(-1, (-1, BLOCK))
+    scales = blocks.abs().amax(-1)
+    # A block of zeros has the scale 0. Its codes are those of 0, whatever they are divided by.
+    divisors = torch.where(scales > 0, scales, 1).float().unsqueeze(-1)
+    values = (blocks.float() / divisors).flatten(-2)
+    if form == "fp8":
+        return values.mul_(torch.finfo(E4M3).max).to(E4M3).view(torch.uint8), scales
+    levels = nf4_levels(torch.float32, matrix.device)
+    codes = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+    return (codes[..., ::2] + _LEVELS * codes[..., 1::2]).to(torch.uint8), scales
+
+
+@functools.cache
+def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the largest number of fp8; GPUs multiply by the inverse of one that is on the host."""
+    return torch.tensor(torch.finfo(E4M3).max, dtype=dtype, device=device)
+
+
+@torch.no_grad()
+def dequantize(
+    codes: Tensor, scales: Tensor, form: FrozenFormat, library: KernelLibrary | None = None
+) -> Tensor:
+    """Return the matrix [..., in] that codes stand for, in the scales' number format.
+
+    Args:
+        codes: The codes of `quantize`.
+        scales: The scales.
+        form: The format of the codes.
+        library: Compiled kernels; `None` means PyTorch's operations, which give the same bits.
+    """
+    dtype, device = scales.dtype, codes.device
+    if library is not None and dtype in DTYPE_CODES and codes.numel() and aligned(codes, scales):
+        levels = nf4_levels(dtype, device) if form == "nf4" else None
+        return unpack_weight(library, codes, scales, levels)
+    if form == "fp8":
+        values = codes.view(E4M3).to(dtype).div_(_largest(dtype, device))
+    else:
+        values = F.embedding(codes.int(), _nf4_pairs(dtype, device)).flatten(-2)
+    values.unflatten(-1, (-1, BLOCK)).mul_(scales.unsqueeze(-1))
+    return values
+
+
+@operator()
+def unpack_weight(
+    library: KernelLibrary, codes: Tensor, scales: Tensor, levels: Tensor | None
+) -> Tensor:
+    """Return the matrix that codes stand for with one kernel, which reads each code once.
+
+    Args:
+        library: Compiled kernels.
+        codes: The codes, uint8 [..., in], or with levels [..., in / 2]; contiguous.
+        scales: The scales [..., in / BLOCK], contiguous.
+        levels: The levels of nf4 [16], in the scales' format; `None` for fp8.
+
+    Returns:
+        The matrix [..., in] in the scales' format.
+    """
+    out = scales.new_empty(*scales.shape[:-1], scales.shape[-1] * BLOCK)
+    library.launch(UNPACK, codes, scales, levels, out, out.numel(), DTYPE_CODES[scales.dtype])
+    return out
+
+
+def prepare(form: FrozenFormat, dtype: torch.dtype, device: torch.device) -> None:
+    """Allocate now what every `dequantize` reads.
+
+    A pass that is being recorded must not allocate what later ones read.
+
+    Args:
+        form: The format of the codes.
+        dtype: The number format of the values.
+        device: The device.
+    """
+    if form == "fp8":
+        _largest(dtype, device)
+    else:
+        _nf4_pairs(dtype, device)
