@@ -102,6 +102,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.warm_up,
     rules_training.wsd_decay,
     rules_training.weight_decay,
+    rules_training.muon,
     rules_training.recomputation,
     rules_parallel.graphs,
     rules_training.per_token_loss,

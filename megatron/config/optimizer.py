@@ -8,7 +8,10 @@ from megatron.config.fields import Need, flag
 from megatron.config.training import OF_TOKENS, TrainingOptions
 
 # Conditions that the flags below need or require.
-_ADAM = Need(lambda run: run.optimizer.optimizer == "adam", "--optimizer adam")
+_ADAM = Need(
+    lambda run: run.optimizer.optimizer in ("adam", "muon"), "--optimizer adam or --optimizer muon"
+)
+_MUON = Need(lambda run: run.optimizer.optimizer == "muon", "--optimizer muon")
 _SGD = Need(lambda run: run.optimizer.optimizer == "sgd", "--optimizer sgd")
 _WARMS_UP = Need(
     lambda run: (
@@ -32,8 +35,10 @@ class OptimizerConfig:
     """Optimizer.
 
     Attributes:
-        optimizer: Optimizer (adam is AdamW).
-        weight_decay: Weight decay. It is decoupled with adam and added to gradients with sgd.
+        optimizer: Optimizer (adam is AdamW). muon orthogonalizes the updates of the matrices in the
+            layers, and follows adam for embeddings, the output layer and vectors.
+        weight_decay: Weight decay. It is decoupled with adam and muon, and added to gradients with
+            sgd.
         start_weight_decay: Weight decay at the start of the ramp.
         end_weight_decay: Weight decay at the end of the ramp.
         weight_decay_incr_style: Shape of the weight-decay ramp.
@@ -42,11 +47,29 @@ class OptimizerConfig:
         adam_beta2: Decay rate of Adam's second moment.
         adam_eps: Constant added to Adam's denominator.
         sgd_momentum: Momentum of --optimizer sgd.
+        muon_momentum: Momentum of --optimizer muon.
+        muon_use_nesterov: Use Nesterov's momentum in --optimizer muon.
+        muon_split_qkv: Orthogonalize queries, keys and values each by themselves. Off: as the one
+            matrix that computes them.
+        muon_scale_mode: Scale of an orthogonalized update [out, in]: spectral is the square root of
+            the larger size, unit_rms_norm that of out / in, and shape_scaling that of out / in or
+            1, whichever is larger.
+        muon_extra_scale_factor: Factor of all updates by --optimizer muon. With spectral, 0.2 makes
+            them as large as those of adam.
+        muon_num_ns_steps: Newton-Schulz iterations of each update.
+        muon_coefficient_type: Coefficients of the iterations: one set for all (simple), or five
+            sets in turn (quintic).
+        muon_fp32_matmul_prec: Number format of the iterations: medium computes in bf16, high in
+            TF32 where the device has it, and highest in fp32.
+        muon_tp_mode: Treatment of a matrix that tensor-parallel processes divide: blockwise
+            orthogonalizes each part by itself, so that results depend on their number. duplicated
+            gathers the matrix on all of them, and distributed adds up their products.
+        muon_scalar_optimizer: Optimizer of the parameters that are not matrices.
         optimizer_cpu_offload: Keep fp32 weights and optimizer states in host memory and compute the
             update there.
     """
 
-    optimizer: str = flag("adam", choices=("adam", "sgd"))
+    optimizer: str = flag("adam", choices=("adam", "sgd", "muon"))
     weight_decay: float = flag(0.01, at_least=0)
     start_weight_decay: float | None = flag(None, at_least=0)
     end_weight_decay: float | None = flag(None, at_least=0)
@@ -56,6 +79,25 @@ class OptimizerConfig:
     adam_beta2: float = flag(0.999, at_least=0, below=1, needs=_ADAM)
     adam_eps: float = flag(1e-8, above=0, needs=_ADAM)
     sgd_momentum: float = flag(0.9, at_least=0, below=1, needs=_SGD)
+    muon_momentum: float = flag(0.9, above=0, below=1, needs=_MUON)
+    muon_use_nesterov: bool = flag(
+        False,
+        names="--muon-use-nesterov --muon-nesterov",
+        off="--muon-no-use-nesterov --no-muon-use-nesterov",
+        needs=_MUON,
+    )
+    muon_split_qkv: bool = flag(True, off="--muon-no-split-qkv --no-muon-split-qkv", needs=_MUON)
+    muon_scale_mode: str = flag(
+        "spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"), needs=_MUON
+    )
+    muon_extra_scale_factor: float = flag(1.0, above=0, needs=_MUON)
+    muon_num_ns_steps: int = flag(5, unit="iterations", at_least=1, at_most=99, needs=_MUON)
+    muon_coefficient_type: str = flag("quintic", choices=("quintic", "simple"), needs=_MUON)
+    muon_fp32_matmul_prec: str = flag("medium", choices=("medium", "high", "highest"), needs=_MUON)
+    muon_tp_mode: str = flag(
+        "blockwise", choices=("blockwise", "duplicated", "distributed"), needs=_MUON
+    )
+    muon_scalar_optimizer: str = flag("adam", choices=("adam",), needs=_MUON)
     optimizer_cpu_offload: bool = False
 
 

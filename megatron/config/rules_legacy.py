@@ -31,7 +31,18 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--ckpt-format torch_dist with --decoupled-lr {config.schedule.decoupled_lr:g}: such "
             f"optimizer states are not written for Megatron Core: {remedy}"
         )
+    yield from _states_of_muon(config)
     yield from _schedule_in_tokens(config)
+
+
+def _states_of_muon(config: RunOptions) -> Iterator[str]:
+    """Yield an error if Megatron-LM's checkpoints cannot hold the optimizer's states."""
+    checkpoint = config.checkpoint
+    if config.optimizer.optimizer == "muon" and not checkpoint.no_save_optim:
+        yield (
+            f"--ckpt-format {checkpoint.ckpt_format} with --optimizer muon: its states are not "
+            "written in Megatron-LM's formats: use --ckpt-format native, or --no-save-optim"
+        )
 
 
 def _schedule_in_tokens(config: RunOptions) -> Iterator[str]:
@@ -81,6 +92,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
             "Megatron-LM 23.08 has no such learning rate, and its optimizer files cannot store "
             "one: use --ckpt-format native"
         )
+    yield from _states_of_muon(config)
     yield from _schedule_in_tokens(config)
     parts, layers = possible_plan(model, config.parallel), model.num_layers
     stages = config.parallel.pipeline_model_parallel_size

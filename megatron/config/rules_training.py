@@ -262,6 +262,33 @@ def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
         yield f"--end-weight-decay {end:g} is below --start-weight-decay {start:g}: raise it"
 
 
+def muon(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that cannot be combined with --optimizer muon."""
+    optimizer, model, shown = config.optimizer, config.model, "--optimizer muon"
+    if optimizer.optimizer != "muon":
+        return
+    if optimizer.optimizer_cpu_offload:
+        yield (
+            f"{shown} with --optimizer-cpu-offload: a host is too slow for its products of "
+            "matrices: save memory with --zero-stage 1 to 3, or use --optimizer adam"
+        )
+    steps, sets = optimizer.muon_num_ns_steps, 5
+    if optimizer.muon_coefficient_type == "quintic" and steps % sets:
+        yield (
+            f"--muon-num-ns-steps {steps} is not divisible by {sets}, the coefficients of "
+            "--muon-coefficient-type quintic: use simple, or another number"
+        )
+    tensor = config.parallel.tensor_model_parallel_size
+    groups = model.num_query_groups if model.group_query_attention else None
+    in_parts = optimizer.muon_tp_mode != "duplicated" and optimizer.muon_split_qkv
+    if in_parts and groups and groups < tensor:
+        yield (
+            f"--muon-tp-mode {optimizer.muon_tp_mode} with --num-query-groups {groups} and "
+            f"--tensor-model-parallel-size {tensor}: a process has no whole group of queries, keys "
+            "and values: use --muon-tp-mode duplicated, or --muon-no-split-qkv"
+        )
+
+
 def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each recomputation flag that breaks a rule.
 

@@ -22,6 +22,7 @@ from megatron.models.plan import RouterPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context.split import split_sequence
+from megatron.parallel.parameter import Matrices
 from megatron.parallel.random import uniform
 from megatron.parallel.routing import attach
 
@@ -58,6 +59,7 @@ class Router(nn.Module):
             (plan.experts, plan.hidden),
             init=plan.init.weight(plan.hidden, plan.experts),
             partial_gradient=context.layout.sequence.size > 1,
+            matrices=Matrices(),
         )
         z_loss = () if plan.z_loss is None else ("z_loss",)
         losses = (*z_loss, *(kind for kind, _ in plan.balancing))

@@ -8,7 +8,8 @@ from itertools import product
 
 from torch import nn
 
-from megatron.optimizer.rules import RuleChoice, UpdateRule
+from megatron.optimizer.rules import RuleChoice
+from megatron.optimizer.update import UpdateRule
 
 
 @dataclass(frozen=True)

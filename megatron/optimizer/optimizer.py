@@ -28,12 +28,18 @@ from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.optimizer.groups import ParameterGroup
 from megatron.optimizer.loss_scale import loss_scale_of
 from megatron.optimizer.norms import is_counted_here, state_sizes, sum_over_model
-from megatron.optimizer.rules import OffloadedUpdate, Step, Update, UpdateTensors, on_host
+from megatron.optimizer.rules import OffloadedUpdate, on_host
+from megatron.optimizer.update import MatrixPlace, Step, Update, UpdateTensors
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import spec_of
 from megatron.parallel.replicas import Gradients, SharedWeights
 
-_CURVES = {"exp_avg": "momentum", "exp_avg_sq": "variance"}  # Megatron-DeepSpeed's names
+_CURVES = {
+    "exp_avg": "momentum",
+    "momentum_buffer": "momentum",
+    "exp_avg_sq": "variance",
+}  # Megatron-DeepSpeed's names
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
 
 
@@ -88,13 +94,14 @@ class _OwnPart:
                 return on_host(like, torch.float32)
             return torch.empty_like(like, dtype=torch.float32)
 
+        joins = group.rule.joins_rows and gradients.shares_weights
         members = [
             (name, p)
             for name, p in zip(group.names, group.parameters, strict=True)
-            if gradients.owned(p).size or not gradients.is_sharded
+            if gradients.owned(p).size or not gradients.is_sharded or joins
         ]
         for name, p in members:
-            assert not group.rule.needs_whole or gradients.owned(p).size == p.numel(), (
+            assert joins or not group.rule.needs_whole or gradients.owned(p).size == p.numel(), (
                 f"{name}: its update rule needs the whole tensor, and this process has a shard"
             )
         parts = [gradients.part(p) for _, p in members]
@@ -110,11 +117,14 @@ class _OwnPart:
             },
         )
 
-    def bind(self, gradients: Gradients, library: KernelLibrary | None, *, offload: bool) -> Update:
+    def bind(
+        self, gradients: Gradients, layout: Layout, library: KernelLibrary | None, *, offload: bool
+    ) -> Update:
         """Bind the group's update rule to its tensors."""
+        rule, rows = self.group.rule, gradients.shares_weights
 
         def shaped(tensors: Sequence[Tensor]) -> list[Tensor]:
-            if not self.group.rule.needs_whole:
+            if not rule.needs_whole or rows:
                 return list(tensors)
             return [t.view(p.shape) for t, p in zip(tensors, self.parameters, strict=True)]
 
@@ -124,10 +134,19 @@ class _OwnPart:
             [None if part.dtype == torch.float32 else part for part in parts],
             shaped([gradients.gradient(p) for p in self.parameters]),
             {kind: shaped(state) for kind, state in self.state.items()},
+            [_place(p, layout, rows=rows) for p in self.parameters] if rule.joins_rows else (),
         )
         if offload:
-            return OffloadedUpdate(self.group.rule, tensors, parts)
-        return self.group.rule.bind(tensors, library)
+            return OffloadedUpdate(rule, tensors, parts)
+        return rule.bind(tensors, library)
+
+
+def _place(parameter: nn.Parameter, layout: Layout, *, rows: bool) -> MatrixPlace:
+    """Return where the rest of a parameter is, of which processes may hold some rows each."""
+    spec = spec_of(parameter)
+    tensor = layout.expert_tensor if spec.is_expert else layout.tensor
+    replicas = layout.expert_replica if spec.is_expert else layout.replica
+    return MatrixPlace(spec, tensor, replicas if rows and replicas.size > 1 else None)
 
 
 class Optimizer:
@@ -182,7 +201,7 @@ class Optimizer:
         self._device = groups[0].parameters[0].device
         library = find_library(self._device).library
         self._updates = [
-            (own.group, own.bind(gradients, library, offload=self._offload))
+            (own.group, own.bind(gradients, layout, library, offload=self._offload))
             for own in self._owned
             if own.weights  # with shards a process may hold none
         ]
@@ -318,11 +337,15 @@ class Optimizer:
         """
         tensors: dict[str, tuple[Tensor, nn.Parameter]] = {}
         for own in self._owned:
-            members = list(zip(own.names, own.parameters, strict=True))
-            for i, (name, parameter) in enumerate(members):
+            members = [
+                (i, name, parameter)
+                for i, (name, parameter) in enumerate(zip(own.names, own.parameters, strict=True))
+                if own.parts[i].numel()  # a rule that joins rows has parameters without any here
+            ]
+            for i, name, parameter in members:
                 for kind, state in own.state.items():
                     tensors[f"{name}.{kind}"] = (state[i], parameter)
-            for i, (name, parameter) in enumerate(members):
+            for i, name, parameter in members:
                 if own.formats[i] != torch.float32:
                     tensors[f"{name}.master"] = (own.weights[i], parameter)
         return tensors

@@ -1,7 +1,7 @@
-"""Update rules: Adam with decoupled weight decay, and SGD with momentum.
+"""Update rules: Adam with decoupled weight decay, SGD with momentum, and the choice of rules.
 
 A rule consists of a few numbers and an in-place update. Its state tensors belong to the optimizer.
-Both rules here run one fused kernel per group, on CPU and GPU. The kernel also divides the
+The rules here run one fused kernel per group, on CPU and GPU. The kernel also divides the
 gradients by a scale and changes nothing if non-finite gradients were found, so neither rule needs
 the host.
 
@@ -11,10 +11,9 @@ entry chooses a rule for each parameter, so different parameters may have differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,76 +22,8 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.device import Device
 from megatron.kernels.adam import AdamNumbers, AdamTensors, choose_adam, copy_weights
 from megatron.kernels.library import KernelLibrary
-
-
-@dataclass(frozen=True)
-class Step:
-    """The numbers of an update, shared by all parameters with the same learning rate.
-
-    Attributes:
-        lr: Learning rate.
-        count: Index of this update, from 1, for bias correction: an fp32 scalar on the device.
-        gradient_scale: Number by which gradients are divided: an fp32 scalar on the device.
-        found_nonfinite: 1 if the update must not happen, otherwise 0: an fp32 scalar on the device.
-    """
-
-    lr: float
-    count: Tensor
-    gradient_scale: Tensor
-    found_nonfinite: Tensor
-
-
-@dataclass(frozen=True)
-class UpdateTensors:
-    """The tensors that a rule reads and changes in place.
-
-    Each is the part of a parameter that this process updates: 1-D if processes share the update, or
-    in the parameter's own shape for a rule that needs whole tensors.
-
-    Attributes:
-        weights: Weights in fp32.
-        copies: 16-bit copies of the weights, written with each update; `None` where there is none.
-        gradients: Gradients in fp32 or 16 bits. An update may change them.
-        state: State tensors by name, in the weights' shapes, fp32, zero at the start.
-    """
-
-    weights: Sequence[Tensor]
-    copies: Sequence[Tensor | None]
-    gradients: Sequence[Tensor]
-    state: Mapping[str, Sequence[Tensor]]
-
-
-class Update(Protocol):
-    """The update of a group, bound to its tensors."""
-
-    def __call__(self, step: Step, /, *, weight_decay: float) -> None:
-        """Change weights, their copies and the state in place."""
-
-
-class UpdateRule(Protocol):
-    """A rule for computing new weights from gradients.
-
-    Parameters with equal rules share a group.
-    """
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Names of the state tensors, which a checkpoint holds as "<parameter>.<name>"."""
-
-    @property
-    def needs_whole(self) -> bool:
-        """Whether a process must hold each tensor whole instead of a shard of it.
-
-        Whole means everything that a tensor rank holds. ZeRO stages 0 to 2 can provide that.
-        """
-
-    def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
-        """Return a function that updates these tensors.
-
-        Args:
-            tensors: Tensors of a parameter group.
-            library: Compiled kernels, or `None` if there are none.
-        """
+from megatron.optimizer.muon import Muon
+from megatron.optimizer.update import Step, Update, UpdateRule, UpdateTensors
 
 
 @dataclass(frozen=True)
@@ -109,6 +40,7 @@ class AdamW:
 
     state_names = ("exp_avg", "exp_avg_sq")
     needs_whole = False
+    joins_rows = False
 
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
         """Return a function that updates these tensors."""
@@ -140,6 +72,7 @@ class SGD:
     momentum: float
 
     needs_whole = False
+    joins_rows = False
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -178,9 +111,33 @@ def _everywhere(rule: UpdateRule) -> RuleChoice:
     return lambda name, parameter: rule
 
 
+def _muon(c: OptimizerConfig) -> RuleChoice:
+    """Return Muon for matrices that layers multiply by, and AdamW for all other parameters."""
+    adam = AdamW(c.adam_beta1, c.adam_beta2, c.adam_eps)
+    muon = Muon(
+        momentum=c.muon_momentum,
+        nesterov=c.muon_use_nesterov,
+        split_qkv=c.muon_split_qkv,
+        scale_mode=c.muon_scale_mode,
+        extra_scale=c.muon_extra_scale_factor,
+        steps=c.muon_num_ns_steps,
+        coefficients=c.muon_coefficient_type,
+        precision=c.muon_fp32_matmul_prec,
+        tensor_mode=c.muon_tp_mode,
+    )
+    return lambda name, parameter: muon if has_matrices(parameter) else adam
+
+
+def has_matrices(parameter: nn.Parameter) -> bool:
+    """Return whether a layer multiplies by the parameter: no vector, embedding or output layer."""
+    spec = getattr(parameter, "spec", None)
+    return spec is not None and spec.matrices is not None
+
+
 RULES: dict[str, Callable[[OptimizerConfig], RuleChoice]] = {
     "adam": lambda c: _everywhere(AdamW(c.adam_beta1, c.adam_beta2, c.adam_eps)),
     "sgd": lambda c: _everywhere(SGD(c.sgd_momentum)),
+    "muon": _muon,
 }
 """The choice of rules for each value of --optimizer."""
 

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce, copy_to, gather_rows_to
 from megatron.parallel.layers import Linear, Projections, sum_over_ranks
-from megatron.parallel.parameter import ONES, ZEROS, Init
+from megatron.parallel.parameter import ONES, ZEROS, Init, Matrices
 from megatron.parallel.quantized import unpacked
 from megatron.parallel.random import split_region
 
@@ -77,12 +77,14 @@ class Factors(nn.Module):
             init=Init("uniform", 1 / math.sqrt(linear.in_features)),
             split_dim=1 if is_row else None,
             partial_gradient=not is_row and is_divided,
+            matrices=Matrices(),
         )
         self.b = context.new_parameter(
             (out_features, plan.rank),
             init=ZEROS,
             split_dim=0 if is_column else None,
             partial_gradient=not is_column and is_divided,
+            matrices=Matrices(),
         )
         self.magnitude = None
         if plan.is_dora:

@@ -11,6 +11,7 @@ processes share the work of the update, each owns an equal part of every bucket,
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 256  # alignment of every tensor's start: whole vector loads and cache lines
+MOST_PADDING = 0.1  # of a bucket whose tensors lie whole in its shards
 BUCKET_BYTES = 64 * 2**20  # large enough that a collective runs at full bandwidth
 
 WireFormat = Literal["fp32", "16 bit", "8 bit"]
@@ -55,6 +57,21 @@ class Span:
         size = self.size // shards
         assert size * shards == self.size, f"{self} does not divide into {shards} equal parts"
         return Span(self.start + rank * size, self.start + (rank + 1) * size)
+
+
+def row_shards(rows: int, elements: int, shards: int) -> list[Span]:
+    """Return each shard's elements of a tensor whose rows are divided in order (ZeRO stage 3).
+
+    Shards have equally many rows, but the last ones may have fewer or none.
+
+    Args:
+        rows: The size of the tensor's first dimension.
+        elements: The number of its elements.
+        shards: The number of shards.
+    """
+    height = -(-rows // shards)
+    ends = [min(shard * height, rows) * (elements // rows) for shard in range(shards + 1)]
+    return [Span(start, end) for start, end in pairwise(ends)]
 
 
 def runs(
@@ -308,33 +325,36 @@ def lay_out(
         limit: The smallest size of a bucket.
         shards: The number of equal parts of each bucket.
         ends: The indices of tensors that must end a bucket.
-        keeps_whole: Whether each tensor must lie within a single shard. If so, a bucket has at
-            least as many tensors as shards; they are distributed over the shards by size, the
-            largest first.
+        keeps_whole: Whether each tensor must lie within a single shard. If so, tensors are
+            distributed over the shards by size, the largest first. A bucket goes on until at most
+            `MOST_PADDING` of it is padding, and a rest that never gets there joins the one before.
 
     Returns:
         For each bucket, its span, and the index and slot of each tensor in the order of the slots.
     """
     unit = alignment * shards
     aligned = [-(-size // alignment) * alignment for size in sizes]
-    buckets = []
-    group: list[int] = []
-    start = 0
+    groups: list[list[int]] = [[]]
     for i in range(len(sizes)):
-        group.append(i)
-        is_full = sum(aligned[j] for j in group) >= limit
-        is_full = is_full and (not keeps_whole or len(group) >= shards)
-        if i < len(sizes) - 1 and i not in ends and not is_full:
-            continue
+        groups[-1].append(i)
+        is_full = sum(aligned[j] for j in groups[-1]) >= limit
+        if keeps_whole and is_full:
+            is_full = is_even([aligned[j] for j in groups[-1]], shards)
+        if i < len(sizes) - 1 and (i in ends or is_full):
+            groups.append([])
+    if keeps_whole and len(groups) > 1 and groups[-2][-1] not in ends:
+        *before, last = groups  # the rest of the tensors may leave shards empty
+        if not is_even([aligned[j] for j in last], shards):
+            groups = [*before[:-1], before[-1] + last]
+    buckets = []
+    start = 0
+    for group in groups:
         if keeps_whole:
-            filled = [0] * shards
-            dealt = {}
-            for j in sorted(group, key=lambda j: -sizes[j]):
-                shard = filled.index(min(filled))
-                dealt[j] = shard, filled[shard]
-                filled[shard] += aligned[j]
-            width = max(filled)
-            starts = {j: start + shard * width + place for j, (shard, place) in dealt.items()}
+            dealt, width = deal([aligned[j] for j in group], shards)
+            starts = {
+                j: start + shard * width + place
+                for j, (shard, place) in zip(group, dealt, strict=True)
+            }
             end = start + shards * width
         else:
             *places, filled_to = accumulate((aligned[j] for j in group), initial=start)
@@ -342,5 +362,30 @@ def lay_out(
             end = start + -(-(filled_to - start) // unit) * unit
         slots = [(j, Span(starts[j], starts[j] + sizes[j])) for j in group]
         buckets.append((Span(start, end), sorted(slots, key=lambda pair: pair[1].start)))
-        group, start = [], end
+        start = end
     return buckets
+
+
+def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]:
+    """Distribute tensors over shards, the largest first, each to the emptiest shard.
+
+    Args:
+        sizes: The sizes of the tensors, in elements.
+        shards: The number of shards.
+
+    Returns:
+        The shard of each tensor and its place in it, and the size of the fullest shard.
+    """
+    filled = [(0, shard) for shard in range(shards)]
+    dealt = [(0, 0)] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        place, shard = heapq.heappop(filled)
+        dealt[i] = shard, place
+        heapq.heappush(filled, (place + sizes[i], shard))
+    return dealt, max(end for end, _ in filled)
+
+
+def is_even(sizes: Sequence[int], shards: int) -> bool:
+    """Return whether shards that hold whole tensors have little padding."""
+    most = sum(sizes) / (1 - MOST_PADDING)
+    return max(sizes) * shards <= most and deal(sizes, shards)[1] * shards <= most

@@ -45,7 +45,7 @@ from megatron.parallel.context.ring import ring_attention, ulysses_attention
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.fp8 import Fp8Format, Fp8Products
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.parameter import Init, ParameterSpec
+from megatron.parallel.parameter import Init, Matrices, ParameterSpec
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, Products, RowByRow
 from megatron.parallel.quantized import PackedWeight
@@ -143,6 +143,7 @@ class BuildContext:
         is_expert: bool = False,
         is_vocabulary: bool = False,
         is_matrix: bool = False,
+        matrices: Matrices | None = None,
     ) -> nn.Parameter:
         """Allocate a parameter, or this tensor rank's equal share of it along `split_dim`.
 
@@ -158,6 +159,7 @@ class BuildContext:
             is_vocabulary: Whether the parameter has a row for each vocabulary entry.
             is_matrix: Whether the parameter is a linear layer's weight, which `frozen_format`
                 packs.
+            matrices: The matrices in the parameter, if the layer multiplies by them.
 
         Raises:
             ValueError: A dimension does not divide evenly over its ranks, or a packed row cannot be
@@ -195,6 +197,7 @@ class BuildContext:
             partial_gradient,
             is_expert=is_expert,
             is_vocabulary=is_vocabulary,
+            matrices=matrices,
         )
         parameter.spec = spec  # type: ignore[attr-defined]
         return parameter

@@ -22,7 +22,7 @@ from megatron.kernels.grouped import (
 from megatron.parallel.adapter import WHOLE, AdapterPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.linear import Owner
-from megatron.parallel.parameter import ZEROS, Init
+from megatron.parallel.parameter import ZEROS, Init, Matrices
 
 _ALIGNED = 8  # PyTorch's grouped products take rows of multiples of 16 bytes
 
@@ -59,7 +59,12 @@ class ExpertLinear(nn.Module):
         self.shape, self.split_dim = shape, split_dim
         sums = split_dim == len(shape) - 1
         self.weight = context.new_parameter(
-            shape, init=init, split_dim=split_dim, is_expert=True, is_matrix=True
+            shape,
+            init=init,
+            split_dim=split_dim,
+            is_expert=True,
+            is_matrix=True,
+            matrices=Matrices(),
         )
         local, *_, inputs = self.weight.shape
         self._shape = (local, -1, inputs)  # [experts, out, in]
@@ -128,6 +133,7 @@ class ExpertFactors(nn.Module):
             split_dim=2 if is_row else None,
             partial_gradient=not is_row and is_divided,
             is_expert=True,
+            matrices=Matrices(),
         )
         self.b = context.new_parameter(
             (experts, *outputs, plan.rank),
@@ -135,6 +141,7 @@ class ExpertFactors(nn.Module):
             split_dim=None if is_row else linear.split_dim,
             partial_gradient=is_row and is_divided,
             is_expert=True,
+            matrices=Matrices(),
         )
 
 

@@ -15,7 +15,7 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Communication, reduce_from, reduce_scatter_from
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import CutColumn, CutRow, Transport, WeightSlot
-from megatron.parallel.parameter import ZEROS, Init
+from megatron.parallel.parameter import ZEROS, Init, Matrices
 from megatron.parallel.products import LinearCall
 
 if TYPE_CHECKING:
@@ -41,6 +41,13 @@ class Projections:
     names: tuple[str, ...]
     widths: tuple[int, ...]
     groups: int | None = None
+
+    @property
+    def matrices(self) -> Matrices:
+        """The matrices in the weight: one for each projection."""
+        if self.groups is None:
+            return Matrices()
+        return Matrices(tuple(width // self.groups for width in self.widths))
 
 
 class Linear(nn.Module):
@@ -97,6 +104,7 @@ class Linear(nn.Module):
             split_dim={"column": out_dim, "row": out_dim + 1, None: None}[split],
             partial_gradient=split is None and is_divided,
             is_matrix=True,
+            matrices=Matrices() if projections is None else projections.matrices,
         )
         self.bias = None
         if bias:

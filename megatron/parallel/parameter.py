@@ -41,6 +41,20 @@ ONES = Init("ones")
 
 
 @dataclass(frozen=True)
+class Matrices:
+    """The matrices [out, in] that a weight consists of, for update rules that treat each by itself.
+
+    Leading dimensions of the weight (experts, stacked projections) count matrices.
+
+    Attributes:
+        shares: If the rows of a matrix are those of several projections, ordered by group: how many
+            rows of a group each projection has. Otherwise empty.
+    """
+
+    shares: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ParameterSpec:
     """The position of a local tensor in the whole one.
 
@@ -59,6 +73,8 @@ class ParameterSpec:
         is_vocabulary: Whether the tensor has a row for each vocabulary entry, at the start (word
             embeddings) or the end (output layer) of a model. --decoupled-lr applies to these
             parameters.
+        matrices: The matrices in the tensor, if a layer multiplies by them; `None` for vectors,
+            embeddings and the output layer.
     """
 
     global_shape: tuple[int, ...]
@@ -70,6 +86,7 @@ class ParameterSpec:
     is_copy: bool = False
     is_expert: bool = False
     is_vocabulary: bool = False
+    matrices: Matrices | None = None
 
 
 def spec_of(parameter: nn.Parameter) -> ParameterSpec:

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron.parallel.buckets import Span, runs
+from megatron.parallel.buckets import Span, row_shards, runs
 from megatron.parallel.collectives import add_over_ranks, all_gather_single, reduce_scatter_single
 from megatron.parallel.fp8 import Fp8Products
 from megatron.parallel.layout import Axis, Layout
@@ -105,10 +105,8 @@ class ShardedModel:
 
     def owned(self, parameter: nn.Parameter) -> Span:
         """Return the elements of the flattened parameter that this process holds, if any."""
-        rows, axis = parameter.shape[0], _replicas(self._layout, parameter)
-        first = min(axis.rank * -(-rows // axis.size), rows)
-        start = first * (parameter.numel() // rows)
-        return Span(start, start + self._shards[id(parameter)].numel())
+        axis = _replicas(self._layout, parameter)
+        return row_shards(parameter.shape[0], parameter.numel(), axis.size)[axis.rank]
 
     def part(self, parameter: nn.Parameter) -> Tensor:
         """Return the `owned` weights, as a 1-D fp32 tensor."""

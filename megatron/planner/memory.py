@@ -247,7 +247,13 @@ def _kept_for_weights(
     in_8_bits = 0
     if numbers.fp8_format is not None:
         in_8_bits = sum(count_part_matrices(plan, part, split) for part in parts)
-    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    moments = (
+        2.0 if config.optimizer.optimizer == "adam" else float(config.optimizer.sgd_momentum > 0)
+    )
+    if config.optimizer.optimizer == "muon":  # one for a matrix, two for other parameters
+        # What the iterations need for a moment takes no more than activations, which are free.
+        matrices = sum(count_part_matrices(plan, part, split) for part in parts)
+        moments = 2 - matrices / parameters
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
     # The share of the weights that has gradients and states.
@@ -258,7 +264,7 @@ def _kept_for_weights(
         updated = (parameters - experts) // layout.replica.size
         updated += experts // layout.expert_replica.size
     copies = 4 if on_host or (half and not is_shared) else 0
-    states = (4 * moments + copies) * math.ceil(trained * updated)
+    states = math.ceil((4 * moments + copies) * math.ceil(trained * updated))
     if is_shared:
         # Two layers are gathered at a time: the current one and the next, which exists twice while
         # it arrives as one buffer and is split into parameters. Experts are gathered only in the

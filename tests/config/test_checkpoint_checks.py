@@ -34,6 +34,14 @@ _LINES = [
         "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file stores Adam's "
         "states, not those of --optimizer sgd: drop one of the three",
     ),
+    *(
+        (
+            f"--save here --save-interval 5 --ckpt-format {kind} --optimizer muon",
+            f"--ckpt-format {kind} with --optimizer muon: its states are not written in "
+            "Megatron-LM's formats: use --ckpt-format native, or --no-save-optim",
+        )
+        for kind in ("legacy", "torch_dist")
+    ),
     (
         "--save here --save-interval 5 --ckpt-format legacy --qk-layernorm",
         "--qk-layernorm: Megatron-LM 23.08, the target of --ckpt-format legacy, cannot store "

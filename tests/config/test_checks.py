@@ -16,6 +16,24 @@ from tests.config.command import BASE, parse, problems
 
 _SAMPLES = ("--train-samples 1000", ("--train-iters",))
 _LINES = [
+    # the optimizer
+    (
+        "--optimizer muon --optimizer-cpu-offload",
+        "--optimizer muon with --optimizer-cpu-offload: a host is too slow for its products of "
+        "matrices: save memory with --zero-stage 1 to 3, or use --optimizer adam",
+    ),
+    (
+        "--optimizer muon --muon-num-ns-steps 6",
+        "--muon-num-ns-steps 6 is not divisible by 5, the coefficients of --muon-coefficient-type "
+        "quintic: use simple, or another number",
+    ),
+    (
+        "--optimizer muon --group-query-attention --num-query-groups 2 "
+        "--tensor-model-parallel-size 4",
+        "--muon-tp-mode blockwise with --num-query-groups 2 and --tensor-model-parallel-size 4: a "
+        "process has no whole group of queries, keys and values: use --muon-tp-mode duplicated, or "
+        "--muon-no-split-qkv",
+    ),
     # layout and network, 8 processes
     (
         "--num-attention-heads 12 --hidden-size 96 --tensor-model-parallel-size 8",

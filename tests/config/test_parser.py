@@ -71,7 +71,7 @@ def test_lists() -> None:
         ("--fp16 yes", "--fp16 yes: takes no value"),
         (
             "--optimizer adan",
-            "--optimizer adan: expected one of adam, sgd, got 'adan': did you mean adam?",
+            "--optimizer adan: expected one of adam, sgd, muon, got 'adan': did you mean adam?",
         ),
         ("--seed 1 2", "'2' belongs to no flag (--seed takes one value): drop it"),
         ("--nm-workers 4", "unknown flag --nm-workers: did you mean --num-workers?"),
@@ -127,7 +127,7 @@ def test_help_is_grouped_and_has_units_defaults_and_choices(
             assert field.names[0] in text
             assert field.shown in text or field.default is False
     assert "Sequence length. (required; tokens)" in words
-    assert "--optimizer {adam,sgd}" in words
+    assert "--optimizer {adam,sgd,muon}" in words
     assert "--vision-pretraining" not in text
     assert "unset" not in text
 

@@ -98,7 +98,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("schedule:\n  lr: 1e999", "schedule.lr: expected a finite number, got '1e999'"),
         ("schedule:\n  lr: true", "schedule.lr: expected a finite number, got True"),
         ("data:\n  split: 1", "data.split: expected text, got 1: put it in quotes"),
-        ("optimizer:\n  optimizer: adan", "expected one of adam, sgd, got 'adan': did you mean"),
+        ("optimizer:\n  optimizer: adan", "expected one of adam, sgd, muon, got 'adan'"),
         ("model: 3", "model: expected `key: value` lines, got 3"),
         ("- a", "expected sections such as `model:`"),
         ("a: [", "not valid YAML"),

@@ -5,6 +5,7 @@ import pytest
 from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.parallel.layout import Layout
+from tests.parity.layouts import MUON
 from tests.training.toy import CPU, train_toy
 
 DEVICE = Device.pick()
@@ -36,6 +37,8 @@ _MIXTURE = f"{_EXPERTS} --moe-ffn-hidden-size 32"
         ("gpt", f"{_LLAMA} {_MIXTURE} --lora-rank 4"),
         ("gpt", f"{_LLAMA} --lora-rank 4 --frozen-weights-dtype nf4 --ffn-hidden-size 128"),
         ("gpt", f"--moe-ffn-hidden-size 64 {_EXPERTS} --lora-rank 4 --frozen-weights-dtype fp8"),
+        ("gpt", f"{_LLAMA} {MUON}"),
+        ("gpt", f"{_LLAMA} {_MIXTURE} {MUON}"),
         ("bert", ""),
         ("t5", ""),
         ("t5", "--position-embedding-type relative --geglu"),

@@ -23,6 +23,7 @@ class Orthogonal:
 
     state_names = ("velocity",)
     needs_whole = True
+    joins_rows = False
 
     def bind(self, tensors, library):
         assert all(weight.ndim > 1 for weight in tensors.weights)

@@ -98,6 +98,33 @@ _WINDOWS = (
     "--rope-type yarn --rotary-scaling-factor 2 --yarn-original-max-position-embeddings 8"
 )
 _WIDE_NORMS = "--qk-layernorm --qk-layernorm-scope projection"
+# In fp32: Newton-Schulz iterations in bf16 make two results of two orders of a sum.
+MUON = (
+    "--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2 "
+    "--muon-fp32-matmul-prec highest"
+)
+MUON_DISTRIBUTED = f"{MUON} --muon-tp-mode distributed"
+MUON_DUPLICATED = f"{MUON} --muon-tp-mode duplicated"
+_MUON_LAYOUTS: tuple[LayoutCase, ...] = (
+    LayoutCase(2, network=MUON),
+    LayoutCase(2, flags="--zero-stage 1", network=MUON),
+    LayoutCase(2, flags="--zero-stage 2", network=MUON),
+    LayoutCase(2, flags="--zero-stage 3", network=MUON),
+    LayoutCase(2, flags="--DDP-impl torch", network=MUON),
+    LayoutCase(4, flags=f"--use-distributed-optimizer {_OVERLAP}", network=MUON),
+    LayoutCase(4, flags=f"--zero-stage 2 {_OVERLAP}", network=f"{_LLAMA} {MUON}"),
+    LayoutCase(4, flags="--zero-stage 3", network=f"{_LLAMA} {MUON}"),
+    LayoutCase(2, tensor=2, network=MUON_DISTRIBUTED),
+    LayoutCase(2, tensor=2, flags=_SP, network=MUON_DUPLICATED),
+    LayoutCase(4, tensor=4, flags=_SP, network=f"{_LLAMA} {MUON_DUPLICATED}"),
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 1", network=f"{_LLAMA} {MUON_DISTRIBUTED}"),
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=f"{_LLAMA} {MUON_DISTRIBUTED}"),
+    LayoutCase(4, tensor=2, flags="--zero-stage 3", network=MUON_DUPLICATED),
+    LayoutCase(2, pipeline=2, flags="--pipeline-schedule zero-bubble", network=MUON),
+    LayoutCase(4, pipeline=2, flags=f"--zero-stage 1 {_VIRTUAL}", network=MUON),
+    LayoutCase(4, context=2, flags="--zero-stage 1", network=MUON),
+    LayoutCase(8, tensor=2, pipeline=2, flags=f"{_SP} --zero-stage 2", network=MUON_DISTRIBUTED),
+)
 LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2),
     LayoutCase(4),
@@ -166,6 +193,7 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=_WINDOWS),
     LayoutCase(2, pipeline=2, flags=_VIRTUAL, network=_WINDOWS),
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_WINDOWS),
+    *_MUON_LAYOUTS,
 )
 
 

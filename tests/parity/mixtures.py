@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.parallel.layout import Layout, grid_sizes
 from tests.distributed import run_sharing_memory
-from tests.parity.layouts import largest_difference
+from tests.parity.layouts import MUON, MUON_DISTRIBUTED, largest_difference
 from tests.training.toy import train_toy
 
 _BASE = """
@@ -133,6 +133,8 @@ _BIASED = (
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"
 )
 _FP8 = f"{_BF16} --fp8-format hybrid"
+_MUON = f"{SOFTMAX} --swiglu {MUON}"
+_MUON_SPLIT = f"{SOFTMAX} --swiglu {MUON_DISTRIBUTED}"
 _DROPS = f"{SOFTMAX} --moe-expert-capacity-factor 1.0"
 
 MIXTURES: tuple[MixtureCase, ...] = (
@@ -287,6 +289,12 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=_SP, network=SIGMOID),
     MixtureCase(4, context=2, pipeline=2, expert=2, network=SIGMOID),
     MixtureCase(4, pipeline=2, expert=2, flags=f"{_VIRTUAL} {_FULL}", network=SIGMOID),
+    # Muon: the matrix of each expert on a process that holds it, or some of its rows.
+    MixtureCase(2, expert=2, flags="--zero-stage 1", network=_MUON),
+    MixtureCase(4, expert=2, flags="--zero-stage 2", network=_MUON),
+    MixtureCase(4, expert=2, flags=_ZERO3, network=_MUON),
+    MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} --zero-stage 1", network=_MUON_SPLIT),
+    MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=_SP, network=_MUON_SPLIT),
 )
 
 

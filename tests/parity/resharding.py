@@ -34,12 +34,13 @@ _FLAGS = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --save-interva
 
 @dataclass(frozen=True)
 class Grid:
-    """A layout of the toy: sizes of its axes, and the stage of ZeRO."""
+    """A layout of the toy: sizes of its axes, the stage of ZeRO, and flags that one process has."""
 
     tensor: int
     pipeline: int
     data: int
     stage: int
+    network: str = ""
 
     @property
     def processes(self) -> int:
@@ -53,6 +54,7 @@ class Grid:
         """Its command line; it saves under its name."""
         return [
             *_FLAGS,
+            *self.network.split(),
             *("--tensor-model-parallel-size", str(self.tensor)),
             *("--pipeline-model-parallel-size", str(self.pipeline)),
             *("--zero-stage", str(self.stage)),
@@ -78,7 +80,7 @@ class Loaded:
 
 def all_pairs(grids: tuple[Grid, ...], root: Path) -> tuple[float, dict[tuple[Grid, Grid], Loaded]]:
     """The one process's next loss, and what every layout found in every layout's checkpoint."""
-    expected = _one_process(root)
+    expected = _one_process(root, grids[0].network)
     for grid in grids:
         _in_processes(grid, _take_over, root)
     return expected, {
@@ -98,8 +100,15 @@ def _in_processes(grid: Grid, function: object, root: Path, *more: object) -> li
     ]
 
 
-def _one_process(root: Path) -> float:
-    words = [*_FLAGS, "--save", str(root / _ONE), "--exit-interval", str(_SAVED_AT)]
+def _one_process(root: Path, network: str) -> float:
+    words = [
+        *_FLAGS,
+        *network.split(),
+        "--save",
+        str(root / _ONE),
+        "--exit-interval",
+        str(_SAVED_AT),
+    ]
     run = build_toy(Layout.single(), words)
     train(run, standard_callbacks(run, [])[0])
     return _next_loss(run)

@@ -1,0 +1,382 @@
+"""Muon: momentum whose update of a matrix is orthogonalized (Jordan et al., 2024).
+
+Under ZeRO stages 1 and 2 the bucket plan gives each matrix to one process of the replica axis,
+which holds its momentum and orthogonalizes it. Under stage 3 every process holds some rows of each
+matrix; the rows of an update travel to one process and come back orthogonalized (`RowExchange`).
+Matrices that tensor ranks divide follow --muon-tp-mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.adam import copy_weights
+from megatron.kernels.library import KernelLibrary
+from megatron.optimizer.newton_schulz import COEFFICIENTS, orthogonalize
+from megatron.optimizer.update import MatrixPlace, Step, Update, UpdateTensors
+from megatron.parallel.buckets import Span, row_shards
+from megatron.parallel.collectives import all_gather, all_to_all_rows
+from megatron.parallel.layout import Axis
+from megatron.parallel.parameter import ParameterSpec
+
+CHUNK = 2**27  # elements orthogonalized at a time, which bounds the temporary memory
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Momentum with an orthogonalized update and decoupled weight decay.
+
+    m = beta m + (1 - beta) g;  u = (1 - beta) g + beta m, or m without Nesterov;
+    w = w - lr (scale orthogonalize(u) + weight_decay w).
+
+    Attributes:
+        momentum: The decay rate beta.
+        nesterov: Whether the update looks ahead by one gradient.
+        split_qkv: Whether projections whose rows alternate are matrices by themselves.
+        scale_mode: What the scale depends on; see `scale_of`.
+        extra_scale: A factor of every scale.
+        steps: The number of Newton-Schulz iterations.
+        coefficients: The name of their coefficients.
+        precision: Their number format.
+        tensor_mode: The treatment of matrices that tensor ranks divide.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    split_qkv: bool = True
+    scale_mode: str = "spectral"
+    extra_scale: float = 1.0
+    steps: int = 5
+    coefficients: str = "quintic"
+    precision: str = "medium"
+    tensor_mode: str = "blockwise"
+
+    state_names = ("momentum_buffer",)
+    needs_whole = True
+    joins_rows = True
+
+    def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
+        """Return a function that updates these tensors."""
+        chunks = []
+        for chosen in _chunks(tensors.places):
+            places = [tensors.places[i] for i in chosen]
+
+            def pick(all_of_them: Sequence[Tensor], chosen: list[int] = chosen) -> list[Tensor]:
+                picked = ((all_of_them[i], tensors.places[i]) for i in chosen)
+                return [t.view(p.spec.shape) if p.rows is None else t for t, p in picked]
+
+            chunk = UpdateTensors(
+                pick(tensors.weights),
+                [tensors.copies[i] for i in chosen],
+                pick(tensors.gradients),
+                {name: pick(state) for name, state in tensors.state.items()},
+                places,
+            )
+            exchange = RowExchange.plan(places)
+            owned = places if exchange is None else exchange.owned
+            chunks.append(_Chunk(chunk, exchange, _Orthogonalization(self, owned)))
+        return partial(self._update, chunks)
+
+    def _update(self, chunks: Sequence[_Chunk], step: Step, *, weight_decay: float) -> None:
+        for chunk in chunks:
+            tensors = chunk.tensors
+            gradients = [gradient.float() for gradient in tensors.gradients]
+            buffers = list(tensors.state["momentum_buffer"])
+            weights = list(tensors.weights)
+            # A rate of 0 leaves the weights alone. The kernel divides the gradients by the scale,
+            # and changes nothing if some gradient is not finite.
+            _sgd(step, weights, gradients, buffers, momentum=self.momentum, lr=0.0)
+            if self.nesterov:
+                torch._foreach_lerp_(gradients, buffers, self.momentum)
+            else:
+                torch._foreach_copy_(gradients, buffers)
+            if chunk.exchange is None:
+                chunk.orthogonalize(gradients)
+            else:
+                chunk.exchange(gradients, chunk.orthogonalize)
+            _sgd(step, weights, gradients, [], lr=step.lr, weight_decay=weight_decay)
+            copy_weights(tensors.weights, tensors.copies)
+
+    def scale_of(self, rows: int, columns: int) -> float:
+        """Return the factor of the orthogonalized update of a matrix."""
+        square = {
+            "spectral": max(rows, columns),
+            "unit_rms_norm": rows / columns,
+            "shape_scaling": max(1.0, rows / columns),
+        }[self.scale_mode]
+        return float(self.extra_scale * square**0.5)
+
+
+def _sgd(
+    step: Step,
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    buffers: list[Tensor],
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> None:
+    """Run PyTorch's fused update: with momentum on raw gradients, without it on final updates."""
+    torch._fused_sgd_(
+        weights,
+        gradients,
+        buffers,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=lr,
+        dampening=momentum,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        grad_scale=step.gradient_scale if buffers else None,
+        found_inf=step.found_nonfinite,
+    )
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Parameters that are updated together.
+
+    Attributes:
+        tensors: The tensors of this process.
+        exchange: What brings the rows of each matrix together; `None` if they are together.
+        orthogonalize: The function that orthogonalizes whole matrices in place.
+    """
+
+    tensors: UpdateTensors
+    exchange: RowExchange | None
+    orthogonalize: _Orthogonalization
+
+
+def _chunks(places: Sequence[MatrixPlace]) -> list[list[int]]:
+    """Return runs of parameters that are exchanged alike, of at most `CHUNK` elements or of one.
+
+    An exchange takes as many elements on each process.
+    """
+    by_rows: dict[Axis | None, list[int]] = {}
+    for i, place in enumerate(places):
+        by_rows.setdefault(place.rows, []).append(i)
+    chunks: list[list[int]] = []
+    for rows, members in by_rows.items():
+        limit = CHUNK if rows is None else CHUNK * rows.size
+        filled = limit
+        for i in members:
+            size = torch.Size(places[i].spec.shape).numel()
+            if filled + size > limit:
+                chunks.append([])
+                filled = 0
+            chunks[-1].append(i)
+            filled += size
+    return chunks
+
+
+def cost_of(spec: ParameterSpec) -> int:
+    """Return what orthogonalizing a parameter costs: the multiplications of its X X^T."""
+    *_, rows, columns = spec.shape
+    return torch.Size(spec.shape).numel() * min(rows, columns)
+
+
+class RowExchange:
+    """Messages that bring together the rows of matrices, and send them back.
+
+    Every matrix goes to one process, the most expensive first and each to the process with the
+    least to do so far.
+
+    Args:
+        places: The parameters, the same on all processes of the axis.
+        axis: The processes that hold some rows of each.
+    """
+
+    def __init__(self, places: Sequence[MatrixPlace], axis: Axis) -> None:
+        """Choose an owner for each parameter, and count what is sent."""
+        self._axis = axis
+        loads, owners = [0] * axis.size, [0] * len(places)
+        for i in sorted(range(len(places)), key=lambda i: -cost_of(places[i].spec)):
+            owners[i] = loads.index(min(loads))
+            loads[owners[i]] += cost_of(places[i].spec)
+        self.loads = loads
+        # In the order of the messages: by owner, then by place.
+        self._order = sorted(range(len(places)), key=lambda i: (owners[i], i))
+        self.owned = [places[i] for i in self._order if owners[i] == axis.rank]
+        shards = [_row_shards(place.spec, axis.size) for place in places]
+        self._sent = [0] * axis.size
+        for i in self._order:
+            self._sent[owners[i]] += shards[i][axis.rank].size
+        mine = [shards[i] for i in self._order if owners[i] == axis.rank]
+        self._sizes = [[each[rank].size for each in mine] for rank in range(axis.size)]
+
+    @classmethod
+    def plan(cls, places: Sequence[MatrixPlace]) -> RowExchange | None:
+        """Return the exchange of these parameters; `None` if their rows are together."""
+        axis = places[0].rows
+        return None if axis is None else cls(places, axis)
+
+    def __call__(self, parts: Sequence[Tensor], change: Callable[[list[Tensor]], None]) -> None:
+        """Bring whole parameters together, let `change` change them, and send the rows back.
+
+        Collective over the axis.
+
+        Args:
+            parts: The rows of this process, 1-D, one tensor for each parameter; overwritten.
+            change: A function that changes the whole tensors of `owned` in place.
+        """
+        counts = [sum(sizes) for sizes in self._sizes]
+        sent = torch.cat([parts[i] for i in self._order])
+        arrived = all_to_all_rows(sent, self._axis, self._sent, counts)
+        # Views of what arrived, by sender and then by parameter.
+        pieces = arrived.split([size for sizes in self._sizes for size in sizes])
+        by_parameter = [pieces[i :: len(self.owned)] for i in range(len(self.owned))]
+        wholes = [torch.cat(pieces) for pieces in by_parameter]
+        change([whole.view(p.spec.shape) for whole, p in zip(wholes, self.owned, strict=True)])
+        for whole, rows in zip(wholes, by_parameter, strict=True):
+            for row, changed in zip(rows, whole.split([r.numel() for r in rows]), strict=True):
+                row.copy_(changed)
+        back = all_to_all_rows(arrived, self._axis, counts, self._sent)
+        sizes = [parts[i].numel() for i in self._order]
+        for i, changed in zip(self._order, back.split(sizes), strict=True):
+            parts[i].copy_(changed)
+
+
+def _row_shards(spec: ParameterSpec, ranks: int) -> list[Span]:
+    """Return the elements of a parameter that each rank holds under ZeRO stage 3."""
+    elements = torch.Size(spec.shape).numel()
+    return row_shards(elements // spec.shape[-1], elements, ranks)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the matrices of a batch have in common.
+
+    Attributes:
+        rows: Their rows on this process.
+        columns: Their columns on this process.
+        scale: The factor of their orthogonalized updates.
+        split_dim: The dimension that `axis` divides; `None` if matrices are whole here.
+        axis: The processes that orthogonalize a matrix together; `None` if each works alone.
+    """
+
+    rows: int
+    columns: int
+    scale: float
+    split_dim: int | None
+    axis: Axis | None
+
+
+def _find(index: int, groups: tuple[int, int, int], rows: slice, tensor: Tensor) -> Tensor:
+    """Return a view of one matrix of a tensor, [groups, rows of a group, columns].
+
+    Args:
+        index: The index of the matrix in the leading dimensions.
+        groups: The number of groups, the rows of a group, and the columns.
+        rows: The rows of each group that belong to the matrix.
+        tensor: The tensor, contiguous.
+    """
+    return tensor.view(-1, *groups)[index, :, rows]
+
+
+class _Orthogonalization:
+    """The orthogonalization of whole tensors in place, equal matrices in one batch.
+
+    Args:
+        rule: The settings.
+        places: The parameters, in the order in which they are passed.
+    """
+
+    def __init__(self, rule: Muon, places: Sequence[MatrixPlace]) -> None:
+        """Sort the matrices of all parameters by shape."""
+        self._rule, self._places = rule, places
+        self._gathers = [rule.tensor_mode == "duplicated" and place.is_divided for place in places]
+        self._batches: dict[_Kind, list[tuple[int, Callable[[Tensor], Tensor]]]] = {}
+        for i, (place, gathers) in enumerate(zip(places, self._gathers, strict=True)):
+            for kind, view in self._split(place, gathers):
+                self._batches.setdefault(kind, []).append((i, view))
+
+    def _split(
+        self, place: MatrixPlace, gathers: bool
+    ) -> list[tuple[_Kind, Callable[[Tensor], Tensor]]]:
+        """Return the matrices of a parameter, each with the function that finds it."""
+        spec, ranks = place.spec, place.tensor.size
+        assert spec.matrices is not None
+        shape, dim = list(spec.shape), spec.split_dim
+        split = None if dim is None else dim - len(shape) + 2  # 0 or 1
+        if gathers:
+            assert dim is not None
+            shape[dim] *= ranks
+        is_divided = self._rule.tensor_mode == "distributed" and place.is_divided
+        *leading, height, columns = shape
+        shares = spec.matrices.shares if self._rule.split_qkv else ()
+        shares = shares or (height,)
+        groups, rest = divmod(height, sum(shares))
+        assert not rest, f"{height} rows are not whole groups of {sum(shares)}"
+        found: list[tuple[_Kind, Callable[[Tensor], Tensor]]] = []
+        for index in range(torch.Size(leading).numel()):
+            start = 0
+            for share in shares:
+                rows = groups * share
+                size = [rows, columns]
+                if is_divided:
+                    assert split is not None
+                    size[split] *= ranks
+                kind = _Kind(
+                    rows,
+                    columns,
+                    self._rule.scale_of(*size),
+                    split if is_divided else None,
+                    place.tensor if is_divided else None,
+                )
+                rows_of_group = slice(start, start + share)
+                view = partial(_find, index, (groups, sum(shares), columns), rows_of_group)
+                found.append((kind, view))
+                start += share
+        return found
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their scaled orthogonalizations. Collective over the tensor axis."""
+        whole = [
+            self._gather(tensor, place) if gathers else tensor
+            for tensor, place, gathers in zip(tensors, self._places, self._gathers, strict=True)
+        ]
+        for kind, members in self._batches.items():
+            most = max(1, CHUNK // (kind.rows * kind.columns))
+            for first in range(0, len(members), most):
+                views = [find(whole[i]) for i, find in members[first : first + most]]
+                self._batch(kind, views)
+        for tensor, place, changed in zip(tensors, self._places, whole, strict=True):
+            if changed is not tensor:
+                dim = place.spec.split_dim
+                assert dim is not None
+                size = tensor.shape[dim]
+                tensor.copy_(changed.narrow(dim, place.tensor.rank * size, size))
+
+    def _batch(self, kind: _Kind, views: list[Tensor]) -> None:
+        """Orthogonalize matrices of one kind in place."""
+        rule = self._rule
+        dtype = torch.bfloat16 if rule.precision == "medium" else torch.float32
+        x = torch.empty((len(views), kind.rows, kind.columns), dtype=dtype, device=views[0].device)
+        slots = [slot.view_as(view) for slot, view in zip(x.unbind(), views, strict=True)]
+        torch._foreach_copy_(slots, views)
+        x = orthogonalize(
+            x,
+            COEFFICIENTS[rule.coefficients],
+            rule.steps,
+            precision=rule.precision,
+            split_dim=kind.split_dim,
+            axis=kind.axis,
+        )
+        found = [each.view_as(view) for each, view in zip(x.unbind(), views, strict=True)]
+        torch._foreach_copy_(views, found)
+        torch._foreach_mul_(views, kind.scale)
+
+    @staticmethod
+    def _gather(tensor: Tensor, place: MatrixPlace) -> Tensor:
+        """Return the whole of a tensor that tensor ranks divide. Collective over them."""
+        dim = place.spec.split_dim
+        assert dim is not None
+        joined = all_gather(tensor.movedim(dim, 0).contiguous(), place.tensor)
+        return joined.movedim(0, dim).contiguous()

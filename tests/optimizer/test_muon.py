@@ -1,0 +1,164 @@
+"""Muon: against PyTorch's, against itself in other forms, and its distribution over processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.optimizer.muon import Muon, RowExchange, cost_of
+from megatron.optimizer.newton_schulz import COEFFICIENTS, orthogonalize
+from megatron.optimizer.update import MatrixPlace
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.parameter import ZEROS, Matrices, ParameterSpec
+from tests.optimizer.stepping import step
+from tests.parallel.buffers import new_buffer, new_optimizer
+
+
+def _spec(shape, *, shares=(), split_dim=None):
+    whole = tuple(shape)
+    return ParameterSpec(
+        whole, whole, (0,) * len(whole), ZEROS, split_dim, matrices=Matrices(tuple(shares))
+    )
+
+
+def _named(shapes, shares=None, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    named = {}
+    for name, shape in shapes.items():
+        named[name] = nn.Parameter((0.1 * torch.randn(shape, generator=generator)).to(dtype))
+        named[name].spec = _spec(shape, shares=(shares or {}).get(name, ()))
+    return named
+
+
+def _optimizer(named, **flags):
+    layout = Layout.single()
+    gradients = new_buffer(named.items(), layout, accumulate_in_fp32=True, whole=list(named))
+    config = OptimizerConfig(optimizer="muon", **flags)
+    return new_optimizer(named.items(), gradients, config, PrecisionConfig(), layout), gradients
+
+
+def _update(named, optimizer, gradients, values, lr=1e-3, weight_decay=0.1):
+    gradients.zero()
+    with gradients.micro_batch(is_last=True):
+        sum((p * values[name]).sum() for name, p in named.items()).backward()
+    gradients.reduce()
+    return step(optimizer, lr, weight_decay)
+
+
+SHAPES = {"a": (24, 10), "b": (10, 24), "c": (24, 10), "d": (16, 16)}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "factor", "theirs"),
+    [("shape_scaling", 1.0, "original"), ("spectral", 0.2, "match_rms_adamw")],
+)
+def test_equals_pytorchs_over_20_updates(nesterov, mode, factor, theirs):
+    named, other = _named(SHAPES), _named(SHAPES)
+    optimizer, gradients = _optimizer(
+        named,
+        clip_grad=0.0,
+        muon_momentum=0.95,
+        muon_use_nesterov=nesterov,
+        muon_scale_mode=mode,
+        muon_extra_scale_factor=factor,
+        muon_coefficient_type="simple",
+    )
+    reference = torch.optim.Muon(
+        other.values(),
+        lr=1e-3,
+        weight_decay=0.1,
+        momentum=0.95,
+        nesterov=nesterov,
+        adjust_lr_fn=theirs,
+    )
+    for update in range(20):
+        generator = torch.Generator().manual_seed(100 + update)
+        values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+        assert _update(named, optimizer, gradients, values).applied
+        for name, p in other.items():
+            p.grad = values[name].clone()
+        reference.step()
+    for name, p in named.items():
+        torch.testing.assert_close(p, other[name], rtol=0, atol=1e-6)
+        held = optimizer.named_tensors()[f"{name}.momentum_buffer"][0]
+        torch.testing.assert_close(held, reference.state[other[name]]["momentum_buffer"])
+
+
+def test_singular_values_come_close_to_1():
+    x = torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(1))
+    for name, within in (("simple", 0.35), ("quintic", 0.2)):
+        found = orthogonalize(x, COEFFICIENTS[name], 5, precision="highest")
+        left, values, right = torch.linalg.svd(x, full_matrices=False)
+        assert (torch.linalg.svdvals(found) - 1).abs().max() < within
+        # The singular vectors are those of x.
+        inner = left.mT @ found @ right.mT
+        assert (inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))).abs().max() < 1e-4
+        assert values.max() > 3  # the matrices were not orthogonal
+
+
+def test_projections_and_stacked_matrices_are_orthogonalized_by_themselves():
+    # Two groups of 2 queries, a key and a value, each of 3 rows; and gate and up.
+    named = _named({"qkv": (24, 9), "up": (2, 12, 9)}, {"qkv": (6, 3, 3)})
+    rows = torch.arange(24).view(2, 12)
+    parts = [rows[:, a:b].flatten() for a, b in ((0, 6), (6, 9), (9, 12))]
+    alone = {
+        f"qkv{i}": nn.Parameter(named["qkv"].detach()[part].clone()) for i, part in enumerate(parts)
+    } | {f"up{i}": nn.Parameter(named["up"].detach()[i].clone()) for i in range(2)}
+    for p in alone.values():
+        p.spec = _spec(p.shape)
+    flags = {"clip_grad": 0.0, "muon_fp32_matmul_prec": "highest"}
+    ours, theirs = _optimizer(named, **flags), _optimizer(alone, **flags)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        values = {n: torch.randn(p.shape, generator=generator) for n, p in named.items()}
+        split = {f"qkv{i}": values["qkv"][part] for i, part in enumerate(parts)}
+        split |= {f"up{i}": values["up"][i] for i in range(2)}
+        _update(named, *ours, values)
+        _update(alone, *theirs, split)
+    for i, part in enumerate(parts):
+        torch.testing.assert_close(named["qkv"][part], alone[f"qkv{i}"], rtol=1e-5, atol=1e-6)
+    for i in range(2):
+        torch.testing.assert_close(named["up"][i], alone[f"up{i}"], rtol=1e-5, atol=1e-6)
+    whole = _named({"qkv": (24, 9)}, {"qkv": (6, 3, 3)})
+    before = whole["qkv"].detach().clone()
+    _update(whole, *_optimizer(whole, muon_split_qkv=False, **flags), {"qkv": before})
+    one = _named({"qkv": (24, 9)})
+    _update(one, *_optimizer(one, **flags), {"qkv": before})
+    assert torch.equal(whole["qkv"], one["qkv"])
+
+
+def test_gradients_that_are_not_finite_change_nothing():
+    named = _named(SHAPES)
+    optimizer, gradients = _optimizer(named, muon_use_nesterov=True)
+    values = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    assert _update(named, optimizer, gradients, values).applied
+    before = {name: p.detach().clone() for name, p in named.items()}
+    states = {name: t.clone() for name, (t, _) in optimizer.named_tensors().items()}
+    values["b"][3, 4] = float("nan")
+    assert not _update(named, optimizer, gradients, values).applied
+    assert all(torch.equal(p, before[name]) for name, p in named.items())
+    assert all(torch.equal(t, states[n]) for n, (t, _) in optimizer.named_tensors().items())
+
+
+def test_the_rows_of_equal_layers_are_dealt_evenly():
+    layer = [(96, 32), (32, 32), (128, 32), (32, 128)]
+    axis = Axis(size=8, rank=0, ranks=tuple(range(8)))
+    places = [MatrixPlace(_spec(shape), Axis(), axis) for _ in range(24) for shape in layer]
+    loads = RowExchange(places, axis).loads
+    assert sum(loads) == 24 * sum(cost_of(_spec(shape)) for shape in layer)
+    assert max(loads) <= 1.02 * sum(loads) / 8
+
+
+def test_only_matrices_of_layers_follow_muon():
+    from megatron.optimizer.rules import AdamW, rules_of
+
+    choose = rules_of(OptimizerConfig(optimizer="muon"))
+    matrix, table = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    matrix.spec = _spec((4, 4))
+    table.spec = ParameterSpec((4, 4), (4, 4), (0, 0), ZEROS, is_vocabulary=True)
+    assert isinstance(choose("layers.0.mlp.up.weight", matrix), Muon)
+    assert isinstance(choose("embedding.word.weight", table), AdamW)
