@@ -5,14 +5,23 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import MOST_IDS, Need, flag
+from megatron.config.fields import MOST_IDS, MOST_WIDTH, Need, flag
 from megatron.config.patterns import read_pattern
 
 _WINDOW = Need(lambda run: run.model.window_size, "--window-size")
 _ROTARY = Need(
     lambda run: run.model.position_embedding_type == "rope", "--position-embedding-type rope"
 )
+_LATENT = Need(lambda run: run.model.multi_latent_attention, "--multi-latent-attention")
 _YARN = Need(lambda run: run.model.rope_type == "yarn", "--rope-type yarn")
+# Sizes of latent attention.
+LATENT_FIELDS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
 # Fields that set the frequencies of YaRN.
 YARN_FIELDS = (
     "rope_type",
@@ -33,6 +42,15 @@ class SelfAttentionOptions:
     """Attention.
 
     Attributes:
+        multi_latent_attention: Multi-head latent attention (DeepSeek-V2): keys and values are
+            computed from a short vector of each token. --qk-layernorm normalizes these vectors.
+        q_lora_rank: Size of the vector from which queries are computed. Default: from the hidden
+            states, without such a vector.
+        kv_lora_rank: Size of the vector from which keys and values are computed.
+        qk_head_dim: Channels of each head's queries and keys without positions.
+        qk_pos_emb_head_dim: Further channels of queries and keys, with rotary positions. All heads
+            share those of the keys.
+        v_head_dim: Channels of each head's values.
         window_size: Limit self-attention to a sliding window: 511,0 lets a token attend to itself
             and the 511 tokens before it. The second number is for encoders, and 0 or -1 here.
         window_attn_skip_freq: The layers with --window-size: a number N gives every Nth layer full
@@ -49,9 +67,20 @@ class SelfAttentionOptions:
         yarn_correction_range_round_to_int: Round these limits to whole channels.
         mscale: YaRN multiplies queries and keys by m(--mscale) / m(--mscale-all-dim), where m(x) is
             0.1 x ln(--rotary-scaling-factor) + 1.
-        mscale_all_dim: See --mscale.
+        mscale_all_dim: See --mscale. Latent attention multiplies its scores by the square of
+            m(--mscale-all-dim).
     """
 
+    multi_latent_attention: bool = flag(False, only_for=("gpt",), requires=_ROTARY)
+    q_lora_rank: int | None = flag(
+        None, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_LATENT
+    )
+    kv_lora_rank: int = flag(32, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_LATENT)
+    qk_head_dim: int = flag(128, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_LATENT)
+    qk_pos_emb_head_dim: int = flag(
+        64, unit="channels", at_least=2, at_most=MOST_WIDTH, requires=_LATENT
+    )
+    v_head_dim: int = flag(128, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_LATENT)
     window_size: str | None = flag(None, only_for=("gpt",))
     window_attn_skip_freq: str | None = flag(None, requires=_WINDOW)
     no_rope_freq: str | None = flag(None, requires=_ROTARY)
@@ -65,6 +94,11 @@ class SelfAttentionOptions:
     yarn_correction_range_round_to_int: bool = flag(True, requires=_YARN)
     mscale: float = flag(1.0, at_least=0, requires=_YARN)
     mscale_all_dim: float = flag(0.0, at_least=0, requires=_YARN)
+
+    @property
+    def latent_head_size(self) -> int:
+        """The channels of a head of latent attention: its query and key, or its value if larger."""
+        return max(self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim)
 
     @property
     def window(self) -> int | None:

@@ -85,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.normalization,
     rules_adapters.adapters,
     rules_model.attention,
+    rules_model.latent_attention,
     rules_model.experts,
     rules_model.expert_groups,
     rules_model.gating,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from megatron.config.adapters import AdapterOptions
-from megatron.config.attention import YARN_FIELDS, SelfAttentionOptions
+from megatron.config.attention import LATENT_FIELDS, YARN_FIELDS, SelfAttentionOptions
 from megatron.config.experts import ExpertOptions
 from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
 from megatron.config.retro import RetroOptions
@@ -335,6 +335,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
     of_rope = ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor")
     has_effect = {
         **dict.fromkeys(YARN_FIELDS, model.rope_type == "yarn"),
+        **dict.fromkeys(LATENT_FIELDS, model.multi_latent_attention),
         **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), positions == "rope"),
         "rope_scaling_factor": model.use_rope_scaling,
         "max_position_embeddings": positions != "relative",  # which covers any distance

@@ -52,9 +52,12 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     ramp = optimizer.weight_decay if optimizer.weight_decay_incr_style == "constant" else None
     # Each of Megatron's scripts has its own kind of tokenizer, which the examples do not name.
     own = "GPT2BPETokenizer" if model.architecture in ("gpt", "retro") else "BertWordPieceLowerCase"
+    head_size = hidden // heads if hidden and heads else None
+    if model.multi_latent_attention:
+        head_size = model.latent_head_size
     return {
         "model.decoder_num_layers": model.num_layers if model.architecture == "t5" else None,
-        "model.kv_channels": hidden // heads if hidden and heads else None,
+        "model.kv_channels": head_size,
         "model.ffn_hidden_size": (gated if model.is_gated else 4 * hidden) if hidden else None,
         "model.max_position_embeddings": longest_sequence(config.data),
         "training.global_batch_size": batch,

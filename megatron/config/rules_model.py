@@ -34,6 +34,14 @@ _NOT_WITH_SINKHORN: Exclusions = {
     "model.moe_router_topk_scaling_factor": ((None,), "weights are the scores"),
     "model.moe_router_enable_expert_bias": ((False,), "both balance the choice"),
 }
+_NOT_WITH_LATENT: Exclusions = {
+    "model.group_query_attention": ((False,), "every head has its own keys and values"),
+    "model.add_qkv_bias": ((False,), "its projections have no biases"),
+    "model.qk_layernorm_scope": (("head",), "a whole latent vector is normalized, for all heads"),
+    "model.rotary_percent": ((1.0,), "--qk-pos-emb-head-dim is the number of channels that rotate"),
+    "model.lora_rank": ((None,), "its projections take no adapters"),
+    "checkpoint.ckpt_format": (("native",), "this format is not written with latent vectors"),
+}
 _ACTIVATIONS = ("swiglu", "geglu", "relu", "squared_relu", "openai_gelu", "onnx_safe")
 
 
@@ -66,7 +74,8 @@ def heads(config: RunOptions, world_size: int) -> Iterator[str]:
     hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
     if not count or count < 1:
         return
-    if hidden and hidden > 0 and model.kv_channels == hidden // count and hidden % count:
+    is_derived = model.kv_channels == (hidden or 0) // count and not model.multi_latent_attention
+    if hidden and hidden > 0 and is_derived and hidden % count:
         yield (
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {count}: use a "
             f"multiple of {count}, or set the size of a head with --kv-channels"
@@ -88,7 +97,7 @@ def positions(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--max-position-embeddings {longest} is less than {name} {length}: "
             f"use at least {length}"
         )
-    fits = 0 < model.rotary_percent <= 1
+    fits = 0 < model.rotary_percent <= 1 and not model.multi_latent_attention
     if fits and model.position_embedding_type == "rope" and model.kv_channels:
         rotating = int(model.kv_channels * model.rotary_percent)
         if rotating < 2 or rotating % 2:
@@ -130,6 +139,25 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
         yield (
             f"--window-size {model.window_size} with --cp-comm-type p2p: a ring has no windows: "
             "use --cp-comm-type a2a, in which each rank holds whole sequences"
+        )
+
+
+def latent_attention(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that does not go together with latent attention."""
+    model = config.model
+    if not model.multi_latent_attention:
+        return
+    shown = "--multi-latent-attention"
+    yield from excluded(config, shown, _NOT_WITH_LATENT)
+    if model.kv_channels not in (None, model.latent_head_size):
+        yield (
+            f"{shown} with --kv-channels {model.kv_channels}: --qk-head-dim, --qk-pos-emb-head-dim "
+            "and --v-head-dim are the sizes of its heads: drop --kv-channels"
+        )
+    if model.qk_pos_emb_head_dim % 2:
+        yield (
+            f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}: channels rotate in pairs: use an "
+            "even number"
         )
 
 
@@ -442,7 +470,7 @@ def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
     model, parallel, data = config.model, config.parallel, config.data
     split, context = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
     micro_batch = config.training.micro_batch_size or 0
-    head, heads = model.kv_channels or 0, model.num_attention_heads or 0
+    heads = model.num_attention_heads or 0
     yield "--hidden-size", model.hidden_size or 0, 1
     yield "--ffn-hidden-size", model.ffn_hidden_size or 0, split
     if model.num_experts:
@@ -450,10 +478,30 @@ def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
         yield "--moe-ffn-hidden-size", model.moe_ffn_hidden_size or 0, of_experts
         shared = model.moe_shared_expert_intermediate_size or 0
         yield "--moe-shared-expert-intermediate-size", shared, split
+    yield from _attention_sizes(model, heads, split)
+    yield "--micro-batch-size x --seq-length", micro_batch * (data.seq_length or 0), max(1, context)
+    decoder_tokens = micro_batch * (data.decoder_seq_length or 0)
+    yield "--micro-batch-size x --decoder-seq-length", decoder_tokens, 1
+
+
+def _attention_sizes(model: ModelOptions, heads: int, split: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, size and number of equal parts of each dimension of attention's products."""
+    if model.multi_latent_attention:
+        still, turning = model.qk_head_dim, model.qk_pos_emb_head_dim
+        for flags, size, parts in (
+            (("num-attention-heads", "v-head-dim"), heads * model.v_head_dim, split),
+            (("q-lora-rank",), model.q_lora_rank or 0, 1),
+            (("kv-lora-rank",), model.kv_lora_rank, 1),
+        ):
+            yield " x ".join(f"--{flag}" for flag in flags), size, parts
+        yield "--kv-lora-rank + --qk-pos-emb-head-dim", model.kv_lora_rank + turning, 1
+        name = "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim)"
+        yield name, heads * (still + turning), split
+        name = "--num-attention-heads x (--qk-head-dim + --v-head-dim)"
+        yield name, heads * (still + model.v_head_dim), split
+        return
+    head = model.kv_channels or 0
     yield "--num-attention-heads x --kv-channels", heads * head, split
     if model.group_query_attention:
         name = "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels"
         yield name, (heads + 2 * model.num_query_groups) * head, split
-    yield "--micro-batch-size x --seq-length", micro_batch * (data.seq_length or 0), max(1, context)
-    decoder_tokens = micro_batch * (data.decoder_seq_length or 0)
-    yield "--micro-batch-size x --decoder-seq-length", decoder_tokens, 1

@@ -5,6 +5,7 @@
     gpt, bert, t5         models, whole or the part that a pipeline stage holds
     biencoder             two BERTs that turn queries and contexts into vectors
     block                 layers, and the tables of mixers (`attention`) and MLPs (`mlp`)
+    latent_attention      the mixer that computes keys and values from short vectors
     norm, position_bias   normalizations; T5's relative positions
     embedding, head       embeddings before the layers; output and loss after them
     recompute             recomputation of activations in the backward pass

@@ -189,17 +189,14 @@ class SelfAttention(nn.Module):
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
         """Count the operations. A causal mask leaves half of the scores, and a window fewer."""
         products = 6 * length * plan.hidden * (plan.qkv + plan.query)
-        pairs = length * length
-        if plan.window is not None and plan.window < length:
-            pairs -= (length - plan.window) ** 2  # on the side of earlier tokens
-        return Work(products, (6 if plan.causal else 12) * pairs * plan.query)
+        return Work(products, (6 if plan.causal else 12) * plan.pairs(length) * plan.query)
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
         """Count the bytes of query, key, value, output, and scores if they are kept."""
         elements = (plan.query + plan.qkv) // batch.tensor
         saved = batch.width * batch.tokens * elements
-        return saved + _score_bytes(plan, batch, batch.length)
+        return saved + score_bytes(plan, batch, batch.length)
 
     def forward(
         self,
@@ -335,7 +332,7 @@ class CrossAttention(nn.Module):
         """Count the bytes of query, output, encoder keys and values, and scores if kept."""
         each = 2 * plan.query // batch.tensor
         saved = batch.width * (batch.tokens + batch.encoder_tokens) * each
-        return saved + _score_bytes(plan, batch, batch.encoder_length)
+        return saved + score_bytes(plan, batch, batch.encoder_length)
 
     def forward(self, x: Tensor, encoder: EncoderOutput) -> Tensor:
         """Let the decoder's tokens attend to the encoder's.
@@ -387,7 +384,7 @@ def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:
     )
 
 
-def _score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:
+def score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:
     """Count the bytes of scores over `keys` keys, attention weights and dropout mask, if kept."""
     if not batch.keeps_scores:
         return 0

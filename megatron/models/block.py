@@ -18,6 +18,7 @@ from megatron.kernels.amax import NO_HANDOVERS
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCache, SelfAttention
+from megatron.models.latent_attention import LatentAttention
 from megatron.models.mixture import Mixture
 from megatron.models.mlp import MLP
 from megatron.models.norm import Norm, Stream, new_norm
@@ -70,6 +71,7 @@ class Sublayer(Protocol):
 # normalizations before and after it leave there the amaxes of x and of its result's gradient.
 MIXERS: dict[str, Any] = {
     "attention": SelfAttention,
+    "latent_attention": LatentAttention,
     "cross_attention": CrossAttention,
     "chunked_cross_attention": ChunkedCrossAttention,
     "neighbor_cross_attention": NeighborCrossAttention,

@@ -266,12 +266,50 @@ class AttentionPlan(MixerPlan):
         """Width of all queries, keys and values side by side."""
         return (self.heads + 2 * self.kv_heads) * self.head_size
 
+    def pairs(self, length: int) -> int:
+        """Count the pairs of tokens of a sequence that are no further apart than the window."""
+        if self.window is None or self.window >= length:
+            return length * length
+        return length * length - (length - self.window) ** 2  # on the side of earlier tokens
+
     @property
     def norm_sizes(self) -> tuple[int, int]:
         """Channels that `qk_norm` normalizes together, of queries and of keys."""
         if self.norms_heads:
             return self.head_size, self.head_size
         return self.query, self.kv_heads * self.head_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionPlan(AttentionPlan):
+    """Self-attention whose keys and values are computed from a short latent vector of each token.
+
+    Every head has its own key and value, so `kv_heads` is `heads`. The core sees heads of
+    `head_size` channels, filled up with zeros where a query and key, or a value, has fewer.
+    `qk_norm` normalizes the latent vectors.
+
+    Attributes:
+        query_rank: Size of the latent vector of queries; `None` if they are computed directly.
+        rank: Size of the latent vector of keys and values.
+        still: Channels of a query or key that never rotate.
+        turning: Further channels with rotary positions; all heads share those of the key.
+        value_size: Channels of a value.
+        query_scale: Factor applied to queries. The core divides scores by sqrt(head_size); with
+            this factor they are what the true size of a key and YaRN ask for.
+    """
+
+    kind: str = "latent_attention"
+    query_rank: int | None
+    rank: int
+    still: int
+    turning: int
+    value_size: int
+    query_scale: float
+
+    @property
+    def key_size(self) -> int:
+        """Channels of a query or key."""
+        return self.still + self.turning
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megatron.models.plan import (
     HeadPlan,
     HeadSpec,
     InitPlan,
+    LatentAttentionPlan,
     LayerPlan,
     MaskedTokenPlan,
     MixturePlan,
@@ -65,7 +66,9 @@ def layer_plan(
     if model.position_embedding_type == "rope" and rotates:
         rotary = RotaryPlan(
             positions=model.max_position_embeddings,
-            channels=int(head_size * model.rotary_percent),
+            channels=model.qk_pos_emb_head_dim
+            if model.multi_latent_attention
+            else int(head_size * model.rotary_percent),
             base=model.rotary_base,
             interpolation=model.rotary_seq_len_interpolation_factor,
             scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
@@ -88,6 +91,7 @@ def layer_plan(
         rotary=rotary,
         window=window,
     )
+    mixer = latent_plan(model, attention) if model.multi_latent_attention else attention
     crossing = replace(
         attention,
         kind="cross_attention",
@@ -108,12 +112,35 @@ def layer_plan(
         gated=model.is_gated,
     )
     return LayerPlan(
-        mixer=attention,
+        mixer=mixer,
         mlp=mixture_plan(model, mlp, experts) if experts else mlp,
         norm=norm,
         cross_attention=crossing if crosses else None,
         residual_after_norm=model.apply_residual_connection_post_layernorm,
         dropout=model.hidden_dropout,
+    )
+
+
+def latent_plan(model: ModelConfig, attention: AttentionPlan) -> LatentAttentionPlan:
+    """Return the record of latent attention.
+
+    Args:
+        model: Resolved network flags.
+        attention: The record of the attention in whose place it is.
+    """
+    size = model.qk_head_dim + model.qk_pos_emb_head_dim
+    strength = 1.0
+    if model.rope_type == "yarn":
+        strength += 0.1 * math.log(model.rotary_scaling_factor) * model.mscale_all_dim
+    given = {**vars(attention), "kind": "latent_attention", "head_size": model.latent_head_size}
+    return LatentAttentionPlan(
+        **{**given, "kv_heads": attention.heads},
+        query_scale=strength**2 * math.sqrt(model.latent_head_size / size),
+        query_rank=model.q_lora_rank,
+        rank=model.kv_lora_rank,
+        still=model.qk_head_dim,
+        turning=model.qk_pos_emb_head_dim,
+        value_size=model.v_head_dim,
     )
 
 

@@ -33,6 +33,7 @@ def test_the_layers_that_rotate(frequency, expected):
 
 
 ROPE = "--position-embedding-type rope"
+LATENT = f"{ROPE} --multi-latent-attention"
 YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
 
 
@@ -64,6 +65,25 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
             "--window-attn-skip-freq x: expected a number, or a pattern such as",
         ),
         ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 requires --window-size"),
+        ("--kv-lora-rank 8", "--kv-lora-rank 8 requires --multi-latent-attention"),
+        (
+            "--multi-latent-attention",
+            "--multi-latent-attention requires --position-embedding-type rope",
+        ),
+        (f"{LATENT} --group-query-attention", "cannot be combined with --group-query-attention"),
+        (
+            f"{LATENT} --disable-bias-linear --add-qkv-bias",
+            "cannot be combined with --add-qkv-bias: its projections have no biases",
+        ),
+        (f"{LATENT} --rotary-percent 0.5", "cannot be combined with --rotary-percent 0.5"),
+        (f"{LATENT} --ckpt-format torch_dist", "cannot be combined with --ckpt-format torch_dist"),
+        (f"{LATENT} --kv-channels 48", "with --kv-channels 48: --qk-head-dim"),
+        (f"{LATENT} --qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7: channels rotate in pairs"),
+        (f"{LATENT} --cache-mla-latents", "--cache-mla-latents: a cache of latent vectors is not"),
+        (
+            f"{LATENT} --bf16 --fp8-format hybrid --q-lora-rank 24",
+            "--fp8-format hybrid: --q-lora-rank 24 is not a multiple of 16",
+        ),
     ],
 )
 def test_mistakes_are_told(flags, told):

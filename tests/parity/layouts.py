@@ -97,6 +97,12 @@ _WINDOWS = (
     "--window-size 4,0 --window-attn-skip-freq 3 --position-embedding-type rope --no-rope-freq 4 "
     "--rope-type yarn --rotary-scaling-factor 2 --yarn-original-max-position-embeddings 8"
 )
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 "
+    "--qk-pos-emb-head-dim 6 --v-head-dim 14 --qk-layernorm --position-embedding-type rope "
+    "--normalization RMSNorm --rope-type yarn --rotary-scaling-factor 2 "
+    "--yarn-original-max-position-embeddings 8 --mscale-all-dim 1"
+)
 _WIDE_NORMS = "--qk-layernorm --qk-layernorm-scope projection"
 # In fp32: Newton-Schulz iterations in bf16 make two results of two orders of a sum.
 MUON = (
@@ -194,6 +200,11 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2, pipeline=2, flags=_VIRTUAL, network=_WINDOWS),
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_WINDOWS),
     *_MUON_LAYOUTS,
+    LayoutCase(2, tensor=2, network=LATENT),
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=LATENT),
+    LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL}", network=LATENT),
+    LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=LATENT),
+    LayoutCase(2, context=2, network=LATENT),
 )
 
 

@@ -1,0 +1,214 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+Each token has a short latent vector, from which the keys and values of all heads are computed, and
+a rotary key, which all heads share. Queries may come from a latent vector of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.kernels.attention import Mask
+from megatron.kernels.rope import Rotation
+from megatron.models.attention import AttentionCore, KeyValueCache, score_bytes
+from megatron.models.norm import Norm, Stream, new_norm
+from megatron.models.plan import LatentAttentionPlan, MicroBatch, WeightSplit, Work
+from megatron.parallel.build import BuildContext
+from megatron.parallel.collectives import copy_to, gather_rows_to
+from megatron.parallel.layers import Linear, Projections, Split
+
+
+class LatentAttention(nn.Module):
+    """Projections down to latent vectors and up to heads, the attention core, and the output.
+
+    Every tensor rank computes all latent vectors, of its part of the sequence with sequence
+    parallelism, and from them its own heads. Rows of the key-value weight are ordered by head: its
+    key without positions, then its value. A query's channels are ordered likewise: those that never
+    rotate, then the others.
+
+    Args:
+        plan: The record of its sizes.
+        context: Layout, device, kernels and number formats.
+        layer_number: Index of the layer in the model, from 1.
+        recompute_core: Whether to recompute the core in the backward pass instead of keeping its
+            intermediates.
+    """
+
+    def __init__(
+        self,
+        plan: LatentAttentionPlan,
+        context: BuildContext,
+        layer_number: int,
+        *,
+        recompute_core: bool = False,
+    ) -> None:
+        """Allocate the projections and the normalizations of latent vectors."""
+        super().__init__()
+        self.plan, self.layout = plan, context.layout
+        self.rotate = context.kernels.rotate
+        self.query_down = self.query_norm = self.latent_norm = None
+        if plan.query_rank is not None:
+            self.query_down = _linear(plan, context, plan.hidden, plan.query_rank, None)
+        self.query_up = _linear(
+            plan, context, plan.query_rank or plan.hidden, plan.heads * plan.key_size, "column"
+        )
+        self.latent_down = _linear(plan, context, plan.hidden, plan.rank + plan.turning, None)
+        widths = (plan.heads * plan.still, plan.heads * plan.value_size)
+        self.latent_up = _linear(
+            plan,
+            context,
+            plan.rank,
+            sum(widths),
+            "column",
+            Projections(("key", "value"), widths, plan.heads),
+        )
+        if plan.qk_norm is not None:
+            if plan.query_rank is not None:
+                self.query_norm = new_norm(plan.qk_norm, plan.query_rank, context)
+            self.latent_norm = new_norm(plan.qk_norm, plan.rank, context)
+        self.core = AttentionCore(
+            plan, context, layer_number, recompute=recompute_core, site="attention"
+        )
+        values = plan.heads * plan.value_size
+        self.output = Linear(
+            values,
+            plan.hidden,
+            context,
+            split="row",
+            init=plan.init.weight(values, plan.hidden, into_residual=True),
+            bias=plan.bias,
+            adds_bias=not plan.defers_bias,
+        )
+
+    @staticmethod
+    def matrices(plan: LatentAttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of each weight matrix on one process."""
+        heads, down = plan.heads // split.tensor, []
+        if plan.query_rank is not None:
+            down = [(plan.query_rank, plan.hidden)]
+        return [
+            *down,
+            (heads * plan.key_size, plan.query_rank or plan.hidden),
+            (plan.rank + plan.turning, plan.hidden),
+            (heads * (plan.still + plan.value_size), plan.rank),
+            (plan.hidden, heads * plan.value_size),
+        ]
+
+    @staticmethod
+    def vectors(plan: LatentAttentionPlan, split: WeightSplit) -> int:
+        """Count the parameters of the bias and the normalizations on one process."""
+        count = plan.hidden if plan.bias else 0
+        if plan.qk_norm is not None:
+            sizes = (plan.query_rank, plan.rank)
+            count += sum(Norm.parameter_count(plan.qk_norm, size) for size in sizes if size)
+        return count
+
+    @staticmethod
+    def work(plan: LatentAttentionPlan, length: int, encoder_length: int) -> Work:
+        """Count the operations. A causal mask leaves half of the scores, and a window fewer."""
+        each = LatentAttention.matrices(plan, WeightSplit())
+        products = 6 * length * sum(outputs * inputs for outputs, inputs in each)
+        width = plan.heads * (plan.key_size + plan.value_size)
+        return Work(products, (3 if plan.causal else 6) * plan.pairs(length) * width)
+
+    @staticmethod
+    def activation_bytes(plan: LatentAttentionPlan, batch: MicroBatch) -> int:
+        """Count the bytes of latent vectors, heads and output, and of scores if they are kept."""
+        latent = plan.rank + plan.turning + (plan.query_rank or 0)
+        if plan.qk_norm is not None:  # their input and their result
+            latent += plan.rank + (plan.query_rank or 0)
+        # The core's query, key, value and output, and the parts that they are put together from.
+        heads = 4 * plan.head_size + 2 * plan.key_size + plan.value_size
+        elements = latent // batch.sequence + plan.heads * heads // batch.tensor
+        return batch.width * batch.tokens * elements + score_bytes(plan, batch, batch.length)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Let the tokens attend to each other, or to the cache.
+
+        Args:
+            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            mask: Which keys a query may attend to (`AttentionOptions`).
+            rotation: Rotation of the channels with positions.
+            cache: Keys and values of earlier tokens, in inference.
+
+        Returns:
+            The output in the shape of x; the caller adds `bias_to_add`.
+        """
+        plan = self.plan
+        rotation = None if plan.rotary is None else rotation
+        query = self._query(x, rotation)
+        latent, shared = self._latent(x, rotation)
+        both = self.latent_up(latent).unflatten(2, (-1, plan.still + plan.value_size))
+        still, value = both.split((plan.still, plan.value_size), dim=3)
+        key = torch.cat((still, shared.expand(-1, -1, still.shape[2], -1)), dim=3)
+        if plan.query_scale != 1:
+            query = query * plan.query_scale
+        query, key, value = (_widened(part, plan.head_size) for part in (query, key, value))
+        if cache is not None:
+            context = cache.attend(query, key, value, self.core.options(None))
+        else:
+            context = self.core(query, key, value, mask)
+        context = context.unflatten(2, (-1, plan.head_size))[..., : plan.value_size]
+        return self.output(context.flatten(2))
+
+    @property
+    def bias_to_add(self) -> Tensor | None:
+        """Bias [h] that the residual sum still has to add; `None` if there is none."""
+        return self.output.bias_to_add
+
+    def _query(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """Return this rank's queries [s, b, n/t, still + turning]."""
+        if self.query_down is not None:
+            x = self.query_down(x)
+        if self.query_norm is not None:
+            _, x = self.query_norm(Stream(x))
+        query = self.query_up(x).unflatten(2, (-1, self.plan.key_size))
+        if rotation is None:
+            return query
+        still, turning = query.split((self.plan.still, self.plan.turning), dim=3)
+        return torch.cat((still, self.rotate(turning, rotation)), dim=3)
+
+    def _latent(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Return latent vectors [s, b, rank], or this rank's part of them, and shared keys.
+
+        The keys are those of all tokens, [s, b, 1, turning], rotated.
+        """
+        latent, shared = self.latent_down(x).split((self.plan.rank, self.plan.turning), dim=2)
+        if self.latent_norm is not None:
+            _, latent = self.latent_norm(Stream(latent))
+        # Each rank's heads give these keys a part of their gradient.
+        pass_on = gather_rows_to if self.layout.sequence_parallel else copy_to
+        shared = pass_on(shared.contiguous(), self.layout.tensor).unsqueeze(2)
+        return latent, shared if rotation is None else self.rotate(shared, rotation)
+
+
+def _linear(
+    plan: LatentAttentionPlan,
+    context: BuildContext,
+    inputs: int,
+    outputs: int,
+    split: Split | None,
+    projections: Projections | None = None,
+) -> Linear:
+    """Build a projection, which never has a bias."""
+    init = plan.init.weight(inputs, outputs)
+    return Linear(
+        inputs, outputs, context, split=split, init=init, bias=False, projections=projections
+    )
+
+
+def _widened(heads: Tensor, size: int) -> Tensor:
+    """Return heads [s, b, n, d] with zeros after their channels, up to `size`.
+
+    Zeros change neither the scores nor the other channels of the result.
+    """
+    missing = size - heads.shape[3]
+    return F.pad(heads, (0, missing)) if missing else heads

@@ -1,0 +1,36 @@
+"""Text of a model with latent attention: that of plain forward passes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.config.run import ModelRun, narrow
+from megatron.device import Device
+from megatron.inference.build import EngineOptions, build_engine
+from megatron.inference.load import Loaded
+from megatron.inference.request import Request
+from megatron.parallel.layout import Layout
+from tests.inference.toy import drain, greedy, tokens_of
+from tests.parity.layouts import LATENT, LayoutCase
+from tests.training.toy import train_toy
+
+PROMPTS = [(3, 1, 4), (1, 5), (9, 2, 6, 5, 3, 5), (8,), (97, 9, 3, 2)]
+NEW, VOCAB = 50, 100
+OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=32, cache_tokens=512, block_size=4)
+
+
+def test_greedy_tokens_are_those_of_a_model_without_a_cache() -> None:
+    words = LayoutCase(1, network=f"{LATENT} --max-position-embeddings 64").words()
+    _, run = train_toy(Layout.single(), words)
+    model, tokenizer = run.parts[0].eval(), SimpleNamespace(vocab_size=VOCAB)
+    loaded: Any = Loaded(model, tokenizer, narrow(run.config, ModelRun), 0, Layout.single())
+    requests = [Request(str(i), prompt, greedy(NEW)) for i, prompt in enumerate(PROMPTS)]
+    events = drain(build_engine(loaded, Device.cpu(), OPTIONS), requests)
+    for key, prompt in enumerate(PROMPTS):
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(NEW):
+                scores = model(torch.tensor([tokens]))[0, -1]
+                tokens.append(scores[:VOCAB].argmax().item())
+        assert tokens_of(events[str(key)]) == tokens[len(prompt) :]

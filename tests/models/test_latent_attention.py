@@ -1,0 +1,117 @@
+"""Latent attention: against its equations, its counts, and the settings that it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels.rope import Rotation
+from megatron.models.latent_attention import LatentAttention
+from megatron.models.plan import LatentAttentionPlan, WeightSplit
+from tests.models.small import SEQUENCE, gpt
+
+RANK, STILL, TURNING, VALUE, HEADS, HIDDEN = 10, 6, 4, 7, 4, 16
+KEY = STILL + TURNING
+NETWORK: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 9,
+    "kv_lora_rank": RANK,
+    "qk_head_dim": STILL,
+    "qk_pos_emb_head_dim": TURNING,
+    "v_head_dim": VALUE,
+    "kv_channels": KEY,
+    "position_embedding_type": "rope",
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 8,
+    "mscale": 0.5,
+    "mscale_all_dim": 0.75,
+}
+
+
+def normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
+
+
+def turned(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the pairs (i, i + d/2) of the last dimension of [s, b, d]."""
+    first, second = x.chunk(2, dim=2)
+    cos, sin = (part.flatten(1)[:, None, : x.shape[2] // 2] for part in rotation[:2])
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
+
+
+def by_equations(layer: LatentAttention, x: Tensor, rotation: Rotation, scale: float) -> Tensor:
+    """The paper's equations, one head after another, each with its own sizes."""
+    plan = layer.plan
+    epsilon = plan.qk_norm.epsilon
+    query = x
+    if layer.query_down is not None:
+        query = normalized(x @ layer.query_down.weight.T, layer.query_norm.weight, epsilon)
+    query = (query @ layer.query_up.weight.T).unflatten(2, (HEADS, STILL + TURNING))
+    latent, shared = (x @ layer.latent_down.weight.T).split((RANK, TURNING), dim=2)
+    latent = normalized(latent, layer.latent_norm.weight, epsilon)
+    shared = turned(shared, rotation)
+    rows = layer.latent_up.weight.unflatten(0, (HEADS, STILL + plan.value_size))
+    later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    outputs = []
+    for head in range(HEADS):
+        key, value = (latent @ rows[head].T).split((STILL, plan.value_size), dim=2)
+        still, turning = query[:, :, head].split((STILL, TURNING), dim=2)
+        scores = torch.einsum("qbd,kbd->bqk", still, key)
+        scores = scores + torch.einsum("qbd,kbd->bqk", turned(turning, rotation), shared)
+        weights = (scale * scores).masked_fill(later, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("bqk,kbd->qbd", weights, value))
+    return F.linear(torch.cat(outputs, dim=2), layer.output.weight, layer.output.bias)
+
+
+@pytest.mark.parametrize("query_rank", [9, None])
+@pytest.mark.parametrize("value", [7, 13])  # narrower and wider than a key
+@pytest.mark.parametrize("yarn", [False, True])
+def test_it_computes_its_equations(query_rank: int | None, value: int, yarn: bool) -> None:
+    sizes = {"q_lora_rank": query_rank, "v_head_dim": value, "kv_channels": max(KEY, value)}
+    model = gpt({**NETWORK, **sizes, **(YARN if yarn else {})}).eval()
+    layer = model.layers["1"].attention
+    assert isinstance(layer, LatentAttention)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    rotation = model.rotation(torch.arange(SEQUENCE))
+    assert rotation is not None
+    assert model.plan.rotary.channels == TURNING
+    scale = KEY**-0.5
+    if yarn:
+        scale *= (0.75 * 0.1 * math.log(4) + 1) ** 2
+    x = torch.randn(SEQUENCE, 2, HIDDEN, generator=generator)
+    got = layer(x, None, rotation)
+    torch.testing.assert_close(got, by_equations(layer, x, rotation, scale), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("query_rank", [9, None])
+def test_its_parameters_are_counted(query_rank: int | None) -> None:
+    layer = gpt({**NETWORK, "q_lora_rank": query_rank}).layers["0"].attention
+    plan = layer.plan
+    assert isinstance(plan, LatentAttentionPlan)
+    counted = sum(a * b for a, b in LatentAttention.matrices(plan, WeightSplit()))
+    counted += LatentAttention.vectors(plan, WeightSplit())
+    assert counted == sum(parameter.numel() for parameter in layer.parameters())
+
+
+def test_work_counts_products_of_weights_and_pairs_of_tokens() -> None:
+    plan = gpt(NETWORK).layers["0"].attention.plan
+    work = LatentAttention.work(plan, SEQUENCE, 0)
+    weights = sum(a * b for a, b in LatentAttention.matrices(plan, WeightSplit()))
+    # Forward and twice as much backward, of two operations each; half of the pairs are causal.
+    each = HEADS * (KEY + VALUE)
+    assert tuple(work)[:2] == (6 * SEQUENCE * weights, 3 * SEQUENCE**2 * each)
