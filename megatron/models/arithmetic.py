@@ -134,13 +134,19 @@ def part_activations(
         batch, length=seq_length + (decoder_seq_length or 0)
     )  # a T5 passes on encoder and decoder
     boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
+    known: dict[tuple[int, int, int], tuple[int, int]] = {}  # most layers are alike
     per_layer, again = [], [0]
     for index in part.layers:
+        layer = plan.layers[index]
         length, read = plan.lengths(index, seq_length, decoder_seq_length)
-        seen = replace(batch, length=length, encoder_length=read)
-        per_layer.append(Block.activation_bytes(plan.layers[index], seen))
-        whole = Block.activation_bytes(plan.layers[index], replace(seen, recomputed=frozenset()))
-        again.append(whole - per_layer[-1])
+        key = (id(layer), length, read)
+        if key not in known:
+            seen = replace(batch, length=length, encoder_length=read)
+            kept = Block.activation_bytes(layer, seen)
+            whole = Block.activation_bytes(layer, replace(seen, recomputed=frozenset()))
+            known[key] = kept, whole - kept
+        per_layer.append(known[key][0])
+        again.append(known[key][1])
     total = sum(per_layer)
     if recompute is not None:
         total = recompute.bytes_kept(per_layer, boundary, batch) + max(again)

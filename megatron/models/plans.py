@@ -286,13 +286,16 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
             in_fp32=True,
         )
     kinds = (layer_experts, layer_windows, layer_rotates)
-    choices = zip(*(kind(model, model.num_layers) for kind in kinds), strict=True)
+    choices = list(zip(*(kind(model, model.num_layers) for kind in kinds), strict=True))
+    made = {  # equal layers share one record, so that the planner times it once
+        (experts, window, rotates): layer_plan(
+            model, causal=True, experts=experts, window=window, rotates=rotates
+        )
+        for experts, window, rotates in choices
+    }
     return ModelPlan(
         embedding=embedding_plan(model, vocabulary),
-        layers=tuple(
-            layer_plan(model, causal=True, experts=experts, window=window, rotates=rotates)
-            for experts, window, rotates in choices
-        ),
+        layers=tuple(made[choice] for choice in choices),
         final_norm=norm_plan(model),
         heads=(output,),
         positions=model.max_position_embeddings,
