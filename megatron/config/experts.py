@@ -22,6 +22,7 @@ _MIXTURE = Need(lambda run: run.model.num_experts, "--num-experts")
 _BIASED = Need(
     lambda run: run.model.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias"
 )
+_GROUPED = Need(lambda run: run.model.moe_router_num_groups, "--moe-router-num-groups")
 _SHARED = Need(
     lambda run: run.model.moe_shared_expert_intermediate_size,
     "--moe-shared-expert-intermediate-size",
@@ -79,6 +80,8 @@ class ExpertOptions:
         moe_router_num_groups: Number of groups of experts, of which each token may use
             --moe-router-group-topk. Default: no groups.
         moe_router_group_topk: Number of groups that a token may use.
+        moe_router_group_score_topk: Choose groups by the sum of this many of their best scores.
+            Default: --moe-router-topk / --moe-router-group-topk.
         moe_router_topk_scaling_factor: Factor applied to the scores of the chosen experts. Default:
             1.
         moe_router_enable_expert_bias: Choose experts by score plus a bias, which is raised for
@@ -129,6 +132,9 @@ class ExpertOptions:
     moe_router_pre_softmax: bool = flag(False, needs=_MIXTURE)
     moe_router_num_groups: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
     moe_router_group_topk: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
+    moe_router_group_score_topk: int | None = flag(
+        None, unit="experts", at_least=1, requires=_GROUPED
+    )
     moe_router_topk_scaling_factor: float | None = flag(None, above=0, requires=_MIXTURE)
     moe_router_enable_expert_bias: bool = flag(False, requires=_MIXTURE)
     moe_router_bias_update_rate: float = flag(1e-3, at_least=0, needs=_BIASED)

@@ -268,6 +268,7 @@ def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
     model = config.model
     chosen = model.moe_router_topk
     groups, best = model.moe_router_num_groups, model.moe_router_group_topk
+    counted = model.moe_router_group_score_topk
     if (groups is None) != (best is None):
         yield "--moe-router-num-groups and --moe-router-group-topk need each other: give both"
     if groups is None or best is None:
@@ -283,6 +284,18 @@ def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
                 f"--moe-router-group-topk {best} is above --moe-router-num-groups {groups}: "
                 "lower it"
             )
+        elif counted is not None:
+            most = count // groups
+            if counted > most:
+                yield (
+                    f"--moe-router-group-score-topk {counted} is above the {most} experts of a "
+                    "group: lower it"
+                )
+            if chosen > best * most:
+                yield (
+                    f"--moe-router-topk {chosen} is above the {best * most} experts of "
+                    f"--moe-router-group-topk {best} groups: lower it"
+                )
         elif chosen % best or chosen // best > count // groups:
             yield (
                 f"--moe-router-topk {chosen}: every one of --moe-router-group-topk {best} groups "

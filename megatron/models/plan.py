@@ -393,9 +393,9 @@ class RouterPlan:
         scores_all: Whether softmax runs over all experts, rather than only over the chosen ones.
         groups: Number of groups of experts; 1 if there are none.
         groups_chosen: Number of groups that a token's experts may come from.
+        group_score: Best scores of a group that count; `None` for `chosen` / `groups_chosen`.
         scale: Factor applied to the scores of the chosen experts.
-        bias_rate: Step by which the biases of the experts' scores change in an iteration; `None` if
-            there are no biases.
+        bias_rate: Step of the biases of experts' scores in an iteration; `None` if there are none.
         balancing: Load-balancing losses ("aux_loss", "seq_aux_loss", "global_aux_loss")
             with their coefficients.
         sinkhorn: Whether tokens choose in training by scores that are balanced over experts.
@@ -417,6 +417,7 @@ class RouterPlan:
     scores_all: bool = False
     groups: int = 1
     groups_chosen: int = 1
+    group_score: int | None = None
     scale: float = 1.0
     bias_rate: float | None = None
     balancing: tuple[tuple[str, float], ...] = ()

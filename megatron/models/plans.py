@@ -190,6 +190,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePla
             scores_all=model.moe_router_pre_softmax or gating is not None or is_sinkhorn,
             groups=model.moe_router_num_groups or 1,
             groups_chosen=model.moe_router_group_topk or 1,
+            group_score=model.moe_router_group_score_topk,
             scale=model.moe_router_topk_scaling_factor or 1.0,
             bias_rate=model.moe_router_bias_update_rate
             if model.moe_router_enable_expert_bias

@@ -201,11 +201,12 @@ class Router(nn.Module):
 def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
     """Return scores [T, experts] with -inf outside each token's best groups.
 
-    A group's score is the sum of its best experts' scores, as many as a token takes from each of
-    its groups.
+    A group's score is the sum of its best experts' scores: `plan.group_score` of them, or as many
+    as a token takes from each of its groups.
     """
+    counted = plan.group_score or plan.chosen // plan.groups_chosen
     groups = scores.unflatten(1, (plan.groups, -1))  # [T, groups, experts of a group]
-    best_of_each = groups.topk(plan.chosen // plan.groups_chosen, dim=-1).values.sum(-1)
+    best_of_each = groups.topk(counted, dim=-1).values.sum(-1)
     best = best_of_each.topk(plan.groups_chosen, dim=-1).indices
     is_out = torch.ones_like(best_of_each, dtype=torch.bool).scatter_(1, best, False)
     return groups.masked_fill(is_out.unsqueeze(-1), -math.inf).flatten(1)

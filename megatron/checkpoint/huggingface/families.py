@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.huggingface.bert import Bert
+from megatron.checkpoint.huggingface.deepseek import DeepSeek
 from megatron.checkpoint.huggingface.gpt2 import GPT2
 from megatron.checkpoint.huggingface.llama import LlamaLike
 from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
@@ -27,6 +28,8 @@ FAMILIES: list[Family] = [
     QwenMixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, window="layers", shared=True),
     QwenMixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", window="layers"),
     Olmoe("olmoe", "OlmoeForCausalLM", qk_norm="projection", old_files=True, classifies=False),
+    DeepSeek("deepseek_v2", "DeepseekV2ForCausalLM"),
+    DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", biased=True),
     *(GPT2(), Bert(), T5()),
 ]
 
@@ -140,4 +143,7 @@ def _meaning_for_experts(model: ModelConfig, name: str) -> Any:
             value = value or model.ffn_hidden_size
         case "moe_router_num_groups" | "moe_router_group_topk" | "moe_router_topk_scaling_factor":
             value = value or 1
+        case "moe_router_group_score_topk":
+            groups = model.moe_router_group_topk or 1
+            value = (value or model.moe_router_topk // groups) if groups > 1 else None
     return value

@@ -227,6 +227,7 @@ class Family(ABC):
         derived: Pattern of the names of tensors that are derived from config.json, such as masks
             and rotary frequencies. They are not read.
         head_activates: Whether the head has an activation of its own, chosen by --openai-gelu.
+        whole_names: Ends of the names of tensors that are not called weight or bias of a module.
     """
 
     name: str
@@ -241,6 +242,7 @@ class Family(ABC):
     vocab: int | None = None
     derived: str = ""
     head_activates: bool = False
+    whole_names: tuple[str, ...] = ()
 
     def architecture(self, pieces: frozenset[str]) -> str:
         """Return the `transformers` class of a model.
@@ -304,7 +306,9 @@ class Family(ABC):
                 form = self.form(layer, module, len(theirs) // max(1, experts))
             piece = self.pieces.get(ours.partition(".")[0], "")
             for name, kind in held.items():
-                names = tuple(f"{one}.{kind}" for one in theirs)
+                names = tuple(
+                    one if one.endswith(self.whole_names) else f"{one}.{kind}" for one in theirs
+                )
                 rules.append(
                     ParameterRule(f"model.{name}", shapes[name], names, form, piece, experts)
                 )
@@ -387,18 +391,26 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
     """
     mixer, cross = attention_of(layer), layer.cross_attention
     hidden, norm = mixer.hidden, norm_shapes(layer.norm, mixer.hidden)
-    modules = {
-        "attention_norm": norm,
-        "attention.qkv": linear_shapes((mixer.qkv,), hidden, bias=mixer.bias or mixer.qkv_bias),
-        "attention.output": linear_shapes((hidden,), mixer.query, bias=mixer.bias),
-        "mlp_norm": norm,
-    }
+    modules = {"attention_norm": norm, "mlp_norm": norm}
+    if isinstance(mixer, plans.LatentAttentionPlan):
+        modules |= latent_shapes(mixer)
+    else:
+        bias = mixer.bias or mixer.qkv_bias
+        modules |= {
+            "attention.qkv": linear_shapes((mixer.qkv,), hidden, bias=bias),
+            "attention.output": linear_shapes((hidden,), mixer.query, bias=mixer.bias),
+        }
+        if mixer.qk_norm is not None:
+            for name, size in zip(("query", "key"), mixer.norm_sizes, strict=True):
+                modules[f"attention.{name}_norm"] = norm_shapes(mixer.qk_norm, size)
     match layer.mlp:
         case plans.MLPPlan() as dense:
             modules |= mlp_shapes("mlp", dense)
         case plans.MixturePlan() as mixture:
             experts = mixture.router.experts
             modules["mlp.router"] = {"weight": (experts, hidden)}
+            if mixture.router.bias_rate is not None:
+                modules["mlp.router.expert_bias"] = {"": (experts,)}
             for name, shapes in mlp_shapes("mlp.experts", mixture.expert).items():
                 modules[name] = {kind: (experts, *shape) for kind, shape in shapes.items()}
             if mixture.shared is not None:
@@ -407,9 +419,6 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
                 modules["mlp.shared_gate"] = {"": (1, hidden)}
             if mixture.weighs_shared:
                 modules["mlp.coefficient"] = {"weight": (2, hidden), "bias": (2,)}
-    if mixer.qk_norm is not None:
-        for name, size in zip(("query", "key"), mixer.norm_sizes, strict=True):
-            modules[f"attention.{name}_norm"] = norm_shapes(mixer.qk_norm, size)
     if cross is not None:
         modules |= {
             "cross_norm": norm,
@@ -417,6 +426,30 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
             "cross_attention.key_value": linear_shapes((2 * cross.query,), hidden, bias=cross.bias),
             "cross_attention.output": linear_shapes((hidden,), cross.query, bias=cross.bias),
         }
+    return modules
+
+
+def latent_shapes(mixer: plans.LatentAttentionPlan) -> dict[str, dict[str, Shape]]:
+    """Return the shapes of the parameters of each module of latent attention."""
+    heads, hidden, rank = mixer.heads, mixer.hidden, mixer.query_rank
+    sizes = {
+        "query_up": (heads * mixer.key_size, rank or hidden),
+        "latent_down": (mixer.rank + mixer.turning, hidden),
+        "latent_up": (heads * (mixer.still + mixer.value_size), mixer.rank),
+    }
+    if rank is not None:
+        sizes["query_down"] = (rank, hidden)
+    modules = {
+        f"attention.{name}": linear_shapes((outputs,), inputs, bias=False)
+        for name, (outputs, inputs) in sizes.items()
+    }
+    modules["attention.output"] = linear_shapes(
+        (hidden,), heads * mixer.value_size, bias=mixer.bias
+    )
+    if mixer.qk_norm is not None:
+        modules["attention.latent_norm"] = norm_shapes(mixer.qk_norm, mixer.rank)
+        if rank is not None:
+            modules["attention.query_norm"] = norm_shapes(mixer.qk_norm, rank)
     return modules
 
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.checkpoint.huggingface import deepseek
+
 Tensors = dict[str, Tensor]
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 2, 32, 4, 2, 48, 70, 24
 
@@ -205,6 +207,18 @@ CASES: dict[str, Case] = {
         ),
         projection_norm=True,
     ),
+    "deepseek v2": Case(_like_llama("deepseek_v2", "DeepseekV2", **deepseek.V2)),
+    "deepseek v2, greedy": Case(
+        _like_llama(
+            "deepseek_v2",
+            "DeepseekV2",
+            **{**deepseek.V2, **deepseek.GREEDY},
+        )
+    ),
+    "deepseek v3": Case(_like_llama("deepseek_v3", "DeepseekV3", **deepseek.V3)),
+    "deepseek v3 with yarn": Case(
+        _like_llama("deepseek_v3", "DeepseekV3", **deepseek.V3, rope_scaling=deepseek.YARN)
+    ),
     "gpt2": Case(_GPT2),
     "gpt2 exact": Case({**_GPT2, "activation_function": "gelu", "n_inner": 40}),
 }
@@ -223,6 +237,8 @@ def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
 
 
 def _head_size(config: Mapping[str, Any]) -> int:
+    if "qk_rope_head_dim" in config:
+        return int(config["qk_rope_head_dim"])
     return config.get("head_dim") or HIDDEN // HEADS
 
 
@@ -234,6 +250,9 @@ def _llama_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
+        if "kv_lora_rank" in config:
+            rows = {}
+            shapes |= deepseek.shapes(config, layer)
         for kind, out in rows.items():
             shapes[f"{at}self_attn.{kind}_proj.weight"] = (out, HIDDEN)
             if case.qkv_bias:
@@ -242,7 +261,8 @@ def _llama_shapes(case: Case) -> dict[str, tuple[int, ...]]:
             shapes |= {f"{at}self_attn.{kind}_norm.weight": (size,) for kind in "qk"}
         if case.projection_norm:
             shapes |= {f"{at}self_attn.{kind}_norm.weight": (rows[kind],) for kind in "qk"}
-        shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * size)
+        if rows:
+            shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * size)
         shapes |= _mlp_shapes(config, layer)
         shapes[f"{at}input_layernorm.weight"] = (HIDDEN,)
         shapes[f"{at}post_attention_layernorm.weight"] = (HIDDEN,)
@@ -256,6 +276,8 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def _is_mixture(config: Mapping[str, Any], layer: int) -> bool:
+    if "n_routed_experts" in config:
+        return bool(layer >= config["first_k_dense_replace"])
     if "num_experts" not in config:
         return "num_local_experts" in config
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", ())
@@ -266,7 +288,7 @@ def _mixture(config: Mapping[str, Any]) -> tuple[str, tuple[str, str, str], int]
     """The names of a mixture's module and of an expert's matrices, and the number of experts."""
     if "num_local_experts" in config:
         return "block_sparse_moe", ("w1", "w3", "w2"), config["num_local_experts"]
-    return "mlp", _PROJECTIONS, config["num_experts"]
+    return "mlp", _PROJECTIONS, config.get("num_experts") or config["n_routed_experts"]
 
 
 def _mlp_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
@@ -279,6 +301,11 @@ def _mlp_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]
     shapes: dict[str, tuple[int, ...]] = {f"{at}.gate.weight": (experts, HIDDEN)}
     for expert in range(experts):
         shapes |= _three(f"{at}.experts.{expert}", names, inner)
+    if "n_shared_experts" in config:
+        width = config["n_shared_experts"] * inner
+        shapes |= _three(f"{at}.shared_experts", _PROJECTIONS, width)
+        if config["model_type"] == "deepseek_v3":
+            shapes[f"{at}.gate.e_score_correction_bias"] = (experts,)
     shared = config.get("shared_expert_intermediate_size")
     if shared is not None:
         shapes |= _three(f"{at}.shared_expert", _PROJECTIONS, shared)
@@ -351,6 +378,11 @@ def _llama(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
         normal = norm(x, f"{at}.input_layernorm")
+        if "kv_lora_rank" in config:
+            context = _attention(*deepseek.heads_of(config, w, layer, normal, angles))
+            x = x + project(context, f"{at}.self_attn.o_proj")
+            x = x + _feed(config, w, layer, norm(x, f"{at}.post_attention_layernorm"))
+            continue
         q, k, v = (
             project(normal, f"{at}.self_attn.{kind}_proj").unflatten(-1, (-1, _head_size(config)))
             for kind in "qkv"
@@ -379,6 +411,9 @@ def _feed(config: Mapping[str, Any], w: Tensors, layer: int, x: Tensor) -> Tenso
     if not _is_mixture(config, layer):
         return mlp(x, f"model.layers.{layer}.mlp", _PROJECTIONS)
     module, names, _ = _mixture(config)
+    if "n_routed_experts" in config:
+        at = f"model.layers.{layer}.{module}"
+        return deepseek.mixture(config, w, at, x, lambda x, at: mlp(x, at, names))
     at, out = f"model.layers.{layer}.{module}", torch.zeros_like(x)
     for place in itertools.product(*map(range, x.shape[:2])):
         scores = (w[f"{at}.gate.weight"] @ x[place]).softmax(0)

@@ -1,5 +1,6 @@
 """The same against `transformers` itself, where it is installed."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
 from megatron.tools.checkpoint.verify import verify
+from tests.checkpoint.huggingface.deepseek import V2, V3, YARN
 from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
 from tests.checkpoint.huggingface.test_logits import TOKENS
 from tests.inference.toy import drain, greedy, tokens_of, toy_engine
@@ -51,6 +53,9 @@ def test_transformers_computes_what_our_second_model_computes(name: str, tmp_pat
         "qwen2 mixture",
         "qwen3 mixture",
         "olmoe",
+        "deepseek v2",
+        "deepseek v3",
+        "deepseek v3 with yarn",
         "gpt2",
     ],
 )
@@ -58,7 +63,7 @@ def test_a_random_model_comes_in_verified_and_goes_out_as_it_was(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = transformers.AutoConfig.for_model(
-        **{key: value for key, value in CASES[name].config.items() if value is not None}
+        **{k: deepcopy(value) for k, value in CASES[name].config.items() if value is not None}
     )
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -94,6 +99,19 @@ MIXTURES: dict[str, dict[str, object]] = {
         "num_experts": 9,
         "num_experts_per_tok": 4,
     },
+    "deepseek_v2": {
+        **V2,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 12,
+        "num_key_value_heads": 6,
+        "rope_parameters": {**YARN, "rope_theta": 1000.0},
+    },
+    "deepseek_v3": {
+        **V3,
+        "num_experts_per_tok": 5,
+        "num_key_value_heads": 6,
+        "rope_parameters": {**YARN, "rope_theta": 1000.0},
+    },
     "olmoe": {"norm_topk_prob": True, "num_experts": 7, "num_experts_per_tok": 3},
 }
 SIZES = {
@@ -113,7 +131,7 @@ def test_a_mixture_has_their_loss_and_says_what_they_say(name: str, tmp_path: Pa
     """Random models with odd sizes, as `transformers` makes and saves them."""
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model(
-        name, experts_implementation="eager", **SIZES, **MIXTURES[name]
+        name, experts_implementation="eager", **{**SIZES, **deepcopy(MIXTURES[name])}
     )
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     theirs.save_pretrained(tmp_path)

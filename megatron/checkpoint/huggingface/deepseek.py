@@ -1,0 +1,254 @@
+"""DeepSeek-V2 and DeepSeek-V3: latent attention, and mixtures with shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron.models.plan as plans
+from megatron.checkpoint.huggingface import rules
+from megatron.checkpoint.huggingface.mixtures import Mixtral
+from megatron.checkpoint.huggingface.settings import MOST_HEADS, Settings
+from megatron.config.experts import mixture_layers
+from megatron.config.model import ModelConfig
+
+_EPSILON = 1e-6  # of the normalization of latent vectors, whatever rms_norm_eps is
+_SIZES = (
+    rules.Key("kv_lora_rank", "kv_lora_rank"),
+    rules.Key("qk_nope_head_dim", "qk_head_dim", most=MOST_HEADS),
+    rules.Key("qk_rope_head_dim", "qk_pos_emb_head_dim", most=MOST_HEADS),
+    rules.Key("v_head_dim", "v_head_dim", most=MOST_HEADS),
+)
+_ATTENTION = {
+    "attention.query_norm": ("self_attn.q_a_layernorm",),
+    "attention.latent_down": ("self_attn.kv_a_proj_with_mqa",),
+    "attention.latent_norm": ("self_attn.kv_a_layernorm",),
+    "attention.latent_up": ("self_attn.kv_b_proj",),
+    "attention.output": ("self_attn.o_proj",),
+    "attention_norm": ("input_layernorm",),
+    "mlp_norm": ("post_attention_layernorm",),
+}
+_MIXTURE = {
+    "mlp.router": ("mlp.gate",),
+    "mlp.experts.up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "mlp.experts.down": ("mlp.experts.{}.down_proj",),
+    "mlp.shared.up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.shared.down": ("mlp.shared_experts.down_proj",),
+}
+_BIAS = {"mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",)}
+# Keys of the authors' own files that describe their program or training.
+_OF_TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux")
+
+
+def turned(heads: int, size: int, turning: int) -> rules.TensorForm:
+    """Return the form of a projection whose last channels of each head rotate.
+
+    Theirs rotate channels 2i and 2i + 1 together, ours i and i + turning / 2.
+
+    Args:
+        heads: The number of heads.
+        size: Rows of each head.
+        turning: How many of these, the last ones, rotate.
+    """
+    still = torch.arange(size - turning)
+    pairs = torch.arange(size - turning, size).view(-1, 2)
+    order = torch.cat((still, pairs.t().flatten()))
+    back = order.argsort()
+
+    def by_head(whole: Tensor, rows: Tensor) -> Tensor:
+        return whole.unflatten(0, (heads, size))[:, rows.to(whole.device)].flatten(0, 1)
+
+    return rules.TensorForm(
+        lambda parts: by_head(parts[0], order), lambda whole: [by_head(whole, back)]
+    )
+
+
+@dataclass(frozen=True)
+class DeepSeek(Mixtral):
+    """A family with latent attention, whose layers after the first few are mixtures.
+
+    Attributes:
+        biased: Whether experts are scored by sigmoids and chosen with a bias for each (V3), rather
+            than by a softmax over all of them (V2).
+    """
+
+    mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _MIXTURE)
+    count: str = "n_routed_experts"
+    other_count: str = "num_local_experts"
+    whole_names: tuple[str, ...] = ("e_score_correction_bias",)
+    biased: bool = False
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        sizes = rules.read_keys(settings, _SIZES)
+        turning = sizes["qk_pos_emb_head_dim"]
+        if turning % 2:
+            raise settings.error("qk_rope_head_dim", "channels rotate in pairs: must be even")
+        for key, value in {
+            "rms_norm_eps": _EPSILON,
+            "head_dim": turning,
+            "qk_head_dim": sizes["qk_head_dim"] + turning,
+            "num_key_value_heads": flags["num_attention_heads"],
+            "rope_interleave": True,
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid" if self.biased else "softmax",
+            "norm_topk_prob": self.biased,
+        }.items():
+            settings.must_be(key, value)
+        for key in _OF_TRAINING:
+            settings.must_be(key, settings.values.get(key))  # without effect
+        for key in ("rope_parameters", "rope_scaling"):
+            _check_yarn(settings.part(key))
+        query_rank = None
+        if "q_lora_rank" in settings.values:
+            query_rank = settings.size("q_lora_rank")
+        model = replace(
+            super().network(settings, flags),
+            **sizes,
+            multi_latent_attention=True,
+            q_lora_rank=query_rank,
+            kv_channels=max(sizes["qk_head_dim"] + turning, sizes["v_head_dim"]),
+            qk_layernorm=True,
+        )
+        return self._read_mixture(settings, model)
+
+    def _read_mixture(self, settings: Settings, model: ModelConfig) -> ModelConfig:
+        """Return the network with its mixtures."""
+        experts, layers = max(model.num_experts or (1,)), model.num_layers
+        inner = settings.size("moe_intermediate_size")
+        shared = settings.size("n_shared_experts")
+        groups: dict[str, Any] = self._read_groups(settings, experts, model.moe_router_topk)
+        scale = 1.0
+        if settings.values.get("routed_scaling_factor") is not None:
+            scale = settings.number("routed_scaling_factor")
+        if self.biased and model.moe_router_topk < 2:
+            raise settings.error(
+                "num_experts_per_tok", "only 2 or more are supported: scores are normalized"
+            )
+        dense = 0
+        if settings.values.get("first_k_dense_replace", 0) == 0:
+            settings.must_be("first_k_dense_replace", 0)
+        else:
+            dense = settings.size("first_k_dense_replace")
+        if dense >= layers:
+            return replace(model, num_experts=None)
+        return replace(
+            model,
+            **groups,
+            moe_layer_freq=f"([0]*{dense}+[1]*{layers - dense})" if dense else "1",
+            moe_ffn_hidden_size=inner,
+            moe_shared_expert_intermediate_size=shared * inner,
+            moe_router_score_function="sigmoid" if self.biased else "softmax",
+            moe_router_pre_softmax=not self.biased,
+            moe_router_enable_expert_bias=self.biased,
+            moe_router_topk_scaling_factor=None if scale == 1 else scale,
+        )
+
+    def _read_groups(self, settings: Settings, experts: int, chosen: int) -> dict[str, Any]:
+        """Return the flags of groups of experts. A group counts by its best one, or two in V3."""
+        is_limited = self.biased
+        if not self.biased:
+            is_limited = settings.word(
+                "topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy"
+            )
+        else:
+            settings.must_be("topk_method", "noaux_tc")
+        if not is_limited:
+            for key in ("n_group", "topk_group"):
+                settings.must_be(key, settings.values.get(key))  # without effect
+            return {}
+        groups = settings.size("n_group", None, experts)
+        best = settings.size("topk_group", None, groups)
+        counted = 2 if self.biased else 1
+        if experts % groups or counted > experts // groups or chosen > best * (experts // groups):
+            raise settings.error("n_group", f"does not fit {experts} experts, of which {chosen}")
+        if groups == 1:
+            return {}
+        return {
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": best,
+            "moe_router_group_score_topk": counted,
+        }
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json. A dense network has as many dense layers as there are."""
+        values = super().write(model, vocab)
+        scaling = values["rope_scaling"]
+        if scaling and not scaling.get("mscale", 1):
+            del scaling["mscale"], scaling["mscale_all_dim"]
+        kinds = mixture_layers(model, model.num_layers) if model.num_experts else ()
+        dense = kinds.index(True) if any(kinds) else model.num_layers
+        experts = max(2, *(model.num_experts or (2,)))
+        inner = model.moe_ffn_hidden_size or model.ffn_hidden_size
+        groups, best = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
+        chosen = min(max(model.moe_router_topk, 1 + self.biased), experts)
+        fits = 2 * groups <= experts and not experts % groups and best <= groups
+        if not fits or chosen > best * (experts // groups):
+            groups = best = 1
+        is_limited = self.biased or groups > 1
+        turning = model.qk_pos_emb_head_dim // 2 * 2 or 2
+        return {
+            **values,
+            **{key.key: getattr(model, key.field) for key in _SIZES},
+            "rms_norm_eps": _EPSILON,
+            "num_key_value_heads": model.num_attention_heads,
+            "q_lora_rank": model.q_lora_rank,
+            "qk_rope_head_dim": turning,
+            "head_dim": turning,
+            "qk_head_dim": model.qk_head_dim + turning,
+            **({"rope_interleave": True} if self.biased else {}),
+            "intermediate_size": model.ffn_hidden_size,
+            "moe_intermediate_size": inner,
+            "first_k_dense_replace": dense,
+            self.count: experts,
+            "num_experts_per_tok": chosen,
+            "n_shared_experts": max(1, (model.moe_shared_expert_intermediate_size or 0) // inner),
+            "n_group": groups if is_limited else None,
+            "topk_group": best if is_limited else None,
+            "norm_topk_prob": self.biased,
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            **({} if self.biased else {"topk_method": _METHODS[is_limited]}),
+        }
+
+    def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        query: dict[str, tuple[str, ...]] = {"attention.query_up": ("self_attn.q_proj",)}
+        if model.q_lora_rank is not None:
+            query = {
+                "attention.query_down": ("self_attn.q_a_proj",),
+                "attention.query_up": ("self_attn.q_b_proj",),
+            }
+        inherited = super().modules(model)
+        dense = {name: them for name, them in inherited.items() if name.startswith("mlp.")}
+        return {**query, **_ATTENTION, **dense, **(_BIAS if self.biased else {})}
+
+    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+        """Return the conversion for a layer's module made from this number of their tensors."""
+        mixer = layer.mixer
+        if isinstance(mixer, plans.LatentAttentionPlan):
+            if module == "attention.query_up":
+                return turned(mixer.heads, mixer.key_size, mixer.turning)
+            if module == "attention.latent_down":
+                return turned(1, mixer.rank + mixer.turning, mixer.turning)
+        return super().form(layer, module, tensors)
+
+
+_METHODS = {False: "greedy", True: "group_limited_greedy"}
+
+
+def _check_yarn(rope: Settings) -> None:
+    """Refuse combinations of YaRN's keys that our flags cannot express.
+
+    Raises:
+        CheckpointError: mscale_all_dim comes without mscale, or beside attention_factor.
+    """
+    if not rope.values.get("mscale_all_dim"):
+        return
+    if not rope.values.get("mscale"):
+        raise rope.error("mscale_all_dim", "is supported only together with mscale")
+    if rope.values.get("attention_factor"):
+        raise rope.error("attention_factor", "is not supported beside mscale_all_dim")
