@@ -9,11 +9,12 @@ from typing import Any
 from megatron.config.stages import ModelPart, whole_model
 from megatron.models.bert import Classifier, MaskedTokenHead
 from megatron.models.block import Block, class_of
+from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.embedding import Embedding
 from megatron.models.head import Output, TokenScore
 from megatron.models.mixture import Mixture
 from megatron.models.norm import Norm
-from megatron.models.plan import HeadPlan, MicroBatch, MixturePlan, ModelPlan, WeightSplit
+from megatron.models.plan import HeadPlan, MixturePlan, ModelPlan
 from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
 

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron.kernels.amax import Handovers
 from megatron.kernels.attention import AttentionOptions, Mask
 from megatron.kernels.rope import Rotation
+from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.norm import Norm, Stream, new_query_norm, normalize_projections
-from megatron.models.plan import AttentionPlan, MicroBatch, WeightSplit, Work
+from megatron.models.plan import AttentionPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear, Projections

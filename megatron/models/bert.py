@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.config.stages import ModelPart
 from megatron.kernels.attention import Mask, Segments, flash_misfit
 from megatron.models.block import LayerStack
+from megatron.models.costs import MicroBatch
 from megatron.models.head import Output
 from megatron.models.network import Network
 from megatron.models.norm import Norm, Stream, new_norm
@@ -22,7 +23,6 @@ from megatron.models.plan import (
     AttentionPlan,
     ClassifierPlan,
     MaskedTokenPlan,
-    MicroBatch,
     ModelPlan,
     OutputPlan,
 )

@@ -18,17 +18,12 @@ from megatron.kernels.amax import NO_HANDOVERS
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCache, SelfAttention
+from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.latent_attention import LatentAttention
 from megatron.models.mixture import Mixture
 from megatron.models.mlp import MLP
 from megatron.models.norm import Norm, Stream, new_norm
-from megatron.models.plan import (
-    LayerPlan,
-    MicroBatch,
-    SublayerPlan,
-    WeightSplit,
-    Work,
-)
+from megatron.models.plan import LayerPlan, SublayerPlan
 from megatron.models.recompute import (
     RecomputePlan,
     computed_again,

@@ -19,8 +19,9 @@ from megatron.errors import ConfigError
 from megatron.kernels.quantize import FrozenFormat
 from megatron.models.adapters import add_adapters, is_target, linear_layers, target_names
 from megatron.models.arithmetic import count_part_parameters
+from megatron.models.costs import WeightSplit
 from megatron.models.gpt import GPTModel
-from megatron.models.plan import ModelPlan, WeightSplit
+from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
 from megatron.parallel.adapter import projections_of
 from megatron.parallel.build import BuildContext

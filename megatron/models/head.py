@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from megatron.kernels.cross_entropy import choose_cross_entropy
 from megatron.kernels.library import find_library
+from megatron.models.costs import MicroBatch
 from megatron.models.embedding import Embedding, TiedWordEmbedding, vocabulary_matrix
-from megatron.models.plan import ClassifierPlan, MicroBatch, OutputPlan
+from megatron.models.plan import ClassifierPlan, OutputPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Communication, reduce_from
 from megatron.parallel.cross_entropy import (

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import AttentionCore, KeyValueCache, score_bytes
+from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.norm import Norm, Stream, new_norm
-from megatron.models.plan import LatentAttentionPlan, MicroBatch, WeightSplit, Work
+from megatron.models.plan import LatentAttentionPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import copy_to, gather_rows_to
 from megatron.parallel.layers import Linear, Projections, Split

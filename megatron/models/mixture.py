@@ -10,14 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.grouped import Grouping, collect, spread
+from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.mlp import MLP
-from megatron.models.plan import (
-    MicroBatch,
-    MixturePlan,
-    MLPPlan,
-    WeightSplit,
-    Work,
-)
+from megatron.models.plan import MixturePlan, MLPPlan
 from megatron.models.recompute import computed_again, without_keeping
 from megatron.models.router import Router, Routing, capacity
 from megatron.parallel.build import BuildContext

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.kernels.amax import Handovers
-from megatron.models.plan import MicroBatch, MLPPlan, WeightSplit, Work
+from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.plan import MLPPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
 

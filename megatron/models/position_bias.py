@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.models.plan import MicroBatch, PositionBiasPlan
+from megatron.models.costs import MicroBatch
+from megatron.models.plan import PositionBiasPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.tied import SharedTable

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megatron.config.training import TrainingOptions
-from megatron.models.plan import MicroBatch
+from megatron.models.costs import MicroBatch
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.layout import Axis
 

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.attention import CrossAttention
+from megatron.models.costs import MicroBatch, Work
 from megatron.models.norm import Stream
-from megatron.models.plan import MicroBatch, RetrievalAttentionPlan, Work
+from megatron.models.plan import RetrievalAttentionPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_rows_to
 from megatron.parallel.context.split import local_positions

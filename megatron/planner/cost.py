@@ -16,16 +16,9 @@ from megatron.config import RunConfig
 from megatron.config.stages import plan_model
 from megatron.models.arithmetic import heads_of
 from megatron.models.block import Block, class_of
+from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.freezing import frozen_format
-from megatron.models.plan import (
-    AttentionPlan,
-    LayerPlan,
-    MicroBatch,
-    MixturePlan,
-    ModelPlan,
-    SublayerPlan,
-    WeightSplit,
-)
+from megatron.models.plan import AttentionPlan, LayerPlan, MixturePlan, ModelPlan, SublayerPlan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.layout import Layout
 from megatron.planner.machine import Link, Machine

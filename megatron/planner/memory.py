@@ -24,8 +24,9 @@ from megatron.models.arithmetic import (
     largest_matrix,
     part_activations,
 )
+from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.freezing import frozen_format, trained_share
-from megatron.models.plan import MicroBatch, ModelPlan, WeightSplit
+from megatron.models.plan import ModelPlan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.exchange import SLOTS

@@ -10,8 +10,9 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.errors import ConfigError
 from megatron.models.arithmetic import count_part_experts, count_part_parameters, flops_per_token
+from megatron.models.costs import WeightSplit
 from megatron.models.freezing import trained_share
-from megatron.models.plan import ModelPlan, WeightSplit
+from megatron.models.plan import ModelPlan
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.planner.cost import (

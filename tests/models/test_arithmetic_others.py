@@ -7,7 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config.stages import ModelPart
 from megatron.models.arithmetic import count_parameters, count_part_parameters, flops_per_token
 from megatron.models.bert import BertChooser, BertModel
-from megatron.models.plan import HeadSpec, WeightSplit
+from megatron.models.costs import WeightSplit
+from megatron.models.plan import HeadSpec
 from megatron.models.plans import model_plan
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout

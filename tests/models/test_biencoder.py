@@ -8,7 +8,7 @@ from megatron.config.stages import whole_model
 from megatron.models.arithmetic import count_parameters, count_part_matrices, flops_per_token
 from megatron.models.bert import BertModel
 from megatron.models.biencoder import BiEncoderModel, Vectors, accuracy_among, compare_all
-from megatron.models.plan import WeightSplit
+from megatron.models.costs import WeightSplit
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import initialize
 from tests.distributed import run_distributed

@@ -6,8 +6,8 @@ import torch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.stages import plan_parts
 from megatron.models.arithmetic import count_part_parameters
+from megatron.models.costs import WeightSplit
 from megatron.models.gpt import GPTModel
-from megatron.models.plan import WeightSplit
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
 from tests.models.small import LLAMA, batch, config, new_context, plan

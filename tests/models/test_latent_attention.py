@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.rope import Rotation
+from megatron.models.costs import WeightSplit
 from megatron.models.latent_attention import LatentAttention
-from megatron.models.plan import LatentAttentionPlan, WeightSplit
+from megatron.models.plan import LatentAttentionPlan
 from tests.models.small import SEQUENCE, gpt
 
 RANK, STILL, TURNING, VALUE, HEADS, HIDDEN = 10, 6, 4, 7, 4, 16

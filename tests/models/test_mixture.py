@@ -17,16 +17,10 @@ from megatron.models.arithmetic import (
     count_part_parameters,
     largest_matrix,
 )
+from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.gpt import GPTModel
 from megatron.models.mixture import Mixture
-from megatron.models.plan import (
-    InitPlan,
-    MicroBatch,
-    MixturePlan,
-    MLPPlan,
-    RouterPlan,
-    WeightSplit,
-)
+from megatron.models.plan import InitPlan, MixturePlan, MLPPlan, RouterPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.expert_linear import ExpertLinear
 from megatron.parallel.layers import Linear

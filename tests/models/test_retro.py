@@ -14,7 +14,7 @@ from megatron.checkpoint.legacy.reader import LegacyReader
 from megatron.config.model import ModelConfig
 from megatron.config.stages import ModelPart
 from megatron.models.arithmetic import count_parameters, count_part_parameters
-from megatron.models.plan import WeightSplit
+from megatron.models.costs import WeightSplit
 from megatron.models.plans import model_plan
 from megatron.models.recompute import RecomputePlan
 from megatron.models.retro import RetroModel

@@ -17,8 +17,8 @@ from megatron.models.arithmetic import (
     flops_per_token,
 )
 from megatron.models.block import MIXERS, MLPS, Block
+from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.gpt import GPTModel
-from megatron.models.plan import MicroBatch, WeightSplit
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache
-from megatron.models.plan import MicroBatch, MixerPlan, WeightSplit, Work
+from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.plan import MixerPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.parameter import ONES

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.models.plan import MicroBatch, SublayerPlan, WeightSplit, Work
+from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.plan import SublayerPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 

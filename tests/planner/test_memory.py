@@ -14,8 +14,9 @@ from megatron.models.arithmetic import (
     count_part_matrices,
     count_part_parameters,
 )
+from megatron.models.costs import WeightSplit
 from megatron.models.freezing import trained_share
-from megatron.models.plan import HeadSpec, WeightSplit
+from megatron.models.plan import HeadSpec
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import estimate_memory, largest_process

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import parse_config
+from megatron.models.costs import MicroBatch
 from megatron.models.mixture import Mixture
-from megatron.models.plan import MicroBatch, MixturePlan
+from megatron.models.plan import MixturePlan
 from megatron.models.plans import model_plan
 from megatron.models.router import Routing
 from megatron.parallel.build import BuildContext

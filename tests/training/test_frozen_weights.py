@@ -17,7 +17,7 @@ from megatron.device import Device
 from megatron.inference.load import load_gpt
 from megatron.kernels.quantize import dequantize, quantize
 from megatron.models.arithmetic import count_part_matrices
-from megatron.models.plan import WeightSplit
+from megatron.models.costs import WeightSplit
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.parallel.quantized import PackedWeight
