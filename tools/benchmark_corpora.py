@@ -62,7 +62,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, and write the page.
+    """Measure and write the page.
 
     Raises:
         ConfigError: ../shared/data is missing.
@@ -82,13 +82,14 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(lines), file=sys.stderr, flush=True)
         lines += _time(planted, folder, options.repeats)
     load = (
-        f"On average {os.getloadavg()[2]:.1f} processes wanted to run meanwhile, others included."
+        f"On average, {os.getloadavg()[2]:.1f} processes were ready to run during the measurement, "
+        "including other programs' processes."
     )
     _write(options.out, "\n".join([*_HEAD, load, "", *lines, ""]), keeps_proof=True)
 
 
 def _write(out: str | None, part: str, *, keeps_proof: bool) -> None:
-    """Print the measured part or the proof, or put it in its place in the page."""
+    """Print the measured part or the proof, or insert it into the page in its place."""
     if out is None:
         print(part)
         return
@@ -103,7 +104,7 @@ def _write(out: str | None, part: str, *, keeps_proof: bool) -> None:
 
 _PROOF = "## The same bytes every time\n"
 _HEAD = [
-    "# Corpora: what is found, and how fast",
+    "# Corpora: recall, precision and speed",
     "",
     "Written by `python tools/benchmark_corpora.py --out docs/benchmarks/corpora.md` on two cores.",
     "",
@@ -111,7 +112,7 @@ _HEAD = [
 
 
 def _build(*words: str) -> float:
-    """Run build_corpus.py with two workers, and return its seconds, start included."""
+    """Run build_corpus.py with two workers and return its seconds, including start-up."""
     command = [sys.executable, str(HERE / "build_corpus.py"), *words, "--workers", _WORKERS]
     started = time.monotonic()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -144,10 +145,11 @@ def _prove(planted: Planted, folder: Path) -> str:
 
     lines = [
         _PROOF,
-        f"The planted corpus of {len(planted.texts):,} documents through all steps. Text, lists of "
-        "what was left out, dataset, report and picture have the bytes of a run with one process. "
-        "A kill is a SIGKILL to all processes. Written by `python tools/benchmark_corpora.py "
-        "--prove --out docs/benchmarks/corpora.md`.",
+        f"The planted corpus of {len(planted.texts):,} documents passes through all steps. The text, "
+        "the lists of omitted documents, the dataset, the report and the picture are compared byte "
+        'for byte with those of a run with one process. "Killed" means that all processes receive '
+        "SIGKILL. Written by `python tools/benchmark_corpora.py --prove --out "
+        "docs/benchmarks/corpora.md`.",
         "",
         "| run | same bytes |",
         "| --- | --- |",
@@ -161,7 +163,7 @@ def _prove(planted: Planted, folder: Path) -> str:
 
 
 def _find(planted: Planted, output: Path, seed: int) -> list[str]:
-    """Build the corpus and return the tables of what was found, and of the speed of each step."""
+    """Build the corpus and return the tables of what was found and of the speed of each step."""
     from megatron.corpora.report import measured_seconds
     from tests.corpora.planted import score
 
@@ -171,23 +173,27 @@ def _find(planted: Planted, output: Path, seed: int) -> list[str]:
         f"{len(planted.texts):,} documents ({size:.1f} MB of text, seed {seed}) in six formats: "
         "JSON lines (plain, .gz, .zst), parquet, WARC, WET.",
         "",
-        "| planted | number | precision | recall |",
+        "| planted items | number | precision | recall |",
         "| --- | --- | --- | --- |",
     ]
     numbers = map(len, (planted.duplicates, planted.overlaps, planted.foreign))
     for (name, found), number in zip(score(planted, output).items(), numbers, strict=True):
         lines.append(f"| {name} | {number:,} | {found.precision:.4f} | {found.recall:.4f} |")
     report = json.loads((output / "report.json").read_bytes())
-    lines += ["", f"{report['kept']['documents']:,} documents are left."]
+    lines += ["", f"{report['kept']['documents']:,} documents remain."]
     lines += ["", "| step | seconds | MB/s per core |", "| --- | --- | --- |"]
     for name, spent in measured_seconds(output / "logs").items():
         lines.append(f"| {name} | {spent:.2f} | {size / max(spent, 1e-9):.1f} |")
-    lines += ["", f"End to end, start included: {seconds:.1f} s, {size / seconds:.2f} MB/s.", ""]
+    lines += [
+        "",
+        f"End to end, including start-up: {seconds:.1f} s, {size / seconds:.2f} MB/s.",
+        "",
+    ]
     return lines
 
 
 def _time(planted: Planted, folder: Path, repeats: int) -> list[str]:
-    """Time deduplication alone, the programs in turns, and return the table."""
+    """Time deduplication alone, with the programs in alternation, and return the table."""
     source = folder / "lines"
     source.mkdir()
     items = list(planted.texts.items())[:_DOCUMENTS]
@@ -208,10 +214,11 @@ def _time(planted: Planted, folder: Path, repeats: int) -> list[str]:
         statistics.median(seconds[_OURS]),
     )
     lines = [
-        f"MinHash deduplication alone of {len(items):,} documents ({size:.1f} MB), from JSON lines "
-        f"to JSON lines, on two cores, start included; median of {repeats} runs in turns:",
+        f"MinHash deduplication alone, of {len(items):,} documents ({size:.1f} MB), from JSON lines "
+        f"to JSON lines, on two cores, including start-up. Values are medians of {repeats} "
+        "alternating runs:",
         "",
-        "| program | seconds | MB/s | times ours |",
+        "| program | seconds | MB/s | time relative to ours |",
         "| --- | --- | --- | --- |",
     ]
     for name, times in seconds.items():
@@ -224,7 +231,7 @@ def _time(planted: Planted, folder: Path, repeats: int) -> list[str]:
 
 
 def _time_one(name: str, source: Path, output: Path) -> float:
-    """Return the seconds of a program, infinite if it fails."""
+    """Return the run time of a program in seconds, or infinity if it fails."""
     if name == _OURS:
         skipped = ["--skip-steps", "urls", "extract", "fix", "language", "quality"]
         return _build("--input", str(source), "--output", str(output), *skipped)

@@ -40,7 +40,7 @@ dropout, trained for {iterations} iterations. The row shows the largest relative
 loss and of its gradient norm from those of one process, over all ranks and iterations. A difference
 of more than {loss:.0e} in a loss or {norm:.0e} in a norm is an error, here and in the tests, which
 train layouts of more than two processes for {short} iterations, over shared memory. The same tests
-pass on GPUs, with kernels and NCCL ([command](benchmarks.md#what-was-reached)). This command writes
+pass on GPUs, with kernels and NCCL ([command](benchmarks.md#goals-and-results)). This command writes
 the page:
 
 ```bash

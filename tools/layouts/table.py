@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 _COLUMNS = (
     *("layout", "GPUs", "flags", "loss", "largest loss difference", "grad norm", "ms"),
-    *("tokens/s a GPU", "MFU", "peak GiB", "predicted GiB", "bubble", "predicted bubble"),
+    *("tokens/s per GPU", "MFU", "peak GiB", "predicted GiB", "bubble", "predicted bubble"),
 )
 
 
