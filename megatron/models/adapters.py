@@ -1,8 +1,8 @@
-"""Adapters of linear layers (LoRA), by the names of the layers and of their projections.
+"""Adapters (LoRA) of linear layers, selected by the names of layers and projections.
 
-`--lora-target-modules` may use our names (`layers.0.attention.qkv`, and for one of its projections
-`layers.0.attention.qkv.key`), those of Hugging Face (`k_proj`) or Megatron Core's (`linear_qkv`). A
-pattern may name the end of a name, from a dot on.
+`--lora-target-modules` accepts our names (`layers.0.attention.qkv`, or `layers.0.attention.qkv.key`
+for one projection of that layer), Hugging Face's names (`k_proj`) and Megatron Core's
+(`linear_qkv`). A pattern may also match the end of a name, starting after a dot.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 
-ALL = "all-linear"  # PEFT's word for every layer
-# Other names of our layers and projections, beside their last words.
+ALL = "all-linear"  # PEFT's name for every layer
+# Hugging Face's and Megatron Core's names, keyed by the last parts of our own names.
 _OTHER_NAMES = {
     "attention.qkv": ("linear_qkv",),
     "attention.qkv.query": ("q_proj",),
@@ -44,14 +44,14 @@ _OTHER_NAMES = {
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    """Yield the linear layers of the model's layers, which can have adapters, by name."""
+    """Yield the name and module of each linear layer that can have an adapter."""
     for name, module in model.named_modules():
         if isinstance(module, Linear | ExpertLinear) and name.startswith("layers."):
             yield name, module
 
 
 def names_of(layer: str, projection: str) -> list[str]:
-    """Return all names of a projection, those of the layer that holds it included."""
+    """Return every name of a projection, including the names of its layer."""
     within, site = layer.rsplit(".", 2)[0], ".".join(layer.rsplit(".", 2)[1:])
     others = (*_OTHER_NAMES.get(site, ()), *_OTHER_NAMES.get(f"{site}.{projection}", ()))
     modules = {"attention": ("attention", "self_attn", "self_attention")}
@@ -61,7 +61,7 @@ def names_of(layer: str, projection: str) -> list[str]:
 
 
 def target_names(projections: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names under which layers and projections can be named, the short ones too."""
+    """Return every name that --lora-target-modules accepts, including short names like `q_proj`."""
     names = [name for one in projections for name in names_of(*one)]
     return [*names, *{name.rpartition(".")[2] for name in names if "_" in name}]
 
@@ -78,7 +78,7 @@ def is_adapted(layer: str, projection: str, patterns: Sequence[str] | None) -> b
 
 
 def is_target(layer: str, projection: str, pattern: str) -> bool:
-    """Return whether a pattern names a projection of a linear layer, or what contains it."""
+    """Return whether a pattern matches a projection, its layer or a containing module."""
     names = names_of(layer, projection)
     forms = (pattern, f"*.{pattern}", f"{pattern}.*")
     return pattern == ALL or any(
@@ -90,13 +90,13 @@ def is_target(layer: str, projection: str, pattern: str) -> bool:
 
 
 def plan_of(config: ModelConfig) -> AdapterPlan:
-    """Return the sizes that the flags give all adapters."""
+    """Return the adapter settings that the flags give."""
     assert config.lora_rank is not None
     return AdapterPlan(config.lora_rank, config.lora_scale, config.lora_dropout, config.use_dora)
 
 
 def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -> None:
-    """Give adapters to the linear layers that the flags name.
+    """Add adapters to the linear layers that the flags name.
 
     Args:
         model: The model, or a part of it.
@@ -104,7 +104,7 @@ def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -
         context: The context in which the model was built.
 
     Raises:
-        ConfigError: Adapters of experts would have what they cannot have.
+        ConfigError: The flags ask for DoRA or dropout in the adapters of experts.
     """
     plan, patterns = plan_of(config), config.lora_target_modules
     for name, linear in list(linear_layers(model)):
@@ -117,14 +117,14 @@ def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -
         if plan.is_dora or plan.dropout:
             flag = "--use-dora" if plan.is_dora else f"--lora-dropout {plan.dropout}"
             raise ConfigError(
-                f"{flag}: experts of a mixture cannot have such adapters: drop the flag, or name "
+                f"{flag}: adapters of experts do not support this: drop the flag, or name "
                 "other layers, for example --lora-target-modules linear_qkv linear_proj"
             )
         linear.adapter = ExpertAdapter(linear, plan, context)
 
 
 def start_adapters(models: Iterable[nn.Module]) -> None:
-    """Start what adapters take from the frozen weights (DoRA). Collective over tensor ranks."""
+    """Initialize DoRA magnitudes from the frozen weights. Collective over tensor ranks."""
     for model in models:
         for _, linear in linear_layers(model):
             if (
@@ -137,7 +137,7 @@ def start_adapters(models: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Switch all adapters off: the models compute what their frozen weights do.
+    """Turn off all adapters inside the context, so that only the frozen weights are used.
 
     Args:
         models: The models, or parts of them.
@@ -154,7 +154,7 @@ def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, Linear | ExpertLinear]:
-    """Return the linear layers of a whole GPT that have adapters, by name and without memory.
+    """Return the adapted linear layers of a whole GPT by name, built without allocating memory.
 
     Args:
         config: The network.

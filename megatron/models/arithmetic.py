@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and activations of a network, counted from its plan without building it."""
+"""Counts of parameters, FLOPs and activation bytes, made from a plan without building a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADS: dict[str, Any] = {
 
 
 def heads_of(plan: ModelPlan) -> Iterator[tuple[Any, HeadPlan]]:
-    """Yield the class and the record of each head of a network."""
+    """Yield the class and the record of each of a network's heads."""
     for head in plan.heads:
         yield HEADS[head.kind], head
 
@@ -42,7 +42,7 @@ def count_parameters(plan: ModelPlan) -> int:
 
 
 def count_active_parameters(plan: ModelPlan) -> int:
-    """Count the parameters that a token uses: of a mixture's experts, only those chosen for it."""
+    """Count the parameters that a token uses, which include only the experts chosen for it."""
     idle = 0
     for layer in plan.layers:
         if isinstance(layer.mlp, MixturePlan):
@@ -88,7 +88,7 @@ def count_part_matrices(plan: ModelPlan, part: ModelPart, split: WeightSplit) ->
 
 
 def largest_layer(plan: ModelPlan, split: WeightSplit) -> tuple[int, int]:
-    """Count the parameters of the largest layer that one process holds, and those of experts."""
+    """Count one process's parameters of the largest layer, and how many of them are in experts."""
     alone = (
         ModelPart(range(i, i + 1), embedding=False, head=False) for i in range(len(plan.layers))
     )
@@ -133,9 +133,9 @@ def part_activations(
     """
     passing = replace(
         batch, length=seq_length + (decoder_seq_length or 0)
-    )  # a T5 passes on encoder and decoder
+    )  # a T5 sends both states
     boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
-    known: dict[tuple[int, int, int], tuple[int, int]] = {}  # most layers are alike
+    known: dict[tuple[int, int, int], tuple[int, int]] = {}  # most layers are identical
     per_layer, again = [], [0]
     for index in part.layers:
         layer = plan.layers[index]
@@ -175,18 +175,18 @@ def flops_per_token(
     """Count the floating-point operations of the forward and backward passes for one token.
 
     For GPT this is 6 x (parameters in matrix products: layers and output layer, not the input
-    embedding) + 6 x layers x sequence x query size (causal attention: half of the square). BERT
-    adds its heads and counts the whole square. The operations of a T5 sample are divided by its
-    tokens in encoder and decoder; keys and values of cross-attention are products over the
-    encoder's tokens. A task's head processes one vector per sequence, so its operations are divided
-    by the sequence's tokens. Recomputation is never counted.
+    embedding) + 6 x layers x sequence x query size (causal attention counts half of the score
+    matrix). BERT adds its heads and counts the whole matrix. The operations of a T5 sample are
+    divided by its encoder and decoder tokens together. Cross-attention computes keys and values for
+    the encoder's tokens. A task's head processes one vector per sequence, so its operations are
+    divided by the sequence's tokens. Recomputation is never counted.
 
     Args:
         plan: The whole network.
         seq_length: Tokens of a sequence, or of the encoder's sequence.
         decoder_seq_length: Tokens of the decoder's sequence, if there is one.
-        trains_adapters: Whether the weights are frozen, so that a third of their products, those
-            for their gradients, are left out. The adapters' own are not counted.
+        trains_adapters: Whether only adapters are trained. Frozen weights need no gradients, so
+            their operations count two thirds. The adapters' own operations are not counted.
     """
     last = decoder_seq_length or seq_length
     products, scores = sum(kind.flops(head, last) for kind, head in heads_of(plan)), 0

@@ -1,4 +1,4 @@
-"""Self-attention, cross-attention of a decoder to its encoder, and the core that both share."""
+"""Self-attention, a decoder's cross-attention to its encoder, and the core that both share."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class KeyValueCache(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Store the new keys and values, then attend from each token to its sequence up to itself.
+        """Store the new keys and values, then let each token attend to its sequence up to itself.
 
         Args:
             query: [s, 1, n/t, d].
             key: [s, 1, g/t (at least 1), d].
             value: Same shape as key.
-            options: The number of the layer, and how its scores become weights.
+            options: The layer number, and how scores become attention weights.
 
         Returns:
             [s, 1, n d / t].
@@ -63,7 +63,7 @@ class AttentionCore(nn.Module):
         layer_number: Index of the layer in the model, from 1.
         recompute: Whether to recompute the core in the backward pass instead of keeping its
             intermediates.
-        site: Name that distinguishes its dropout from that of the layer's other core.
+        site: Name that gives this core its own dropout mask if the layer has two cores.
     """
 
     def __init__(
@@ -115,18 +115,18 @@ class AttentionCore(nn.Module):
         else:
             with split_region(self.axis, query.device, self.layer_number, self.site):
                 out = self.attend(query, key, value, options)
-        # Kernels that join samples to one row return [b, s, n d], transposed. cuBLAS multiplies it
-        # 20 times slower (measured on an H200, b = 2).
+        # Kernels that pack samples into one row return a transposed view of [b, s, n d], which
+        # cuBLAS multiplies 20 times slower (measured on an H200, b = 2).
         return out.contiguous()
 
 
 class SelfAttention(nn.Module):
     """Queries, keys and values of one layer, the attention core, and the output projection.
 
-    Rows of the QKV weight are ordered by group: the group's query heads, its key, its value. A
-    tensor rank holds whole groups, so its rows are contiguous. If there are fewer groups than
-    ranks, each rank still holds an equal share of the rows; it gathers the product from all ranks
-    and takes its query heads and their group's key and value.
+    Rows of the QKV weight are ordered by group: the group's query heads, then its key, then its
+    value. A tensor rank holds whole groups, so its rows are contiguous. If there are fewer groups
+    than ranks, each rank still holds an equal share of the rows. It then gathers the product from
+    all ranks and takes its own query heads and their group's key and value.
 
     Args:
         plan: The record of its sizes.
@@ -188,13 +188,13 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count the operations. A causal mask leaves half of the scores, and a window fewer."""
+        """Count the operations. A causal mask halves the scores, and a window leaves fewer."""
         products = 6 * length * plan.hidden * (plan.qkv + plan.query)
         return Work(products, (6 if plan.causal else 12) * plan.pairs(length) * plan.query)
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
-        """Count the bytes of query, key, value, output, and scores if they are kept."""
+        """Count the bytes of query, key, value and output, and of the scores if they are kept."""
         elements = (plan.query + plan.qkv) // batch.tensor
         saved = batch.width * batch.tokens * elements
         return saved + score_bytes(plan, batch, batch.length)
@@ -275,7 +275,7 @@ class EncoderOutput(NamedTuple):
 
 
 class CrossAttention(nn.Module):
-    """Attention with queries from the decoder's tokens, keys and values from the encoder's.
+    """Attention with queries from the decoder's tokens, and keys and values from the encoder's.
 
     Rows of the key-value weight are ordered by head, each with its key and then its value. A tensor
     rank holds whole heads.
@@ -319,18 +319,18 @@ class CrossAttention(nn.Module):
 
     @staticmethod
     def vectors(plan: AttentionPlan, split: WeightSplit) -> int:
-        """Count the parameters of its biases on one process."""
+        """Count the parameters of the biases on one process."""
         return 3 * plan.query // split.tensor + plan.hidden if plan.bias else 0
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count the operations. Keys and values are products over the encoder's tokens."""
+        """Count the operations. Keys and values are computed for the encoder's tokens."""
         products = 12 * (length + encoder_length) * plan.hidden * plan.query
         return Work(products, 12 * length * encoder_length * plan.query)
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
-        """Count the bytes of query, output, encoder keys and values, and scores if kept."""
+        """Count the bytes of query, output, encoder keys and values, and of the scores if kept."""
         each = 2 * plan.query // batch.tensor
         saved = batch.width * (batch.tokens + batch.encoder_tokens) * each
         return saved + score_bytes(plan, batch, batch.encoder_length)
@@ -346,7 +346,7 @@ class CrossAttention(nn.Module):
             The output in the shape of x; the caller adds `bias_to_add`.
         """
         query = self.query(x).unflatten(2, (-1, self.head_size))  # [s, b, n/t, d]
-        states = encoder.states.to(x.dtype)  # an fp32 residual stream carries them in fp32
+        states = encoder.states.to(x.dtype)  # fp32 with an fp32 residual stream
         both = self.key_value(states).unflatten(2, (-1, 2, self.head_size))  # [e, b, n/t, 2, d]
         key, value = both.unbind(3)
         return self.output(self.core(query, key, value, encoder.mask))
@@ -386,7 +386,7 @@ def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:
 
 
 def score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:
-    """Count the bytes of scores over `keys` keys, attention weights and dropout mask, if kept."""
+    """Count the bytes of scores, attention weights and dropout mask if they are kept."""
     if not batch.keeps_scores:
         return 0
     scores = batch.tokens * keys * plan.heads // batch.tensor

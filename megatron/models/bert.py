@@ -33,7 +33,7 @@ from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Axis
 from megatron.parallel.products import InFp32, Products
 
-SHORTEST_IN_ONE = 256  # tokens per sample; at 128 the flash kernel is slower
+SHORTEST_IN_ONE = 256  # tokens per sample; with 128 the flash kernel is slower
 
 
 class BertResult(NamedTuple):
@@ -42,7 +42,7 @@ class BertResult(NamedTuple):
     Attributes:
         tokens: If labels were given, the loss of each token, fp32 [b, s], or their weighted sum
             with a loss mask; otherwise logits [b, s, v/t].
-        order: Logits for the two segments being in the text's order (0) or swapped (1), [b, 2];
+        order: Logits [b, 2] of whether the two segments are in the text's order (0) or swapped (1);
             `None` without a binary head.
     """
 
@@ -55,10 +55,10 @@ class BertModel(Network):
 
     The parameters are those of a GPT and the following:
 
-        embedding.token_type.weight   [2, h]   segments (this and the next two with a pooler only)
+        embedding.token_type.weight   [2, h]   segments (this and the next two only with a pooler)
         pooler.dense.weight, .bias    [h, h]
         binary_head.weight, .bias     [2, h]   whether the segments are in order
-        head.dense.weight, .bias      [h, h]   of the masked tokens, before their scores
+        head.dense.weight, .bias      [h, h]   transform before the masked tokens' scores
         head.norm.weight, .bias       [h]
         output.bias                   [v]
 
@@ -143,10 +143,10 @@ class BertModel(Network):
 
 
 def _may_join_samples(plan: ModelPlan, context: BuildContext) -> bool:
-    """Return whether layers may take the samples of a batch joined into a single long sequence.
+    """Return whether the samples of a batch may be packed into one long sequence.
 
-    Joined samples need no mask, and the flash kernel reads no padding. Without dropout, cuDNN's
-    kernel with a mask is faster.
+    Packed samples need no mask, and the flash kernel skips padding. Without dropout, cuDNN's kernel
+    with a mask is faster.
     """
     return (
         context.kernels.attention.name != "plain"
@@ -185,7 +185,7 @@ class Classifier(Linear):
 
     @staticmethod
     def parameter_count(plan: ClassifierPlan, tensor: int) -> int:
-        """Count weight and bias."""
+        """Count the weight and the bias."""
         return plan.outputs * (plan.hidden + 1)
 
     @staticmethod
@@ -222,7 +222,7 @@ def first_token(x: Tensor, sequence: Axis) -> Tensor:
     """
     first = x[:1]
     if sequence.size > 1:
-        # Other ranks multiply theirs by 0, so that backward passes through x on every rank.
+        # Other ranks multiply their first token by 0, so that every rank has a gradient for x.
         first = reduce_from(first * int(sequence.is_first), sequence)
     return first
 
@@ -266,10 +266,10 @@ class MaskedTokenHead(nn.Module):
 
 
 class BertChooser(BertModel):
-    """BERT with a task's head that chooses among classes, or among several texts.
+    """A BERT with a task's head that chooses among classes or among several texts.
 
-    It has BERT's layers and pooler, dropout, and a linear layer, but no pretraining heads. Its
-    parameters are those of a BERT, `HEAD.weight` [outputs, h] and `HEAD.bias` [outputs].
+    It has BERT's layers and pooler, then dropout and a linear layer, but no pretraining heads. Its
+    parameters are a BERT's plus `HEAD.weight` [outputs, h] and `HEAD.bias` [outputs].
 
     Args:
         plan: The whole network, with a task's head.
@@ -301,7 +301,7 @@ class BertChooser(BertModel):
     def choose(
         self, tokens: Tensor, padding: Tensor, token_types: Tensor, hidden: Tensor | None = None
     ) -> Tensor:
-        """Score each of the c texts of every sample. For classification c is 1.
+        """Score each of a sample's c texts. For classification, c is 1.
 
         Args:
             tokens: [b, c, s].

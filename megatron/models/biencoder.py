@@ -1,9 +1,9 @@
-"""Bi-encoder: two BERT towers that turn queries and contexts into vectors of one space.
+"""Bi-encoder: two BERT towers that map queries and contexts into one vector space.
 
-A context answers a query if the inner product of their vectors is high. Training compares each
-query with the contexts of all samples of a micro-batch, on all data-parallel ranks: its own is
-right, the others are wrong (Lee et al., 2019, "Latent Retrieval for Weakly Supervised Open Domain
-Question Answering").
+A high inner product of their vectors means that a context answers a query. Training compares each
+query with the contexts of all samples in the micro-batch, on all data-parallel ranks. Its own
+context is correct and all others are wrong (Lee et al., 2019, "Latent Retrieval for Weakly
+Supervised Open Domain Question Answering").
 
 Shapes: q queries, c contexts, s sequence, b micro-batch, h hidden, e size of a vector.
 """
@@ -36,7 +36,7 @@ class Vectors(NamedTuple):
 class TextEncoder(BertModel):
     """A tower: a BERT whose hidden state of [CLS], perhaps projected, stands for the whole text.
 
-    Its parameters are those of a BERT without heads and pooler, and with a projection
+    Its parameters are those of a BERT without heads and pooler. With a projection it also has
     `projection.weight` [e, h] and `projection.bias` [e].
     """
 
@@ -47,7 +47,7 @@ class TextEncoder(BertModel):
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
     ) -> None:
-        """Build a BERT and the projection."""
+        """Build a BERT, and the projection if the plan has one."""
         super().__init__(plan, context, part, recompute)
         self.sequence = context.layout.sequence
         projection = plan.head("projection")
@@ -120,7 +120,7 @@ class BiEncoderModel(nn.Module):
                 self.queries.encode(queries, query_padding),
                 self.contexts.encode(contexts, context_padding),
             )
-        # One pass over both: the gradient of a weight is collected once per micro-batch.
+        # One pass over both, because a weight's gradient is collected once per micro-batch.
         texts, padding = torch.cat([queries, contexts]), torch.cat([query_padding, context_padding])
         vectors = self.queries.encode(texts, padding)
         return Vectors(vectors[: len(queries)], vectors[len(queries) :])
@@ -132,12 +132,13 @@ class BiEncoderModel(nn.Module):
 
 
 class Retrieval(NamedTuple):
-    """How well queries find their contexts among those of all ranks.
+    """A measure of how well queries find their contexts among those of all ranks.
 
     Attributes:
-        loss: The mean cross entropy of the right contexts, over all queries of all ranks. Every
-            rank gets the same.
-        places: The number of contexts with a higher score than the right one, int64 [q].
+        loss: The mean cross entropy of the correct contexts over the queries of all ranks. It is
+            the same on every rank.
+        places: For each query, the number of contexts that score higher than the correct one, int64
+            [q].
     """
 
     loss: Tensor
@@ -149,11 +150,11 @@ def compare_all(
 ) -> Retrieval:
     """Score the queries of all ranks against the contexts of all ranks, and return the loss.
 
-    Context i of a rank is the right one for its query i. A rank may have more contexts than
-    queries: the others are wrong for every query. The numbers are the same on all ranks.
+    Context i of a rank is the correct one for its query i. If a rank has more contexts than
+    queries, the extra ones are wrong for every query. The results are the same on all ranks.
 
-    Gradients flow back to the rank of each vector. Averaged over the ranks, as gradients of
-    parameters are, they are those of a single process with all samples.
+    Gradients flow back to the rank of each vector. Averaged over the ranks, as parameter gradients
+    are, they equal those of a single process with all samples.
 
     Args:
         vectors: The vectors of this rank.
@@ -176,5 +177,5 @@ def compare_all(
 
 
 def accuracy_among(places: Tensor, k: int) -> Tensor:
-    """Return the percentage of queries whose right context is among the k best."""
+    """Return the percentage of queries whose correct context is among the k best."""
     return 100 * (places < k).float().mean()

@@ -63,7 +63,7 @@ class Sublayer(Protocol):
 
 # A mixer is constructed with (plan, context, layer_number, recompute_core=...) and called with (x,
 # mask, rotation, cache). The residual sum adds its `bias_to_add`. If it has `handovers`, the
-# normalizations before and after it leave there the amaxes of x and of its result's gradient.
+# normalizations before and after it store the amaxes of x and of the result's gradient there.
 MIXERS: dict[str, Any] = {
     "attention": SelfAttention,
     "latent_attention": LatentAttention,
@@ -71,9 +71,9 @@ MIXERS: dict[str, Any] = {
     "chunked_cross_attention": ChunkedCrossAttention,
     "neighbor_cross_attention": NeighborCrossAttention,
 }
-# An MLP is constructed with (plan, context) and called with x; the rest is as for a mixer.
+# An MLP is constructed with (plan, context) and called with x. Otherwise it is like a mixer.
 MLPS: dict[str, Any] = {"dense": MLP, "mixture": Mixture}
-# The name in --recompute-modules of each kind of MLP.
+# The name of each kind of MLP in --recompute-modules.
 _MODULES = {"dense": "mlp", "mixture": "moe"}
 
 
@@ -89,10 +89,10 @@ class Block(nn.Module):
     A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
     to a Retro's neighbors. The first layer that reads these also holds their encoder.
     The residual of a sublayer is its input, or its normalized input with
-    --apply-residual-connection-post-layernorm. The next normalization adds the sublayer's output to
-    the residual (see `Stream`), or its dropout does if it has one. An fp32 residual stream stays
-    fp32: 16-bit outputs are added to it. With sequence parallelism everything but the split layers
-    runs on this rank's part of the sequence.
+    --apply-residual-connection-post-layernorm. The sublayer's dropout adds its output to the
+    residual; without dropout the next normalization does (see `Stream`). An fp32 residual stream
+    stays fp32: 16-bit outputs are added to it. With sequence parallelism, all parts except the
+    split layers run on this rank's part of the sequence.
 
     Args:
         plan: The record of the layer.
@@ -127,7 +127,8 @@ class Block(nn.Module):
             )
         self.mlp_norm = new_norm(plan.norm, hidden, context)
         self.recomputes_mlp = _MODULES.get(plan.mlp.kind) in context.recomputed
-        # What parts of a recomputed MLP keep for themselves would outlive its forward pass.
+        # Parts of a recomputed MLP must not recompute on their own: what they keep for that would
+        # outlive the MLP's forward pass.
         parts = frozenset() if self.recomputes_mlp else context.recomputed
         self.mlp = MLPS[plan.mlp.kind](
             plan.mlp, replace(context, layer=layer_number, recomputed=parts)
@@ -175,7 +176,7 @@ class Block(nn.Module):
         tokens = batch.tokens * plan.mixer.hidden // batch.sequence
         total = 0
         for part in plan.sublayers:
-            if _MODULES.get(part.kind) in batch.recomputed:  # keeps its input
+            if _MODULES.get(part.kind) in batch.recomputed:  # keeps only its input
                 total += entry * tokens
                 continue
             forgets = "layernorm" in batch.recomputed and not plan.residual_after_norm
@@ -203,8 +204,8 @@ class Block(nn.Module):
             mask: Which keys a query of the mixer may attend to (`AttentionOptions`).
             rotation: Rotation of the mixer's queries and keys, if the model has rotary positions.
             cache: Keys and values of earlier tokens, in inference.
-            encoder: What the cross-attention attends to: an encoder's output, a Retro's neighbors
-                or, in their encoder, the sequences' hidden states [s, b, h].
+            encoder: The input of the cross-attention: an encoder's output, a Retro's neighbors or,
+                in the encoder of neighbors, the sequences' hidden states [s, b, h].
 
         Returns:
             The stream after the layer, in the shape of `stream`.
@@ -221,7 +222,7 @@ class Block(nn.Module):
     def _compute(
         self, norm: nn.Module, sublayer: Any, joined: Tensor, normal: Tensor, *inputs: Any
     ) -> Tensor:
-        """Return the output of a sublayer, parts of which the backward pass may recompute."""
+        """Return a sublayer's output, recomputing in backward what the flags ask for."""
         if not torch.is_grad_enabled():
             return sublayer(normal, *inputs)
         if sublayer is self.mlp and self.recomputes_mlp:
@@ -239,7 +240,7 @@ class Block(nn.Module):
     ) -> Stream:
         """Return residual + dropout(sublayer(norm(stream), *inputs) + bias).
 
-        Without dropout the next normalization adds the two.
+        Without dropout, the sum is left to the next normalization.
         """
         handovers = getattr(sublayer, "handovers", NO_HANDOVERS)
         joined, normal = norm(stream, handovers.forward)
@@ -256,14 +257,15 @@ class Block(nn.Module):
 class LayerStack(nn.ModuleDict):
     """Consecutive layers of a stack, keyed by their index in it.
 
-    It has a method `run` instead of `forward`, so that only the layer that reads a weight waits
-    until it is gathered, not all layers together (`parallel.weights`).
+    It has a method `run` instead of `forward`, so that `parallel.weights` makes each layer wait
+    only for its own gathered weights. With a `forward`, the whole stack would wait for all of them.
 
     Args:
         plans: Records of all layers of the stack.
         context: Layout, device, kernels and number formats.
         layers: Indices, from 0, of the layers that this process holds.
-        numbered_after: Number of the model's layers before this stack (an encoder's).
+        numbered_after: Number of the model's layers before this stack, for example those of an
+            encoder.
         recompute: Activations to recompute in the backward pass; `None` keeps all of them.
     """
 

@@ -1,4 +1,4 @@
-"""Builders of the model that a run's configuration describes."""
+"""Functions that build the model a run's configuration describes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def run_context(
 ) -> BuildContext:
     """Return the context in which the layers of a run are built.
 
-    Weights that are sharded over processes are fp32 and have no memory yet: `ShardedModel`
-    allocates their shards.
+    Weights that are sharded over processes are fp32 and have no memory yet. `ShardedModel`
+    allocates their shards later.
 
     Args:
         config: Resolved configuration of the run.
@@ -48,7 +48,7 @@ def run_context(
             if overlap is off.
         weight_gradients: Queue in which the backward pass leaves weight gradients for later; `None`
             computes them at once.
-        registry: Registry in which layers announce what they will need; `None` creates a new one.
+        registry: Registry in which layers record what they will need; `None` creates a new one.
     """
     parallel, numbers = config.parallel, config.precision
     is_shared = shares_weights(parallel, layout)
@@ -78,7 +78,7 @@ def build_model(
     part: ModelPart | None = None,
     head: HeadSpec = LANGUAGE_MODEL_HEAD,
 ) -> Model:
-    """Build the model that a run's flags describe, or a part of it.
+    """Build the model, or the part of it, that a run's flags describe.
 
     Args:
         network: A model class such as `GPTModel`, or a callable that takes the same arguments.

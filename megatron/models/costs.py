@@ -1,7 +1,7 @@
-"""What the costs of a layer depend on, and what they are counted in.
+"""Records for counting the costs of a layer.
 
-A layer's class counts from its plan how many weights, operations and bytes it takes; these records
-are the rest of what it needs to know.
+A layer's class counts the weights, operations and bytes that the layer takes. Besides the layer's
+plan it needs `WeightSplit` and `MicroBatch`, and it returns operations as `Work`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSplit:
-    """The numbers of processes that share weights.
+    """The numbers of processes over which weights are split.
 
     Attributes:
-        tensor: Processes that split every layer except for experts.
+        tensor: Processes that split every layer except the experts.
         expert: Processes that divide the experts of a mixture.
         expert_tensor: Processes that split each expert.
     """
@@ -38,7 +38,7 @@ class WeightSplit:
 
     @property
     def of_experts(self) -> WeightSplit:
-        """The split of an MLP that is an expert."""
+        """The split of a single expert."""
         return WeightSplit(tensor=self.expert_tensor)
 
 
@@ -58,9 +58,10 @@ class MicroBatch:
         width: Bytes per activation.
         keeps_scores: Whether attention keeps every score for the backward pass.
         recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
-        imbalance: Rows of this process's experts, as a multiple of an even share.
-        losses: Micro-batches whose losses are held until their backward pass.
-        chunked_loss: Whether the loss is computed in chunks, so that it never holds all logits.
+        imbalance: Rows that this process's experts receive, as a multiple of an even share.
+        losses: Micro-batches whose losses are in memory at once, waiting for their backward pass.
+        chunked_loss: Whether the loss is computed in chunks, so that only a part of the logits is
+            in memory at once.
     """
 
     sequences: int
@@ -84,7 +85,7 @@ class MicroBatch:
 
     @property
     def expert_tokens(self) -> int:
-        """Tokens that this process sends to experts, or sends together with its expert ranks."""
+        """Tokens that this process and the ranks that split experts with it send to experts."""
         return self.tokens * self.expert_tensor // self.tensor
 
     @property

@@ -23,7 +23,7 @@ from megatron.parallel.random import split_region
 
 
 class VectorTable(nn.Module):
-    """A table of learned vectors, for positions or token types, held whole by every rank."""
+    """A table of learned vectors for positions or token types, which every rank holds whole."""
 
     def __init__(self, entries: int, hidden: int, init: InitPlan, context: BuildContext) -> None:
         """Allocate the table."""
@@ -42,7 +42,7 @@ class VectorTable(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The sum of word, position and token type embeddings (those that the plan has), with dropout.
+    """The sum of the plan's word, position and token type embeddings, with dropout.
 
     Args:
         plan: The record of its sizes.
@@ -89,7 +89,7 @@ class Embedding(nn.Module):
             tokens: [b, s].
             position_ids: [b, s].
             token_types: [b, s], for a model that has them; `None` means all are 0.
-            site: Name that distinguishes this call's dropout from that of others in the pass.
+            site: Name that gives this call a dropout mask of its own within the pass.
 
         Returns:
             [s, b, h]; [s/t, b, h] with sequence parallelism.
@@ -123,14 +123,14 @@ def vocabulary_matrix(
 class TiedWordEmbedding(nn.Module):
     """The last pipeline stage's copy of the word embedding [v, h], for the output layer.
 
-    It has the original's name, so both start with the same values. The training step keeps them
-    equal by adding their gradients (`parallel.tied`).
+    It has the same name as the original, so both start with the same values. The training step
+    keeps them equal by adding their gradients (`parallel.tied`).
     """
 
     def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
         """Allocate the copy."""
         super().__init__()
-        self.word = nn.Module()  # never called, so the model waits for its weight
+        self.word = nn.Module()  # never called, so the whole model waits for its weight
         weight = vocabulary_matrix(plan.vocabulary, plan.hidden, plan.init, context)
         weight.spec = replace(spec_of(weight), is_copy=True)  # type: ignore[attr-defined]
         self.word.weight = weight
@@ -139,14 +139,14 @@ class TiedWordEmbedding(nn.Module):
 def new_embedding(
     plan: ModelPlan, context: BuildContext, part: ModelPart
 ) -> Embedding | TiedWordEmbedding | None:
-    """Build the embedding that a part of a model needs, or return `None` if it needs none."""
+    """Build the embedding of a part of the model, or return `None` if it needs none."""
     if part.embedding:
         return Embedding(plan.embedding, context)
     return TiedWordEmbedding(plan.embedding, context) if part.head and plan.ties_words else None
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines up to the longest sequence, shared by all layers and never saved."""
+    """Cosines and sines for all positions, which all layers share and checkpoints omit."""
 
     def __init__(self, plan: RotaryPlan, device: torch.device) -> None:
         """Compute the table on the device."""

@@ -1,4 +1,4 @@
-"""The weights that are not trained: they have no gradients, optimizer states or fp32 copies."""
+"""Frozen weights, which have no gradients, optimizer states or fp32 copies."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from megatron.parallel.layout import Layout
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern of --freeze names a parameter or a module that contains it."""
+    """Return whether a pattern of --freeze matches a parameter or a module that contains it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def is_frozen(name: str, config: ModelConfig) -> bool:
-    """Return whether the parameter of this global name is not trained."""
+    """Return whether the parameter with this global name is frozen."""
     if config.lora_rank is not None and not is_of_adapter(name):
         return True
     if config.retro_freeze_gpt and not is_of_retrieval(name):
@@ -44,7 +44,7 @@ def is_frozen(name: str, config: ModelConfig) -> bool:
 
 
 def freeze(named_parameters: Iterable[tuple[str, nn.Parameter]], config: ModelConfig) -> None:
-    """Leave the parameters that the flags freeze out of autograd.
+    """Exclude the parameters that the flags freeze from autograd.
 
     Args:
         named_parameters: The parameters, with their global names.
@@ -56,17 +56,17 @@ def freeze(named_parameters: Iterable[tuple[str, nn.Parameter]], config: ModelCo
 
 
 def frozen_format(config: ModelConfig) -> FrozenFormat | None:
-    """Return the format of linear layers' frozen weights; `None` if it is that of the others."""
+    """Return the format of linear layers' frozen weights, or `None` if it is the other weights'."""
     if config.lora_rank is None or config.frozen_weights_dtype is None:
         return None
     return "nf4" if config.frozen_weights_dtype == "nf4" else "fp8"
 
 
 def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPart]) -> float:
-    """Return the number of trained parameters in parts of a model, adapters included.
+    """Return the trained parameters in parts of a model as a share of all their parameters.
 
-    It is a multiple of the number of all their parameters without adapters, and 1 if nothing is
-    frozen. For other networks than a GPT it is always 1.
+    Adapters count as trained, but not among all parameters. The share is 1 if nothing is frozen,
+    and always 1 for networks other than a GPT.
 
     Args:
         config: The network's flags.
@@ -87,7 +87,7 @@ def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPar
 
 @functools.cache
 def _trained_parameters(config: ModelConfig, vocabulary: int) -> Counter[str]:
-    """Return the trained parameters of each layer of a GPT, its embedding and its head."""
+    """Count the trained parameters of each of a GPT's layers, of its embedding and of its head."""
     context = BuildContext(Layout.single(), parameter_device=torch.device("meta"))
     model = GPTModel(model_plan(config, vocabulary), context)
     if config.lora_rank is not None:
@@ -107,7 +107,7 @@ def check_frozen(
     layout: Layout,
     device: torch.device,
 ) -> None:
-    """Check that every pattern names something, and that every process has weights to train.
+    """Check that every pattern matches something and every process has weights to train.
 
     Collective.
 
@@ -118,7 +118,7 @@ def check_frozen(
         device: The device of this process.
 
     Raises:
-        ConfigError: A pattern of --freeze or --lora-target-modules names nothing in the whole
+        ConfigError: A pattern of --freeze or --lora-target-modules matches nothing in the whole
             model, or all weights of a process are frozen.
     """
     patterns = config.freeze or ()
@@ -135,11 +135,11 @@ def check_frozen(
     for pattern, count in zip(patterns, found, strict=False):
         if not count:
             near = " or ".join(near_names(pattern, names))
-            raise ConfigError(f"--freeze {pattern} matches no parameter: use {near}")
+            raise ConfigError(f"--freeze {pattern} matches no parameter: try {near}")
     for pattern, count in zip(targets, found[len(patterns) :], strict=False):
         if not count:
             near = " or ".join(near_names(pattern, target_names(projections)))
-            raise ConfigError(f"--lora-target-modules {pattern} matches no layer: use {near}")
+            raise ConfigError(f"--lora-target-modules {pattern} matches no layer: try {near}")
     is_idle = not any(parameter.requires_grad for parameter in parameters.values())
     idle = torch.tensor([is_idle], device=device).int()
     if all_reduce(idle, layout.world).item():
@@ -149,12 +149,12 @@ def check_frozen(
             flag = " ".join(("--lora-target-modules", *targets))
         elif patterns:
             flag = " ".join(("--freeze", *patterns))
-        raise ConfigError(f"{flag}: all {where} frozen, and none is left to train: freeze fewer")
+        raise ConfigError(f"{flag}: all {where} frozen, so nothing is left to train: freeze fewer")
 
 
 def near_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return a few of the names, or of their modules', that resemble a pattern."""
-    import difflib  # only mistakes need it
+    """Return a few names of parameters or modules that resemble a pattern."""
+    import difflib  # needed only for error messages
 
     known = {
         ".".join(parts[:end])

@@ -21,7 +21,7 @@ from megatron.parallel.context.split import local_positions
 
 
 class GPTModel(Network):
-    """A GPT: embedding, layers, final normalization, output layer or reward model's score.
+    """A GPT: embedding, layers, final normalization, and an output layer or a reward model's score.
 
     Args:
         plan: The whole network.
@@ -63,25 +63,25 @@ class GPTModel(Network):
     ) -> Tensor:
         """Run the layers of this part once.
 
-        With context parallelism s counts only this rank's tokens of every sequence.
+        With context parallelism, s counts only this rank's tokens of each sequence.
 
         Args:
             tokens: [b, s].
             position_ids: [b, s], for learned positions; `None` counts from the start of the
                 sequence.
             labels: [b, s], the token that follows each token.
-            mask: bool [b or 1, 1, s, s], True where a query may attend, or the documents of the
-                batch; `None` means causal.
+            mask: bool [b or 1, 1, s, s], True where a query may attend, or a `Segments` record of
+                the batch's documents; `None` means causal.
             hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
-            cache: Keys and values of earlier tokens and the positions of the new ones; b is then 1.
-                `None` means that the tokens are whole sequences.
+            cache: Keys and values of earlier tokens, and the positions of the new tokens; b is then
+                1. `None` means that the tokens are whole sequences.
             loss_mask: [b, s], the weight of each token's loss (`Output`).
 
         Returns:
             Hidden states [s, b, h] unless this is the last part of the model. From the last part,
             the loss of each token, fp32 [b, s], if labels are given (their weighted sum with a loss
-            mask); otherwise logits [b, s, v/t], with a cache only for the tokens it selects. A
-            reward model gives the score of each token instead, fp32 [b, s].
+            mask); otherwise logits [b, s, v/t], or with a cache only those of the tokens it
+            selects. A reward model returns a score for each token instead, fp32 [b, s].
         """
         if cache is None:
             sequence = tokens.shape[1] * self.layout.context.size

@@ -1,6 +1,6 @@
-"""The output layer: a score for every vocabulary entry, and the loss of each token.
+"""The output layer, which computes the score of every vocabulary entry and each token's loss.
 
-A reward model has a single score for each token instead.
+A reward model computes a single score for each token instead.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from megatron.parallel.products import PLAIN, InFp32, LinearCall
 
 
 class Output(nn.Module):
-    """The output layer: a score for every vocabulary entry, or each token's loss.
+    """The output layer, which returns a score for every vocabulary entry, or each token's loss.
 
-    The matrix [v, h] is the word embedding table, or a matrix of its own if they are untied.
+    Its matrix [v, h] is the word embedding table, or a separate matrix if they are untied.
 
     Args:
         plan: The record of its sizes.
         context: Layout, device, kernels and number formats.
-        embedding: Embedding of this part of the model. It may be `None` only if the matrix is not
-            tied to it.
+        embedding: Embedding of this part of the model. It may be `None` only if the matrix is
+            untied.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Output(nn.Module):
         context: BuildContext,
         embedding: Embedding | TiedWordEmbedding | None,
     ) -> None:
-        """Tie the matrix to the embedding's, or allocate one."""
+        """Tie the matrix to the embedding table, or allocate one."""
         super().__init__()
         layout = context.layout
         self.communication = Communication(layout.tensor, layout.sequence_parallel, context.overlap)
@@ -53,10 +53,10 @@ class Output(nn.Module):
         fuses = precision.cross_entropy_loss_fusion
         library = find_library(context.device).library if fuses else None
         self.form = choose_cross_entropy(library, in_16_bits=precision.fp16_lm_cross_entropy)
-        # Chunked, it never holds the logits of all tokens.
+        # The loss is computed in chunks, so the logits of all tokens are never in memory.
         self.is_chunked = fuses and precision.cross_entropy_fusion_impl == "linear"
         self.products = context.kernels.output_products
-        # A tuple hides it from this module's children, so that its parameter has a single name.
+        # The tuple keeps the embedding from becoming a child, so its parameter has only one name.
         self._tied: tuple[nn.Module, ...] = ()
         if not plan.tied:
             self.weight = vocabulary_matrix(plan.vocabulary, plan.hidden, plan.init, context)
@@ -66,11 +66,11 @@ class Output(nn.Module):
         self.bias = None
         if plan.bias:
             self.bias = context.new_parameter((plan.vocabulary,), init=ZEROS, split_dim=0)
-        self._gradient = context.registry.reserve_slot(self._matrix())  # of this use of the matrix
+        self._gradient = context.registry.reserve_slot(self._matrix())  # for this use of the matrix
 
     @staticmethod
     def parameter_count(plan: OutputPlan, tensor: int) -> int:
-        """Count the parameters that one of `tensor` ranks holds, without a tied embedding."""
+        """Count the parameters that one of `tensor` ranks holds, except a tied embedding."""
         own = 0 if plan.tied else plan.hidden
         return plan.vocabulary // tensor * (own + plan.bias)
 
@@ -81,20 +81,20 @@ class Output(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: OutputPlan, batch: MicroBatch) -> int:
-        """Count the bytes that the logits of all losses occupy until the backward pass.
+        """Count the bytes that the logits of pending losses occupy until the backward pass.
 
         Their gradients reuse these bytes.
         """
         rows = plan.vocabulary // batch.tensor
         if not batch.chunked_loss:
             return batch.losses * batch.width * batch.tokens * rows
-        # One chunk of logits at a time, and the gradients until the backward pass.
+        # One chunk of logits, and the gradients that are kept until the backward pass.
         gradients = plan.hidden * (4 * rows + batch.width * batch.tokens)
         logits = min(batch.tokens * rows, CHUNK_LOGITS)
         return batch.width * logits + batch.losses * gradients
 
     def forward(self, x: Tensor, labels: Tensor | None, loss_mask: Tensor | None = None) -> Tensor:
-        """Return scores, or the loss if labels are given.
+        """Return logits, or the loss if labels are given.
 
         Args:
             x: Normalized hidden states [s, b, h]; [s/t, b, h] with sequence parallelism.
@@ -139,7 +139,7 @@ class Output(nn.Module):
 
 
 class TokenScore(Linear):
-    """A reward model's head: one score for each token, multiplied in fp32.
+    """A reward model's head, which computes one score for each token in fp32.
 
     Args:
         plan: The record of its size.
@@ -160,7 +160,7 @@ class TokenScore(Linear):
 
     @staticmethod
     def parameter_count(plan: ClassifierPlan, tensor: int) -> int:
-        """Count the parameters, of which every tensor rank has all."""
+        """Count the parameters. Every tensor rank holds all of them."""
         return plan.outputs * (plan.hidden + plan.bias)
 
     @staticmethod
@@ -170,21 +170,21 @@ class TokenScore(Linear):
 
     @staticmethod
     def activation_bytes(plan: ClassifierPlan, batch: MicroBatch) -> int:
-        """Return 0: a number per token is negligible next to the layers' activations."""
+        """Return 0: one number per token is negligible next to the layers' activations."""
         return 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h], or [s/t, b, h] with sequence parallelism, to fp32 [b, s] on every rank."""
         scores = super().forward(x).squeeze(-1).t()
-        # Each rank adds its own tokens' scores to zeros: every rank computes the same loss from the
-        # sum, so each token's gradient stays on the rank that has the token.
+        # Each rank puts its own tokens' scores among zeros, and the sum over ranks has all scores.
+        # Every rank computes the same loss, so each gradient goes to the rank that holds the token.
         before, part = self.sequence.rank * scores.shape[1], scores.shape[1]
         after = (self.sequence.size - 1) * part - before
         return reduce_from(F.pad(scores, (before, after)), self.sequence)
 
 
 def masked_mean(total: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the tokens that count; 0, not nan, if none does.
+    """Return the mean over the tokens that count, or 0 (not nan) if none counts.
 
     Args:
         total: The sum of losses * mask.

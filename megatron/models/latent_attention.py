@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
 Each token has a short latent vector, from which the keys and values of all heads are computed, and
-a rotary key, which all heads share. Queries may come from a latent vector of their own.
+a rotary key that all heads share. Queries may come from a second latent vector.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.parallel.layers import Linear, Projections, Split
 
 
 class LatentAttention(nn.Module):
-    """Projections down to latent vectors and up to heads, the attention core, and the output.
+    """Projections to latent vectors and from these to heads, the attention core, and the output.
 
-    Every tensor rank computes all latent vectors, of its part of the sequence with sequence
-    parallelism, and from them its own heads. Rows of the key-value weight are ordered by head: its
-    key without positions, then its value. A query's channels are ordered likewise: those that never
-    rotate, then the others.
+    Every tensor rank computes all latent vectors (with sequence parallelism, those of its part of
+    the sequence), and from them its own heads. Rows of the key-value weight are ordered by head:
+    first its key without rotary channels, then its value. The channels of a query that never rotate
+    come before those that do.
 
     Args:
         plan: The record of its sizes.
@@ -108,7 +108,7 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def work(plan: LatentAttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count the operations. A causal mask leaves half of the scores, and a window fewer."""
+        """Count the operations. A causal mask halves the scores, and a window leaves fewer."""
         each = LatentAttention.matrices(plan, WeightSplit())
         products = 6 * length * sum(outputs * inputs for outputs, inputs in each)
         width = plan.heads * (plan.key_size + plan.value_size)
@@ -116,11 +116,11 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: LatentAttentionPlan, batch: MicroBatch) -> int:
-        """Count the bytes of latent vectors, heads and output, and of scores if they are kept."""
+        """Count the bytes of latent vectors, heads and output, and of the scores if kept."""
         latent = plan.rank + plan.turning + (plan.query_rank or 0)
-        if plan.qk_norm is not None:  # their input and their result
+        if plan.qk_norm is not None:  # input and result of the norms
             latent += plan.rank + (plan.query_rank or 0)
-        # The core's query, key, value and output, and the parts that they are put together from.
+        # The core's query, key, value and output, and the parts they are assembled from.
         heads = 4 * plan.head_size + 2 * plan.key_size + plan.value_size
         elements = latent // batch.sequence + plan.heads * heads // batch.tensor
         return batch.width * batch.tokens * elements + score_bytes(plan, batch, batch.length)
@@ -137,7 +137,7 @@ class LatentAttention(nn.Module):
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
             mask: Which keys a query may attend to (`AttentionOptions`).
-            rotation: Rotation of the channels with positions.
+            rotation: Rotation of the rotary channels.
             cache: Keys and values of earlier tokens, in inference.
 
         Returns:
@@ -152,7 +152,13 @@ class LatentAttention(nn.Module):
         key = torch.cat((still, shared.expand(-1, -1, still.shape[2], -1)), dim=3)
         if plan.query_scale != 1:
             query = query * plan.query_scale
-        query, key, value = (_widened(part, plan.head_size) for part in (query, key, value))
+        # Zeros change neither the scores nor the other channels of the result.
+        query, key, value = (
+            part
+            if part.shape[3] == plan.head_size
+            else F.pad(part, (0, plan.head_size - part.shape[3]))
+            for part in (query, key, value)
+        )
         if cache is not None:
             context = cache.attend(query, key, value, self.core.options(None))
         else:
@@ -178,14 +184,14 @@ class LatentAttention(nn.Module):
         return torch.cat((still, self.rotate(turning, rotation)), dim=3)
 
     def _latent(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Return latent vectors [s, b, rank], or this rank's part of them, and shared keys.
+        """Return latent vectors [s, b, rank], or this rank's part of them, and the shared keys.
 
-        The keys are those of all tokens, [s, b, 1, turning], rotated.
+        The keys belong to all tokens, [s, b, 1, turning], and are already rotated.
         """
         latent, shared = self.latent_down(x).split((self.plan.rank, self.plan.turning), dim=2)
         if self.latent_norm is not None:
             _, latent = self.latent_norm(Stream(latent))
-        # Each rank's heads give these keys a part of their gradient.
+        # These keys' gradient is the sum of what each rank's heads contribute.
         pass_on = gather_rows_to if self.layout.sequence_parallel else copy_to
         shared = pass_on(shared.contiguous(), self.layout.tensor).unsqueeze(2)
         return latent, shared if rotation is None else self.rotate(shared, rotation)
@@ -199,17 +205,8 @@ def _linear(
     split: Split | None,
     projections: Projections | None = None,
 ) -> Linear:
-    """Build a projection, which never has a bias."""
+    """Build a projection. It never has a bias."""
     init = plan.init.weight(inputs, outputs)
     return Linear(
         inputs, outputs, context, split=split, init=init, bias=False, projections=projections
     )
-
-
-def _widened(heads: Tensor, size: int) -> Tensor:
-    """Return heads [s, b, n, d] with zeros after their channels, up to `size`.
-
-    Zeros change neither the scores nor the other channels of the result.
-    """
-    missing = size - heads.shape[3]
-    return F.pad(heads, (0, missing)) if missing else heads

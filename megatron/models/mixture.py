@@ -32,7 +32,7 @@ class Mixture(nn.Module):
     bias_to_add = None
 
     def __init__(self, plan: MixturePlan, context: BuildContext) -> None:
-        """Build the router, the experts and the shared experts."""
+        """Build the router, the experts and, if the plan has them, the shared experts."""
         super().__init__()
         self.router = Router(plan.router, context)
         self.experts = Experts(plan.expert, plan.router.experts, context)
@@ -51,7 +51,7 @@ class Mixture(nn.Module):
     def matrices(plan: MixturePlan, split: WeightSplit) -> list[tuple[int, int]]:
         """Return (outputs, inputs) of each weight matrix on one process.
 
-        The matrices of all its experts are stacked.
+        The matrices of all its experts are counted as one stacked matrix.
         """
         held = plan.router.experts // split.expert
         each = MLP.matrices(plan.expert, split.of_experts)
@@ -60,7 +60,7 @@ class Mixture(nn.Module):
 
     @staticmethod
     def vectors(plan: MixturePlan, split: WeightSplit) -> int:
-        """Count the parameters of router, gate and biases on one process."""
+        """Count the parameters of the router, the gate and the biases on one process."""
         held = plan.router.experts // split.expert
         count = plan.router.experts * plan.hidden
         count += held * MLP.vectors(plan.expert, split.of_experts)
@@ -79,7 +79,7 @@ class Mixture(nn.Module):
 
     @staticmethod
     def work(plan: MixturePlan, length: int, encoder_length: int) -> Work:
-        """Count the operations: those of the experts that a token passes through, not of all."""
+        """Count the operations of the experts that a token passes through."""
         router, gate = plan.router, plan.gates_shared + 2 * plan.weighs_shared
         products = 6 * length * plan.hidden * (router.experts + gate)
         products += router.chosen * MLP.work(plan.expert, length, encoder_length).products
@@ -89,14 +89,14 @@ class Mixture(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: MixturePlan, batch: MicroBatch) -> int:
-        """Count the bytes of the scores, and of each row's input, activation and output.
+        """Count the bytes of the scores and of each row's input, activation and output.
 
-        A process receives `batch.imbalance` times as many rows as it sends, which is 1 if all
-        experts get equally many.
+        A process receives `batch.imbalance` times as many rows as it sends. The factor is 1 if all
+        experts get equally many rows.
         """
         router, forgotten = plan.router, batch.recomputed
         scores = 4 * batch.tokens // batch.sequence * 3 * router.experts
-        # Each of the ranks that split an expert has the rows of all these ranks.
+        # The ranks that split an expert all hold the rows of all of them.
         rows = int(batch.expert_tokens * router.chosen * batch.imbalance)
         inner = plan.expert.up + (0 if "moe_act" in forgotten else plan.expert.inner)
         elements = inner // batch.expert_tensor + 2 * plan.hidden
@@ -107,7 +107,7 @@ class Mixture(nn.Module):
 
     @staticmethod
     def largest_imbalance(plan: MixturePlan, ranks: int, tokens: int) -> float:
-        """Return the rows of a process whose experts all tokens choose, in even shares.
+        """Return the imbalance if all tokens choose the experts of a single process.
 
         Args:
             plan: The record of the mixture.
@@ -137,7 +137,7 @@ class Mixture(nn.Module):
 
 
 class Coefficient(nn.Module):
-    """The weights of a token's experts and of the MLP beside them: a softmax of two scores.
+    """A softmax of two scores, which weighs a token's experts against its shared MLP.
 
     Args:
         plan: The record of the mixture.
@@ -154,13 +154,13 @@ class Coefficient(nn.Module):
         self.bias = context.new_parameter((2,), init=ZEROS, partial_gradient=is_partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [s, b, h] to the weights of the experts and of the MLP, [s, b, 2], whose sum is 1."""
+        """Map [s, b, h] to the weights of experts and MLP, [s, b, 2], which add up to 1."""
         scores = F.linear(x, self.weight, self.bias)
         return torch.softmax(scores.float(), dim=-1).to(x.dtype)
 
 
 class Experts(nn.Module):
-    """Many MLPs of one shape, each of which sees its own tokens.
+    """Many MLPs of the same shape, each of which processes its own tokens.
 
     Args:
         plan: The record of one expert.

@@ -12,7 +12,7 @@ from megatron.parallel.layers import Linear, Projections
 
 
 class MLP(nn.Module):
-    """A dense MLP from h to f and back. The first projection of a gated one computes gate and up.
+    """A dense MLP from h to f and back. In a gated MLP the first projection computes gate and up.
 
     Args:
         plan: The record of its sizes.
@@ -60,7 +60,7 @@ class MLP(nn.Module):
 
     @staticmethod
     def work(plan: MLPPlan, length: int, encoder_length: int) -> Work:
-        """Count the operations."""
+        """Count the operations of the forward and backward passes."""
         return Work(6 * length * plan.hidden * (plan.up + plan.inner))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The base of all models: the plan, the embedding, and the rotary positions."""
+"""The base class of all models, with the plan, the embedding and the rotary positions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.parallel.build import BuildContext
 
 
 class Network(nn.Module):
-    """A model, or a part of one: its plan, its embedding and its rotary positions.
+    """The base of a model or of a part of one: its plan, embedding and rotary positions.
 
-    Parameters are allocated but not initialized: `parallel.parameter.initialize` does that. Their
-    names are global: layer i is `layers.i` whatever part of the model this process holds.
+    Parameters are allocated but not initialized; `parallel.parameter.initialize` does that. Their
+    names are global: layer i is `layers.i`, whichever part of the model this process holds.
 
     Args:
         plan: The whole network.

@@ -1,6 +1,7 @@
 """The residual stream, and the normalization before each sublayer.
 
-The next normalization adds a sublayer's output to the stream: one pass over memory does both.
+A normalization also adds the previous sublayer's output to the stream, so that one pass over memory
+does both.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from megatron.parallel.parameter import ONES, ZEROS
 
 
 class Stream(NamedTuple):
-    """Hidden states between two sublayers, as a sum that is not computed yet.
+    """Hidden states between two sublayers, stored as a sum that is not yet computed.
 
     Attributes:
         residual: The hidden states before the last sublayer, [s, b, h].
         update: The output of the last sublayer, [s, b, h]; `None` at the start of a part of the
-            model, and if dropout has added it already.
-        handover: The place for the amax of the update's gradient, which the layer that computed the
-            update takes in the backward pass; `None` if that layer does not need it.
+            model, or if dropout has already added it.
+        handover: The place for the amax of the update's gradient. The layer that computed the
+            update reads it in the backward pass. `None` if that layer does not need it.
     """
 
     residual: Tensor
@@ -41,20 +42,20 @@ class Stream(NamedTuple):
 
 
 class Norm(nn.Module):
-    """A normalization over the last dimension: LayerNorm or RMSNorm, by its plan.
+    """A normalization over the last dimension, LayerNorm or RMSNorm as its plan says.
 
     Args:
         plan: The record of the normalization.
         width: The size of the last dimension.
         context: Layout, device, kernels and number formats.
-        partial_gradient: Whether tensor ranks normalize different tensors, so that the weights'
-            gradients must be added over the ranks.
+        partial_gradient: Whether tensor ranks normalize different tensors, so that the gradients of
+            the weights must be summed over the ranks.
     """
 
     def __init__(
         self, plan: NormPlan, width: int, context: BuildContext, *, partial_gradient: bool
     ) -> None:
-        """Allocate the weight, and for a LayerNorm the bias."""
+        """Allocate the weight, and a bias if it is a LayerNorm."""
         super().__init__()
         self.form = choose_add_norm(context.kernels.library)
         self.epsilon, self.offset = plan.epsilon, plan.offset
@@ -68,7 +69,7 @@ class Norm(nn.Module):
         return 2 * width if plan.kind == "LayerNorm" else width
 
     def forward(self, stream: Stream, handover: Handover | None = None) -> tuple[Tensor, Tensor]:
-        """Return the joined stream [s, b, h] and its normalization in the weight's type.
+        """Return the joined stream [s, b, h] and the normalized stream in the weight's type.
 
         Args:
             stream: The residual stream.
@@ -81,15 +82,15 @@ class Norm(nn.Module):
 
 
 def new_norm(plan: NormPlan, hidden: int, context: BuildContext) -> Norm:
-    """Build a normalization of hidden states (with sequence parallelism, of this rank's part)."""
+    """Build a normalization of hidden states, or of this rank's part with sequence parallelism."""
     return Norm(plan, hidden, context, partial_gradient=context.layout.sequence.size > 1)
 
 
 def new_query_norm(plan: NormPlan, size: int, context: BuildContext) -> Norm:
     """Build a normalization of queries or keys. Each tensor rank applies it to its own heads.
 
-    Every rank holds all weights, even if all heads are normalized at once: the weights are few, and
-    ranks that share a key need the same ones.
+    Every rank holds all weights, even if all heads are normalized together. The weights are few,
+    and ranks that share a key need the same weights.
     """
     return Norm(plan, size, context, partial_gradient=context.layout.tensor.size > 1)
 
@@ -97,11 +98,11 @@ def new_query_norm(plan: NormPlan, size: int, context: BuildContext) -> Norm:
 def normalize_projections(
     parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm], axis: Axis
 ) -> list[Tensor]:
-    """Normalize queries over all heads at once, and keys likewise.
+    """Normalize queries over all heads together, and keys over all heads together.
 
     Args:
         parts: Queries [s, b, n/t, d] and keys [s, b, g/t (at least 1), d] of this rank.
-        norms: Normalizations of n d and of g d channels.
+        norms: Normalizations over n d and over g d channels.
         axis: The tensor ranks, which hold different heads, in order.
     """
     if axis.size == 1:
@@ -109,14 +110,14 @@ def normalize_projections(
             norm(Stream(part.flatten(2)))[1].view_as(part)
             for part, norm in zip(parts, norms, strict=True)
         ]
-    # A sum in fp64 that is rounded to fp32 hardly ever depends on its order, so text does not
-    # depend on its batch.
+    # An fp64 sum rounded to fp32 hardly ever depends on the order of its terms, so generated text
+    # does not depend on the batch.
     dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
 
     def mean(values: list[Tensor]) -> Tensor:
-        # Every rank has equally many channels. A key counts once for each rank that holds it.
+        # All ranks have the same number of channels. A key counts once for each rank that holds it.
         local = torch.stack([value.mean((2, 3), keepdim=True) for value in values])
-        return copy_to(reduce_from(local, axis), axis) / axis.size  # each rank uses all of it
+        return copy_to(reduce_from(local, axis), axis) / axis.size  # all ranks use the mean
 
     wide = [part.to(dtype) for part in parts]
     if norms[0].bias is not None:
@@ -133,7 +134,7 @@ def normalize_projections(
 
 
 def _of_heads(vector: Tensor, part: Tensor, axis: Axis) -> Tensor:
-    """Return the entries for this rank's heads [s, b, m, d], as [m, d] in their type."""
+    """Return a vector's entries for this rank's heads, as [m, d] in the heads' type."""
     heads, size = part.shape[2:]
     first = axis.rank * len(vector) // (axis.size * size)
     return vector.unflatten(0, (-1, size))[first : first + heads].to(part.dtype)

@@ -24,8 +24,9 @@ class HeadSpec:
     Attributes:
         outputs: Number of scores that a task's head gives for each sequence. `None` means a
             language-model head, which scores every vocabulary entry for each token.
-        sequences: Sequences per sample. A question paired with one of its answers is a sequence.
-        compares: Whether the losses compare documents, and are no likelihoods of tokens.
+        sequences: Sequences per sample. In a multiple-choice task, each question-answer pair is a
+            sequence.
+        compares: Whether the losses compare documents instead of giving the likelihood of tokens.
     """
 
     outputs: int | None = None
@@ -44,7 +45,7 @@ class HeadSpec:
 
 
 LANGUAGE_MODEL_HEAD = HeadSpec()
-# A bi-encoder's: no scores, but a vector for each of two sequences, a query and a context.
+# A bi-encoder computes no scores, but one vector for a query and one for a context.
 RETRIEVAL_HEAD = HeadSpec(outputs=0, sequences=2)
 
 
@@ -98,11 +99,12 @@ class RotaryPlan:
 
     Attributes:
         positions: Length of the longest sequence.
-        channels: Number of channels of each head that rotate.
+        channels: Number of each head's channels that rotate.
         base: Base of the rotary frequencies.
-        interpolation: Number by which positions are divided; `None` keeps them.
-        scaling: Factor by which the lowest frequencies are divided (Llama 3.1); `None` keeps them.
-        yarn: The same by YaRN; `None` keeps them.
+        interpolation: Number by which positions are divided; `None` leaves them unchanged.
+        scaling: Factor by which the lowest frequencies are divided (Llama 3.1); `None` for no
+            scaling.
+        yarn: YaRN's changes to the frequencies; `None` for none.
     """
 
     positions: int
@@ -122,7 +124,7 @@ class SublayerPlan:
         hidden: Width of the residual stream.
         init: Distribution of the initial weights.
         bias: Whether linear layers have biases.
-        defers_bias: Whether the last bias is left to the dropout kernel of the residual sum.
+        defers_bias: Whether the last bias is added by the dropout kernel of the residual sum.
     """
 
     kind: str
@@ -155,7 +157,7 @@ class AttentionPlan(MixerPlan):
         scale: Factor applied to the scores; `None` means 1 / sqrt(head_size).
         qkv_bias: Whether queries, keys and values have biases even if other layers have none.
         qk_norm: Normalization of queries and keys before the scores; `None` for none.
-        norms_heads: Whether `qk_norm` normalizes each head by itself, not all heads at once.
+        norms_heads: Whether `qk_norm` normalizes each head separately, not all heads together.
         rotary: Rotary positions of queries and keys; `None` for none.
         window: Number of earlier tokens that a token attends to; `None` for all.
     """
@@ -183,14 +185,14 @@ class AttentionPlan(MixerPlan):
         return (self.heads + 2 * self.kv_heads) * self.head_size
 
     def pairs(self, length: int) -> int:
-        """Count the pairs of tokens of a sequence that are no further apart than the window."""
+        """Count the pairs of tokens in a sequence that are within the window."""
         if self.window is None or self.window >= length:
             return length * length
-        return length * length - (length - self.window) ** 2  # on the side of earlier tokens
+        return length * length - (length - self.window) ** 2  # only earlier tokens are limited
 
     @property
     def norm_sizes(self) -> tuple[int, int]:
-        """Channels that `qk_norm` normalizes together, of queries and of keys."""
+        """Numbers of query channels and of key channels that `qk_norm` normalizes together."""
         if self.norms_heads:
             return self.head_size, self.head_size
         return self.query, self.kv_heads * self.head_size
@@ -200,18 +202,18 @@ class AttentionPlan(MixerPlan):
 class LatentAttentionPlan(AttentionPlan):
     """Self-attention whose keys and values are computed from a short latent vector of each token.
 
-    Every head has its own key and value, so `kv_heads` is `heads`. The core sees heads of
-    `head_size` channels, filled up with zeros where a query and key, or a value, has fewer.
-    `qk_norm` normalizes the latent vectors.
+    Every head has its own key and value, so `kv_heads` is `heads`. The attention core works on
+    heads of `head_size` channels. Queries, keys and values with fewer channels are padded with
+    zeros. `qk_norm` normalizes the latent vectors.
 
     Attributes:
         query_rank: Size of the latent vector of queries; `None` if they are computed directly.
         rank: Size of the latent vector of keys and values.
         still: Channels of a query or key that never rotate.
-        turning: Further channels with rotary positions; all heads share those of the key.
+        turning: Additional channels with rotary positions. All heads share those of the key.
         value_size: Channels of a value.
-        query_scale: Factor applied to queries. The core divides scores by sqrt(head_size); with
-            this factor they are what the true size of a key and YaRN ask for.
+        query_scale: Factor applied to queries. The core divides scores by sqrt(head_size), and this
+            factor corrects them for the true size of a key and for YaRN.
     """
 
     kind: str = "latent_attention"
@@ -230,12 +232,12 @@ class LatentAttentionPlan(AttentionPlan):
 
 @dataclass(frozen=True)
 class RetrievalPlan:
-    """The chunks of a Retro's sequences, and the neighbors that are retrieved for each of them.
+    """The sizes of a Retro's chunks and of the neighbors retrieved for each chunk.
 
     Attributes:
-        chunk: Tokens of a chunk, m.
-        neighbors: Neighbors of a chunk, k.
-        retrieved: Tokens of a neighbor, r.
+        chunk: Tokens per chunk, m.
+        neighbors: Neighbors per chunk, k.
+        retrieved: Tokens per neighbor, r.
     """
 
     chunk: int
@@ -244,13 +246,13 @@ class RetrievalPlan:
 
     @property
     def keys(self) -> int:
-        """Tokens of all neighbors of a chunk."""
+        """Number of tokens in all neighbors of a chunk."""
         return self.neighbors * self.retrieved
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalAttentionPlan(AttentionPlan):
-    """Attention of chunks to their neighbors, or of neighbors to their chunk.
+    """Attention from chunks to their neighbors, or from neighbors to their chunk.
 
     Attributes:
         retrieval: The sizes of chunks and neighbors.
@@ -282,13 +284,13 @@ class MLPPlan(SublayerPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class GatingPlan:
-    """DeepSpeed's way to choose experts and to drop tokens, instead of Megatron Core's.
+    """DeepSpeed's rules for choosing experts and dropping tokens, instead of Megatron Core's.
 
     Attributes:
-        samples: Whether Gumbel noise decides in training: on a token's only expert (RSample), or on
-            the second of two.
-        selects_randomly: Whether a full expert that is a token's only one keeps random tokens,
-            rather than the first.
+        samples: Whether Gumbel noise affects the choice in training: of a token's only expert
+            (RSample), or of the second of two.
+        selects_randomly: With one expert per token, whether a full expert keeps random tokens
+            instead of the first ones.
     """
 
     samples: bool = False
@@ -309,16 +311,19 @@ class RouterPlan:
         scores_all: Whether softmax runs over all experts, rather than only over the chosen ones.
         groups: Number of groups of experts; 1 if there are none.
         groups_chosen: Number of groups that a token's experts may come from.
-        group_score: Best scores of a group that count; `None` for `chosen` / `groups_chosen`.
+        group_score: Number of best expert scores that make up a group's score; `None` means
+            `chosen` / `groups_chosen`.
         scale: Factor applied to the scores of the chosen experts.
-        bias_rate: Step of the biases of experts' scores in an iteration; `None` if there are none.
+        bias_rate: Step by which the bias of each expert's score changes in an iteration; `None` for
+            no biases.
         balancing: Load-balancing losses ("aux_loss", "seq_aux_loss", "global_aux_loss")
             with their coefficients.
-        sinkhorn: Whether tokens choose in training by scores that are balanced over experts.
+        sinkhorn: Whether experts are chosen in training by scores that Sinkhorn's algorithm has
+            balanced.
         z_loss: Coefficient of the z-loss; `None` if there is none.
-        jitter: Largest relative noise of the input in training; 0 for none.
-        capacity: Multiple of an even share of the tokens beyond which an expert drops them; `None`
-            keeps all.
+        jitter: Largest relative noise added to the input in training; 0 for none.
+        capacity: Largest number of tokens that an expert keeps, as a multiple of an even share;
+            `None` keeps all.
         eval_capacity: The same in evaluation; `None` means `capacity`.
         min_capacity: Number of tokens that an expert keeps in any case.
         drops_last: Whether the last tokens are dropped, rather than those with the lowest scores.
@@ -354,7 +359,7 @@ class MixturePlan(SublayerPlan):
     Attributes:
         router: The choice of experts for each token.
         expert: The record of one expert.
-        shared: The record of the experts that every token passes through; `None` for none.
+        shared: The record of the shared experts, which every token passes through; `None` for none.
         gates_shared: Whether a learned gate multiplies the output of `shared`.
         weighs_shared: Whether each token weighs `shared` against its experts with two learned
             coefficients that add up to 1 (DeepSpeed's residual experts), instead of adding both.
@@ -378,8 +383,8 @@ class LayerPlan:
         norm: Normalization before each sublayer.
         cross_attention: A decoder's attention to its encoder, between mixer and MLP; `None` for
             layers without one.
-        retriever: The encoder of a Retro's neighbors, which reads the input of this layer's
-            `cross_attention`; `None` except in one layer.
+        retriever: The encoder of a Retro's neighbors, which attends to the input of this layer's
+            `cross_attention`. It is `None` in all layers but one.
         residual_after_norm: Whether the residual is the normalized input, as in the original BERT.
         dropout: Dropout probability of each update of the residual stream.
     """
@@ -400,7 +405,7 @@ class LayerPlan:
 
     @property
     def encoding(self) -> tuple[LayerPlan, ...]:
-        """The layers of its retriever, if it has one."""
+        """The layers of the retriever; empty if there is none."""
         return () if self.retriever is None else self.retriever.layers
 
 
@@ -411,7 +416,8 @@ class RetrieverPlan:
     Attributes:
         layers: Its layers.
         retrieval: The sizes of chunks and neighbors.
-        numbered_after: Number of the model's other layers.
+        numbered_after: Number of the model's layers outside the encoder; its layers are numbered
+            after them.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -444,7 +450,7 @@ class EmbeddingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionBiasPlan:
-    """T5's relative positions: every attention score gets a bias that depends on the distance.
+    """T5's relative positions, which add a bias to each attention score depending on the distance.
 
     Attributes:
         heads: Number of query heads.
@@ -500,7 +506,7 @@ class MaskedTokenPlan(HeadPlan):
 
     Attributes:
         norm: Normalization after the activation.
-        tanh: Whether GeLU takes its tanh form instead of the exact one.
+        tanh: Whether GELU uses the tanh approximation instead of the exact form.
     """
 
     kind: str = "masked_token"
@@ -510,13 +516,13 @@ class MaskedTokenPlan(HeadPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierPlan(HeadPlan):
-    """A linear layer over one vector of each sequence, or of each token ("score").
+    """A linear layer over one vector per sequence or, for the kind "score", per token.
 
     Attributes:
         outputs: Number of scores.
         bias: Whether each score has a bias.
-        in_fp32: Whether to multiply in fp32: rounded to 16 bits, scores from 0 to 5 would be 1/64
-            apart.
+        in_fp32: Whether to multiply in fp32. In 16 bits, scores from 0 to 5 would be rounded to
+            multiples of 1/64.
     """
 
     outputs: int
@@ -526,7 +532,7 @@ class ClassifierPlan(HeadPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """The plan of a whole network, whichever part of it a process holds.
+    """The plan of a whole network, independent of the part that a process holds.
 
     Attributes:
         embedding: The embedding before the first layer.
@@ -535,12 +541,12 @@ class ModelPlan:
         heads: Modules after the final normalization.
         positions: Length of the longest sequence.
         head_spec: Purpose of the heads.
-        encoder_layers: Number of `layers` that belong to an encoder with a decoder after it; 0 if
-            there is a single stack.
+        encoder_layers: Number of `layers` that belong to an encoder before a decoder; 0 if there is
+            a single stack.
         position_bias: Relative positions of each stack's self-attention; `None` for none.
-        towers: Number of copies of all of this with weights of their own: 2 for a bi-encoder whose
-            queries and contexts have a tower each.
-        teacher: The plan of the network from which this one learns, and which computes beside it;
+        towers: Number of copies of this network, each with its own weights: 2 for a bi-encoder with
+            one tower for queries and one for contexts.
+        teacher: The plan of the teacher network, which runs next to this one in distillation;
             `None` if there is none.
     """
 
@@ -572,16 +578,16 @@ class ModelPlan:
 
     @property
     def rotary(self) -> RotaryPlan | None:
-        """The rotary positions, which all layers that have them share; `None` if none does."""
+        """The rotary positions that layers share; `None` if no layer has them."""
         every = {getattr(layer.mixer, "rotary", None) for layer in self.layers} - {None}
-        assert len(every) <= 1, "layers rotate at different speeds"
+        assert len(every) <= 1, "layers have different rotary positions"
         return next(iter(every), None)
 
     @property
     def attention(self) -> AttentionPlan:
-        """The self-attention record of all layers, for code that needs them to be equal."""
+        """The self-attention record of all layers, for code that requires them to be equal."""
         found, *others = {layer.mixer for layer in self.layers}
-        assert not others, "layers attend in different ways"
+        assert not others, "layers have different attention"
         assert isinstance(found, AttentionPlan), "the layers' mixer is not attention"
         return found
 
@@ -593,18 +599,18 @@ class ModelPlan:
         return size
 
     def head(self, kind: str) -> HeadPlan | None:
-        """Return the head of a kind, or `None` if there is none."""
+        """Return the head of this kind, or `None` if there is none."""
         return next((head for head in self.heads if head.kind == kind), None)
 
     def stacks(self, part: ModelPart) -> list[range]:
-        """Return the layers of each stack that a part of the model holds, as global indices."""
+        """Return the layers of each stack in a part of the model, as global indices."""
         first, last = part.layers.start, part.layers.stop
         edges = [0, self.encoder_layers, len(self.layers)]
         runs = [range(max(first, a), min(last, b)) for a, b in zip(edges, edges[1:], strict=False)]
         return [run for run in runs if run]
 
     def lengths(self, layer: int, encoder: int, decoder: int | None) -> tuple[int, int]:
-        """Return the sequence length of a layer, and that of the encoder output it attends to.
+        """Return the lengths of a layer's sequence and of the encoder output it attends to.
 
         Args:
             layer: Index of the layer in the model, from 0.

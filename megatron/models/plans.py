@@ -1,4 +1,4 @@
-"""The plan of the network that flags describe: one function for each architecture."""
+"""Plans of the networks that flags describe, with one function for each architecture."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from megatron.models.plan import (
     RouterPlan,
 )
 
-_JITTER = 0.01  # of DeepSpeed's policy Jitter
-_SEGMENTS = 2  # segments per sample of a BERT: token types, and classes of the binary head
+_JITTER = 0.01  # DeepSpeed's value for the policy Jitter
+_SEGMENTS = 2  # segments per BERT sample, hence token types and classes of the binary head
 
 
 def layer_plan(
@@ -50,15 +50,15 @@ def layer_plan(
     window: int | None = None,
     rotates: bool = True,
 ) -> LayerPlan:
-    """Return the record of a layer as the flags describe it.
+    """Return the record of the layer that the flags describe.
 
     Args:
         model: Resolved network flags.
         causal: Whether, without a mask, tokens attend only to themselves and earlier tokens.
         crosses: Whether the layer belongs to a decoder that also attends to an encoder's output.
-        experts: The number of experts in the mixture that takes the MLP's place; 0 for none.
+        experts: The number of experts in the mixture that replaces the MLP; 0 for a dense MLP.
         window: The number of earlier tokens that a token attends to; `None` for all.
-        rotates: Whether it has rotary positions, in a model that has them.
+        rotates: Whether the layer has rotary positions, in a model that uses them.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels
     init, norm = init_plan(model), norm_plan(model)
@@ -126,7 +126,7 @@ def latent_plan(model: ModelConfig, attention: AttentionPlan) -> LatentAttention
 
     Args:
         model: Resolved network flags.
-        attention: The record of the attention in whose place it is.
+        attention: The record of the attention that it replaces.
     """
     size = model.qk_head_dim + model.qk_pos_emb_head_dim
     strength = 1.0
@@ -145,7 +145,7 @@ def latent_plan(model: ModelConfig, attention: AttentionPlan) -> LatentAttention
 
 
 def yarn(model: ModelConfig) -> Yarn:
-    """Return how YaRN changes the frequencies."""
+    """Return the record of YaRN's changes to the rotary frequencies."""
     factor, original = model.rotary_scaling_factor, model.yarn_original_max_position_embeddings
     assert original is not None, "a rule asks for it"
     strength = 0.1 * math.log(factor)
@@ -274,8 +274,8 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 
 
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a GPT, whose layers differ at most in their MLPs, windows and rotation."""
-    assert head.is_language_model, "only a BERT takes a task's head"
+    """Return the plan of a GPT. Its layers may differ in MLP, window and rotation."""
+    assert head.is_language_model, "only a BERT can have a task's head"
     output: HeadPlan = output_plan(model, vocabulary)
     if model.reward_head:
         output = ClassifierPlan(
@@ -304,7 +304,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 
 def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a BERT: bidirectional layers, and the heads of pretraining or a task."""
+    """Return the plan of a BERT: bidirectional layers, and heads for pretraining or a task."""
     options: dict[str, Any] = {"hidden": model.hidden_size, "init": init_plan(model)}
     heads: list[HeadPlan] = []
     if model.bert_binary_head:
@@ -333,7 +333,7 @@ def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a T5, with the encoder's layers before the decoder's."""
-    assert head.is_language_model, "only a BERT takes a task's head"
+    assert head.is_language_model, "only a BERT can have a task's head"
     encoder, decoder = model.num_layers, model.decoder_layers
     positions = model.max_position_embeddings
     bias = None
@@ -370,7 +370,7 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
     )
     encoding = replace(
         model,
-        position_embedding_type="learned_absolute",  # only the decoder's attention rotates
+        position_embedding_type="learned_absolute",  # only the decoder has rotary positions
         hidden_dropout=model.retro_encoder_hidden_dropout,
         attention_dropout=model.retro_encoder_attention_dropout,
     )
@@ -398,7 +398,7 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
 
 def ict_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a bi-encoder: BERT towers that turn a text into a vector."""
-    assert head in (LANGUAGE_MODEL_HEAD, RETRIEVAL_HEAD), "only a BERT takes a task's head"
+    assert head in (LANGUAGE_MODEL_HEAD, RETRIEVAL_HEAD), "only a BERT can have a task's head"
     projection = ClassifierPlan(
         kind="projection",
         outputs=model.biencoder_projection_dim,

@@ -1,8 +1,8 @@
-"""T5's positions: a bias for every attention score, chosen by the distance from query to key.
+"""T5's relative positions: a bias for each attention score that depends on the query-key distance.
 
-Short distances have a bucket each; longer ones share buckets that grow with the logarithm of the
+Each short distance has its own bucket. Longer distances share buckets whose width grows with the
 distance (Raffel et al., 2019, 2.1). Every head has a bias for every bucket. All layers of an
-encoder share one table, and those of a decoder share another.
+encoder share one table, and all layers of a decoder share another.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight
 def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longest: int) -> Tensor:
     """Return the bucket of each distance.
 
-    Half of the buckets of a direction hold one distance each. The others share the rest up to
-    `longest`, and the last one also holds everything longer.
+    Half of a direction's buckets hold one distance each. The other buckets divide the distances up
+    to `longest` among them, and the last one also holds all longer distances.
 
     Args:
-        distances: Position of the key minus that of the query, of any shape.
-        both_ways: Whether later keys have buckets of their own; otherwise they share the first.
+        distances: Position of the key minus position of the query, in any shape.
+        both_ways: Whether later keys have their own buckets; otherwise they all fall into the first
+            one.
         buckets: Number of buckets, counting both directions.
         longest: Distance in tokens from which all distances share the last bucket.
 
@@ -46,17 +47,17 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longes
     else:
         distances = (-distances).clamp(min=0)
     alone = buckets // 2
-    # Computed in fp32 and in this order, as T5 does: at a bucket's border the rounding decides.
+    # Computed in fp32 and in this order, as in T5: rounding decides at a bucket's border.
     share = torch.log(distances.float() / alone) / math.log(longest / alone)
     shared = alone + (share * (buckets - alone)).clamp(min=0).long()
     return first + torch.where(distances < alone, distances, shared.clamp(max=buckets - 1))
 
 
 class PositionBias(SharedTable):
-    """The table of a stack of layers, [buckets, n]. Each tensor rank holds its heads' columns.
+    """A stack's table of position biases, [buckets, n]. Each tensor rank holds its heads' columns.
 
-    Every part of the model that has layers of the stack has a copy under the same name. The part
-    with the stack's first layer has the original; `parallel.tied` keeps the copies equal to it.
+    Every part of the model with layers of the stack holds a copy under the same name. The part with
+    the stack's first layer holds the original, and `parallel.tied` keeps the copies equal to it.
 
     Args:
         plan: The record of its sizes.
@@ -95,7 +96,7 @@ class PositionBias(SharedTable):
 
     @staticmethod
     def activation_bytes(plan: PositionBiasPlan, batch: MicroBatch, *, both_ways: bool) -> int:
-        """Count the bytes of the bias that is added to scores.
+        """Count the bytes of the bias that is added to the scores.
 
         An encoder's bias includes the padding mask, so every sample has its own.
         """
@@ -111,8 +112,8 @@ class PositionBias(SharedTable):
                 encoder and earlier ones in a decoder.
 
         Returns:
-            [b or 1, n/t, s, s] in the table's type, with the type's lowest number where a query may
-            not attend.
+            [b or 1, n/t, s, s] in the table's type, with the lowest number of that type where a
+            query may not attend.
         """
         if self.original is not None:
             shared: Tensor = self.original(length, mask)
@@ -120,8 +121,8 @@ class PositionBias(SharedTable):
         middle = len(self.buckets) // 2
         distances = self.buckets[middle - length + 1 : middle + length]
         by_distance = F.embedding(distances, self.weight).t()  # [n/t, 2s - 1]
-        # Window i has the distances of query s - 1 - i to every key. Its backward is a sum in a
-        # fixed order, and nothing but [n/t, s, s] is ever in memory.
+        # Window i has the distances from query s - 1 - i to every key. The backward pass sums in a
+        # fixed order, and no tensor larger than [n/t, s, s] is ever in memory.
         bias = by_distance.unfold(1, length, 1).flip(1)[None]
         if mask is None and not self.both_ways:
             mask = torch.ones(length, length, dtype=torch.bool, device=bias.device).tril()

@@ -19,7 +19,7 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Consecutive layers that run together. A recomputed group keeps only its input."""
+    """Consecutive layers that run together. If they are recomputed, only their input is kept."""
 
     layers: range
     recomputed: bool
@@ -33,9 +33,9 @@ class RecomputePlan:
         granularity: "full" recomputes whole layers, "selective" the `modules` of each layer.
         method: For "full": "uniform" recomputes every group of `num_layers` layers, "block" the
             first `num_layers` layers, one by one.
-        num_layers: Layers per group with "uniform"; all recomputed layers with "block".
-        split_inputs: For "full": whether each tensor rank keeps only its part of a group's input,
-            which the ranks gather when it is needed.
+        num_layers: With "uniform", layers per group; with "block", number of recomputed layers.
+        split_inputs: For "full": whether each tensor rank keeps only its part of a group's input.
+            The ranks gather the whole input for the recomputation.
         modules: For "selective": names of --recompute-modules.
     """
 
@@ -112,13 +112,13 @@ def recompute(
         split_over: The ranks that hold the same x, each of which keeps an equal part of it. A
             single process keeps it whole.
         again: Returns the context in which the function is recomputed.
-        stops_early: Whether to recompute no more than what backward needs, which leaves modules in
-            the middle of their forward.
+        stops_early: Whether to stop recomputing once backward has what it needs, which may be in
+            the middle of a module's forward.
     """
     if split_over.size == 1 or not torch.is_grad_enabled():
         return computed_again(function, layers, x, *others, again=again, stops_early=stops_early)
     shape, has_gradient = x.shape, x.requires_grad
-    # It is a copy, because a view would keep the whole tensor alive.
+    # A copy, because a view would keep the whole tensor alive.
     part = x.detach().reshape(-1).chunk(split_over.size)[split_over.rank].clone()
     whole = [x]  # kept until forward has used it
 
@@ -137,13 +137,13 @@ def computed_again(
     again: Callable[[], AbstractContextManager[None]] = nullcontext,
     stops_early: bool = True,
 ) -> Tensor:
-    """Return function(*inputs), keeping only the inputs; the backward pass computes it again.
+    """Return function(*inputs), keeping only the inputs; the backward pass recomputes the rest.
 
     Args:
         function: The function.
         *inputs: Its arguments.
-        again: Returns the context in which the backward pass computes it.
-        stops_early: Whether the backward pass recomputes no more than it needs.
+        again: Returns the context in which the backward pass calls it.
+        stops_early: Whether the backward pass stops recomputing once it has what it needs.
     """
     with set_checkpoint_early_stop(stops_early):
         out: Tensor = checkpoint(
@@ -153,35 +153,35 @@ def computed_again(
 
 
 def without_keeping(result: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[None]:
-    """Return a context whose operations do not keep `result`; backward passes recompute it.
+    """Return a context in which operations do not keep `result`, but recompute it in backward.
 
     Args:
-        result: The tensor, which may be freed after the context.
-        compute: Computes it a second time. It should use only tensors that are kept anyway.
+        result: The tensor. It may be freed after the context.
+        compute: Computes the tensor again. It should use only tensors that are kept anyway.
     """
     forgotten = _Forgotten(result, compute)
     return torch.autograd.graph.saved_tensors_hooks(forgotten.pack, forgotten.unpack)
 
 
 class _View(NamedTuple):
-    """The form in which an operation saw a whole tensor."""
+    """The shape and strides with which an operation used the whole tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
 
 
 class _Forgotten:
-    """A tensor that is computed again, once, when the first backward pass asks for it."""
+    """A tensor that is recomputed once, when the first backward operation asks for it."""
 
     def __init__(self, result: Tensor, compute: Callable[[], Tensor]) -> None:
         self._address, self._elements = result.data_ptr(), result.numel()
         self._compute = compute
         self._value: Tensor | None = None
-        self._missing = 0  # backward passes that have yet to ask
+        self._missing = 0  # backward operations that have not asked yet
 
     def pack(self, x: Tensor) -> Tensor | _View:
         if x.data_ptr() != self._address or x.numel() != self._elements or not self._elements:
-            return x.detach()  # a graph that kept its own result would never be freed
+            return x.detach()  # keeping its own result would be a reference cycle
         self._missing += 1
         return _View(x.shape, x.stride())
 

@@ -1,8 +1,9 @@
-"""Retro's cross-attention: chunks attend to retrieved neighbors, and these to their chunk.
+"""Retro's cross-attention: chunks attend to retrieved neighbors, and neighbors to their chunk.
 
 A sequence of s tokens is cut into l chunks of m tokens, each with k neighbors of r tokens (Borgeaud
-et al., 2022). Weights multiply whole sequences, token by token; only the attention core sees chunks
-as its samples. Context ranks hold two slices of each sequence, which begin and end between chunks.
+et al., 2022). Weights multiply whole sequences, token by token. Only the attention core treats
+chunks as samples. Each context rank holds two slices of every sequence, cut at the borders of
+chunks.
 
 Shapes: s, l count this context rank's tokens and chunks; b micro-batch, h hidden, n heads, d head
 size, t tensor-parallel size.
@@ -28,7 +29,7 @@ from megatron.parallel.layout import Axis
 
 
 class Encoder(Protocol):
-    """The layers that encode neighbors, a `LayerStack`."""
+    """The layers that encode neighbors (a `LayerStack`)."""
 
     def run(self, stream: Stream, *inputs: Any) -> Stream:
         """Run the layers, passing `inputs` to each of them after the stream."""
@@ -39,8 +40,8 @@ class Neighbors:
     """The neighbors of a micro-batch's chunks, which the first Retro layer encodes.
 
     Attributes:
-        states: [r, k b l, h], the neighbors' embeddings, later the encoder's output; [r/t, k b l,
-            h] with sequence parallelism.
+        states: At first the neighbors' embeddings, later the encoder's output, [r, k b l, h]; [r/t,
+            k b l, h] with sequence parallelism.
     """
 
     def __init__(self, states: Tensor) -> None:
@@ -48,7 +49,7 @@ class Neighbors:
         self.states = self._embeddings = states
 
     def encode(self, retriever: Encoder, x: Tensor) -> None:
-        """Let `states` be the encoder's output. Recomputation calls this a second time.
+        """Set `states` to the encoder's output. Recomputation calls this a second time.
 
         Args:
             retriever: The encoder.
@@ -60,7 +61,7 @@ class Neighbors:
 
 
 class NeighborCrossAttention(CrossAttention):
-    """Attention of each token of a neighbor to all tokens of the chunk that it was retrieved for.
+    """Attention from each token of a neighbor to all tokens of the chunk it was retrieved for.
 
     The arguments are those of `CrossAttention`.
     """
@@ -79,14 +80,14 @@ class NeighborCrossAttention(CrossAttention):
 
     @staticmethod
     def work(plan: Any, length: int, encoder_length: int) -> Work:
-        """Count the operations of one neighbor. All of a chunk share its keys and values."""
+        """Count one neighbor's operations. All neighbors of a chunk share keys and values."""
         chunk, neighbors = plan.retrieval.chunk, plan.retrieval.neighbors
         products = 12 * (length * neighbors + chunk) * plan.hidden * plan.query // neighbors
         return Work(products, 12 * length * chunk * plan.query)
 
     @staticmethod
     def activation_bytes(plan: Any, batch: MicroBatch) -> int:
-        """Count the bytes that one neighbor keeps. All of a chunk share its keys and values."""
+        """Count the bytes kept for one neighbor. All neighbors of a chunk share keys and values."""
         whole = replace(batch, encoder_length=plan.retrieval.chunk)
         shared = batch.width * whole.encoder_tokens * 2 * plan.query // batch.tensor
         kept = CrossAttention.activation_bytes(plan, whole)
@@ -108,16 +109,16 @@ class NeighborCrossAttention(CrossAttention):
         keys = keys.permute(1, 2, 0, 3).flatten(1, 2)  # [m, b l, ...]
         key, value = keys.unflatten(2, (-1, 2, self.head_size)).unbind(3)  # [m, b l, n/t, d]
         query = self.query(x)  # [r, k b l, n/t d]
-        # The neighbors of a chunk are one sequence of queries, for nothing depends on their order.
+        # The neighbors of a chunk form one sequence of queries, since their order does not matter.
         rows = query.reshape(-1, key.shape[1], *key.shape[2:])  # [r k, b l, n/t, d]
         return self.output(self.core(rows, key, value, None).reshape(query.shape))
 
 
 class ChunkedCrossAttention(CrossAttention):
-    """Attention of the tokens of a sequence to the neighbors of a chunk.
+    """Attention from the tokens of a sequence to the neighbors of a chunk.
 
-    So that nothing of a chunk's later tokens reaches earlier ones through the neighbors, which were
-    retrieved for the whole chunk, they are read by the chunk's last token and by all but the last
+    Neighbors are retrieved for a whole chunk, so reading them could leak the chunk's later tokens
+    to its earlier ones. Therefore only the chunk's last token reads them, and all but the last
     token of the next chunk. The first m - 1 tokens of a sequence read no neighbors and get 0.
 
     The arguments are those of `CrossAttention`.
@@ -142,7 +143,7 @@ class ChunkedCrossAttention(CrossAttention):
 
     @staticmethod
     def work(plan: Any, length: int, encoder_length: int) -> Work:
-        """Count the operations. Keys and values are products over the tokens of all neighbors."""
+        """Count the operations. Keys and values are computed for the tokens of all neighbors."""
         keys = plan.retrieval.keys
         retrieved = length // plan.retrieval.chunk * keys
         products = 12 * (length + retrieved) * plan.hidden * plan.query
@@ -150,7 +151,7 @@ class ChunkedCrossAttention(CrossAttention):
 
     @staticmethod
     def activation_bytes(plan: Any, batch: MicroBatch) -> int:
-        """Count the bytes of query, output, the neighbors' keys and values, and scores if kept."""
+        """Count the bytes of query, output, neighbors' keys and values, and scores if kept."""
         retrieved = batch.length // plan.retrieval.chunk * plan.retrieval.keys
         each = 2 * plan.query // batch.tensor
         scores = replace(batch, encoder_length=plan.retrieval.keys)
@@ -166,7 +167,8 @@ class ChunkedCrossAttention(CrossAttention):
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
             encoder: The neighbors.
-            retriever: The layers that encode them first, in the first layer that reads them.
+            retriever: In the first layer that reads neighbors, the layers that encode them;
+                otherwise `None`.
 
         Returns:
             The output in the shape of x.
@@ -177,7 +179,7 @@ class ChunkedCrossAttention(CrossAttention):
         states = encoder.states.to(x.dtype)
         query = self.query(x).unflatten(2, (-1, self.head_size))  # [s, b, n/t, d]
         positions = local_positions(query.shape[0] * axis.size, axis, x.device)  # [s]
-        # [r k, b l, h]: all tokens of a chunk's neighbors are its keys.
+        # [r k, b l, h]: the keys of a chunk are all tokens of its neighbors.
         states = states.reshape(-1, batch * (len(positions) // self.chunk), states.shape[2])
         if axis.size > 1:
             states = _with_chunks_before(states, batch, axis)  # [r k, b (l + 2), h]
@@ -195,8 +197,8 @@ class ChunkedCrossAttention(CrossAttention):
     def _by_chunk(self, query: Tensor) -> Tensor:
         """Group [s, b, n/t, d] by the chunk whose neighbors a token reads: [m, b l, n/t, d].
 
-        The groups begin m - 1 tokens after the sequence. A slice of a context rank has a group
-        more, because its first tokens read the chunk before it.
+        The first group begins at token m - 1 of the sequence. A slice of a context rank has one
+        group more, because its first tokens read the neighbors of the chunk before it.
         """
         slices, before = self._slices
         rows = query.unflatten(0, (slices, -1))  # [slices, s / slices, b, n/t, d]
@@ -213,14 +215,14 @@ class ChunkedCrossAttention(CrossAttention):
 
     @property
     def _slices(self) -> tuple[int, int]:
-        """The slices of a sequence that this rank holds, and the tokens added before each."""
+        """The number of a sequence's slices on this rank, and of tokens added before each."""
         return (1, 1 - self.chunk) if self.context_axis.size == 1 else (2, 1)
 
 
 def _with_chunks_before(states: Tensor, batch: int, axis: Axis) -> Tensor:
-    """Add the neighbors of the chunk before each of this rank's two slices of a sequence.
+    """Add the neighbors of the chunks that precede this rank's two slices of each sequence.
 
-    The first slice of all has no chunk before it and gets another chunk's neighbors.
+    The very first slice has no chunk before it and gets another chunk's neighbors.
 
     Args:
         states: [r k, b l, h].
@@ -234,7 +236,7 @@ def _with_chunks_before(states: Tensor, batch: int, axis: Axis) -> Tensor:
     last = slices[:, :, :, -1].permute(2, 0, 1, 3)  # [2, r k, b, h]
     of_all = gather_rows_to(last.contiguous(), axis)  # [2 C, r k, b, h], in the order of ranks
     early = 2 * max(axis.rank - 1, 0)
-    # The late slice of the next rank, but of the last rank its own early one.
+    # Before the late slice is the next rank's late slice or, on the last rank, its own early one.
     late = 2 * axis.rank + (3 if axis.rank + 1 < axis.size else 0)
     before = of_all[[early, late]]
     before = before.permute(1, 2, 0, 3)[:, :, :, None]  # [r k, b, 2, 1, h]

@@ -1,11 +1,12 @@
 """Retro: a GPT whose chunks attend to similar chunks of a database (Borgeaud et al., 2022).
 
-The network is that of Megatron-LM 23.08: the encoder of the neighbors is in the first layer that
-reads them, where it also attends to their chunk.
+The network is the same as in Megatron-LM 23.08: the encoder of the neighbors is part of the first
+layer that reads them. There it also attends to the neighbors' chunk.
 
-In a pipeline the sequence's hidden states and the neighbors' travel together, [s + l k r, b, h]: up
-to the first Retro layer the neighbors' embeddings, after it the encoder's output. Every message
-therefore has the same shape, and the embeddings are in a single place.
+In a pipeline, stages send the hidden states of the sequence and of its neighbors together, [s + l k
+r, b, h]. The neighbors' part holds their embeddings up to the first Retro layer, and the encoder's
+output after it. Every message therefore has the same shape, and only one stage needs the
+embeddings.
 
 Shapes: s sequence, l chunks of m tokens, each with k neighbors of r tokens; b micro-batch, h
 hidden, v padded vocabulary, t tensor-parallel size.
@@ -25,7 +26,7 @@ from megatron.parallel.context.split import local_positions
 class RetroModel(GPTModel):
     """A Retro: a GPT, some of whose layers attend to neighbors.
 
-    The arguments and the names of its parameters are those of `GPTModel`, and further
+    It has the arguments and parameters of `GPTModel`, and these parameters:
 
         layers.5.cross_norm, .cross_attention.query, .key_value, .output   also of layers 8, 11, ...
         layers.5.retriever.0.attention_norm, ...                           a layer with
@@ -44,7 +45,7 @@ class RetroModel(GPTModel):
     ) -> Tensor:
         """Run the layers of this part once.
 
-        With context parallelism s and l count only this rank's tokens and chunks of a sequence.
+        With context parallelism, s and l count only this rank's tokens and chunks of a sequence.
 
         Args:
             tokens: [b, s].

@@ -1,9 +1,9 @@
-"""The router of a mixture of experts: which experts each token is sent to, with which weights.
+"""The router of a mixture of experts, which chooses experts and their weights for each token.
 
-Scores, losses and the choice follow Megatron Core, or DeepSpeed (`GatingPlan`). Load-balancing
-losses are those of Fedus et al., "Switch Transformers" (2021), over a micro-batch or over each
-sequence; the z-loss is that of Zoph et al., "ST-MoE" (2022); biases instead of losses are those of
-DeepSeek-V3 (2024).
+Scores, losses and choices follow Megatron Core or, with a `GatingPlan`, DeepSpeed. Load-balancing
+losses over a micro-batch or over each sequence come from Fedus et al., "Switch Transformers"
+(2021), the z-loss from Zoph et al., "ST-MoE" (2022), and biases instead of losses from DeepSeek-V3
+(2024).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.parallel.random import uniform
 from megatron.parallel.routing import attach
 
 _TINY = 1e-20  # added to sums of scores, as in Megatron Core
-_SMALL, _CONVERGED = 1e-8, 1e-4  # for Sinkhorn's rounds, as in Megatron Core
+_SMALL, _CONVERGED = 1e-8, 1e-4  # for Sinkhorn's iterations, as in Megatron Core
 _MOST_ROUNDS = 1000
 
 
@@ -52,7 +52,7 @@ class Router(nn.Module):
     """
 
     def __init__(self, plan: RouterPlan, context: BuildContext) -> None:
-        """Allocate the weight, and announce the router's losses and counts."""
+        """Allocate the weight, and register the router's losses and counts."""
         super().__init__()
         self.plan, self.layout, self._layer = plan, context.layout, context.layer
         self.weight = context.new_parameter(
@@ -66,7 +66,7 @@ class Router(nn.Module):
         self.state = context.registry.routers.add(
             plan.experts, losses, plan.bias_rate, context.device
         )
-        # The same memory: checkpoints hold the biases with the weights.
+        # The buffer is the registry's tensor, so checkpoints save the biases with the weights.
         self.register_buffer("expert_bias", self.state.bias)
 
     def forward(self, x: Tensor) -> Routing:
@@ -77,8 +77,8 @@ class Router(nn.Module):
         if self.training and plan.jitter:
             noise = 1 + plan.jitter * (2 * draw("jitter", plan.hidden) - 1)  # bf16 has no 1.001
             x = x.float() * noise.view_as(x)
-        # A sum in fp64 that is rounded to fp32 hardly ever depends on its order, so text does not
-        # depend on its batch.
+        # An fp64 sum rounded to fp32 hardly ever depends on the order of its terms, so generated
+        # text does not depend on the batch.
         dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
         logits = F.linear(x.to(dtype), self.weight.to(dtype)).float()  # [s, b, experts]
         logits = logits.flatten(0, 1)
@@ -105,7 +105,7 @@ class Router(nn.Module):
             routing = drop(routing, waiting(routing, plan, random), limit, plan.experts)
         if plan.gating is not None and plan.chosen > 1:
             sums = routing.weights.sum(-1, keepdim=True)
-            sums = sums.clamp(min=torch.finfo(sums.dtype).eps)  # all of a token's may be dropped
+            sums = sums.clamp(min=torch.finfo(sums.dtype).eps)  # a token may have no expert left
             routing = routing._replace(weights=routing.weights / sums)
         if counts_losses:
             self.state.count(routing.choices)
@@ -114,10 +114,10 @@ class Router(nn.Module):
     def _draw(
         self, length: int, sequences: int, device: torch.device, purpose: str, width: int
     ) -> Tensor:
-        """Return numbers from 0 to 1 for this rank's tokens, fp32 [T, width].
+        """Return random numbers from 0 to 1 for this rank's tokens, fp32 [T, width].
 
-        A token gets the same numbers in every layout: each rank draws those of all ranks that share
-        its sequences. In evaluation all micro-batches get the same.
+        A token gets the same numbers in every layout, because each rank draws the numbers of all
+        ranks that share its sequences. In evaluation, all micro-batches get the same numbers.
         """
         context, sequence = self.layout.context, self.layout.sequence
         shape = (length * context.size * sequence.size, sequences, width)
@@ -161,17 +161,17 @@ class Router(nn.Module):
         return Routing(choices, weights), scores
 
     def _balancing_loss(self, kind: str, scores: Tensor, best: Tensor, sequences: int) -> Tensor:
-        """Return this rank's part of experts x sum over experts of (share x mean score).
+        """Return this rank's part of the loss: experts x sum over experts of (share x mean score).
 
-        It is 1 if all experts get equally many tokens. The parts of all ranks that share the
+        The loss is 1 if all experts get equally many tokens. The parts of all ranks that share the
         sequences add up to the loss of the micro-batch. The loss over the global batch uses the
         shares of all its micro-batches so far, as in Megatron Core.
 
         Args:
-            kind: "aux_loss" over all sequences, "seq_aux_loss" for the mean of the losses of each,
-                or "global_aux_loss" over the global batch.
+            kind: "aux_loss" for the loss over all sequences, "seq_aux_loss" for the mean of each
+                sequence's loss, "global_aux_loss" for the loss over the global batch.
             scores: Scores of each token, [s b, experts].
-            best: The experts of each token that count, int64 [s b, n].
+            best: The experts that count for each token, int64 [s b, n].
             sequences: Number of interleaved sequences b.
         """
         plan, layout = self.plan, self.layout
@@ -190,9 +190,9 @@ class Router(nn.Module):
         return (sums * hits).sum() * factor
 
     def _with_loss(self, x: Tensor, kind: str, coefficient: float, part: Tensor) -> Tensor:
-        """Return x, whose backward pass also differentiates this rank's part of the loss."""
+        """Return x with the loss attached, so that its backward pass adds this part's gradients."""
         layout = self.layout
-        # Without sequence parallelism every tensor rank has the same part.
+        # Without sequence parallelism, every tensor rank has the same part.
         self.state.add_loss(kind, part.detach() * layout.sequence.size / layout.tensor.size)
         # Gradients are averaged over context ranks, but the parts add up.
         return attach(x, part * (coefficient * layout.context.size), self.state.loss_scale)
@@ -213,10 +213,10 @@ def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
 
 
 def balance(logits: Tensor) -> Tensor:
-    """Return scores with the same sum for all tokens and for all experts (Sinkhorn's algorithm).
+    """Balance scores by Sinkhorn's algorithm: all tokens get equal sums, and all experts too.
 
-    As in Megatron Core, iterations end when the factors of the experts hardly change. The host
-    waits for the device in each one.
+    As in Megatron Core, iterations end when the experts' factors hardly change. The host waits for
+    the device in each iteration.
 
     Args:
         logits: [T, experts].
@@ -236,8 +236,8 @@ def balance(logits: Tensor) -> Tensor:
 def sample(logits: Tensor, chosen: int, uniform: Tensor) -> Tensor:
     """Choose experts with Gumbel noise, as in DeepSpeed: int64 [T, chosen].
 
-    A token's only expert is drawn with the probabilities of a softmax, and the second of two is
-    drawn in the same way from all but the best.
+    If a token has one expert, it is drawn with softmax probabilities. If it has two, the first is
+    the best expert and the second is drawn from all others.
 
     Args:
         logits: [T, experts].
@@ -256,8 +256,8 @@ def sample(logits: Tensor, chosen: int, uniform: Tensor) -> Tensor:
 def balanced_choices(choices: Tensor, scores: Tensor, plan: RouterPlan) -> Tensor:
     """Return the experts of each token that count in a balancing loss, int64 [T, n].
 
-    Megatron Core counts those with the best scores, whatever biases or groups make of them.
-    DeepSpeed counts the chosen ones, but only the first of two.
+    Megatron Core counts the experts with the best scores, regardless of biases and groups.
+    DeepSpeed counts the chosen experts, but only the first of two.
 
     Args:
         choices: The chosen experts, [T, k].
@@ -270,7 +270,7 @@ def balanced_choices(choices: Tensor, scores: Tensor, plan: RouterPlan) -> Tenso
 
 
 def capacity(tokens: int, plan: RouterPlan, *, training: bool = True) -> int | None:
-    """Return how many tokens of a rank's micro-batch an expert keeps.
+    """Return the largest number of tokens of a rank's micro-batch that an expert keeps.
 
     Args:
         tokens: Tokens of the micro-batch on this rank.
@@ -287,7 +287,7 @@ def capacity(tokens: int, plan: RouterPlan, *, training: bool = True) -> int | N
         return None
     if plan.gating is None:
         limit = math.ceil(tokens * plan.chosen / plan.experts * factor)
-    else:  # DeepSpeed multiplies in fp32, where 10 x 1.1 is 11 and not a little more
+    else:  # DeepSpeed multiplies in fp32, where 10 x 1.1 is exactly 11
         limit = math.ceil(np.float32(tokens / plan.experts) * np.float32(factor * plan.chosen))
     return min(max(limit, plan.min_capacity), tokens)
 
@@ -298,11 +298,11 @@ def selects_randomly(plan: RouterPlan) -> bool:
 
 
 def waiting(routing: Routing, plan: RouterPlan, random: Tensor | None) -> Tensor:
-    """Return the place of each choice in its expert's queue: fp32 [T, k], lower ones are kept.
+    """Return the place of each choice in its expert's queue, fp32 [T, k]. The lowest are kept.
 
-    Megatron Core keeps the choices with the highest weights, or the first tokens. DeepSpeed keeps
-    random tokens if they choose one expert, the first tokens' best experts and then the first
-    tokens' second ones if they choose two, and the highest weights if they choose more.
+    Megatron Core keeps the choices with the highest weights, or the first tokens. DeepSpeed's rule
+    depends on the number of experts per token. With one it keeps random tokens; with two it serves
+    best choices in token order, then second choices; with more it keeps the highest weights.
 
     Args:
         routing: The choices.
@@ -331,7 +331,7 @@ def drop(routing: Routing, places: Tensor, limit: int, experts: int) -> Routing:
         experts: Number of experts.
     """
     choices, weights = routing
-    # Each expert's queue [T, experts]: lower numbers are served first, and absent tokens last.
+    # Each expert's queue, [T, experts]: lower numbers are served first, absent tokens last.
     queues = torch.full((len(choices), experts), math.inf, device=choices.device)
     queues.scatter_(1, choices, places)
     served = queues.argsort(dim=0, stable=True)[:limit]  # [limit, experts]

@@ -1,14 +1,14 @@
 """T5: an encoder and a decoder that reads its output (Raffel et al., 2019).
 
-In Megatron's form, positions are learned (or rotary) and shared by encoder and decoder, and the
-output uses the word embedding table. In the paper's form, encoder and decoder have a table of
-relative positions each. Shapes: e the encoder's sequence, d the decoder's, b micro-batch, h hidden,
-v padded vocabulary, t tensor-parallel size.
+In Megatron's version, positions are learned (or rotary) and shared by encoder and decoder, and the
+output uses the word embedding table. In the paper's version, encoder and decoder each have a table
+of relative positions. Shapes: e the encoder's sequence, d the decoder's, b micro-batch, h hidden, v
+padded vocabulary, t tensor-parallel size.
 
-In a pipeline the hidden states of encoder and decoder travel together, [e + d, b, h]: the first
-part embeds both, the encoder's parts pass on the decoder's embedding, and the decoder's parts pass
-on the encoder's output. Every message therefore has the same shape wherever the decoder begins, and
-the embeddings are in a single place.
+In a pipeline, stages send the hidden states of encoder and decoder together, [e + d, b, h]. The
+first stage embeds both, the encoder's stages pass on the decoder's embeddings, and the decoder's
+stages pass on the encoder's output. Every message therefore has the same shape wherever the decoder
+begins, and only the first stage needs the embeddings.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class T5Stack(nn.Module):
         Args:
             hidden: [s, b, h]; [s/t, b, h] with sequence parallelism.
             length: Length of the sequence, s.
-            mask: bool [b, 1, 1, s], True for a token; `None` leaves it to the plan.
+            mask: bool [b, 1, 1, s], True for a token; `None` uses the plan's default.
             *inputs: Further arguments of every layer.
 
         Returns:
@@ -76,8 +76,8 @@ class T5Stack(nn.Module):
 class T5Model(Network):
     """A T5: shared embedding, encoder, decoder, output layer.
 
-    Parameters are allocated but not filled: `parallel.parameter.initialize` does that. Their
-    names are global, whatever part of the model this process holds:
+    Parameters are allocated but not initialized; `parallel.parameter.initialize` does that. Their
+    names are global, whichever part of the model this process holds:
 
         embedding.word.weight, embedding.position.weight            [v, h], [positions, h]
         encoder.position_bias, decoder.position_bias                [buckets, n] (relative)
@@ -88,7 +88,7 @@ class T5Model(Network):
             .cross_norm, .cross_attention.query, .cross_attention.key_value,
             .cross_attention.output, .mlp_norm, .mlp.up, .mlp.down
         decoder.final_norm
-        output.bias, output.weight if it has them                   [v], [v, h]
+        output.bias, output.weight (if the plan has them)           [v], [v, h]
 
     Args:
         plan: The whole network.
@@ -150,7 +150,7 @@ class T5Model(Network):
     ) -> Tensor:
         """Run the layers of this part once.
 
-        The decoder's sequences may end in padding too: no token before it attends to it.
+        The decoder's sequences may end in padding too, because no earlier token attends to it.
 
         Args:
             tokens: [b, e], the encoder's tokens.

@@ -215,8 +215,8 @@ def _build(flags):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--lora-target-modules k_porj", "k_porj matches no layer: use k_proj"),
-        ("--lora-target-modules layers.9.mlp", r"layers.9.mlp matches no layer: use layers.\*.mlp"),
+        ("--lora-target-modules k_porj", "k_porj matches no layer: try k_proj"),
+        ("--lora-target-modules layers.9.mlp", r"layers.9.mlp matches no layer: try layers.\*.mlp"),
         ("--freeze *.adapter", "--freeze .*: all weights are frozen"),
     ],
 )

@@ -84,7 +84,7 @@ def _fingerprint(layout, flags):
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
-        ("layers.*.mpl", r"--freeze layers.\*.mpl matches no parameter: use layers.\*.mlp"),
+        ("layers.*.mpl", r"--freeze layers.\*.mpl matches no parameter: try layers.\*.mlp"),
         ("*", "--freeze \\*: all weights are frozen"),
     ],
 )
