@@ -28,9 +28,8 @@ if __name__ == "__main__":
 from megatron.config import RunConfig
 from megatron.config.finetuning import finetuning_words
 from megatron.finetuning.distillation import Distillation
-from megatron.finetuning.preferences import PreferenceRecipe
+from megatron.finetuning.preferences import PreferenceRecipe, RewardRecipe
 from megatron.finetuning.reference import ReferenceLogProbs
-from megatron.finetuning.rewards import RewardRecipe
 from megatron.training.pretrain import Extras, main
 from megatron.training.recipe import Recipe
 from pretrain_gpt import GPTRecipe

@@ -166,10 +166,12 @@ class NativeReader(Reader):
         self.meta = self.manifest.meta
         tensors = self.manifest.tensors.items()
         self.held = {name: HeldTensor(one.shape, DTYPES[one.dtype]) for name, one in tensors}
-        self._files = {
-            name: _open_shard(path / name, info.bytes, allow_foreign)
-            for name, info in self.manifest.files.items()
-        }
+        self._files = {}
+        for name, info in self.manifest.files.items():
+            file = self._files[name] = MappedFile(path / name, allow_foreign=allow_foreign)
+            if file.size != info.bytes:
+                found = f"{file.size:,} bytes instead of {info.bytes:,}"
+                raise CheckpointError(f"{name}: damaged: {found}")
 
     def verify(
         self, rank: int = 0, ranks: int = 1, *, only: Callable[[str], bool] = lambda name: True
@@ -277,13 +279,6 @@ def _load_manifest(path: Path, allow_foreign: bool) -> manifest.Manifest:
         raise CheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
     except ManifestError as error:
         raise CheckpointError(f"{MANIFEST}: {error}") from error
-
-
-def _open_shard(path: Path, size: int, allow_foreign: bool) -> MappedFile:
-    file = MappedFile(path, allow_foreign=allow_foreign)
-    if file.size != size:
-        raise CheckpointError(f"{path.name}: damaged: {file.size:,} bytes instead of {size:,}")
-    return file
 
 
 class PaddedReader(Reader):

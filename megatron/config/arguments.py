@@ -180,7 +180,12 @@ def add_group(parser: argparse.ArgumentParser, title: str, fields: Iterable[Fiel
     for field in fields:
         options: dict[str, Any] = {"action": _Switch, "off": field.off_names}
         if not field.is_switch:
-            options = {"type": _reader(field), "metavar": _metavar(field)}
+            kinds: dict[type, str] = {int: "N", float: "X", str: "TEXT", bool: "{true,false}"}
+            choices = ",".join(map(str, field.info.choices or ()))
+            options = {
+                "type": _reader(field),
+                "metavar": f"{{{choices}}}" if choices else kinds[field.kind],
+            }
             options["nargs"] = "*" if field.many else None
         if field.names:
             options |= {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
@@ -218,12 +223,6 @@ def _reader(field: Field) -> Any:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read
-
-
-def _metavar(field: Field) -> str:
-    if field.info.choices:
-        return "{" + ",".join(str(choice) for choice in field.info.choices) + "}"
-    return {int: "N", float: "X", str: "TEXT", bool: "{true,false}"}[field.kind]
 
 
 def _help(field: Field) -> str:

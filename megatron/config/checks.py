@@ -10,10 +10,8 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator
 
 from megatron.config import (
-    rules_adapters,
     rules_curriculum,
     rules_data,
-    rules_distillation,
     rules_finetuning,
     rules_legacy,
     rules_model,
@@ -83,7 +81,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.positions,
     rules_model.activation_function,
     rules_model.normalization,
-    rules_adapters.adapters,
+    rules_finetuning.adapters,
     rules_model.attention,
     rules_model.latent_attention,
     rules_model.experts,
@@ -98,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.length,
     rules_training.left_out,
     rules_curriculum.curriculum,
-    rules_distillation.distillation,
+    rules_finetuning.distillation,
     rules_training.learning_rate,
     rules_training.warm_up,
     rules_training.wsd_decay,

@@ -164,7 +164,9 @@ def parse_config(
         path, processes = Path(line.given["config"]), count or world_size
         in_file = line.ask(lambda: yaml_file.read(path, line, processes))
         asked = forget_derived(with_values(start, in_file), world_size)
-    of_deepspeed = _from_deepspeed(line)
+    of_deepspeed = None
+    if (named := line.given.get(_DEEPSPEED.name)) is not None:
+        of_deepspeed = line.ask(lambda: deepspeed.read(Path(named), line.values, line))
     if of_deepspeed is not None:
         asked = with_values(asked, of_deepspeed.values)
     asked = with_values(asked, line.values)
@@ -332,14 +334,6 @@ def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
     line.problems += stray
     _answer(others, line)
     return line
-
-
-def _from_deepspeed(line: _CommandLine) -> deepspeed.DeepSpeedFile | None:
-    """Return the values of the JSON file of --deepspeed_config, or `None` without that flag."""
-    path = line.given.get(_DEEPSPEED.name)
-    if path is None:
-        return None
-    return line.ask(lambda: deepspeed.read(Path(path), line.values, line))
 
 
 def _drop_unknown(

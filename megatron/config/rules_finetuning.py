@@ -1,10 +1,12 @@
-"""Rules for finetuning on conversations."""
+"""Rules for finetuning: conversations, answers, preferences, adapters (LoRA) and distillation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.rules_parallel import excluded
+from megatron.config.adapters import FROZEN_BLOCK
+from megatron.config.fields import near_multiples
+from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions, field_at, flatten
 
 # Flags that have no meaning for conversations, with the only value that they may have.
@@ -20,7 +22,7 @@ _NOT_WITH_SFT = {
 
 
 # Flags with which the model in training cannot generate, with the values that it can.
-_NOT_WITH_SAMPLES: dict[str, tuple[tuple[object, ...], str]] = {
+_NOT_WITH_SAMPLES: Exclusions = {
     "parallel.pipeline_model_parallel_size": ((1,), "the stages wait for training's messages"),
     "parallel.context_parallel_size": ((1,), "an answer is not split over processes"),
     "parallel.expert_model_parallel_size": ((1,), "copies of the model answer by themselves"),
@@ -31,8 +33,17 @@ _NOT_WITH_SAMPLES: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
+_NOT_WITH_TEACHER: Exclusions = {
+    "curriculum.curriculum_schedule": ((None,), "logits are those of whole samples"),
+}
+# Each data-parallel process computes its own files.
+_NOT_WITH_SAVING: Exclusions = {
+    "parallel.expert_model_parallel_size": ((1,), "processes compute different files"),
+}
+
+
 # Flags with which products or sums are not those of --batch-invariant-mode.
-_NOT_BATCH_INVARIANT: dict[str, tuple[tuple[object, ...], str]] = {
+_NOT_BATCH_INVARIANT: Exclusions = {
     "precision.bf16": ((False,), "it computes in fp32"),
     "precision.fp16": ((False,), "it computes in fp32"),
     "precision.fp8_format": ((None,), "it computes in fp32"),
@@ -53,7 +64,7 @@ def batch_invariance(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 # Further flags with which a model cannot train on its own answers.
-_NOT_WITH_ROLLOUTS: dict[str, tuple[tuple[object, ...], str]] = {
+_NOT_WITH_ROLLOUTS: Exclusions = {
     **_NOT_WITH_SAMPLES,
     "training.calculate_per_token_loss": ((False,), "every answer's tokens have their own weight"),
     "data.mock_data": ((False,), "prompts are read from a file"),
@@ -62,7 +73,7 @@ _NOT_WITH_ROLLOUTS: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 # Flags with which a reward model cannot be trained, with the values that it can.
-_NOT_WITH_REWARDS: dict[str, tuple[tuple[object, ...], str]] = {
+_NOT_WITH_REWARDS: Exclusions = {
     "model.lora_rank": ((None,), "adapters freeze all other weights, the new head among them"),
     "finetuning.sample_prompts": ((None,), "a reward model writes no text"),
     "checkpoint.ckpt_format": (("native",), "Megatron's formats have no name for its head"),
@@ -161,3 +172,108 @@ def dropout_of_preferences(config: RunOptions) -> Iterator[str]:
                 f"{name} {value:g} with --preference-loss {loss}: the reference model has no "
                 f"dropout, so that rewards are noisy: {name} 0 is what TRL does"
             )
+
+
+def adapters(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that does not go together with adapters."""
+    model, parallel, rank = config.model, config.parallel, config.model.lora_rank
+    if rank is None:
+        return
+    shown = f"--lora-rank {rank}"
+    if config.precision.fp8_format is not None:
+        yield f"{shown}: frozen weights do not multiply in 8 bits: use --bf16 without --fp8-format"
+    if model.use_dora and parallel.zero_stage == 3:
+        yield (
+            "--use-dora: the lengths of rows are not known while weights are in shards: use "
+            "--zero-stage 2, or drop the flag"
+        )
+    groups, tensor = model.num_query_groups, parallel.tensor_model_parallel_size
+    if model.group_query_attention and groups and groups < tensor:
+        yield (
+            f"{shown}: --tensor-model-parallel-size {tensor} divides the {groups} query groups: "
+            f"use at most {groups}"
+        )
+    if config.checkpoint.ckpt_format != "native":
+        yield (
+            f"{shown}: --ckpt-format {config.checkpoint.ckpt_format} has no adapters: use native, "
+            "and merge them when you convert the checkpoint"
+        )
+    if model.frozen_weights_dtype is not None:
+        yield from _packed_weights(config)
+
+
+def _packed_weights(config: RunOptions) -> Iterator[str]:
+    """Yield an error for each setting that does not go together with packed frozen weights."""
+    shown = f"--frozen-weights-dtype {config.model.frozen_weights_dtype}"
+    if config.parallel.zero_stage == 3:
+        yield (
+            f"{shown}: --zero-stage 3 keeps shards of weights in fp32, and gathers them in the "
+            "weights' format: use --zero-stage 2, or drop the flag"
+        )
+    if config.parallel.ddp_impl == "torch":
+        yield (
+            f"{shown}: --DDP-impl torch sends all weights to all processes: use --DDP-impl local, "
+            "or drop the flag"
+        )
+    for name, size, parts in _row_widths(config):
+        if size % (FROZEN_BLOCK * parts):
+            share = f" on each of {parts} processes" if parts > 1 else ""
+            yield (
+                f"{shown}: {name} {size} is not a multiple of {FROZEN_BLOCK}{share}, and so many "
+                f"weights share a scale: use {near_multiples(size, FROZEN_BLOCK * parts)}, fewer "
+                "tensor-parallel processes, or drop the flag"
+            )
+
+
+def _row_widths(config: RunOptions) -> Iterator[tuple[str, int, int]]:
+    """Yield the name and size of each linear layer's input, and the parts that it is cut into."""
+    model, parallel = config.model, config.parallel
+    split = max(1, parallel.tensor_model_parallel_size)
+    yield "--hidden-size", model.hidden_size or 0, 1
+    heads, head = model.num_attention_heads or 0, model.kv_channels or 0
+    yield "--num-attention-heads x --kv-channels", heads * head, split
+    yield "--ffn-hidden-size", model.ffn_hidden_size or 0, split
+    if model.num_experts:
+        of_experts = parallel.expert_tensor_parallel_size or split
+        yield "--moe-ffn-hidden-size", model.moe_ffn_hidden_size or 0, of_experts
+        shared = model.moe_shared_expert_intermediate_size or 0
+        yield "--moe-shared-expert-intermediate-size", shared, split
+
+
+def distillation(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each flag of distillation that contradicts another."""
+    asked = config.distillation
+    sources = {
+        "--teacher-load": asked.teacher_load,
+        "--logits-load-dir": asked.logits_load_dir,
+        "--logits-save-dir": asked.logits_save_dir,
+    }
+    given = [f"{flag} {value}" for flag, value in sources.items() if value is not None]
+    if not given:
+        return
+    yield from excluded(config, given[0], _NOT_WITH_TEACHER)
+    if asked.logits_load_dir is not None and len(given) > 1:
+        others = " and ".join(one for one in given if not one.startswith("--logits-load-dir"))
+        yield (
+            f"--logits-load-dir {asked.logits_load_dir} cannot be combined with {others}: a run "
+            "learns from files, learns from a model, or writes files: drop one of them"
+        )
+    precision = config.precision
+    if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "linear":
+        yield (
+            f"{given[0]} cannot be combined with --cross-entropy-fusion-impl linear, which never "
+            "holds all logits: drop one of them"
+        )
+    if asked.logits_save_dir is None:
+        return
+    yield from excluded(config, f"--logits-save-dir {asked.logits_save_dir}", _NOT_WITH_SAVING)
+    if asked.logits_save_top_k is None:
+        yield (
+            f"--logits-save-dir {asked.logits_save_dir} requires --logits-save-top-k: add it "
+            "(100 is usual; a number as large as the vocabulary keeps everything)"
+        )
+    if asked.teacher_load is None and config.checkpoint.load is None:
+        yield (
+            f"--logits-save-dir {asked.logits_save_dir} requires a teacher: name its checkpoint "
+            "with --teacher-load"
+        )

@@ -2,17 +2,28 @@
 
 The two documents of a pair lie next to each other in one row. The loss is the mean over the pairs
 of the global batch, because rows hold different numbers of them.
+
+The losses of DPO and its variants are functions of the log-probabilities of P pairs. Rewards are
+TRL's: beta times the log-ratio of policy and reference, or beta times the mean log-probability of a
+token if the loss has no reference.
+
+A reward model has a linear layer instead of the output layer. The reward of an answer is the
+layer's value at the answer's last token, and the loss is that of Bradley and Terry's model of
+comparisons, as in InstructGPT (Ouyang et al., 2022, arXiv:2203.02155).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.stages import ModelPart
+from megatron.config.preferences import PreferenceConfig
 from megatron.data.datasets import DataRequest
 from megatron.data.gpt import context_part, make_batch
 from megatron.data.preferences import (
@@ -22,49 +33,136 @@ from megatron.data.preferences import (
     preference_members,
 )
 from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS, TRAINED
-from megatron.finetuning.documents import DocumentSums, document_sums
-from megatron.finetuning.preference_losses import Pairs, pair_losses
+from megatron.finetuning.documents import ComparingRecipe, DocumentSums, document_sums
 from megatron.kernels.attention import Segments
-from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
-from megatron.models.plan import HeadSpec
-from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.recipe import Batch, SampleCounts, Splits
 
-# TRL's names of what is logged.
-METRICS = (
+# TRL's names of the numbers in the log.
+REWARD_METRICS = (
     "loss",
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
-    *("logps/chosen", "logps/rejected"),
 )
+METRICS = (*REWARD_METRICS, "logps/chosen", "logps/rejected")
 
 
-class PreferenceRecipe:
-    """The losses of `preference_losses` on packed pairs."""
+class Pairs(NamedTuple):
+    """One number for each answer of P pairs.
+
+    Attributes:
+        chosen: The numbers of the chosen answers, [P].
+        rejected: The numbers of the rejected answers, [P].
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+
+    @property
+    def difference(self) -> Tensor:
+        """The number of the chosen answer minus that of the rejected one, [P]."""
+        return self.chosen - self.rejected
+
+    def over(self, divisors: Pairs) -> Pairs:
+        """Return the numbers divided by others, of which none counts as less than 1."""
+        return Pairs(*(x / n.clamp(min=1) for x, n in zip(self, divisors, strict=True)))
+
+
+class PairLosses(NamedTuple):
+    """The losses of P pairs, and the rewards of their answers.
+
+    Attributes:
+        losses: The losses, [P].
+        rewards: The rewards, without a gradient.
+    """
+
+    losses: Tensor
+    rewards: Pairs
+
+
+def pair_losses(
+    options: PreferenceConfig, policy: Pairs, tokens: Pairs, reference: Pairs | None = None
+) -> PairLosses:
+    """Return the loss of each pair, and its rewards.
+
+    Args:
+        options: The name of the loss and its numbers.
+        policy: The log-probabilities of the answers, sums over their tokens.
+        tokens: The number of tokens in each answer.
+        reference: What `policy` is for the reference model; `None` if the loss has none.
+    """
+    beta, smoothing = options.preference_beta, options.preference_label_smoothing
+    if reference is None:
+        scores = policy.over(tokens)
+    else:
+        scores = Pairs(*(x - y for x, y in zip(policy, reference, strict=True)))
+    match options.preference_loss:
+        case "dpo":
+            losses = smoothed(beta * scores.difference, smoothing)
+        case "ipo":
+            # Azar et al., 2023, arXiv:2310.12036, with mean log-probabilities as its authors use.
+            losses = (scores.over(tokens).difference - 1 / (2 * beta)) ** 2
+        case "hinge":  # SLiC-HF (Zhao et al., 2023, arXiv:2305.10425)
+            losses = torch.relu(1 - beta * scores.difference)
+        case "robust":
+            losses = robust(beta * scores.difference, smoothing)
+        case "simpo":
+            losses = smoothed(beta * scores.difference - options.simpo_gamma, smoothing)
+        case "orpo":
+            losses = -scores.chosen - beta * F.logsigmoid(log_odds(scores))
+        case loss:
+            raise AssertionError(f"{loss} is no loss of log-probabilities")
+    return PairLosses(losses, Pairs(*(beta * score.detach() for score in scores)))
+
+
+def smoothed(margin: Tensor, smoothing: float) -> Tensor:
+    """Return -log sigmoid(margin), or its mean under labels of which some are wrong.
+
+    Direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and, with smoothing,
+    conservative DPO (Mitchell, 2023). Minus a target margin it is SimPO (Meng et al., 2024,
+    arXiv:2405.14734).
+    """
+    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def robust(margin: Tensor, smoothing: float) -> Tensor:
+    """Return the unbiased estimate of DPO's loss under labels of which some are wrong.
+
+    Chowdhury et al., 2024, arXiv:2403.00409.
+    """
+    wrong = smoothing * F.logsigmoid(-margin)
+    return (wrong - (1 - smoothing) * F.logsigmoid(margin)) / (1 - 2 * smoothing)
+
+
+def log_odds(means: Pairs) -> Tensor:
+    """Return the logarithm of the ratio of the answers' odds, [P].
+
+    The odds of ORPO (Hong et al., 2024, arXiv:2403.07691) are p / (1 - p), in which log p is the
+    mean log-probability of a token.
+
+    Args:
+        means: The mean log-probabilities, below 0.
+    """
+    return means.difference - (log1mexp(means.chosen) - log1mexp(means.rejected))
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """Return log(1 - exp(x)) for x below 0, without a loss of digits at either end."""
+    near = x > -math.log(2)
+    # Each form gets inputs for which its gradient is finite, because `where` multiplies it by 0.
+    small = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
+    return torch.where(near, small, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+
+
+class PreferenceRecipe(ComparingRecipe):
+    """A recipe for training on packed pairs with a loss of log-probabilities."""
 
     program = "finetune.py"
-    architecture = "gpt"
-    head = HeadSpec(compares=True)
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log names of the loss and of what TRL reports beside it."""
+        """Return the log names of the loss and of TRL's other metrics."""
         return METRICS
-
-    def build_part(
-        self,
-        config: RunConfig,
-        context: BuildContext,
-        padded_vocab_size: int,
-        part: ModelPart,
-    ) -> GPTModel:
-        """Build one pipeline stage's part of the model."""
-        return build_model(GPTModel, config, context, padded_vocab_size, part)
-
-    def describe_kernels(self, part: GPTModel) -> str:
-        """Name the form of attention and say why it was chosen."""
-        return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
@@ -113,18 +211,61 @@ class PreferenceRecipe:
             reference = pairs_of(at_segments(batch, REFERENCE), is_pair)
         result = pair_losses(config.preferences, policy, tokens, reference)
         values = {
-            "loss": result.losses,
-            "rewards/chosen": result.rewards.chosen,
-            "rewards/rejected": result.rewards.rejected,
-            "rewards/accuracies": (result.rewards.difference > 0).double(),
-            "rewards/margins": result.rewards.difference,
+            **_reward_metrics(result),
             "logps/chosen": policy.chosen.detach(),
             "logps/rejected": policy.rejected.detach(),
         }
-        count = is_pair.sum().clamp(min=1)
-        return {
-            name: (torch.where(is_pair, values[name], 0).sum() / count).float() for name in METRICS
-        }
+        return _means_over_pairs(values, is_pair)
+
+
+class RewardRecipe(PreferenceRecipe):
+    """A recipe for training a reward model on packed pairs."""
+
+    def loss_names(self, config: RunConfig) -> tuple[str, ...]:
+        """Return the log names of the loss and of the metrics that are reported with it."""
+        return REWARD_METRICS
+
+    def forward(
+        self,
+        part: GPTModel,
+        batch: Batch,
+        hidden: Tensor | None,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        layout: Layout,
+    ) -> Tensor | Mapping[str, Tensor]:
+        """Run one micro-batch through a part of the model; at its end return loss and metrics."""
+        found = run_part(part, batch, hidden, tokenizer, layout)
+        if not part.part.head:
+            return found
+        is_pair = at_segments(batch, PAIRS)[:-1] > 0
+        rewards = pairs_of(last_values(found, batch, layout), is_pair)
+        losses = -F.logsigmoid(rewards.difference)
+        centering = config.preferences.center_rewards_coefficient
+        if centering:  # Eisenstein et al., 2023, arXiv:2312.09244
+            losses = losses + centering * (rewards.chosen + rewards.rejected) ** 2
+        result = PairLosses(losses, Pairs(*(reward.detach() for reward in rewards)))
+        return _means_over_pairs(_reward_metrics(result), is_pair)
+
+
+def _reward_metrics(result: PairLosses) -> dict[str, Tensor]:
+    """Return the values of `REWARD_METRICS` for each pair, [P]."""
+    difference = result.rewards.difference
+    return {
+        "loss": result.losses,
+        "rewards/chosen": result.rewards.chosen,
+        "rewards/rejected": result.rewards.rejected,
+        "rewards/accuracies": (difference > 0).double(),
+        "rewards/margins": difference,
+    }
+
+
+def _means_over_pairs(values: Mapping[str, Tensor], is_pair: Tensor) -> dict[str, Tensor]:
+    """Return the mean of each metric over the pairs of a micro-batch, or 0 if it has none."""
+    count = is_pair.sum().clamp(min=1)
+    return {
+        name: (torch.where(is_pair, each, 0).sum() / count).float() for name, each in values.items()
+    }
 
 
 def run_documents(
@@ -188,3 +329,18 @@ def pairs_of(values: Tensor, is_pair: Tensor) -> Pairs:
             follows, [k - 1]. The others get -1, for which every loss has a finite gradient.
     """
     return Pairs(torch.where(is_pair, values[:-1], -1.0), torch.where(is_pair, values[1:], -1.0))
+
+
+def last_values(scores: Tensor, batch: Batch, layout: Layout) -> Tensor:
+    """Return the score at the last token of each segment, fp64 [k]. Collective over context ranks.
+
+    Args:
+        scores: The score of each token on this context rank, [b, s/C].
+        batch: Rows of packed documents.
+        layout: The ranks of this process.
+    """
+    ends = batch[SEGMENT_ENDS]
+    is_last = torch.zeros_like(batch[TRAINED]).flatten()
+    is_last[(ends[1:] - 1).clamp(min=0)] = 1
+    is_last = is_last.view_as(batch[TRAINED])
+    return document_sums(-scores, is_last, ends, layout.context).log_probs

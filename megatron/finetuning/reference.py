@@ -127,18 +127,14 @@ def _is_base(run: Run, source: Path | None) -> bool:
     if run.config.model.lora_rank is None:
         return False
     if run.progress.iteration == 0:
-        return weights_checksum(run, _makes_output) == 0
+        # An adapter changes nothing if the parameters that make its output are all zero.
+        return weights_checksum(run, lambda name: is_of_adapter(name) and name.endswith(".b")) == 0
     base = str(weights_checksum(run, lambda name: not is_of_adapter(name)))
     is_base = torch.ones(1, dtype=torch.int64, device=run.device.torch_device)
     if run.layout.world.rank == 0 and source is not None and source.exists():
         held = _load(source)
         is_base.fill_(held is not None and held.weights == base)
     return bool(broadcast(is_base, run.layout.world).item())
-
-
-def _makes_output(name: str) -> bool:
-    """Return whether an adapter whose parameters of such names are all zero changes nothing."""
-    return is_of_adapter(name) and name.endswith(".b")
 
 
 @torch.no_grad()

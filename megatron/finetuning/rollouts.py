@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron.config import RunConfig, rules_finetuning
 from megatron.config.checks import find_problems
-from megatron.config.stages import ModelPart
 from megatron.data.chat import padding_token
 from megatron.data.gpt import TokenBatch, make_batch
 from megatron.data.json_lines import read_objects
@@ -30,14 +29,12 @@ from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS, TRAINED, Sample
 from megatron.device import Device
 from megatron.errors import ConfigError, DataError
 from megatron.finetuning.distillation import GPTTeacher
+from megatron.finetuning.documents import ComparingRecipe
 from megatron.inference.request import Sampling
 from megatron.kernels import batch_invariant
 from megatron.kernels.attention import Segments
 from megatron.kernels.cross_entropy import CrossEntropy
-from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
-from megatron.models.plan import HeadSpec
-from megatron.parallel.build import BuildContext
 from megatron.parallel.cross_entropy import vocabulary_cross_entropy
 from megatron.parallel.distillation import VocabularyPart
 from megatron.parallel.layout import Layout
@@ -142,7 +139,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     return records
 
 
-class RolloutRecipe:
+class RolloutRecipe(ComparingRecipe):
     """A recipe that trains on rows of answers. A subclass states the loss.
 
     Attributes:
@@ -151,8 +148,6 @@ class RolloutRecipe:
     """
 
     program = "rollouts"
-    architecture = "gpt"
-    head = HeadSpec(compares=True)
     reference: GPTTeacher | None = None
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
@@ -169,20 +164,6 @@ class RolloutRecipe:
                 with a reference model, `REFERENCE_LOG_PROBS`, [b, s].
         """
         raise NotImplementedError
-
-    def build_part(
-        self,
-        config: RunConfig,
-        context: BuildContext,
-        padded_vocab_size: int,
-        part: ModelPart,
-    ) -> GPTModel:
-        """Build the model."""
-        return build_model(GPTModel, config, context, padded_vocab_size, part)
-
-    def describe_kernels(self, part: GPTModel) -> str:
-        """Name the form of attention and say why it was chosen."""
-        return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout

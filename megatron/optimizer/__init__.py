@@ -1,12 +1,10 @@
 """The optimizer, which turns averaged gradients into new weights.
 
-optimizer     the step: unscale, clip, check, update
-rules         update rules (AdamW, SGD), their choice, and offloading to the host
-muon          Muon, an update rule for matrices
-newton_schulz orthogonalization of matrices
-update        what an update rule gets and returns
-groups        groups of parameters that are updated alike
-norms         norms over the whole model
-loss_scale    a constant or dynamic loss scale
-schedule      learning rate and weight decay by consumed samples
+optimizer  the step: unscale, clip, check, update; the constant or dynamic loss scale
+rules      update rules (AdamW, SGD), their choice, and offloading to the host
+muon       Muon, an update rule for matrices, and how it orthogonalizes them
+update     what an update rule gets and returns
+groups     groups of parameters that are updated in the same way
+norms      norms over the whole model
+schedule   learning rate and weight decay by consumed samples
 """

@@ -4,6 +4,11 @@ Under ZeRO stages 1 and 2 the bucket plan gives each matrix to one process of th
 which holds its momentum and orthogonalizes it. Under stage 3 every process holds some rows of each
 matrix; the rows of an update travel to one process and come back orthogonalized (`RowExchange`).
 Matrices that tensor ranks divide follow --muon-tp-mode.
+
+Newton-Schulz iterations orthogonalize matrices with products alone. For a matrix X = U S V^T, an
+iteration computes a X + (b G + c G G) X with G = X X^T: it maps every singular value s to
+a s + b s^3 + c s^5 and leaves U and V alone. A few of them bring all singular values of a
+normalized matrix close to 1.
 """
 
 from __future__ import annotations
@@ -11,20 +16,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.adam import copy_weights
 from megatron.kernels.library import KernelLibrary
-from megatron.optimizer.newton_schulz import COEFFICIENTS, orthogonalize
 from megatron.optimizer.update import MatrixPlace, Step, Update, UpdateTensors
-from megatron.parallel.buckets import Span, row_shards
-from megatron.parallel.collectives import all_gather, all_to_all_rows
+from megatron.parallel.buckets import row_shards
+from megatron.parallel.collectives import all_gather, all_reduce, all_to_all_rows
 from megatron.parallel.layout import Axis
 from megatron.parallel.parameter import ParameterSpec
 
 CHUNK = 2**27  # elements orthogonalized at a time, which bounds the temporary memory
+COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    # One polynomial for all iterations, steep at 0: singular values end between 0.7 and 1.2.
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    # A polynomial for each of five iterations, which end closer to 1.
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+"""Coefficients (a, b, c) of the iterations for each value of --muon-coefficient-type."""
+
+_EPS = 1e-7  # smallest norm to divide by
 
 
 @dataclass(frozen=True)
@@ -204,7 +224,10 @@ class RowExchange:
         # In the order of the messages: by owner, then by place.
         self._order = sorted(range(len(places)), key=lambda i: (owners[i], i))
         self.owned = [places[i] for i in self._order if owners[i] == axis.rank]
-        shards = [_row_shards(place.spec, axis.size) for place in places]
+        shards = []  # the elements that each rank holds of each parameter under ZeRO stage 3
+        for place in places:
+            elements = torch.Size(place.spec.shape).numel()
+            shards.append(row_shards(elements // place.spec.shape[-1], elements, axis.size))
         self._sent = [0] * axis.size
         for i in self._order:
             self._sent[owners[i]] += shards[i][axis.rank].size
@@ -241,12 +264,6 @@ class RowExchange:
         sizes = [parts[i].numel() for i in self._order]
         for i, changed in zip(self._order, back.split(sizes), strict=True):
             parts[i].copy_(changed)
-
-
-def _row_shards(spec: ParameterSpec, ranks: int) -> list[Span]:
-    """Return the elements of a parameter that each rank holds under ZeRO stage 3."""
-    elements = torch.Size(spec.shape).numel()
-    return row_shards(elements // spec.shape[-1], elements, ranks)
 
 
 @dataclass(frozen=True)
@@ -380,3 +397,47 @@ class _Orthogonalization:
         assert dim is not None
         joined = all_gather(tensor.movedim(dim, 0).contiguous(), place.tensor)
         return joined.movedim(0, dim).contiguous()
+
+
+def orthogonalize(
+    x: Tensor,
+    coefficients: Sequence[tuple[float, float, float]],
+    steps: int,
+    *,
+    precision: str,
+    split_dim: int | None = None,
+    axis: Axis | None = None,
+) -> Tensor:
+    """Return matrices with the singular vectors of `x` and singular values near 1.
+
+    Collective over `axis`, if it is given: each process then has a part of every matrix.
+
+    Args:
+        x: Equally shaped matrices, [k, rows, columns]; bf16 if `precision` is medium, or fp32.
+        coefficients: Those of the first iterations; they repeat.
+        steps: The number of iterations.
+        precision: "medium" computes in bf16. "high" and "highest" compute in fp32, with PyTorch's
+            setting of that name for products.
+        split_dim: The dimension of a matrix, 0 or 1, that the processes divide.
+        axis: The processes that divide it.
+    """
+    # X^T X or X X^T: the smaller product, or the one that adds over the divided dimension.
+    is_turned = x.shape[1] > x.shape[2] if axis is None else split_dim == 0
+    x = x.mT if is_turned else x
+    if axis is None:
+        norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    else:  # the norm of whole matrices
+        part = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+        norm = all_reduce(part.square_(), axis).sqrt_()
+    x = x / norm.clamp_(min=_EPS).to(x.dtype)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if precision == "medium" else precision)
+    try:
+        for a, b, c in islice(cycle(coefficients), steps):
+            gram = x @ x.mT
+            if axis is not None:
+                all_reduce(gram, axis)
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return x.mT if is_turned else x

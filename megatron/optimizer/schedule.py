@@ -68,7 +68,12 @@ class LearningRateSchedule:
         if self.style == "range-test":
             return self._range_test_at(samples)
         if self.warmup > 0 and samples <= self.warmup:
-            return self.initial + (self.peak - self.initial) * self._warm_up_at(samples)
+            done = samples / self.warmup
+            if self.log_update is not None:
+                # DeepSpeed's warm-up is complete one update before its end.
+                updates = max(2.0, self.warmup / self.log_update)
+                done = min(1.0, log1p(samples / self.log_update) / log(updates))
+            return self.initial + (self.peak - self.initial) * done
         if self.style == "constant":
             return self.peak
         if samples > self.decay or self.decay <= self.warmup:
@@ -82,13 +87,6 @@ class LearningRateSchedule:
             begin, shape = self.decay - self.anneal, self.anneal_style
         done = max(0.0, (samples - begin) / (self.decay - begin))
         return self.minimum + _SHAPES[shape](done) * (self.peak - self.minimum)
-
-    def _warm_up_at(self, samples: float) -> float:
-        if self.log_update is None:
-            return samples / self.warmup
-        # It is complete one update before its end, as DeepSpeed's.
-        updates = max(2.0, self.warmup / self.log_update)
-        return min(1.0, log1p(samples / self.log_update) / log(updates))
 
     def _range_test_at(self, samples: float) -> float:
         assert self.step is not None, "given by flags, or by the checkpoint"
@@ -256,7 +254,11 @@ class Schedules:
                 none; or it holds a value that no schedule has.
         """
         given = saved
-        saved = _with_tokens({_OLD_NAMES.get(key, key): value for key, value in saved.items()})
+        saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
+        decay = saved.get("lr_decay_tokens")
+        if decay is not None:  # Megatron-DeepSpeed's lengths in tokens
+            warmup = saved.get("lr_warmup_tokens") or 0
+            saved |= {"lr_decay_steps": decay, "lr_warmup_steps": warmup, "lr_in_tokens": True}
         seen: Any = saved.get("num_steps")
         if not _is_number(seen):
             what = "no num_steps" if seen is None else f"num_steps {seen!r}, which is not a number"
@@ -312,15 +314,6 @@ class Schedules:
             # We write both or neither; other programs may write only one.
             _decoupled(learning_rate, **changes["decoupled"]),
         )
-
-
-def _with_tokens(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved schedule with Megatron-DeepSpeed's lengths in tokens under our names."""
-    decay = saved.get("lr_decay_tokens")
-    if decay is None:
-        return saved
-    warmup = saved.get("lr_warmup_tokens") or 0
-    return saved | {"lr_decay_steps": decay, "lr_warmup_steps": warmup, "lr_in_tokens": True}
 
 
 _RUN = "--train-iters or --train-samples"

@@ -154,15 +154,11 @@ class ExitRequest:
     @property
     def wanted(self) -> bool:
         """Whether this process has been asked to exit. Other processes may not know yet."""
-        return self.code != EXIT_OK or self._late or self._sees_kill_switch()
-
-    def _sees_kill_switch(self) -> bool:
-        """Return whether the kill switch has been seen. Look for it at most once a second."""
-        if self._kill_switch is None or self._is_switched or time.monotonic() < self._next_look:
-            return self._is_switched
-        self._next_look = time.monotonic() + _LOOK_SECONDS
-        self._is_switched = os.path.exists(self._kill_switch)  # False if it cannot be looked at
-        return self._is_switched
+        now = time.monotonic()
+        if self._kill_switch is not None and not self._is_switched and now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self._is_switched = os.path.exists(self._kill_switch)  # False if it cannot be read
+        return self.code != EXIT_OK or self._late or self._is_switched
 
     @property
     def _late(self) -> bool:

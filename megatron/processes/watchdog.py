@@ -495,21 +495,20 @@ class Watchdog:
 
     def _leave(self, code: int, text: str | None = None) -> None:
         """End the process, whatever its main thread or the reader of its output waits for."""
+
+        def write_last() -> None:
+            with suppress(OSError, ValueError):  # the disk of the log is full, or its reader ended
+                if text is not None:
+                    sys.stderr.write(text + "\n")
+                sys.stderr.flush()
+                sys.stdout.flush()
+
         try:
-            writer = threading.Thread(target=_write_last, args=(text,), daemon=True)
+            writer = threading.Thread(target=write_last, daemon=True)
             writer.start()
             writer.join(timeout=BEAT)
         finally:  # even if no thread can be started
             os._exit(code)
-
-
-def _write_last(text: str | None) -> None:
-    """Write the last message of this process, and any output not yet written."""
-    with suppress(OSError, ValueError):  # the disk of the log is full, or its reader has ended
-        if text is not None:
-            sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-        sys.stdout.flush()
 
 
 def source_of(frame: FrameType | None) -> str:

@@ -9,7 +9,6 @@ The modules, in the order in which a run uses them:
     passes         runs micro-batches through the model in the order of a pipeline schedule
     callbacks      side tasks of a run: logging, saving, profiling
     generation     answers of the model in training to prompts
-    run_start      all settings and facts of a run, for the records that callbacks write
     find_lr        finds a learning rate by short training
     checkpointing  saves the state of a run and restores it
     from_bert      starts a bi-encoder from a BERT

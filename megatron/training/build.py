@@ -21,6 +21,7 @@ from megatron.optimizer.groups import split_groups
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.rules import rules_of
 from megatron.optimizer.schedule import Schedules
+from megatron.parallel.exchange import Exchange, GroupExchange
 from megatron.parallel.fp8 import AmaxHistory, DelayedScaling
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
@@ -31,7 +32,9 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients, TorchDataParallel, shares_weights
 from megatron.parallel.tied import unite_copies
+from megatron.planner.memory import largest_message
 from megatron.processes.ending import ExitRequest
+from megatron.processes.groups import BACKSTOP
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.training import checkpointing, gradient_sharing
@@ -40,7 +43,6 @@ from megatron.training.passes import message_shape
 from megatron.training.recipe import CountsEpochs, Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
 from megatron.training.run import ParallelModel, Run
-from megatron.training.tensor_overlap import new_exchange
 from megatron.training.timers import OperationClock, SaveClock, Timers
 
 
@@ -223,6 +225,34 @@ def parallelize(
         count_zeros=config.logging.log_num_zeros_in_grad,
     )
     return ParallelModel(plan, parts, layers, ties, history, queue, gradients, forward, optimizer)
+
+
+def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) -> Exchange | None:
+    """Return the exchange that overlaps tensor-parallel communication with matrix products.
+
+    Collective over the tensor ranks, which are on one machine. `None` if overlap is off or there is
+    only one rank.
+
+    Args:
+        config: The run's configuration.
+        layout: The grid of processes as this process sees it.
+        device: The device on which this process computes.
+        texts: The number of sequences in a sample.
+
+    Raises:
+        ConfigError: The ranks' GPUs cannot map each other's memory.
+    """
+    if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
+        return None
+    if not device.is_gpu:
+        return GroupExchange(layout.tensor)
+    from megatron.parallel.symmetric_memory import SymmetricExchange  # imports much
+
+    # The same limit as the communication library's, which also ends without naming the missing
+    # rank.
+    seconds = 60 * config.parallel.distributed_timeout_minutes + BACKSTOP.total_seconds()
+    message = largest_message(config, layout, texts)
+    return SymmetricExchange(layout.tensor, device.torch_device, message, seconds=seconds)
 
 
 def _connect(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from megatron.checkpoint.background import Saved
 from megatron.checkpoint.compatibility import check_network, check_states
 from megatron.checkpoint.entries import (
     Entry,
-    Json,
     State,
     boxes_of_range,
     buffer_state,
@@ -31,6 +31,8 @@ from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter, plain_networ
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.retro import is_of_retrieval
+from megatron.config.run import field_at
+from megatron.config.run import flatten as flatten_options
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.data.text_stream import load_places, save_places
 from megatron.errors import CheckpointError, ConfigError
@@ -41,7 +43,6 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.batches import evaluation_position
-from megatron.training.loaded_settings import changed_corpus, changed_settings
 from megatron.training.run import Progress, Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
@@ -52,6 +53,30 @@ _ADAPTERS = "the adapters"  # in the log line on what finetuning starts anew
 # BERT's heads: the first ones predict masked tokens, the others the order of the segments.
 _HEADS: tuple[str, ...] = ("model.head.", "model.output.")
 _OF_ORDER = ("model.pooler.", "model.binary_head.")
+
+_LOST = "samples come in another order, and some are seen again"
+_PATHS = ("data.data_path", "data.train_data_path")
+_LENGTHS = ("training.train_iters", "training.train_samples", "training.train_tokens")
+# Settings that decide which sample is the run's k-th. A run's position is otherwise only a count.
+_ORDER = (
+    *_PATHS,
+    "training.seed",
+    "data.mock_data",
+    "data.split",
+    "data.seq_length",
+    "data.decoder_seq_length",
+    "data.dataloader_type",
+    "data.data_sharding",
+    "data.mask_prob",
+    "data.short_seq_prob",
+)
+
+# Flags of the schedule's section that a saved schedule does not replace.
+_NOT_OF_SCHEDULES = (
+    "schedule.lr_warmup_init",
+    "schedule.override_opt_param_scheduler",
+    "schedule.use_checkpoint_opt_param_scheduler",
+)
 
 
 def save_run(run: Run) -> Path:
@@ -373,7 +398,10 @@ def progress_at_start(config: RunConfig, reader: Reader | None) -> Progress:
     meta = reader.meta
     progress.iteration = meta["iteration"]
     progress.consumed_samples = meta["consumed_train_samples"]
-    progress.consumed_tokens = _consumed_tokens(meta, config.data.seq_length)
+    # Only runs whose samples all have the same length saved no count of tokens.
+    length = meta["config"].get("data", {}).get("seq_length") or config.data.seq_length
+    tokens = meta.get("consumed_train_tokens", meta["consumed_train_samples"] * length)
+    progress.consumed_tokens = int(tokens)
     progress.skipped_samples = meta.get("skipped_train_samples", 0)
     if meta.get("rng") and not config.checkpoint.no_load_rng:
         progress.dropout_seed = meta["rng"]["seed"]
@@ -501,12 +529,6 @@ def _check_tokenizer(run: Run, reader: Reader) -> None:
         )
 
 
-def _consumed_tokens(meta: Json, seq_length: int) -> int:
-    """Return the tokens read so far. Checkpoints without the count are of runs of equal samples."""
-    told = meta["config"].get("data", {}).get("seq_length") or seq_length
-    return int(meta.get("consumed_train_tokens", meta["consumed_train_samples"] * told))
-
-
 def _restore_position(run: Run, reader: Reader) -> None:
     """Continue where the checkpoint's run stopped, in data, schedule and random numbers."""
     meta, options = reader.meta, run.config.schedule
@@ -532,3 +554,64 @@ def _restore_position(run: Run, reader: Reader) -> None:
             )
         for line in (*changed_settings(run.config, reader), *changed_corpus(run.corpus, reader)):
             say(line)
+
+
+def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
+    """Yield a log line for each setting that may change and has changed since the checkpoint.
+
+    Megatron-LM's checkpoints have some flags that we lack. For these checkpoints, and for those
+    converted from them, only the settings that decide the order of samples are compared. A Hugging
+    Face model was not trained by a run, so it yields no lines.
+    """
+    here, meta = flatten_options(config), reader.meta
+    # Whether the schedules continue as they were saved (`Schedules.resumed`).
+    fresh = config.checkpoint.no_load_optim or config.training.skip_train
+    keeps_schedule = config.schedule.use_checkpoint_opt_param_scheduler and not fresh
+    if not meta.get("iteration") and not meta.get("consumed_train_samples"):
+        return
+    if reader.format == "native" and "legacy_args" not in meta:
+        old = from_dict(reader.meta["config"], str(reader.path))
+        old = dataclasses.replace(
+            old, checkpoint=config.checkpoint, logging=config.logging, profiling=config.profiling
+        )
+        saved = flatten_options(old)
+    else:
+        args = meta.get("legacy_args") or {}
+        named = {path: args.get(path.partition(".")[2]) for path in (*_ORDER, *_LENGTHS)}
+        known = ((path, value) for path, value in named.items() if value is not None)
+        saved = {path: tuple(v) if isinstance(v, list) else v for path, v in known}
+    for path, value in saved.items():
+        if here[path] == value:
+            continue
+        field = field_at(path)
+        ours, theirs = field.spell(here[path]), field.spell(value)
+        is_rate = path.startswith("schedule.") and path not in _NOT_OF_SCHEDULES
+        change = f"changed since the checkpoint: {ours} instead of {theirs}"
+        if keeps_schedule and (is_rate or "weight_decay" in path):
+            yield f"  --use-checkpoint-opt_param-scheduler: continues with {theirs}, not {ours}"
+        elif path in _ORDER and not (path in _PATHS and _moved(value, here[path])):
+            yield f"WARNING: {change}: {_LOST}"
+        else:
+            yield f"  {change}"
+        if path in _LENGTHS:
+            yield f"  if the corpus is read more than once, {_LOST}"
+
+
+def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
+    """Yield a warning if the content of the training data has changed.
+
+    Args:
+        corpus: The fingerprint of the run's data, or `None` if it is unknown.
+        reader: The checkpoint.
+    """
+    saved = reader.meta.get("corpus")
+    if None not in (corpus, saved) and corpus != saved:
+        yield (
+            "WARNING: changed since the checkpoint: the training data itself (fingerprint "
+            f"{corpus} instead of {saved}): {_LOST}"
+        )
+
+
+def _moved(old: tuple[str, ...] | None, new: tuple[str, ...] | None) -> bool:
+    """Return whether the file names are equal, whatever the folders: probably files were moved."""
+    return [Path(one).name for one in old or ()] == [Path(one).name for one in new or ()]

@@ -141,7 +141,10 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
     # Flags that no later word switches off, or that need those above.
     dropped = {"--rampup-batch-size", "--iterations-to-skip", "--log-sample-ids"}
     dropped |= {"--wandb-exp-name", "--wandb-name", "--wandb-save-dir"}
-    if not _finetunes(words):
+    # The first word of `megatron pretrain` may be a YAML file.
+    is_pretraining, is_finetuning = (words[:2] == ["megatron", x] for x in ("pretrain", "finetune"))
+    given = ["--config", *words[2:]] if is_pretraining else words
+    if not (is_finetuning or asks_for("checkpoint.finetune", given)):  # starts without weights
         texts.append("--load")
         unset += ("--ckpt-step",)
         dropped.add("--exit-on-missing-checkpoint")
@@ -166,15 +169,6 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
         "--lr-range-test-exponential",
         "--check-for-nan-in-loss-and-grad",
     ]
-
-
-def _finetunes(words: Sequence[str]) -> bool:
-    """Return whether a command starts from the weights of --load."""
-    if list(words[:2]) == ["megatron", "finetune"]:
-        return True
-    if list(words[:2]) == ["megatron", "pretrain"]:
-        words = ["--config", *words[2:]]  # its first word may be a YAML file
-    return asks_for("checkpoint.finetune", words)
 
 
 def _without(words: Sequence[str], dropped: Set[str]) -> list[str]:
@@ -231,7 +225,8 @@ def look_at(curve: RateCurve) -> Finding:
     reach = max(2, len(curve.losses) // 30)
     if finite < 4 * reach:
         return Finding(None, _DIVERGES.format(rates[0]), None, None, losses)
-    smooth = _smoothed(losses, reach)
+    near = [losses[max(0, i - reach) : i + reach + 1] for i in range(finite)]
+    smooth = [sum(part) / len(part) for part in near]
     differences = [b - a for a, b in zip(losses, losses[1:], strict=False)][: finite // 2]
     # Neighboring losses differ by noise more than by trend: half their mean square is its variance.
     noise = math.sqrt(sum(d * d for d in differences) / (2 * len(differences)))
@@ -259,12 +254,6 @@ _FOUND = (
     "the loss falls from {:.3f} to {:.3f} at the rate {:.1e}, and has risen at {:.1e}; a tenth of "
     "the rate with the lowest loss leaves a long run room"
 )
-
-
-def _smoothed(values: Sequence[float], reach: int) -> list[float]:
-    """Return the average of each value and up to `reach` neighbors on both sides."""
-    near = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in near]
 
 
 def draw(curve: RateCurve, finding: Finding, output: Path) -> None:

@@ -52,22 +52,18 @@ class StartFromBert(Extras):
         parts = ["projection"]
         if "model.embedding.token_type.weight" not in reader.held:  # without the binary head
             parts.append("embedding.token_type")
-        _equal_projections(run)
+        # As in Megatron, both towers start from the initial projection of the queries' tower.
+        parameters = dict(run.named_parameters())
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if name.startswith(f"{CONTEXT}.projection."):
+                    parameter.copy_(parameters[name.replace(CONTEXT, QUERY)])
         take_weights(
             run, _InTowers(padded), fresh=[f"{tower}.{part}" for tower in TOWERS for part in parts]
         )
         run.pretrained = str(reader.path)
         if run.layout.world.rank == 0:
             say(f"  the towers start from {reader.path}")
-
-
-def _equal_projections(run: Run) -> None:
-    """Give the contexts' tower the initial projection of the queries' tower, as Megatron does."""
-    parameters = dict(run.named_parameters())
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if name.startswith(f"{CONTEXT}.projection."):
-                parameter.copy_(parameters[name.replace(CONTEXT, QUERY)])
 
 
 class _InTowers(Reader):

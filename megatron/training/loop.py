@@ -10,13 +10,13 @@ from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, OutputClosedError
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.logging import LogLine
-from megatron.training.callbacks.nonfinite import NonFinitePolicy
 from megatron.training.callbacks.profiling import PipelineBubble, Profile
 from megatron.training.callbacks.scalars import Scalars, Writer
 from megatron.training.callbacks.small import (
     BadLines,
     EmptyCache,
     GarbageCollection,
+    NonFinitePolicy,
     ProgressBar,
     SampleIds,
 )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_words
 from megatron.errors import EXIT_OK, CheckpointError, ConfigError
-from megatron.finetuning.rewards import METRICS
+from megatron.finetuning.preferences import REWARD_METRICS
 from megatron.parallel.layout import Layout
 from megatron.tools import score
 from megatron.training.pretrain import main
@@ -58,7 +58,7 @@ def test_rewards_of_chosen_answers_grow() -> None:
 def test_every_layout_equals_one_process(sizes: dict[str, int], words: str) -> None:
     expected = one_process()
     for found in run_sharing_memory(2, train_pairs, [*REWARDS.split(), *words.split()], **sizes):
-        for metric in (*METRICS, "grad-norm"):
+        for metric in (*REWARD_METRICS, "grad-norm"):
             assert found[metric] == pytest.approx(expected[metric], rel=2e-4, abs=2e-5), metric
 
 

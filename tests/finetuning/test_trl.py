@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from megatron.config.parser import parse_config
 from megatron.config.preferences import PreferenceConfig
-from megatron.finetuning.preference_losses import Pairs, pair_losses
-from megatron.finetuning.preferences import METRICS
+from megatron.finetuning.preferences import METRICS, Pairs, pair_losses
 from megatron.finetuning.reference import ReferenceLogProbs
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run

@@ -13,9 +13,8 @@ from megatron.config.parser import parse_config
 from megatron.data.conversations import TokenizedExamples
 from megatron.data.packing import one_each, pack
 from megatron.data.preferences import FittedPairs, PreferenceDataset
-from megatron.finetuning.preferences import PreferenceRecipe
+from megatron.finetuning.preferences import PreferenceRecipe, RewardRecipe
 from megatron.finetuning.reference import ReferenceLogProbs
-from megatron.finetuning.rewards import RewardRecipe
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.build import build_run

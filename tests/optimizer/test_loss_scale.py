@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config.precision import PrecisionConfig
-from megatron.optimizer.loss_scale import LossScale, loss_scale_of
+from megatron.optimizer.optimizer import LossScale, loss_scale_of
 
 
 def _run(scale, events):

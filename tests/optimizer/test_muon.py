@@ -8,8 +8,7 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.optimizer.muon import Muon, RowExchange, cost_of
-from megatron.optimizer.newton_schulz import COEFFICIENTS, orthogonalize
+from megatron.optimizer.muon import COEFFICIENTS, Muon, RowExchange, cost_of, orthogonalize
 from megatron.optimizer.update import MatrixPlace
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import ZEROS, Matrices, ParameterSpec

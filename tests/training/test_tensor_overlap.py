@@ -9,7 +9,7 @@ from megatron.device import Device
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import exchange_bytes, largest_message
-from megatron.training.tensor_overlap import new_exchange
+from megatron.training.build import new_exchange
 from tests.training.toy import OF_KIND, TOY, build_toy
 
 SPLIT = "--train-iters 1 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"

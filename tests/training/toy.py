@@ -12,11 +12,11 @@ from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
+from megatron.training.callbacks.scalars import RunStart
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
-from megatron.training.run_start import RunStart
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from pretrain_ict import ICTRecipe

@@ -153,12 +153,17 @@ class CoreReader(Reader):
         tensors = self._index.tensors
         places = {name: names.place_of(name) for name in tensors}
         has_states = any(map(names.is_of_optimizer, tensors)) and None not in places.values()
-        has_states = has_states and all(map(self._is_of_parameter_shape, tensors))
+        weights = {name: self._parameter(name) for name in tensors}
+        # Optimizer states that were flattened have other shapes than their parameters.
+        shapes = ((weight, tensors[name].shape) for name, weight in weights.items())
+        has_states = has_states and all(w is None or w.shape == shape for w, shape in shapes)
         for name, place in places.items():
             tied = self._tied and place is not None and place.parameter == "output.weight"
             if place is None or tied or (place.suffix and not has_states):
                 continue
-            if place.suffix == ".master" and self._is_own_master(name):
+            weight = weights[name]
+            is_fp32 = weight is not None and weight.dtype == torch.float32
+            if place.suffix == ".master" and is_fp32:  # we keep no separate master copy
                 continue
             for ours, source in self._sources_in(name, tensors[name], place):
                 if ours in sources:
@@ -169,16 +174,6 @@ class CoreReader(Reader):
     def _parameter(self, name: str) -> StoredTensor | None:
         """Return the parameter whose optimizer state a tensor holds, if both are there."""
         return self._index.tensors.get(names.parameter_of(name) or "")
-
-    def _is_of_parameter_shape(self, name: str) -> bool:
-        """Return whether a tensor is not an optimizer state that was flattened."""
-        weight = self._parameter(name)
-        return weight is None or weight.shape == self._index.tensors[name].shape
-
-    def _is_own_master(self, name: str) -> bool:
-        """Return whether the weight is fp32, in which case we keep no separate master copy."""
-        weight = self._parameter(name)
-        return weight is not None and weight.dtype == torch.float32
 
     def _sources_in(
         self, name: str, stored: StoredTensor, place: names.OurName

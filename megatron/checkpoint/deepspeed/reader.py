@@ -94,7 +94,10 @@ class DeepSpeedReader(Reader):
             self._args = megatron_arguments(plain_arguments(tree.get("args")))
             self._tensor_size = self._find_split()
             self._arrangement = self._find_arrangement(tree)
-            self._first = self._first_layer()
+            layers = ((layer, file.tree) for (layer, _), file in self._files.layers.items())
+            in_layers = (f"{layer}.{name}" for layer, tree in layers for name in tree)
+            in_models = (name for file in self._files.models.values() for name in _module(file))
+            self._first = names.first_layer([*in_layers, *in_models])
             self._own = [self._weights_of(rank) for rank in range(len(self._files.models))]
             states = self._read_states()
             self._pieces = dict(self._place_all(states))
@@ -191,15 +194,6 @@ class DeepSpeedReader(Reader):
             version = 0
         return Arrangement(float(version), heads // self._tensor_size, gated)
 
-    def _first_layer(self) -> int:
-        layers = (
-            f"{layer}.{name}"
-            for (layer, _), file in self._files.layers.items()
-            for name in file.tree
-        )
-        modules = (name for file in self._files.models.values() for name in _module(file))
-        return names.first_layer([*layers, *modules])
-
     def _weights_of(self, rank: int) -> dict[str, Value]:
         """Return a model-parallel rank's own weights by their names in a whole model.
 
@@ -253,9 +247,21 @@ class DeepSpeedReader(Reader):
         why = self._why_no_states(ranks)
         if not why:
             if files.partitioned:
-                return [self._divided(rank, own) for rank, own in enumerate(ranks)]
-            if files.states:
-                return [self._partitions(rank, own) for rank, own in enumerate(ranks)]
+                divided = []
+                for weights, own in zip(self._own, ranks, strict=True):
+                    shapes = {name: value.shape for name, value in weights.items()}
+                    divided.append(read_divided(own, shapes))
+                    for name, value in weights.items():  # the masters are the weights
+                        parts = divided[-1].values[MASTER, name].parts
+                        weights[name] = value._replace(parts=parts)
+                return divided
+            if files.states:  # ZeRO 1 and 2, or the bf16 optimizer
+                held = []
+                for rank, own in enumerate(ranks):
+                    weights = self._own[rank % self._tensor_size if files.layers else rank]
+                    shapes = {name: value.shape for name, value in weights.items()}
+                    held.append(read_partitions(own, shapes, self._whole))
+                return held
             plain = [self._plain(rank) for rank in range(len(files.models))]
             known = [one for one in plain if one is not None]
             if len(known) == len(plain):
@@ -291,20 +297,6 @@ class DeepSpeedReader(Reader):
             if not files.partitioned and not isinstance(mappings, list):
                 return "the optimizer's states were written by DeepSpeed before 0.7"
         return ""
-
-    def _divided(self, rank: int, files: list[StateFile]) -> States:
-        """Return the states of ZeRO 3, and fill the weights from the masters."""
-        own = self._own[rank]
-        states = read_divided(files, {name: value.shape for name, value in own.items()})
-        for name, value in own.items():
-            own[name] = value._replace(parts=states.values[MASTER, name].parts)
-        return states
-
-    def _partitions(self, rank: int, files: list[StateFile]) -> States:
-        """Return the states of ZeRO 1 and 2, or of the bf16 optimizer."""
-        weights = self._own[rank % self._tensor_size if self._files.layers else rank]
-        shapes = {name: value.shape for name, value in weights.items()}
-        return read_partitions(files, shapes, self._whole)
 
     def _plain(self, rank: int) -> States | None:
         """Return the states of an optimizer without ZeRO."""
@@ -365,7 +357,11 @@ class DeepSpeedReader(Reader):
             for whole, value in own.items():
                 place = names.place_of(whole)
                 add(f"model.{place.name}", rank, place, value)
-        has_masters = self._main_dtype() != torch.float32
+        types = {value.dtype for own in self._own for value in own.values()}
+        types.discard(torch.float32)  # expert gates may stay in fp32
+        if len(types) > 1:
+            raise CheckpointError(f"weights of several types: {sorted(map(str, types))}")
+        has_masters = bool(types)
         for rank, each in enumerate(states or ()):
             for (kind, whole), value in each.values.items():
                 if kind == MASTER and not has_masters:
@@ -380,14 +376,6 @@ class DeepSpeedReader(Reader):
                 raise CheckpointError(f"{kind} of {name} is missing")
         for name, values in found.items():
             yield name, self._place(name, values)
-
-    def _main_dtype(self) -> torch.dtype:
-        """Return the type of the weights."""
-        types = {value.dtype for own in self._own for value in own.values()}
-        types.discard(torch.float32)  # expert gates may stay in fp32
-        if len(types) > 1:
-            raise CheckpointError(f"weights of several types: {sorted(map(str, types))}")
-        return next(iter(types), torch.float32)
 
     def _place(
         self, name: str, values: Mapping[tuple[int, int], tuple[Value, str]]

@@ -87,7 +87,9 @@ def read_partitions(
     parts = defaultdict[tuple[str, str], list[tuple[TorchZip, TensorRef]]](list)
     experts = 1 + max((local_expert(name) or 0 for name in shapes), default=0)
     for rank, file in enumerate(files):
-        own = _count_experts(file, whole_name)
+        mappings = _optimizer(file).get("param_slice_mappings") or ()
+        held = (name for one in mappings if isinstance(one, dict) for name in one)
+        own = 1 + max((local_expert(whole_name(str(name))) or 0 for name in held), default=0)
         first = rank % max(1, experts // own) * own
         for kind, name, ref in _slices(file, result.steps):
             parts[kind, shift_expert(whole_name(name), first)].append((file.zip, ref))
@@ -176,13 +178,6 @@ def _known(file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]) -> di
         else:
             raise CheckpointError(f"{file.zip.path}: optimizer state {show(key)} is not supported")
     return found
-
-
-def _count_experts(file: StateFile, whole_name: Callable[[str], str]) -> int:
-    """Return the number of experts in each layer that a file's process held."""
-    mappings = _optimizer(file).get("param_slice_mappings") or ()
-    names = (name for one in mappings if isinstance(one, dict) for name in one)
-    return 1 + max((local_expert(whole_name(str(name))) or 0 for name in names), default=0)
 
 
 def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:

@@ -182,6 +182,10 @@ class LlamaLike(rules.Family):
             scaling = {"rope_type": "linear", "factor": float(factor)}
         elif model.rope_type == "yarn":
             scaling = _write_yarn(model)
+        score: dict[str, Any] = {}
+        if model.reward_head:  # a model with a single label
+            score = {"architectures": [self.reward_model], "num_labels": 1}
+            score |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return {
             **super().write(model, vocab),
             "num_key_value_heads": model.kv_heads,
@@ -192,14 +196,9 @@ class LlamaLike(rules.Family):
             "rope_scaling": scaling,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
             **({} if self.qkv_bias else {"attention_bias": False}),
-            **(self._write_score() if model.reward_head else {}),
+            **score,
             **self._write_windows(model),
         }
-
-    def _write_score(self) -> dict[str, Any]:
-        """Return the keys of a reward model: it has a single label."""
-        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        return {"architectures": [self.reward_model], "num_labels": 1, **labels}
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""

@@ -133,11 +133,16 @@ class QwenMixture(Mixtral):
                 moe_shared_expert_gate=True,
                 add_qkv_bias=settings.switch("qkv_bias", self.qkv_bias),
             )
+        step = settings.size("decoder_sparse_step", 1)
+        dense = {*settings.indices("mlp_only_layers", model.num_layers)}
+        kinds = [
+            int((layer + 1) % step == 0 and layer not in dense) for layer in range(model.num_layers)
+        ]
         return replace(
             model,
             moe_ffn_hidden_size=settings.size("moe_intermediate_size"),
             moe_router_pre_softmax=not settings.switch("norm_topk_prob", False),
-            moe_layer_freq=_read_pattern(settings, model.num_layers),
+            moe_layer_freq="1" if all(kinds) else f"[{','.join(map(str, kinds))}]",
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -156,11 +161,3 @@ class QwenMixture(Mixtral):
             "mlp_only_layers": [layer for layer, is_mixture in enumerate(kinds) if not is_mixture],
             **(shared if self.shared else {}),
         }
-
-
-def _read_pattern(settings: Settings, layers: int) -> str:
-    """Return which layers are mixtures, as a value of --moe-layer-freq."""
-    step = settings.size("decoder_sparse_step", 1)
-    dense = {*settings.indices("mlp_only_layers", layers)}
-    kinds = [(layer + 1) % step == 0 and layer not in dense for layer in range(layers)]
-    return "1" if all(kinds) else f"[{','.join(str(int(kind)) for kind in kinds)}]"

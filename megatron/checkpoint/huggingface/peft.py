@@ -127,14 +127,6 @@ def to_peft(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     return tensor.flatten(1, -2).permute(1, 2, 0).flatten(1).contiguous()
 
 
-def _from_peft(tensor: torch.Tensor, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return PEFT's tensor in our shape."""
-    if not _is_stacked(shape) or kind == "a":
-        return tensor.view(shape)
-    experts, *_, rank = shape
-    return tensor.view(-1, rank, experts).permute(2, 0, 1).reshape(shape)
-
-
 def _peft_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that PEFT's tensor has."""
     return tuple(to_peft(torch.empty(shape, device="meta"), _kind_of(name)).shape)
@@ -232,7 +224,11 @@ class PeftReader(Reader):
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
         shape = self.held[name].shape
-        whole = _from_peft(self._file.tensor(self._places[name]), _kind_of(name), shape)
+        whole = self._file.tensor(self._places[name])
+        if _is_stacked(shape) and _kind_of(name) != "a":
+            experts, *_, rank = shape
+            whole = whole.view(-1, rank, experts).permute(2, 0, 1)
+        whole = whole.reshape(shape)
         return whole[wanted.within(Box.whole(tuple(whole.shape)))]
 
 

@@ -103,7 +103,8 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
     expected = [group for group in by_decay if group]
     if isinstance(groups, list):  # Megatron Core's may be in any order, and may be empty
         groups = [one for one in groups if not (isinstance(one, dict) and one.get("params") == [])]
-        if _decays(groups[:1]) == [False]:
+        first = groups[0].get("wd_mult") if groups and isinstance(groups[0], dict) else None
+        if type(first) in (int, float) and not first:
             expected.reverse()
     if not isinstance(groups, list) or len(groups) != len(expected):
         why = "groups with their own learning rate are not supported"
@@ -125,12 +126,6 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
                 result.add(parameter, STATE_KINDS[key], value)
     masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
     return result if masters is None else _with_masters(result, masters, expected)
-
-
-def _decays(groups: Sequence[Any]) -> list[bool]:
-    """Return which groups have weight decay, if they say so."""
-    told = (group.get("wd_mult") for group in groups if isinstance(group, dict))
-    return [bool(one) for one in told if type(one) in (int, float)]
 
 
 def _with_masters(

@@ -243,23 +243,21 @@ class LegacyReader(Reader):
         released, args = self.path.name == RELEASE, self._args
         schedule = tree.get("opt_param_scheduler", tree.get("lr_scheduler")) or {}
         scalar = (type(None), str, int, float, bool)
+        # A bi-encoder has a table in each of its towers, all with the same number of rows.
+        tables = (name for name in self.held if name.endswith("embedding.word.weight"))
+        weights = [name for name in tables if name.startswith("model.")]
+        table = weights[0] if weights else "model.embedding.word.weight"
         return {
             "iteration": self.iteration,
             "consumed_train_samples": 0 if released else consumed_samples(args, self.iteration),
             "skipped_train_samples": 0 if released else args.get("skipped_train_samples", 0),
-            "padded_vocab_size": self._vocabulary(),
+            "padded_vocab_size": self.global_shape(table)[0],
             "optimizer": None if released else self._optimizer_meta(states, warns=warns),
             "schedule": {key: value for key, value in schedule.items() if type(value) in scalar},
             "config": self._config(),
             **consumed_tokens(args),
             "legacy_args": args,
         }
-
-    def _vocabulary(self) -> int:
-        """Return the rows of the word embedding table; the towers' tables have the same."""
-        tables = (name for name in self.held if name.endswith("embedding.word.weight"))
-        weights = [name for name in tables if name.startswith("model.")]
-        return self.global_shape(weights[0] if weights else "model.embedding.word.weight")[0]
 
     def _config(self) -> dict[str, dict[str, Json]]:
         if not self._is_core:

@@ -390,7 +390,11 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
             raise CheckpointError(f"{folder}: the name is not that of a rank's folder")
         opened = _open(old if old.exists() else folder / MODEL_FILE, allow_foreign)
         rank, *others = (int(number) for number in match.groups() if number is not None)
-        expert = others.pop() if others and _divides_experts(opened[1]) else 0
+        args = opened[1].get("args")
+        fields = args.fields if isinstance(args, Namespace) else {}
+        experts = fields.get("expert_model_parallel_size")
+        # The last number is the experts' rank, if experts are divided.
+        expert = others.pop() if others and type(experts) is int and experts > 1 else 0
         if len(others) > 1:
             raise CheckpointError(f"{folder}: folders per data rank (expert parallel) are not read")
         files.append(RankFile(rank, sum(others), *opened, expert))
@@ -404,13 +408,6 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
             what = f"the files differ in {key}: do they come from different saves?"
             raise CheckpointError(f"{path}: {what}")
     return files
-
-
-def _divides_experts(tree: Mapping[str, Any]) -> bool:
-    """Return whether the folders of a file's checkpoint are numbered by the experts' ranks, too."""
-    args = tree.get("args")
-    size = args.fields.get("expert_model_parallel_size") if isinstance(args, Namespace) else None
-    return type(size) is int and size > 1
 
 
 def open_distributed(file: RankFile, *, allow_foreign: bool = False) -> RankFile | None:

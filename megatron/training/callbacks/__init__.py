@@ -4,9 +4,9 @@
     logging        the log line, timers and memory report on the terminal
     scalars        numbers for TensorBoard, Weights & Biases and JSON lines files
     checkpoints    saving, and background saves
-    nonfinite      what happens if a loss or a gradient is not finite
     profiling      traces, and the pipeline bubble
-    small          garbage collection, unused memory, sample ids, the progress bar
+    samples        answers of the model to a few prompts
+    small          non-finite losses, garbage, unused memory, sample ids, the progress bar
 
 To add one, subclass `base.Callback`: see docs/tour.md.
 """

@@ -5,25 +5,95 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from megatron import __version__
 from megatron.command import say
 from megatron.config import RunConfig
-from megatron.config.run import flatten
+from megatron.config.run import flatten, values_of
 from megatron.durable import writing_to
 from megatron.errors import ConfigError, StorageError
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.log_line import is_likelihood, perplexity, update_figures
+from megatron.training.panel import start_rows
 from megatron.training.run import Run
-from megatron.training.run_start import RunStart
 from megatron.training.step import StepOutcome
 
 _LONGEST_ERROR = 2000  # characters
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What a run is.
+
+    Attributes:
+        program: The script that trains.
+        iterations: The number of iterations of the run.
+        tokens_per_sample: The number of tokens of a sample.
+        settings: The value of every setting by its flag.
+        changed: The flags whose values differ from their defaults, because they were given or
+            follow from others.
+        facts: Versions, and the rows of the start-up panel.
+    """
+
+    program: str
+    iterations: int
+    tokens_per_sample: int
+    settings: dict[str, Any]
+    changed: list[str]
+    facts: dict[str, str]
+
+    @classmethod
+    def of(cls, run: Run) -> RunStart:
+        """Describe a run after its checkpoint has been loaded."""
+        settings, changed = {}, []
+        for path, field, value in values_of(run.config):
+            flag = field.names[0] if field.names else path
+            settings[flag] = list(value) if isinstance(value, tuple) else value
+            if value != field.default:
+                changed.append(flag)
+        versions = f"megatron {__version__}, torch {torch.__version__}"
+        return cls(
+            program=run.recipe.program,
+            iterations=run.train_iterations,
+            tokens_per_sample=run.config.data.sample_tokens * run.recipe.head.sequences,
+            settings=settings,
+            changed=changed,
+            facts={
+                "versions": f"{versions}, Python {platform.python_version()}",
+                "host": platform.node(),
+                **dict(start_rows(run)),
+            },
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the description as plain data."""
+        return asdict(self)
+
+    def tables(self) -> str:
+        """Return two Markdown tables: the settings, changed ones first, and the facts."""
+        names = [*self.changed, *(name for name in self.settings if name not in self.changed)]
+        settings = [
+            (f"**{name}**" if name in self.changed else name, self.settings[name]) for name in names
+        ]
+        return f"{_table('flag', settings)}\n\n{_table('fact', list(self.facts.items()))}"
+
+
+def _table(head: str, rows: list[tuple[str, Any]]) -> str:
+    lines = [
+        f"| {name} | {str(value).replace('|', chr(92) + '|').replace(chr(10), ' ')} |"
+        for name, value in rows
+    ]
+    return "\n".join([f"| {head} | value |", "| --- | --- |", *lines])
 
 
 class Writer(Protocol):
