@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.adapters import FROZEN_BLOCK
 from megatron.config.fields import near_multiples
+from megatron.config.rules_model import mlp_sizes
 from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions, field_at, flatten
 
@@ -227,17 +228,11 @@ def _packed_weights(config: RunOptions) -> Iterator[str]:
 
 def _row_widths(config: RunOptions) -> Iterator[tuple[str, int, int]]:
     """Yield the name and size of each linear layer's input, and the parts that it is cut into."""
-    model, parallel = config.model, config.parallel
-    split = max(1, parallel.tensor_model_parallel_size)
-    yield "--hidden-size", model.hidden_size or 0, 1
+    model = config.model
+    yield from mlp_sizes(config)
     heads, head = model.num_attention_heads or 0, model.kv_channels or 0
+    split = max(1, config.parallel.tensor_model_parallel_size)
     yield "--num-attention-heads x --kv-channels", heads * head, split
-    yield "--ffn-hidden-size", model.ffn_hidden_size or 0, split
-    if model.num_experts:
-        of_experts = parallel.expert_tensor_parallel_size or split
-        yield "--moe-ffn-hidden-size", model.moe_ffn_hidden_size or 0, of_experts
-        shared = model.moe_shared_expert_intermediate_size or 0
-        yield "--moe-shared-expert-intermediate-size", shared, split
 
 
 def distillation(config: RunOptions, world_size: int) -> Iterator[str]:

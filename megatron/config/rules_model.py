@@ -484,6 +484,17 @@ def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
     split, context = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
     micro_batch = config.training.micro_batch_size or 0
     heads = model.num_attention_heads or 0
+    yield from mlp_sizes(config)
+    yield from _attention_sizes(model, heads, split)
+    yield "--micro-batch-size x --seq-length", micro_batch * (data.seq_length or 0), max(1, context)
+    decoder_tokens = micro_batch * (data.decoder_seq_length or 0)
+    yield "--micro-batch-size x --decoder-seq-length", decoder_tokens, 1
+
+
+def mlp_sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, size and number of equal parts of each width of the MLPs and experts."""
+    model, parallel = config.model, config.parallel
+    split = max(1, parallel.tensor_model_parallel_size)
     yield "--hidden-size", model.hidden_size or 0, 1
     yield "--ffn-hidden-size", model.ffn_hidden_size or 0, split
     if model.num_experts:
@@ -491,10 +502,6 @@ def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
         yield "--moe-ffn-hidden-size", model.moe_ffn_hidden_size or 0, of_experts
         shared = model.moe_shared_expert_intermediate_size or 0
         yield "--moe-shared-expert-intermediate-size", shared, split
-    yield from _attention_sizes(model, heads, split)
-    yield "--micro-batch-size x --seq-length", micro_batch * (data.seq_length or 0), max(1, context)
-    decoder_tokens = micro_batch * (data.decoder_seq_length or 0)
-    yield "--micro-batch-size x --decoder-seq-length", decoder_tokens, 1
 
 
 def _attention_sizes(model: ModelOptions, heads: int, split: int) -> Iterator[tuple[str, int, int]]:
