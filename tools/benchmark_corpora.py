@@ -145,9 +145,10 @@ def _prove(planted: Planted, folder: Path) -> str:
 
     lines = [
         _PROOF,
-        f"The planted corpus of {len(planted.texts):,} documents passes through all steps. The text, "
-        "the lists of omitted documents, the dataset, the report and the picture are compared byte "
-        'for byte with those of a run with one process. "Killed" means that all processes receive '
+        f"The planted corpus of {len(planted.texts):,} documents passes through all steps. The "
+        "text, the lists of omitted documents, the dataset, the report and the picture are "
+        "compared byte for byte with those of a run with one process. "
+        '"Killed" means that all processes receive '
         "SIGKILL. Written by `python tools/benchmark_corpora.py --prove --out "
         "docs/benchmarks/corpora.md`.",
         "",
@@ -214,8 +215,8 @@ def _time(planted: Planted, folder: Path, repeats: int) -> list[str]:
         statistics.median(seconds[_OURS]),
     )
     lines = [
-        f"MinHash deduplication alone, of {len(items):,} documents ({size:.1f} MB), from JSON lines "
-        f"to JSON lines, on two cores, including start-up. Values are medians of {repeats} "
+        f"MinHash deduplication alone, of {len(items):,} documents ({size:.1f} MB), from JSON "
+        f"lines to JSON lines, on two cores, including start-up. Values are medians of {repeats} "
         "alternating runs:",
         "",
         "| program | seconds | MB/s | time relative to ours |",

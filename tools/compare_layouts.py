@@ -37,25 +37,26 @@ _HEADING = """\
 Every layout trains on the same samples and starts from the same weights, which follow from the
 seed alone, without a seed checkpoint. Each row is a toy GPT in fp32 on CPU processes (gloo) without
 dropout, trained for {iterations} iterations. The row shows the largest relative difference of its
-loss and of its gradient norm from those of one process, over all ranks and iterations. A difference
-of more than {loss:.0e} in a loss or {norm:.0e} in a norm is an error, here and in the tests, which
+loss and gradient norm from those of one process, over all ranks and iterations. A difference of
+more than {loss:.0e} in a loss or {norm:.0e} in a norm is an error, here and in the tests, which
 train layouts of more than two processes for {short} iterations, over shared memory. The same tests
-pass on GPUs, with kernels and NCCL ([command](benchmarks.md#goals-and-results)). This command writes
-the page:
+pass on GPUs, with kernels and NCCL ([command](benchmarks.md#goals-and-results)). This command
+writes the page:
 
 ```bash
 python tools/compare_layouts.py --out docs/layouts.md --overwrite
 ```
 
-Sizes that a layout's name leaves out are 1. With dropout, a layout draws the same masks in every
-run, and so do layouts that differ only in the number of data-parallel processes, with the same
-`--micro-batch-size`. Each part of a pipeline and each context-parallel process draws its own masks.
-So does each tensor-parallel process, for its attention heads and, with `--sequence-parallel`, for
-its tokens. Their losses therefore differ from those of one process as much as between two seeds.
+Sizes that a layout's name does not mention are 1. With dropout, a layout draws the same masks in
+every run, and so do layouts that differ only in the number of data-parallel processes, with the
+same `--micro-batch-size`. Each part of a pipeline and each context-parallel process draws its own
+masks. So does each tensor-parallel process, for its attention heads and, with
+`--sequence-parallel`, for its tokens. Their losses therefore differ from those of one process as
+much as between two seeds.
 
 The vocabulary is padded to a multiple of `--make-vocab-size-divisible-by` that the tensor-parallel
 size divides, and padding takes part in the softmax. A tensor-parallel size that does not divide
-that number (3 with the usual 128, for example) may therefore give other losses. To compare such
+that number (3 with the usual 128, for example) may therefore give different losses. To compare such
 layouts, give all of them a multiple of both.
 
 The run of one process is
