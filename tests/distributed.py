@@ -57,7 +57,7 @@ def run_distributed(
 ) -> list[Any]:
     """Call `function(layout, *args)` in `world_size` gloo processes; results in rank order.
 
-    `sizes` are Layout.create's tensor, context and pipeline. Results must be picklable.
+    `sizes` are Layout.at's tensor, context and pipeline. Results must be picklable.
     Raises RuntimeError with the traceback of the first rank that failed.
     """
     return _run(world_size, None, function, args, sizes)
@@ -177,7 +177,7 @@ def _work(
             world_size=world_size,
             timeout=TIMEOUT,
         )
-        layout = Layout.create(device.type, rank, world_size, **sizes)
+        layout = Layout.at(rank, world_size, **sizes).connect(device.type)
         value = function(layout, *args)
         dist.barrier()
         results.put((rank, True, value))

@@ -108,20 +108,18 @@ class Output(nn.Module):
         """
         if self.scale is not None:
             x = x * self.scale
-        matrix, slot = self._matrix(), self._gradient.slot
+        call, slot = LinearCall(x, self._matrix(), self.bias), self._gradient.slot
         if labels is not None and self.is_chunked:
             chunked = linear_cross_entropy(
-                x,
-                matrix,
+                call,
                 labels.t(),
                 self.communication,
                 loss_mask=None if loss_mask is None else loss_mask.t(),
-                bias=self.bias,
                 form=self.form,
                 slot=slot,
             )
             return chunked.losses.t() if loss_mask is None else chunked.total
-        call, transport = LinearCall(x, matrix, self.bias), around(self.communication)
+        transport = around(self.communication)
         products = self.products if labels is None else PLAIN
         logits = parallel_linear(call, transport, slot=slot, products=products)
         if labels is None:

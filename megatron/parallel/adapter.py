@@ -1,18 +1,18 @@
-"""Low-rank adapters of linear layers whose weights are frozen (LoRA, Hu et al., 2021).
+"""Low-rank adapters of linear layers with frozen weights (LoRA, Hu et al., 2021).
 
     y = x W^T + scale (dropout(x) A^T) B^T        A [rank, in], B [out, rank]
 
-With DoRA (Liu et al., 2024) every row of W + scale B A is divided by its length and multiplied by a
-trained one. The length is a constant in the backward pass, as in PEFT.
+With DoRA (Liu et al., 2024), every row of W + scale B A is divided by its norm and multiplied by a
+trained magnitude. The backward pass treats the norm as a constant, as in PEFT.
 
-The weight of a layer may hold several projections (queries, keys and values). Each has an A and a B
-of its own, as in PEFT. They are multiplied together: the A's one below the other, the B's as blocks
+The weight of a layer may hold several projections (queries, keys and values). Each projection has
+its own A and B, as in PEFT. All are multiplied at once: the A's are stacked, and the B's are blocks
 of a matrix with as many rows as the weight.
 
-In tensor parallelism a layer split by columns has whole A's, whose low-rank products are gathered
-along the sequence, and B's split as its weight. A layer split by rows has A's split as its weight,
-whose products are summed over the ranks, and whole B's. So ranks exchange vectors of `rank`
-elements, and all products are those of a single process.
+With tensor parallelism, a layer split by columns has whole A's and splits its B's like its weight;
+low-rank products are gathered along the sequence. A layer split by rows splits its A's like its
+weight and has whole B's; low-rank products are summed over the ranks. So ranks exchange only
+vectors of `rank` elements, and all products equal those of a single process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.parallel.parameter import ONES, ZEROS, Init, Matrices
 from megatron.parallel.quantized import unpacked
 from megatron.parallel.random import split_region
 
-WHOLE = "weight"  # the name of the only projection of most layers
+WHOLE = "weight"  # the projection's name in layers with only one
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class AdapterPlan:
         rank: The rank.
         scale: The factor of the adapter's output.
         dropout: The dropout probability of its input.
-        is_dora: Whether the lengths of the weight's rows are trained apart.
+        is_dora: Whether the norms of the weight's rows are trained separately (DoRA).
     """
 
     rank: int
@@ -67,11 +67,11 @@ class Factors(nn.Module):
     def __init__(
         self, linear: Linear, out_features: int, plan: AdapterPlan, context: BuildContext
     ) -> None:
-        """Allocate the weights; B starts at zero, so that the layer starts as it was."""
+        """Allocate the weights. B starts at zero, so the layer's outputs do not change at first."""
         super().__init__()
         is_divided = context.layout.sequence.size > 1
         is_row, is_column = linear.split == "row", linear.split == "column"
-        # PEFT's: Kaiming's uniform distribution with a = sqrt(5).
+        # Kaiming's uniform distribution with a = sqrt(5), as in PEFT.
         self.a = context.new_parameter(
             (plan.rank, linear.in_features),
             init=Init("uniform", 1 / math.sqrt(linear.in_features)),
@@ -90,21 +90,21 @@ class Factors(nn.Module):
         if plan.is_dora:
             self.magnitude = context.new_parameter(
                 (out_features,),
-                init=ONES,  # `start` replaces it, once the frozen weights are known
+                init=ONES,  # replaced by `start` once the frozen weights are known
                 split_dim=0 if is_column else None,
                 partial_gradient=not is_column and is_divided,
             )
 
 
 class Adapter(nn.ModuleDict):
-    """The adapter of a linear layer: the factors of each adapted projection, by its name.
+    """The adapter of a linear layer, which holds the factors of each adapted projection by name.
 
     Args:
         linear: The layer.
         names: The projections that are adapted; `WHOLE` if the layer has only one.
         plan: The sizes.
         context: The layer's build context.
-        site: The layer's name, which distinguishes its dropout from that of other layers.
+        site: The layer's name, which gives the adapter its own dropout mask.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Adapter(nn.ModuleDict):
         )
         self.plan, self.site, self.split = plan, site, linear.split
         self.layout = layout = context.layout
-        # What of the weight's rows is here: groups, and rows of each projection in a group.
+        # The weight's rows on this rank: groups, and each projection's rows in a group.
         ranks = layout.tensor.size if linear.split == "column" else 1
         self.groups = max(1, (held.groups or 1) // ranks)
         self.rows = {
@@ -138,7 +138,7 @@ class Adapter(nn.ModuleDict):
         """Multiply the layer's input by the A's.
 
         Args:
-            x: The layer's input [s, b, in], as `Linear.forward` takes it.
+            x: The layer's input [s, b, in], as in `Linear.forward`.
 
         Returns:
             The input for the product with the frozen weight, and the low-rank product [s, b,
@@ -147,7 +147,7 @@ class Adapter(nn.ModuleDict):
         plan, tensor = self.plan, self.layout.tensor
         a = self._joined_a()
         if plan.dropout > 0 and self.training:
-            # What a rank has of x is its own, unless it is all of the sequence and its features.
+            # Each rank's part of x gets its own dropout mask, unless every rank has all of x.
             axis = tensor if self.split == "row" else self.layout.sequence
             with split_region(axis, x.device, self.site):
                 low = F.linear(F.dropout(x, plan.dropout), a)
@@ -162,7 +162,7 @@ class Adapter(nn.ModuleDict):
         return x, low
 
     def add_product(self, low: Tensor, out: Tensor, weight: Tensor) -> Tensor:
-        """Add the adapter's output to that of the frozen weight, or with DoRA scale their sum.
+        """Add the adapter's output to the frozen weight's output; with DoRA, also scale the sum.
 
         Args:
             low: The low-rank product of `project_down`.
@@ -179,7 +179,7 @@ class Adapter(nn.ModuleDict):
 
     @torch.no_grad()
     def start(self, weight: Tensor) -> None:
-        """Set the trained lengths of rows to those of the frozen weight. Collective."""
+        """Set the trained magnitudes to the norms of the frozen weight's rows. Collective."""
         matrix = weight.flatten(0, -2)
         squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
         lengths = self._over_inputs(squares).sqrt_()
@@ -189,7 +189,7 @@ class Adapter(nn.ModuleDict):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return, in fp32, the weight that gives the same outputs without an adapter.
+        """Return the weight that gives the same outputs without an adapter, in fp32.
 
         Args:
             weight: The frozen weight.
@@ -203,13 +203,13 @@ class Adapter(nn.ModuleDict):
 
     @torch.no_grad()
     def factors(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the adapter of all projections for a layer that is not trained. Collective.
+        """Return the factors of all projections together, for inference. Collective.
 
         Args:
             weight: The frozen weight.
 
         Returns:
-            A [ranks, in], the scaled B [out, ranks], and with DoRA what multiplies each row of the
+            A [ranks, in], the scaled B [out, ranks], and with DoRA the factor of each row of the
             weight, fp32 [out].
         """
         a, b = self._joined_a(), self._joined_b()
@@ -225,12 +225,12 @@ class Adapter(nn.ModuleDict):
         return factors
 
     def _joined_a(self) -> Tensor:
-        """Return all A's, one below the other: [ranks, in]."""
+        """Return all A's stacked: [ranks, in]."""
         adapted: list[Tensor] = [self._factors(name).a for name in self]
         return adapted[0] if len(adapted) == 1 else torch.cat(adapted)
 
     def _joined_b(self) -> Tensor:
-        """Return all B's as blocks of a matrix [out, ranks]."""
+        """Return all B's as the blocks of a matrix [out, ranks]."""
         adapted = [self._factors(name) for name in self]
         if len(self.rows) == 1:
             return adapted[0].b
@@ -246,12 +246,12 @@ class Adapter(nn.ModuleDict):
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
     def _by_projection(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return views [groups, rows] of the parts of a vector with an element for each row."""
+        """Split a vector with one element per row into views [groups, rows], one per projection."""
         parts = rows.view(self.groups, -1).split(list(self.rows.values()), dim=1)
         return dict(zip(self.rows, parts, strict=True))
 
     def _magnitudes(self, lengths: Tensor) -> Tensor:
-        """Return the length of each row, which is its present one if it has no adapter, [out]."""
+        """Return each row's trained magnitude [out], or its current norm if it has no adapter."""
         parts = []
         for name, part in self._by_projection(lengths).items():
             if name in self:
@@ -263,9 +263,10 @@ class Adapter(nn.ModuleDict):
         return torch.cat(parts, dim=1).flatten()
 
     def _lengths(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return the lengths of the rows of W + scale B A in fp32, [out]. Collective.
+        """Return the norms of the rows of W + scale B A in fp32, [out]. Collective.
 
-        |w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b: no other matrix is as large as W.
+        They follow from |w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b, which needs no
+        second matrix of W's size.
         """
         matrix, scaled = unpacked(weight).flatten(0, -2), self.plan.scale * b.float()
         squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
@@ -276,12 +277,12 @@ class Adapter(nn.ModuleDict):
         return squares.clamp_(min=0).sqrt_()
 
     def _over_inputs(self, x: Tensor) -> Tensor:
-        """Sum over the ranks that hold the other input features."""
+        """Sum over the ranks that split the input features."""
         return all_reduce(x, self.layout.tensor) if self.split == "row" else x
 
 
 def projections_of(linear: nn.Module) -> tuple[str, ...]:
-    """Return the names of a layer's projections. A layer of experts has only one."""
+    """Return the names of a layer's projections. A layer of experts has only one projection."""
     return _projections(linear).names if isinstance(linear, Linear) else (WHOLE,)
 
 
@@ -290,10 +291,10 @@ def _projections(linear: Linear) -> Projections:
 
 
 class _DownProduct(torch.autograd.Function):
-    """Return x for the product with the frozen weight, and x A^T.
+    """Return x, for the product with the frozen weight, and x A^T.
 
-    The gradient of the first is complete when the backward pass arrives, so that of the second is
-    added to it in the product's own pass over memory.
+    When the backward pass arrives here, the gradient of x is complete except for the part from x
+    A^T. The product that computes this part adds it in the same pass over memory.
     """
 
     @staticmethod
@@ -312,7 +313,7 @@ class _DownProduct(torch.autograd.Function):
 
 
 class _AddProduct(torch.autograd.Function):
-    """Add low B^T to `out` in place, in the product's own pass over memory."""
+    """Add low B^T to `out` in place, in the same pass over memory as the product."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, low: Tensor, b: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""Several trained adapters beside one frozen weight, chosen for each token.
+"""Several trained adapters of one frozen weight, of which each token uses one or none.
 
-The A's of all adapters lie one below the other, the B's side by side, so that two products serve a
-batch of any mixture. Between them, a token's low-rank product with the other adapters is set to
-zero. Ranks may differ. The cost grows with the sum of the ranks, not with the number of tokens that
-use an adapter, and tensors keep their addresses, so that CUDA graphs can record the products.
+The A's of all adapters are stacked, and the B's are side by side, so that two products serve a
+batch with any mixture of adapters. Between the products, each token's results for other adapters
+are set to zero. The adapters' ranks may differ. The cost grows with the sum of the ranks, not with
+the number of tokens that use an adapter. Tensors keep their addresses, so that CUDA graphs can
+record the products.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from megatron.parallel.layers import Linear, sum_over_ranks
 from megatron.parallel.layout import Layout
 from megatron.parallel.products import LinearCall, Products
 
-_NOBODYS = -1  # the owner of the padding
+_NOBODYS = -1  # the owner of padding rows
 
 
 @dataclass
 class AdapterRows:
-    """The adapters of a model, and those of a step's tokens, which all layers read.
+    """The adapters of a model and the adapter of each token in a step, which all layers read.
 
     Attributes:
         names: The names of the adapters.
@@ -39,13 +40,13 @@ class AdapterRows:
 
 @dataclass(frozen=True)
 class StackedFactors:
-    """The part of one adapter in a layer.
+    """The factors of one adapter in one layer.
 
     Attributes:
         index: The adapter, counted from 1.
         a: All A's of the layer [ranks, in].
         b: All B's, multiplied by the adapter's scale [out, ranks].
-        ratio: What DoRA multiplies each row of the weight by, fp32 [out]; `None` without DoRA.
+        ratio: DoRA's factor for each row of the weight, fp32 [out]; `None` without DoRA.
     """
 
     index: int
@@ -66,7 +67,7 @@ class StackedFactors:
 
 
 class AdapterStack(nn.Module):
-    """The adapters of a linear layer, of which each token uses one or none. It is not trained.
+    """The adapters of a linear layer in inference. Each token uses one of them or none.
 
     Args:
         linear: The layer.
@@ -95,7 +96,7 @@ class AdapterStack(nn.Module):
         self._sums_over = layout if linear.split == "row" and layout.tensor.size > 1 else None
         first = parts[0]
         count = sum(len(part.a) for part in parts)
-        ranks = -(-count // GRANULE) * GRANULE  # sizes that `RowByRow` takes
+        ranks = -(-count // GRANULE) * GRANULE  # sizes that `RowByRow` supports
         a = first.a.new_zeros(ranks, first.a.shape[1])
         b = first.b.new_zeros(len(first.b), ranks)
         owners = torch.full((ranks,), _NOBODYS, device=a.device)
@@ -122,8 +123,8 @@ class AdapterStack(nn.Module):
             x: The layer's input [s, b, in].
 
         Returns:
-            The input, and the low-rank product [s, b, ranks], in which a token has zeros for the
-            adapters that it does not use. `None` if no token uses one.
+            The input, and the low-rank product [s, b, ranks] with zeros for the adapters that a
+            token does not use, or `None` if no token uses an adapter.
         """
         of_tokens = self._rows.of_tokens
         if of_tokens is None:
@@ -134,7 +135,7 @@ class AdapterStack(nn.Module):
         return x, torch.where(of_tokens[:, None, None] == self.owners, low, 0)
 
     def add_product(self, low: Tensor, out: Tensor, weight: Tensor) -> Tensor:
-        """Add the adapters' outputs to that of the frozen weight.
+        """Add the adapters' outputs to the frozen weight's output.
 
         Args:
             low: The low-rank product of `project_down`.

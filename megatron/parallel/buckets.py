@@ -1,12 +1,11 @@
-"""The bucket plan: the layout of gradients and weights in flat buffers, and the sending order.
+"""The bucket plan: the layout of gradients and weights in flat buffers, and the order of sending.
 
-A plan is pure data. It is computed from the names, shapes and traits of parameters, without any
-tensor or process, and can be printed, compared and tested by itself. `gradients` and `weights`
-carry it out.
+A plan is pure data, computed from the names, shapes and traits of parameters without any tensor or
+process. It can be printed, compared and tested on its own. `gradients` and `weights` carry it out.
 
-The backward pass reaches the last layers first, so parameters lie in reverse order and a buffer
-fills front to back. A bucket holds neighboring parameters and is communicated as one message. If
-processes share the work of the update, each owns an equal part of every bucket, its shard.
+The backward pass reaches the last layers first, so parameters are in reverse order and a buffer
+fills from front to back. A bucket holds neighboring parameters and is communicated as one message.
+If processes share the update, each owns an equal part of every bucket, its shard.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 256  # alignment of every tensor's start: whole vector loads and cache lines
-MOST_PADDING = 0.1  # of a bucket whose tensors lie whole in its shards
+MOST_PADDING = 0.1  # as a share of a bucket in which shards hold whole tensors
 BUCKET_BYTES = 64 * 2**20  # large enough that a collective runs at full bandwidth
 
 WireFormat = Literal["fp32", "16 bit", "8 bit"]
@@ -40,7 +39,7 @@ class Span:
         return self.end - self.start
 
     def intersect(self, other: Span) -> Span | None:
-        """Return the elements that both spans contain, or `None` if there are none."""
+        """Return the elements in both spans, or `None` if there are none."""
         start, end = max(self.start, other.start), min(self.end, other.end)
         return Span(start, end) if start < end else None
 
@@ -62,7 +61,7 @@ class Span:
 def row_shards(rows: int, elements: int, shards: int) -> list[Span]:
     """Return each shard's elements of a tensor whose rows are divided in order (ZeRO stage 3).
 
-    Shards have equally many rows, but the last ones may have fewer or none.
+    All shards have the same number of rows, but the last ones may have fewer or none.
 
     Args:
         rows: The size of the tensor's first dimension.
@@ -81,7 +80,7 @@ def runs(
 
     Args:
         members: Parameters with their slots, in the order of the slots.
-        select: Returns whether to include a parameter.
+        select: Returns whether to include a given parameter.
     """
     for is_selected, group in groupby(members, key=lambda member: select(member[0])):
         slots = [slot for _, slot in group]
@@ -91,7 +90,7 @@ def runs(
 
 @dataclass(frozen=True)
 class ParameterTraits:
-    """Everything about a parameter that a plan depends on.
+    """The properties of a parameter that a plan depends on.
 
     Attributes:
         name: A name that is unique among the parameters of this process.
@@ -102,15 +101,16 @@ class ParameterTraits:
         waves: In stage 2, the pipeline operations that add to the gradient.
         gathered_in_8_bits: Whether updated weights are cast to fp8 before they are gathered.
         is_partial: Whether each tensor rank sees only a part of the sequence or some of the heads,
-            so that the gradient must be added over the tensor axis before it is averaged.
+            so that the gradient must be summed over the tensor axis before it is averaged.
         is_tied: Whether a copy on another pipeline stage adds to the gradient after the backward
             pass. The parameter's bucket, and those after it, wait for that. In stage 2 the
             parameter has a bucket of its own, so that both stages cut it at the same rows.
         comes_first: In stage 2, whether the backward pass reaches this tied parameter first. This
             is the word embedding table if the output layer shares it, although it is the model's
             first parameter.
-        may_be_idle: Whether an iteration may bring no gradient (an idle expert, an unused adapter).
-            Such parameters are kept apart and sent last, so that no other bucket waits for them.
+        may_be_idle: Whether an iteration may compute no gradient (an idle expert, an unused
+            adapter). Such parameters have their own buckets, which are sent last so that no other
+            bucket waits for them.
         needs_whole: Whether the update needs the whole tensor on one process, not a shard of it.
     """
 
@@ -152,8 +152,8 @@ class Bucket:
     Attributes:
         span: All elements of the bucket, padding included.
         members: Its parameters in the order of their slots.
-        waves: In stage 2, the pipeline operations, each of which adds to all gradients of the
-            bucket.
+        waves: In stage 2, the pipeline operations that add to the bucket's gradients. Each of them
+            adds to all of these gradients.
     """
 
     span: Span
@@ -234,14 +234,14 @@ def plan_buckets(
 ) -> BucketPlan:
     """Plan the buffers and buckets of a process's parameters.
 
-    Parameters share a buffer if they have the same dtypes, replica axis, wire format and needs.
+    Parameters share a buffer if they agree in dtypes, replica axis, wire format and `needs_whole`.
 
     Args:
         parameters: The parameters in the model's order.
         replicas: The number of processes along each replica axis.
-        zero_stage: The ZeRO stage, 0 to 2. A single replica has nothing to share and uses stage 0.
+        zero_stage: The ZeRO stage, 0 to 2. With a single replica, stage 0 is used.
         gradients_in_fp32: Whether to keep the gradients of 16-bit parameters in fp32.
-        bucket_bytes: The minimum size of every bucket except for the last.
+        bucket_bytes: The minimum size of every bucket except the last.
     """
     stage = zero_stage if any(size > 1 for size in replicas.values()) else 0
     arranged = list(parameters)[::-1]
@@ -249,7 +249,7 @@ def plan_buckets(
         waves = list(dict.fromkeys(p.waves for p in arranged))
         arranged.sort(key=lambda p: (waves.index(p.waves), not p.comes_first))
 
-    def is_cast(p: ParameterTraits) -> bool:  # a single process has nothing to gather
+    def is_cast(p: ParameterTraits) -> bool:  # one process gathers nothing
         return p.gathered_in_8_bits and replicas[p.replica_axis] > 1
 
     by_kind: dict[tuple[Hashable, ...], list[ParameterTraits]] = {}
@@ -267,8 +267,8 @@ def plan_buckets(
             groups = [(p.waves, p.name if p.is_tied else None) for p in members]
             forced = {i for i, (a, b) in enumerate(pairwise(groups)) if a != b}
             if has_cast and not is_cast(first):
-                # Otherwise the first small vector would keep memory for the word embeddings'
-                # gradients allocated all through the backward pass.
+                # Otherwise the first small vector would keep the memory for the word embeddings'
+                # gradients allocated during the whole backward pass.
                 forced |= {i for i, p in enumerate(members[1:]) if p.elements >= limit}
         wire: WireFormat = "fp32" if first.dtype.itemsize == 4 else "16 bit"
         smallest = gradient_dtype.itemsize  # bytes per element
@@ -315,9 +315,9 @@ def lay_out(
 ) -> list[tuple[Span, list[tuple[int, Span]]]]:
     """Place tensors in buckets of at least `limit` elements.
 
-    Every slot starts at a multiple of `alignment`. Buckets follow one another without gaps; only
-    the last bucket and those with a forced end may be smaller than the limit. Each is padded, so
-    that it divides into `shards` equal parts that also start at multiples of the alignment.
+    Every slot starts at a multiple of `alignment`. Buckets follow one another without gaps. Only
+    the last bucket and those with a forced end may be smaller than the limit. Each bucket is padded
+    so that it divides into `shards` equal parts, which also start at multiples of the alignment.
 
     Args:
         sizes: The sizes of the tensors, in elements, in the order of the buffer.
@@ -325,12 +325,13 @@ def lay_out(
         limit: The smallest size of a bucket.
         shards: The number of equal parts of each bucket.
         ends: The indices of tensors that must end a bucket.
-        keeps_whole: Whether each tensor must lie within a single shard. If so, tensors are
-            distributed over the shards by size, the largest first. A bucket goes on until at most
-            `MOST_PADDING` of it is padding, and a rest that never gets there joins the one before.
+        keeps_whole: Whether each tensor must be within a single shard. If so, tensors are
+            distributed over the shards by size, the largest first. A bucket grows until at most
+            `MOST_PADDING` of it is padding. If the last bucket does not get there, it is merged
+            with the one before.
 
     Returns:
-        For each bucket, its span, and the index and slot of each tensor in the order of the slots.
+        For each bucket, its span and the index and slot of each tensor, in the order of the slots.
     """
     unit = alignment * shards
     aligned = [-(-size // alignment) * alignment for size in sizes]
@@ -343,7 +344,7 @@ def lay_out(
         if i < len(sizes) - 1 and (i in ends or is_full):
             groups.append([])
     if keeps_whole and len(groups) > 1 and groups[-2][-1] not in ends:
-        *before, last = groups  # the rest of the tensors may leave shards empty
+        *before, last = groups  # the last tensors may leave shards empty
         if not is_even([aligned[j] for j in last], shards):
             groups = [*before[:-1], before[-1] + last]
     buckets = []
@@ -374,7 +375,7 @@ def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]
         shards: The number of shards.
 
     Returns:
-        The shard of each tensor and its place in it, and the size of the fullest shard.
+        Each tensor's shard and its place in that shard, and the size of the fullest shard.
     """
     filled = [(0, shard) for shard in range(shards)]
     dealt = [(0, 0)] * len(sizes)

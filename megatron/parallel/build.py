@@ -1,7 +1,7 @@
 """The context that layers are built in: device, number formats, kernels and communication.
 
-A layer's constructor takes its own sizes and a `BuildContext`. The layer asks the context for
-everything else that it needs, now or later; nothing is assigned to a layer after it is built.
+A layer's constructor takes the layer's sizes and a `BuildContext`, which provides everything else
+that the layer needs, now or later. Nothing is assigned to a layer after it is built.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Kernels:
         library: The fused kernels; `None` means PyTorch's operations.
         new_products: Creates the products of one linear layer in attention or an MLP.
         output_products: The products that compute logits.
-        expert_casts: The casts of experts that multiply in 8 bits; `None` if they do not.
+        expert_casts: The casts for experts that multiply in 8 bits; `None` if experts do not.
         attention: The implementation of the attention core.
-        own_attention: The same for sequences that this rank holds whole, whatever the number of
-            context-parallel ranks.
+        own_attention: The same for sequences that this rank holds whole, regardless of the number
+            of context-parallel ranks.
         activation: Returns the implementation of an MLP's activation, given its name and
             `handovers`.
         rotate: Rotates heads.
@@ -87,7 +87,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """The settings that a layer's constructor takes in addition to the layer's own.
+    """The settings that a layer's constructor takes in addition to the layer's record.
 
     Attributes:
         layout: The grid of processes as this process sees it.
@@ -96,17 +96,17 @@ class BuildContext:
             memory. `None` means `device`.
         dtype: The data type of the parameters.
         layer: The number of the layer that is being built, from 1; 0 outside of layers.
-        precision: The number formats of everything else.
+        precision: The other settings of number formats.
         kernels: The implementation of each operation.
         overlap: Whether to communicate while computing. The results are the same without it.
-        exchange: The exchange through which split layers send rows, part by part, while they
-            multiply; `None` puts collectives before and after the products.
+        exchange: The exchange through which split layers send rows part by part while they
+            multiply; `None` runs collectives before and after the products.
         weight_gradients: The queue in which the backward pass leaves weight gradients for later;
             `None` computes them at once.
-        registry: The registry where layers announce what they will need.
+        registry: The registry in which layers record what they will need.
         recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
-        frozen_format: The format in which linear layers keep their weights, which are frozen;
-            `None` keeps them in `dtype`.
+        frozen_format: The format in which linear layers keep frozen weights; `None` keeps them in
+            `dtype`.
     """
 
     layout: Layout
@@ -125,7 +125,7 @@ class BuildContext:
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether weights are fp32 shards, gathered as 16-bit or fp32 layers (ZeRO stage 3)."""
+        """Whether weights are fp32 shards, which are gathered layer by layer (ZeRO stage 3)."""
         return self.parameter_device is not None
 
     @property
@@ -145,20 +145,20 @@ class BuildContext:
         is_matrix: bool = False,
         matrices: Matrices | None = None,
     ) -> nn.Parameter:
-        """Allocate a parameter, or this tensor rank's equal share of it along `split_dim`.
+        """Allocate a parameter, or this rank's equal share of it along `split_dim`.
 
         Args:
             shape: The shape of the whole parameter.
             init: The initialization of the parameter.
             split_dim: The dimension to split over tensor ranks. `None` keeps the whole parameter on
                 each rank.
-            partial_gradient: Whether each tensor rank computes only a part of its gradient. See
-                `ParameterSpec`.
+            partial_gradient: Whether each tensor rank computes only a part of the gradient (see
+                `ParameterSpec`).
             is_expert: Whether the parameter has an entry for each expert along dimension 0. It is
                 then split over expert ranks, and along `split_dim` over expert tensor ranks.
             is_vocabulary: Whether the parameter has a row for each vocabulary entry.
-            is_matrix: Whether the parameter is a linear layer's weight, which `frozen_format`
-                packs.
+            is_matrix: Whether the parameter is a linear layer's weight, to which `frozen_format`
+                applies.
             matrices: The matrices in the parameter, if the layer multiplies by them.
 
         Raises:
@@ -203,7 +203,7 @@ class BuildContext:
         return parameter
 
     def within_rank(self) -> BuildContext:
-        """Return a copy of this context for attention within sequences that a rank holds whole."""
+        """Return a copy of this context for attention over sequences that a rank holds whole."""
         return replace(self, kernels=replace(self.kernels, attention=self.kernels.own_attention))
 
     def multiplying_by(
@@ -213,7 +213,7 @@ class BuildContext:
 
         Args:
             new_products: Creates the products of one linear layer.
-            for_output: The products that compute logits; `None` keeps the present ones.
+            for_output: The products that compute logits; `None` keeps the current ones.
         """
         output = self.kernels.output_products if for_output is None else for_output
         kernels = replace(self.kernels, new_products=new_products, output_products=output)
@@ -234,7 +234,7 @@ def choose_kernels(
         model: The resolved network flags.
         precision: The number formats.
         layout: The grid of processes as this process sees it.
-        device: The device that the model runs on, which may differ from that of its parameters.
+        device: The device that the model runs on. Its parameters may be on another device.
         cp_comm_type: How context-parallel ranks communicate in attention, "p2p" or "a2a".
 
     Raises:
@@ -266,7 +266,7 @@ def choose_kernels(
     zeros = Zeros()
     casts = choose_fp8_casts(library, zeros)
     product = choose_fp8_product(device)
-    # Only casts that scale a whole tensor by its own largest magnitude need it.
+    # Only casts that scale a whole tensor by its own largest magnitude need this.
     handed = zeros if precision.fp8_recipe == "tensorwise" else None
     return replace(
         chosen,
@@ -278,10 +278,10 @@ def choose_kernels(
 def attention_over(
     axis: Axis, comm_type: str, model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the attention implementation; context ranks may hold only parts of sequences.
+    """Choose the attention implementation for a number of context ranks.
 
     Args:
-        axis: The context ranks; a single rank has whole sequences.
+        axis: The context ranks. A single rank holds whole sequences.
         comm_type: How several ranks communicate in attention: "p2p" for ring attention, "a2a" for
             Ulysses, which runs the single-process implementation between two exchanges.
         model: The resolved network flags.
@@ -299,7 +299,7 @@ def attention_over(
             )
         if not torch.backends.mkl.is_available():
             raise ConfigError(
-                "--batch-invariant-mode needs a PyTorch with MKL, whose sums it relies on: drop "
+                "--batch-invariant-mode relies on MKL's sums, and this PyTorch has no MKL: drop "
                 "the flag"
             )
         reason = "--batch-invariant-mode"

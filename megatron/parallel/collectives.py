@@ -1,8 +1,8 @@
 """Communication inside the network. Each operation comes with its backward pass.
 
-On an axis of one process, every function is the identity. The functions at the top support autograd
-(for a split product in `linear`, `Communication` does the communicating). Those at the bottom do
-not. Functions named `start_...` return before the data has arrived.
+On an axis of one process, every function is the identity. The functions at the top support
+autograd, those at the bottom do not. `Communication` serves the split products in `linear`.
+Functions named `start_...` return before the data has arrived.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
 def gather_to(x: Tensor, axis: Axis) -> Tensor:
     """Join parts along the last dimension for a computation that is split over the axis.
 
-    The forward pass is an all-gather. The backward pass is a reduce-scatter, because every rank has
-    a share of the gradient.
+    The forward pass is an all-gather. The backward pass is a reduce-scatter, because every rank
+    computes a part of the gradient.
     """
     if axis.size == 1:
         return x
@@ -81,7 +81,7 @@ def gather_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Exchange [C, ...] -> [C, ...]: send x[i] to rank i, and receive result[i] from it.
+    """Exchange [C, ...] -> [C, ...]: send x[i] to rank i and receive result[i] from it.
 
     The backward pass is the same exchange.
     """
@@ -181,8 +181,8 @@ def start_reduce_scatter(
 def mean_of(x: Tensor, axis: Axis) -> dist.ReduceOp.RedOpType:
     """Return the operation that averages `x` over the axis.
 
-    NCCL divides as it adds. gloo cannot, so for gloo `x` is divided now, in a separate pass (3.4 ms
-    for the gradients of a 1.7B GPT on a GPU), and the operation is a sum.
+    NCCL divides while it adds. gloo cannot, so for gloo `x` is divided now, in a separate pass (3.4
+    ms for the gradients of a 1.7B GPT on a GPU), and the operation is a sum.
     """
     if axis.size > 1:
         if dist.get_backend(_group(axis)) == "nccl":
@@ -233,19 +233,19 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
-    assert axis.group is not None, "a layout without process groups cannot communicate"
+    assert axis.group is not None, "this layout has no process groups and cannot communicate"
     return axis.group
 
 
 @dataclass(frozen=True)
 class Communication:
-    """The collectives around the product of a layer whose weight is split.
+    """The collectives around the product of a layer with a split weight.
 
     Attributes:
-        axis: The ranks that hold different rows of the weight. On an axis of one process there is
-            nothing to do.
-        along_sequence: Whether the input is this rank's part along dimension 0, rather than whole.
-        overlap: Whether to communicate during the products, rather than before and after them. The
+        axis: The ranks that hold different rows of the weight. With one rank, nothing is
+            communicated.
+        along_sequence: Whether the input is only this rank's part along dimension 0.
+        overlap: Whether to communicate during the products instead of before and after them. The
             results are the same.
     """
 
@@ -255,7 +255,7 @@ class Communication:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input is only this rank's part, so that the rest must be gathered."""
+        """Whether the rest of the input must be gathered, because this rank has only a part."""
         return self.along_sequence and self.axis.size > 1
 
     def start_gather(self, x: Tensor) -> Pending:
@@ -263,13 +263,13 @@ class Communication:
         return self._maybe_wait(start_all_gather(x, self.axis) if self.gathers else Pending(x))
 
     def start_max(self, x: Tensor) -> Pending:
-        """Start computing the maximum over the ranks, in place, if the input is only a part."""
+        """If the input is only a part, start computing the maximum over the ranks in place."""
         if not self.gathers:
             return Pending(x)
         return self._maybe_wait(start_all_reduce(x, self.axis, dist.ReduceOp.MAX))
 
     def start_sum(self, grad: Tensor) -> Pending:
-        """Start summing the input's gradient over the ranks; `grad` may change in place."""
+        """Start summing the input's gradient over the ranks. `grad` may be changed in place."""
         start = start_reduce_scatter if self.gathers else start_all_reduce
         return self._maybe_wait(start(grad, self.axis))
 
@@ -281,7 +281,7 @@ ALONE = Communication()
 
 
 class _Communicate(torch.autograd.Function):
-    """A communication whose backward pass is another communication."""
+    """A communication with another communication as its backward pass."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""Cross entropy over a vocabulary that is split over tensor ranks, without fp32 copies of logits.
+"""Cross entropy over a vocabulary that tensor ranks split, without fp32 copies of logits.
 
-The logits are the largest activation of a language model. This module keeps a single copy of them,
-in their original format, and their gradient may reuse its memory. With `linear_cross_entropy`, they
-never exist all at once.
+Logits are the largest activation of a language model. This module keeps a single copy of them in
+their original format, and their gradient may reuse its memory. `linear_cross_entropy` never holds
+all logits at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import Communication, all_reduce
 from megatron.parallel.layout import Axis
 from megatron.parallel.linear import WeightSlot
+from megatron.parallel.products import LinearCall
 
 # Number of logits that `linear_cross_entropy` holds at a time. Each chunk reads and writes the
-# weight's whole gradient: with fewer rows, that would take longer than the products.
+# weight's whole gradient. With fewer rows, this would take longer than the products.
 CHUNK_LOGITS = 2**29
 _ROWS_OF_A_TILE = 128  # rows in a tile of a product
 
@@ -44,7 +45,7 @@ def vocabulary_cross_entropy(
         axis: The tensor axis.
         form: The implementation, a kernel or plain PyTorch.
         reuse_logits: Whether the backward pass writes the gradient over the logits. If so, nothing
-            else may need them, and the backward pass can run only once: autograd refuses any later
+            else may need them, and the backward pass can run only once. Autograd refuses any later
             use.
 
     Returns:
@@ -54,7 +55,7 @@ def vocabulary_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """A cross entropy that saves the logits and two numbers per row, and recomputes the softmax."""
+    """A cross entropy that saves the logits and two numbers per row and recomputes the softmax."""
 
     @staticmethod
     def forward(
@@ -71,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, maxima, sums = ctx.saved_tensors  # raises if they were already reused
+        logits, local, maxima, sums = ctx.saved_tensors  # raises an error if they were reused
         rows = logits.reshape(-1, logits.shape[-1])
         result = rows if ctx.reuse_logits else torch.empty_like(rows)
         ctx.form.gradient(rows, local, maxima, sums, grad.reshape(-1), result)
@@ -88,7 +89,7 @@ def local_labels(labels: Tensor, axis: Axis, size: int) -> Tensor:
 def join_statistics(
     part: Statistics, local: Tensor, size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return maxima, sums of exponentials and losses of whole rows [n], using two collectives."""
+    """Return maxima, sums of exponentials and losses of whole rows [n], with two collectives."""
     if axis.size == 1:
         return part.maxima, part.sums, part.sums.log() - (part.targets - part.maxima)
     maxima = all_reduce(part.maxima.clone(), axis, dist.ReduceOp.MAX)
@@ -112,39 +113,35 @@ class ChunkedLoss(NamedTuple):
 
 
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
+    call: LinearCall,
     labels: Tensor,
     communication: Communication,
     *,
     loss_mask: Tensor | None = None,
-    bias: Tensor | None = None,
     form: CrossEntropy = REFERENCE,
     slot: WeightSlot | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> ChunkedLoss:
-    """Return the cross entropy of x W^T + bias, computing only a few rows of logits at a time.
+    """Return the cross entropy of x W^T + bias, computed from a few rows of logits at a time.
 
-    While a chunk of logits exists, the forward pass computes from it everything that the backward
-    pass needs, namely the gradients of sum(losses * loss_mask), so that no product is computed
-    twice. The backward pass multiplies them by that sum's own gradient, a single number. Only this
-    sum can be differentiated.
+    While a chunk of logits exists, the forward pass already computes the gradients of sum(losses *
+    loss_mask), so that no product is computed twice. The backward pass multiplies them by the
+    gradient of that sum, a single number. Only this sum can be differentiated.
 
     Args:
-        x: The input [s, b, h]; with sequence parallelism this rank's part [s/t, b, h].
-        weight: This rank's part of the vocabulary, [v/t, h].
+        call: The factors of the logits: the input [s, b, h], or this rank's part [s/t, b, h] with
+            sequence parallelism; this rank's rows of the weight, [v/t, h]; and the bias [v/t].
         labels: The labels [s, b], as ids in the whole vocabulary.
         communication: The communication around the product.
         loss_mask: The weight of each token's loss, [s, b]; `None` means 1.
-        bias: The bias [v/t].
         form: The implementation, a kernel or plain PyTorch.
         slot: The destination of the weight's gradient; `None` leaves it to autograd.
         chunk_logits: The number of logits computed at a time.
     """
     mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
-    read = weight if slot is None else weight.detach()
+    weight = call.weight if slot is None else call.weight.detach()
     how = _Chunking(communication, form, slot, chunk_logits, torch.is_grad_enabled())
-    return ChunkedLoss(*_LinearCrossEntropy.apply(x, read, bias, labels, mask, how))
+    return ChunkedLoss(*_LinearCrossEntropy.apply(call.x, weight, call.bias, labels, mask, how))
 
 
 class _Chunking(NamedTuple):
@@ -176,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty_like(mask)
         gradients = None
         if how.with_gradients:
-            # A frozen weight needs no gradient, and one with a slot leaves it to that.
+            # A frozen weight needs no gradient. A weight with a slot is detached, but trained.
             is_trained = how.slot is not None or ctx.needs_input_grad[1]
             gradients = _HeadGradients.like(gathered, weight if is_trained else None, bias)
         for rows in _chunks(whole.shape[0], size, how.chunk_logits):
@@ -200,11 +197,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         how: _Chunking = ctx.how
         input_sum, weight_sum, bias_sum, mask = ctx.saved_tensors
         squares = mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
-        # `grad`, but exactly 0 if nothing counts.
+        # `grad`, but exactly 0 if no token counts.
         factor = (grad * mask * mask).sum() / squares / _UNIT
-        # The view has one dimension: on a GPU, a factor without dimensions is rounded to the format
-        # of the other factor. In bf16 that would change all of the network's gradients by up to
-        # 0.2%; in fp16 some would be lost.
+        # The view has one dimension, because on a GPU a factor without dimensions is rounded to the
+        # format of the other factor. In bf16, this would change all gradients of the network by up
+        # to 0.2%; in fp16, some would be lost.
         input_grad = torch.empty_like(input_sum)
         torch.mul(input_sum, factor.view(1), out=input_grad)
         summing = how.communication.start_sum(input_grad)
@@ -222,15 +219,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return summing.wait(), weight_grad, bias_grad, None, None, None
 
 
-# The factor on gradients until the backward pass; without it the small ones would be lost in 16
-# bits (fp16's smallest number is 6e-8, and many probabilities are smaller). A power of two changes
-# no digits.
+# The factor of stored gradients until the backward pass. Without it, small gradients would be lost
+# in 16 bits (fp16's smallest number is 6e-8, and many probabilities are smaller). A power of two
+# changes no digits.
 _UNIT = 1024.0
 
 
 @dataclass
 class _HeadGradients:
-    """The gradients of the sum of losses.
+    """The gradients of the masked sum of losses.
 
     Attributes:
         input: The input's gradient [s, b, h].
@@ -251,7 +248,8 @@ class _HeadGradients:
     def add(self, rows: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
         """Add the contribution of `rows`.
 
-        Their logits have the gradient `of_logits`, [rows, v/t], and `x` is their input, [rows, h].
+        `of_logits` is the gradient of these rows' logits, [rows, v/t], and `x` their input, [rows,
+        h].
         """
         torch.mm(of_logits, weight, out=self.input.flatten(0, -2)[rows])
         if self.weight is not None:

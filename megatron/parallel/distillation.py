@@ -1,6 +1,6 @@
-"""Divergence from a teacher's distribution over a vocabulary that is split over tensor ranks.
+"""Divergence from a teacher's distribution over a vocabulary that tensor ranks split.
 
-Logits stay in their own format. fp32 values exist only for a few tokens at a time.
+Logits keep their format. fp32 values exist only for a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.parallel.layout import Axis
 
 
 class TopLogProbs(NamedTuple):
-    """The likeliest next tokens in a teacher's distribution, the same on every tensor rank.
+    """The most likely next tokens in a teacher's distribution, equal on every tensor rank.
 
     Attributes:
         ids: Ids in the whole vocabulary, [..., k]; -1 stands for no entry.
@@ -38,8 +38,8 @@ class VocabularyPart(NamedTuple):
 
     Attributes:
         axis: The tensor axis.
-        entries: The number of the tokenizer's entries. Padding, which follows them, is no part of
-            a teacher's distribution.
+        entries: The number of the tokenizer's entries. The padding after them is not part of a
+            teacher's distribution.
     """
 
     axis: Axis
@@ -75,8 +75,8 @@ def distillation_losses(
 ) -> DistillationLosses:
     """Return each token's cross entropy and its divergence from a teacher.
 
-    From a teacher's top k, the divergence is that of distributions with k + 1 outcomes: these
-    tokens, and any other token. It is never above the divergence over the whole vocabulary.
+    With a teacher's top k, the distributions have k + 1 outcomes: these k tokens, and any other
+    token. Their divergence never exceeds the divergence over the whole vocabulary.
 
     Args:
         logits: This rank's part of the (padded) vocabulary's logits, [s, b, v/t].
@@ -93,7 +93,7 @@ def distillation_losses(
     if isinstance(teacher, TopLogProbs):
         ids, values, rest = teacher
         values, rest = values.reshape(n, -1).float(), rest.reshape(n).float()
-        # Rounded to 16 bits, they no longer add up to 1.
+        # Log-probabilities rounded to 16 bits no longer add up to 1.
         total = torch.cat((values, rest[:, None]), 1).logsumexp(1)
         parts = (ids.reshape(n, -1).long(), values - total[:, None], rest - total)
     else:
@@ -116,13 +116,14 @@ def top_log_probs(
     Args:
         logits: This rank's part of the logits of n tokens, [n, v/t].
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
-        k: The number of entries of each token, at most; all if it exceeds the vocabulary.
-        p: Leave out entries after the first ones that together have this probability.
-        min_k: The number of entries that stay whatever `p` says.
+        k: The largest number of entries per token; all entries if k exceeds the vocabulary.
+        p: The probability to cover. Entries after the first ones that reach it together are left
+            out.
+        min_k: The number of entries to keep regardless of `p`.
         temperature: The number by which logits are divided.
 
     Returns:
-        Ids and values [n, k], the likeliest first, and the rest [n].
+        Ids and values [n, k], the most likely first, and the rest [n].
     """
     axis, size = vocabulary.axis, logits.shape[1]
     real, k = vocabulary.real(size), min(k, vocabulary.entries)
@@ -156,7 +157,7 @@ class _How(NamedTuple):
 
 
 class _Distillation(torch.autograd.Function):
-    """Both losses of a token. It saves the logits and a few numbers per token."""
+    """An autograd function for both losses, which saves the logits and a few numbers per token."""
 
     @staticmethod
     def forward(
@@ -168,8 +169,8 @@ class _Distillation(torch.autograd.Function):
         part = how.form.statistics(rows, local)
         maxima, sums, loss = join_statistics(part, local, size, axis)
         divergence = torch.empty_like(loss)
-        # Of each token: the log of the sum of exponentials, and the teacher's, or the log of the
-        # probability outside the top k.
+        # For each token: the log of the student's sum of exponentials, and the teacher's, or the
+        # log of the probability outside the top k.
         notes = torch.empty(2, n, device=rows.device)
         for some in _chunks(n, size):
             chunk = _chunk_of(rows, teacher, some, how)
@@ -209,7 +210,7 @@ def _chunk_of(rows: Tensor, teacher: Any, some: slice, how: _How) -> _WholeChunk
 
 
 class _WholeChunk:
-    """A few tokens of which the teacher's whole distribution is known."""
+    """A few tokens, with the teacher's whole distribution."""
 
     def __init__(self, x: Tensor, teacher: Tensor, axis: Axis) -> None:
         self.x, self.teacher, self.axis = x, teacher, axis
@@ -225,7 +226,7 @@ class _WholeChunk:
 
 
 class _TopChunk:
-    """A few tokens of which the teacher's top k are known."""
+    """A few tokens, with the teacher's top k."""
 
     def __init__(self, x: Tensor, teacher: TopLogProbs, axis: Axis, first: int) -> None:
         self.x, self.teacher, self.axis = x, teacher, axis
@@ -235,7 +236,7 @@ class _TopChunk:
         x, (_, wanted, rest) = self.x, self.teacher
         ours = _log_sum(x, self.axis)
         beyond = _log_sum(x.masked_fill(self.is_top, -torch.inf), self.axis) - ours
-        # A column for entries of other ranks.
+        # One more column stands for the entries of other ranks.
         found = torch.cat((x, x.new_zeros(len(x), 1)), 1).gather(1, self.places) - ours[:, None]
         counts = (self.places < x.shape[1]) & wanted.isfinite()
         terms = torch.where(counts, wanted.exp() * (wanted - found), 0.0).sum(1)
@@ -252,11 +253,11 @@ class _TopChunk:
 
 
 def _find(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
-    """Find ids [n, k] among this rank's `real` entries, which begin with the id `first`.
+    """Find ids [n, k] among this rank's `real` entries, of which `first` is the first id.
 
     Returns:
-        The place of each id [n, k], `real` if it is not here, and whether each entry is among the
-        ids [n, real].
+        The place of each id [n, k], `real` if another rank holds it, and whether each entry is
+        among the ids [n, real].
     """
     places = torch.where((ids >= first) & (ids < first + real), ids - first, real)
     hits = torch.zeros(len(ids), real + 1, dtype=torch.bool, device=ids.device)
@@ -264,7 +265,7 @@ def _find(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
 
 
 def _gather(x: Tensor, filler: float, k: int, axis: Axis) -> Tensor:
-    """Return the columns of all tensor ranks, each filled up to `k`: [n, t * k]."""
+    """Return the columns of all tensor ranks, padded to `k` per rank: [n, t * k]."""
     if axis.size == 1:
         return x
     columns = F.pad(x, (0, k - x.shape[1]), value=filler)
@@ -272,7 +273,7 @@ def _gather(x: Tensor, filler: float, k: int, axis: Axis) -> Tensor:
 
 
 def _log_sum(x: Tensor, axis: Axis) -> Tensor:
-    """Return the log of the sum of exponentials of whole rows, [n]; -inf if there is none."""
+    """Return the log of the sum of exponentials of rows, [n]; -inf for rows without entries."""
     mine = x.logsumexp(1)
     if axis.size == 1:
         return mine
@@ -281,6 +282,6 @@ def _log_sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _chunks(rows: int, size: int) -> Iterator[slice]:
-    """Return slices of at most about CHUNK elements each, but at least one row."""
+    """Return slices of at most about CHUNK elements each, with at least one row."""
     height = max(1, CHUNK // size)
     return (slice(i, min(i + height, rows)) for i in range(0, rows, height))

@@ -1,14 +1,14 @@
-"""Rows that the ranks of an axis send each other while they compute.
+"""An exchange of rows between the ranks of an axis while they compute.
 
-A product that is cut by rows sends each part as soon as it is ready, and takes the others' parts
-when it needs them. The messages between an `open` and its `close` are one use of an exchange. All
-ranks issue the same uses in the same order. Step i is the message to the i-th rank after this one
-and from the i-th rank before it, around the axis.
+A product that is cut by rows sends each part as soon as it is ready, and receives the other ranks'
+parts when it needs them. The messages between an `open` and its `close` are one use of an exchange.
+All ranks start the same uses in the same order. In step i, a rank sends to the i-th rank after it
+and receives from the i-th rank before it, cyclically.
 
-On a GPU, ranks write into each other's memory, and each keeps track of which part of it is free
-(`Ledger`) without asking the others. The ranks are not in step, but each makes the same calls in
-the same order. So when a rank has sent rows for a use, its queue has already closed every use that
-the code closes before that.
+On a GPU, ranks write into each other's memory. Each rank keeps track of which part of it is free
+(`Ledger`) without asking the others. The ranks are not synchronized, but each makes the same calls
+in the same order. So when a rank has sent rows for a use, its queue has already closed every use
+that the code closes before that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.parallel.layout import Axis
 
 
 class Use(Protocol):
-    """One message to, and one from, every other rank, all of the same shape [rows, ...]."""
+    """One message to and one from every other rank, all of the same shape [rows, ...]."""
 
     def send(self, step: int, rows: Tensor) -> None:
         """Start sending contiguous rows, which must not change until `close`."""
@@ -124,10 +124,10 @@ SLOTS = 3
 
 
 class Ledger:
-    """A record of which slot each use takes, and of whether all ranks are known to have freed it.
+    """A record of the slot of each use, and of whether all ranks are known to have freed it.
 
-    Uses count from 0; use k takes slot k modulo `slots`. Rows that another rank has sent for use k
-    show that it has closed all uses that this rank had closed when it sent its own for k.
+    Uses count from 0; use k takes slot k modulo `slots`. When rows for use k arrive from another
+    rank, that rank has closed all uses that this rank had closed when it sent its own rows for k.
     """
 
     def __init__(self, slots: int) -> None:
@@ -159,7 +159,7 @@ class Ledger:
         self._closed_at_send.setdefault(use, self._closed)
 
     def received(self, use: int) -> None:
-        """Record that all others' rows of a use have arrived."""
+        """Record that the rows of all other ranks have arrived for a use."""
         self._known = max(self._known, self._closed_at_send.pop(use))
 
     def close(self, use: int) -> None:
@@ -168,5 +168,5 @@ class Ledger:
 
     @property
     def _closed(self) -> int:
-        """The first use that may still be open: all earlier ones are closed."""
+        """The first use that may still be open. All earlier uses are closed."""
         return min(self._open, default=self._opened)

@@ -1,7 +1,7 @@
 """The exchange of tokens between the processes that divide the experts.
 
-A token is sent once to every process that has some of its experts. That process returns the
-weighted sum of their outputs, and the token's own process adds the sums up.
+A token is sent once to every process that holds some of its experts. That process returns the
+weighted sum of their outputs, and the token's own process adds up these sums.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megatron.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Arrived:
-    """The tokens whose experts are on this process.
+    """The tokens that use experts of this process.
 
     Attributes:
         tokens: [R, h].
-        choices: The experts of each token that are here, counted from this process's first, int64
-            [R, k]; -1 for those elsewhere.
+        choices: The experts that each token uses, numbered from this process's first, int64 [R, k];
+            -1 for experts of other processes.
         weights: Their weights, fp32 [R, k].
-        rows: Number of choices that are here; `None` if that could be any number.
-        sent: Number of tokens that this process sent to each one; `None` without an exchange.
-        received: Number of tokens that came from each one.
-        grouping: The tokens by process.
+        rows: Number of choices of experts on this process; `None` if it is not known in advance.
+        sent: Number of tokens that this process sent to each process; `None` without an exchange.
+        received: Number of tokens that came from each process.
+        grouping: The sent tokens, grouped by process.
     """
 
     tokens: Tensor
@@ -49,14 +49,14 @@ class Arrived:
 
 
 class ExpertExchange:
-    """The path that tokens take to their experts and back.
+    """The exchange that sends tokens to their experts and brings the outputs back.
 
-    Gradients inside are those of a mean over the processes that hold the same experts, as buckets
-    compute it, so they are divided here by the number of other processes whose tokens come in.
+    Buckets average an expert's gradient over the processes that hold the expert. The tokens of
+    several processes pass through it here, so the gradients are divided by their number.
 
     Args:
         layout: The grid of processes.
-        experts: Number of experts in all.
+        experts: Total number of experts.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
 
@@ -88,7 +88,7 @@ class ExpertExchange:
             return Arrived(tokens, choices, weights)
         owners = torch.where(choices >= 0, choices // self.local, -1)
         ranks = torch.arange(axis.size, device=choices.device)
-        goes = (owners.unsqueeze(-1) == ranks).sum(1)  # [T, ranks], experts of a token on a rank
+        goes = (owners.unsqueeze(-1) == ranks).sum(1)  # [T, ranks], a token's experts per rank
         counts = torch.stack(((goes > 0).sum(0), goes.sum(0)), dim=1)  # [ranks, 2]
         counts_in = all_to_all_rows(counts, axis, [1] * axis.size, [1] * axis.size)
         (sent, _), (received, rows) = (both.t().tolist() for both in (counts, counts_in))
@@ -108,7 +108,7 @@ class ExpertExchange:
         )
 
     def bring_back(self, outputs: Tensor, arrived: Arrived) -> Tensor:
-        """Return the sum of each token's outputs, [R, h] -> [T, h]. Collective as `send` is."""
+        """Return the sum of each token's outputs, [R, h] -> [T, h]. Collective like `send`."""
         layout = self._layout
         if arrived.grouping is not None:
             assert arrived.sent is not None and arrived.received is not None
@@ -123,7 +123,7 @@ class ExpertExchange:
 
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return x, whose gradient will be multiplied by a factor."""
+    """Return x unchanged; its gradient is multiplied by a factor."""
     return x if factor == 1 else _Scaled.apply(x, factor)
 
 

@@ -24,24 +24,24 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.linear import Owner
 from megatron.parallel.parameter import ZEROS, Init, Matrices
 
-_ALIGNED = 8  # PyTorch's grouped products take rows of multiples of 16 bytes
+_ALIGNED = 8  # PyTorch's grouped products need rows of a multiple of 16 bytes
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer for each expert, y = x W^T + b on the expert's rows.
+    """A linear layer for each expert, y = x W^T + b, applied to the expert's rows.
 
     If expert tensor ranks sum their outputs, each rank adds an equal share of the bias. The bias
     then has a gradient on every rank, and all ranks send their buckets in the same order.
 
     Args:
-        shape: Shape of all weights: experts, outputs (or parts and outputs of a part), inputs.
+        shape: Shape of all weights: experts, outputs (or parts and outputs per part), inputs.
         context: Layout, device, kernels and number formats.
         split_dim: The dimension that is split over expert tensor ranks.
         init: Distribution of the initial weights.
         bias: Whether each expert has a bias.
 
     Attributes:
-        adapter: What adds trained products to those of frozen weights, if anything.
+        adapter: The adapter that adds trained products to those of frozen weights; `None` for none.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ExpertLinear(nn.Module):
         init: Init,
         bias: bool,
     ) -> None:
-        """Allocate the weights and reserve their gradient's slot."""
+        """Allocate the weights and reserve a slot for their gradient."""
         super().__init__()
         self.adapter: ExpertAdapter | None = None
         self.shape, self.split_dim = shape, split_dim
@@ -101,8 +101,8 @@ class ExpertLinear(nn.Module):
             out = out + self.adapter(rows, grouping)
         if self.bias is None:
             return out
-        # Rows without an expert take a row of zeros, so their gradients, which may be any values,
-        # are dropped.
+        # Rows without an expert read a row of zeros, so their gradients, which are arbitrary, are
+        # dropped.
         biases = F.pad(self.bias.view(self._shape[:-1]), (0, 0, 0, 1))
         if self._bias_share < 1:
             biases = biases * self._bias_share
@@ -112,8 +112,8 @@ class ExpertLinear(nn.Module):
 class ExpertFactors(nn.Module):
     """The weights of all experts' adapters: a [experts, rank, in], b [experts, out, rank].
 
-    If expert tensor ranks split the inputs, each multiplies its part of them by A, and the results
-    by all of B: the sum over ranks that follows the layer is that of the adapters, too.
+    If expert tensor ranks split the inputs, each rank multiplies its part by its part of A, and the
+    result by all of B. The sum over ranks that follows the layer then includes the adapters.
 
     Args:
         linear: The layer.
@@ -122,14 +122,14 @@ class ExpertFactors(nn.Module):
     """
 
     def __init__(self, linear: ExpertLinear, plan: AdapterPlan, context: BuildContext) -> None:
-        """Allocate the weights; B starts at zero, so that the layer starts as it was."""
+        """Allocate the weights. B starts at zero, so the layer's outputs do not change at first."""
         super().__init__()
         experts, *outputs, inputs = linear.shape
         is_row = linear.split_dim == len(linear.shape) - 1
         is_divided = context.layout.expert_tensor.size > 1
         self.a = context.new_parameter(
             (experts, plan.rank, inputs),
-            init=Init("uniform", 1 / math.sqrt(inputs)),  # PEFT's, as in `Factors`
+            init=Init("uniform", 1 / math.sqrt(inputs)),  # as in PEFT and `Factors`
             split_dim=2 if is_row else None,
             partial_gradient=not is_row and is_divided,
             is_expert=True,
@@ -148,11 +148,11 @@ class ExpertFactors(nn.Module):
 class ExpertAdapter(nn.ModuleDict):
     """The adapters of a linear layer of all experts.
 
-    Each expert has an A and a B of its own for the whole layer, as in PEFT: gate and up share them.
+    Each expert has its own A and B for the whole layer, as in PEFT. Gate and up share them.
 
     Args:
         linear: The layer.
-        plan: The sizes. Dropout and trained lengths (DoRA) are not supported.
+        plan: The sizes. Dropout and DoRA are not supported.
         context: The layer's build context.
     """
 
@@ -164,12 +164,12 @@ class ExpertAdapter(nn.ModuleDict):
         self._product = choose_grouped_product(
             context.device, context.compute_dtype, context.kernels.library
         )
-        # Zeros that make the rank a multiple of what the product takes.
+        # Zeros pad the rank to a multiple that the product supports.
         is_library = isinstance(self._product, LibraryGroupedProduct)
         self._padding = -plan.rank % _ALIGNED if is_library else 0
 
     def forward(self, rows: Tensor, grouping: Grouping) -> Tensor:
-        """Return what the adapters add to each expert's rows: [n, in] -> [n, out]."""
+        """Return the output of the adapters for each expert's rows: [n, in] -> [n, out]."""
         a, b = self._factors()
         if self._padding:
             a, b = F.pad(a, (0, 0, 0, self._padding)), F.pad(b, (0, self._padding))
@@ -180,7 +180,7 @@ class ExpertAdapter(nn.ModuleDict):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return, in fp32, the weight that gives the same outputs without an adapter.
+        """Return the weight that gives the same outputs without an adapter, in fp32.
 
         Args:
             weight: The frozen weight.
@@ -192,7 +192,7 @@ class ExpertAdapter(nn.ModuleDict):
         """Return A [experts, rank, in] and B [experts, out, rank]."""
         factors = self[WHOLE]
         assert isinstance(factors, ExpertFactors)
-        # ZeRO stage 3 makes matrices of them.
+        # ZeRO stage 3 stores them as matrices.
         a = factors.a.view(self._experts, self.plan.rank, -1)
         return a, factors.b.view(self._experts, -1, self.plan.rank)
 
@@ -231,7 +231,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """The product that gives all experts' weight gradients, still to be computed."""
+    """The product that computes the weight gradients of all experts, not yet run."""
 
     def __init__(
         self, product: GroupedProduct, grad: Tensor, rows: Tensor, ends: Tensor, shape: torch.Size
@@ -239,9 +239,9 @@ class _WeightGradient:
         self._product, self._factors, self._shape = product, (grad, rows, ends), shape
 
     def start(self) -> None:
-        """Do nothing: both factors are here."""
+        """Do nothing: both factors are on this process."""
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        """Write the gradient to `into` [experts out, in], or add it."""
+        """Write the gradient to `into` [experts out, in], or add it there."""
         into = into.view(self._shape)
         self._product.weight_gradient(*self._factors, into, accumulate=accumulate)

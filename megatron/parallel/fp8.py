@@ -1,19 +1,18 @@
-"""The three products of a linear layer in 8 bits, and the history that determines their scales.
+"""FP8 versions of a linear layer's three products, and the history that determines their scales.
 
-Both factors of each product are rounded to 8 bits (Micikevicius et al., "FP8 Formats for Deep
-Learning", 2022) after being scaled to fill the format's range: by their current values (current
-scaling), or by the values of the same tensors in earlier updates (delayed scaling).
+Both factors of each product are scaled to fill the format's range and rounded to 8 bits
+(Micikevicius et al., "FP8 Formats for Deep Learning", 2022). The scale comes from their current
+values (current scaling) or from the same tensors' values in earlier updates (delayed scaling).
 
 A cast that scales by its own tensor's largest magnitude (amax) reads the tensor twice. A cast that
-scales by the amax of earlier updates reads it once, and finds this update's amax on the way
+scales by the amax of earlier updates reads it once and finds this update's amax on the way
 (Transformer Engine's DelayedScaling). A layer's input, weight and gradient each have a slot. Within
-an update the slot's `held` is constant and its `found` only rises, so neither the number nor the
-order of micro-batches matters, nor whether one is recomputed. Once per update, all slots of a
-process advance together, after a single maximum over every process that holds a part or a replica
-of the same layers: tensor, context and data-parallel ranks. All of them then have the same scales.
-The scales follow from global batches and not from how these were divided, except that a process
-divides its losses, and so its gradients, by the number of its micro-batches. None of this waits for
-the device.
+an update the slot's `held` is constant and its `found` only increases, so the number and order of
+micro-batches do not matter, nor does recomputation. Once per update, all slots of a process advance
+together, after a single maximum over all processes that hold a part or a replica of the same
+layers: tensor, context and data-parallel ranks. All of them then have the same scales. The scales
+depend on global batches and not on how these are divided, with one exception: a process divides its
+losses, and so its gradients, by the number of its micro-batches. None of this waits for the device.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.products import Kept, LinearCall, Products, RowFactors
 
 Role = Literal["input", "weight", "gradient"]
-"""The three tensors of a layer that are cast: its input, its weight, and its output's gradient."""
+"""The three tensors of a layer that are cast: its input, its weight and its output's gradient."""
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
@@ -46,9 +45,9 @@ class DelayedScaling:
 
     Attributes:
         length: The number of updates that are remembered.
-        takes_max: Whether to scale by the maximum of all of them, rather than by the last one.
-        margin: Scales are this many powers of 2 smaller than the amax would allow.
-        interval: The number of updates after which scales are chosen anew.
+        takes_max: Whether to scale by the maximum of all these updates instead of the last one.
+        margin: The number of powers of 2 by which scales are smaller than the amax would allow.
+        interval: The number of updates between changes of the scales.
     """
 
     length: int = 1
@@ -74,8 +73,9 @@ class AmaxSlot:
     Attributes:
         held: The amax to scale by, fp32 [].
         found: The largest magnitude in this update so far, fp32 [].
-        has_begun: Returns whether `held` is valid. Before the first update of a history it is not,
-            and casts scale by their tensors' own amaxes, as `--fp8-recipe tensorwise` does.
+        has_begun: Returns whether `held` is valid. It is not valid before the first update of a
+            history. Until then casts scale by their tensors' own amaxes, like `--fp8-recipe
+            tensorwise`.
     """
 
     held: Tensor
@@ -84,14 +84,14 @@ class AmaxSlot:
 
 
 LayerSlots = Mapping[Role, AmaxSlot]
-"""The slots of one layer; if it is empty, casts scale by their tensors' own amaxes."""
+"""The slots of one layer. If there are none, casts scale by their tensors' own amaxes."""
 
 
 class AmaxHistory:
     """The slots of all layers of this process, in three buffers.
 
     Args:
-        layers: The names of the layers, which no other process uses for different layers.
+        layers: The names of the layers. No other process may use them for different layers.
         largest: The largest value of each role's fp8 format, in the order of `ROLES`.
         scaling: The rule that derives scales from the history.
         layout: The grid whose tensor ranks have parts of these layers and whose replicas have
@@ -136,8 +136,8 @@ class AmaxHistory:
         """Add the amaxes just found to the history, as its newest entry. Collective.
 
         Values that are not finite are not recorded. If one gradient is not finite, no gradient is
-        recorded, because a loss scale that is too high, and will be lowered, has made them all
-        large. A tensor that was zero keeps its scale.
+        recorded: the loss scale was too high and made all of them too large, and it will be
+        lowered. A tensor that was zero keeps its scale.
 
         Args:
             iteration: The number of updates of the run so far, including this one.
@@ -153,10 +153,10 @@ class AmaxHistory:
         self._has_begun = True
 
     def _found_by_all(self) -> Tensor:
-        """Return the amaxes found by all processes, [layers, 3], with 0 for dropped ones."""
+        """Return the maximum of all processes' amaxes, [layers, 3]; 0 for those not recorded."""
         finite = self._found.isfinite()
         overflow = ~finite[:, ROLES.index("gradient")].all()
-        # nan is removed first: no backend specifies the maximum of values that include nan.
+        # Remove nan first: no backend specifies the maximum of values that include nan.
         clean = self._found.where(finite, 0.0)
         packed = torch.cat((clean.flatten(), overflow.float().unsqueeze(0)))
         for axis in (self._layout.tensor, self._layout.replica):
@@ -188,11 +188,11 @@ class Fp8Format:
 
     Attributes:
         values: The format of inputs and weights.
-        gradients: The format of output gradients, which need range more than precision.
-        by_row: Whether each row of a factor has its own scale. Otherwise the factor has a single
-            one.
-        weight_gradient: Whether the weight's gradient is also computed in 8 bits, rather than in
-            the tensors' own format.
+        gradients: The format of output gradients, which need more range and less precision.
+        by_row: Whether each row of a factor has its own scale. Otherwise the whole factor has one
+            scale.
+        weight_gradient: Whether the weight's gradient is also computed in 8 bits instead of the
+            tensors' own format.
     """
 
     values: torch.dtype = E4M3
@@ -207,8 +207,8 @@ class ArrivingWeight:
 
     Attributes:
         fp8: The weight, [out, in], always in the same memory.
-        is_there: Returns whether the weight has arrived. Before the first update it has not: each
-            process then has the weight itself and casts it.
+        is_there: Returns whether the 8-bit weight has arrived. Before the first update it has not,
+            and each process casts its own copy of the weight.
     """
 
     fp8: Fp8
@@ -216,24 +216,24 @@ class ArrivingWeight:
 
 
 class Fp8Products(Products):
-    """Products in 8 bits of 16-bit tensors whose sizes are multiples of 16.
+    """FP8 products of 16-bit tensors with sizes that are multiples of 16.
 
-    In the forward pass, the hardware may keep fewer bits of its sums; in the backward pass it may
-    not. Casts are shared: a weight is cast once per update, an input and a gradient once for both
-    of their products. A part of an input is cast before it is gathered, which halves the traffic.
+    The forward pass lets the hardware accumulate with fewer bits, the backward pass does not. Casts
+    are shared: a weight is cast once per update, an input and a gradient once for both of their
+    products. A part of an input is cast before it is gathered, which halves the traffic.
 
     Args:
         form: The formats.
         casts: The casts, in kernels or in plain PyTorch.
         multiply: The product, in a kernel or in plain PyTorch.
-        zeros: Zeros that other kernels raise to the amaxes of the input and of the output's
-            gradient, if the casts are to read them there; `None` if the casts need no amax or
-            measure it.
+        zeros: Memory of zeros in which other kernels store the amaxes of the input and of the
+            output's gradient for the casts; `None` if the casts need no amax or measure it
+            themselves.
 
     Attributes:
         slots: The slots for delayed scaling; without them, casts scale by their tensors' own
             amaxes.
-        arriving: The weight if it arrives in 8 bits; `None` if it is cast here.
+        arriving: The weight if it arrives in 8 bits; `None` if this process casts it.
         casts: The casts.
     """
 
@@ -246,7 +246,7 @@ class Fp8Products(Products):
         multiply: Fp8Product = reference_product,
         zeros: Zeros | None = None,
     ) -> None:
-        """Create products with current scaling and a weight that is cast here."""
+        """Create products with current scaling and a weight that this process casts."""
         self.slots: LayerSlots = {}
         self.arriving: ArrivingWeight | None = None
         self.handovers = Handovers(Handover(zeros), Handover(zeros)) if zeros else NO_HANDOVERS
@@ -257,16 +257,16 @@ class Fp8Products(Products):
         self._product = multiply
         self._weight: tuple[Fp8, Fp8] | None = None
         self.keeps_input = not form.weight_gradient
-        # A single scale then serves all rows of a factor and its transpose, whichever ranks hold
-        # them.
+        # With one scale for all rows of a factor and its transpose, it does not matter which ranks
+        # hold the rows.
         self.can_be_cut = form.weight_gradient and not form.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
-        """Scale, from now on, by the amaxes of earlier updates."""
+        """Use the amaxes of earlier updates for scaling from now on."""
         self.slots = slots
 
     def receive_weight(self, weight: ArrivingWeight) -> None:
-        """Use, from now on, the 8-bit weight that arrives."""
+        """Use an arriving 8-bit weight from now on."""
         self.arriving = weight
 
     @property
@@ -276,7 +276,7 @@ class Fp8Products(Products):
 
     @property
     def weight_format(self) -> torch.dtype | None:
-        """The format of a weight cast with one scale; `None` if each row has its own scale."""
+        """The format of a weight that is cast with one scale; `None` if each row has its own."""
         return None if self._form.by_row else self._form.values
 
     def forward(
@@ -298,27 +298,27 @@ class Fp8Products(Products):
         return self._weight
 
     def _cast_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
-        # Evaluation may be the first to cast it. It sees the same weight as training would.
+        # Evaluation may come first. It casts the same weight that training would use.
         if self.arriving is None:
             return self._both(weight, "weight", records=True)
         whole = self.arriving.fp8
-        if not self.arriving.is_there():  # reuse its memory: a separate cast would need more
+        if not self.arriving.is_there():  # cast into its memory, to save some
             amax, found = self._amaxes(weight, "weight", ALONE, records=True)
             fp8 = whole.values.dtype
             whole = self.casts.cast(weight, amax, fp8, found=found, into=whole.values)
         return whole, self.casts.transpose(whole)
 
     def amax_of_weight(self) -> Tensor | None:
-        """Return the amax, fp32 [], by which casts scale the weight; `None` means its own amax."""
+        """Return the amax that scales the weight's casts, fp32 []; `None` means its own amax."""
         slot = self.slots.get("weight")
         return slot.held if slot is not None and slot.has_begun() else None
 
     def cast_part(self, part: Tensor, amax: Tensor, into: Tensor) -> None:
-        """Write some elements of the weight in 8 bits.
+        """Cast some elements of the weight to 8 bits.
 
         Args:
             part: The elements [n]; n is a multiple of 16.
-            amax: The amax that the whole weight scales by.
+            amax: The amax that scales the whole weight.
             into: The memory for the result, [n].
         """
         rows, slot = part.view(-1, 16), self.slots.get("weight")
@@ -331,10 +331,10 @@ class Fp8Products(Products):
         """Start casting and gathering the input.
 
         Returns:
-            A function that waits for the whole input, and for its transpose if the weight's
-            gradient needs it.
+            A function that waits for the whole input and, if the weight's gradient needs it, its
+            transpose.
         """
-        # A transpose with its own scales is a different matrix, which would have to be sent too.
+        # With scales per row, the transpose is a different matrix and would have to be sent too.
         if not communication.gathers or (self._form.by_row and not self.keeps_input):
             rows = communication.start_gather(x).wait().flatten(0, -2)
             if self.keeps_input:
@@ -363,7 +363,7 @@ class Fp8Products(Products):
         return self._factor(x, "input", axis, records=training)
 
     def _factor(self, rows: Tensor, role: Role, axis: Axis | None, *, records: bool = True) -> Kept:
-        # The first tensor sets the format of the result, and the weight gradient may read it.
+        # The first tensor determines the result's format, and the weight gradient may read it.
         like = rows if self.keeps_input else rows.new_empty(0)
         if axis is None and not self.keeps_input:
             left, turned = self._both(rows, role, records=records)
@@ -378,7 +378,7 @@ class Fp8Products(Products):
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write or add grad^T x, in 16 bits if the input was kept."""
+        """Write grad^T x or add it, computed in 16 bits if the input was kept."""
         if x is not None:
             weight_gradient(grad[0], x, into, accumulate=accumulate)
             return
@@ -386,7 +386,7 @@ class Fp8Products(Products):
         self._product(left, right, into.dtype, into=into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Drop the cast weight, the memory of the casts, and amaxes recorded but not yet used."""
+        """Discard the cast weight, the memory of the casts, and recorded amaxes not yet used."""
         self._weight = None
         self.casts.forget()
         for handover in self.handovers:
@@ -408,14 +408,14 @@ class Fp8Products(Products):
         return *weight, *factor[3:]
 
     def multiply_rows(self, factors: RowFactors, rows: Tensor, into: Tensor) -> None:
-        """Write the product of some rows, which have the scale of the whole factor."""
+        """Write the product of some rows, which use the scale of the whole factor."""
         _, values, inverse, *_ = factors.rows
         part, weight = Fp8(rows.view(values.dtype), inverse), Fp8(*factors.weight[:2])
         fast = not factors.backward
         self._product(part, weight, into.dtype, bias=factors.bias, fast=fast, into=into)
 
     def _one(self, x: Tensor, role: Role, communication: Communication, *, records: bool) -> Fp8:
-        """Cast a matrix [m, k], or a part of its rows with the scale of the whole."""
+        """Cast a matrix [m, k], or some of its rows with the scale of the whole matrix."""
         if self._form.by_row:
             return self.casts.cast_rows(x, self._formats[role])
         amax, found = self._amaxes(x, role, communication, records=records)
@@ -431,7 +431,7 @@ class Fp8Products(Products):
     def _amaxes(
         self, x: Tensor, role: Role, communication: Communication, *, records: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the amax to scale by, and the tensor in which to record the amax of `x`."""
+        """Return the amax to scale by and the tensor in which to record the amax of `x`."""
         slot = self.slots.get(role)
         found = slot.found if slot is not None and records else None
         if slot is not None and slot.has_begun():

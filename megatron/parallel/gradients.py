@@ -1,31 +1,30 @@
 """Gradients in flat buffers, averaged over the processes that hold the same weights.
 
-`buckets.BucketPlan` says where each gradient lies and when it is sent; `GradientBuffer` carries the
-plan out. If the gradient dtype equals the parameter's, autograd adds straight into the buffer.
-Otherwise (16-bit parameters, fp32 gradients) a hook adds each finished gradient to it.
+`buckets.BucketPlan` says where each gradient is stored and when it is sent, and `GradientBuffer`
+carries out the plan. If gradients have the parameter's dtype, autograd adds directly into the
+buffer. Otherwise (16-bit parameters, fp32 gradients) a hook adds each finished gradient to it.
 Alternatively, the code that computes a gradient asks for a `slot` and writes there itself: a
 product that adds to fp32 memory needs neither a 16-bit gradient nor a buffer of zeros.
 
-The memory that a process needs for gradients, for d processes and gradients of g bytes per element,
-depends on the ZeRO stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", 2020):
+With d processes and g bytes per element, the gradient memory of a process depends on the ZeRO stage
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020):
 
     stage 0  All-reduce. A process keeps all gradients: g bytes.
     stage 1  Reduce-scatter. A process keeps all gradients, but only its shard is averaged:
              g bytes.
-    stage 2  Reduce-scatter in the backward pass of every micro-batch. A process keeps its shard,
-             g / d bytes, and at most two buckets, one being filled and one on its way.
+    stage 2 Reduce-scatter in the backward pass of every micro-batch. A process keeps its shard, g /
+    d bytes, and at most two buckets: one being filled and one in transit.
 
-With overlap a bucket is sent as soon as all its gradients are complete. Otherwise it is sent after
-the backward pass; in stage 2 it is sent when complete, and the process waits for it at once. All
-processes send the buckets in the plan's order, whatever order their gradients come in. A parameter
-that gets no gradient in an iteration counts as zero: its bucket, and those behind it, are sent when
-the backward pass ends.
+With overlap, a bucket is sent as soon as all its gradients are complete. Otherwise it is sent after
+the backward pass or, in stage 2, when complete, and the process waits for it at once. All processes
+send the buckets in the plan's order, regardless of the order of their gradients. A parameter
+without a gradient in an iteration counts as zero: its bucket and those after it are sent when the
+backward pass ends.
 
 In a pipeline, a micro-batch's backward pass goes through the model parts of a process one by one,
-with those of other processes in between. Each such step is a wave. In stage 2 all gradients of a
-bucket come in the same wave (or, if several parts share them, in the same waves). When the wave is
-over, only shards of the bucket are left.
+with parts of other processes in between. Each such step is a wave. In stage 2, all gradients of a
+bucket come in the same wave, or in the same waves if several parts share them. After the wave, only
+shards of the bucket remain.
 """
 
 from __future__ import annotations
@@ -51,21 +50,22 @@ Parameters = Mapping[str, nn.Parameter]  # by name
 
 
 class PendingBucket:
-    """A bucket on its way from the backward pass to the reduced gradient.
+    """A bucket between the backward pass and the reduced gradient.
 
     Args:
         plan: The plan of the bucket.
         axis: The processes to average over.
         parameters: The parameters by name, including those of the bucket.
-        kept: The memory for the reduced gradients: the whole bucket or this process's shard.
+        kept: The memory for the reduced gradients, which is the whole bucket or this process's
+            shard.
         whole: All gradients of the bucket. In stage 2 it is `None` until the first one arrives.
 
     Attributes:
         members: The parameters in the bucket, each with its location in it.
-        tied: The members, by `id`, to whose gradients others are added after the backward pass.
-        partial: The locations of gradients that tensor ranks add up first.
-        missing: For each parameter, how many additions to its gradient are still to come. A
-            parameter is removed when its gradient is complete.
+        tied: The members, by `id`, whose copies' gradients are added after the backward pass.
+        partial: The locations of gradients that are first summed over tensor ranks.
+        missing: For each parameter, the number of additions to its gradient that are still missing.
+            A parameter is removed when its gradient is complete.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class Reducer:
 
     Args:
         buckets: All buckets, in sending order.
-        tensor: The axis over which partial gradients are added.
+        tensor: The axis over which partial gradients are summed.
         zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
         overlap: Whether to send during the backward pass of the last micro-batch.
 
     Attributes:
-        overlap: The argument, but always False if no other process holds the same weights.
-        uses: For each parameter that has slots, by `id`, how many times a backward pass adds to its
-            gradient. A backward pass adds once to the gradients of all other parameters. This
-            mapping is read again whenever buckets are expected.
+        overlap: The argument; False if no other process holds the same weights.
+        uses: For each parameter with slots, by `id`, how many times a backward pass adds to its
+            gradient. All other parameters' gradients are added to once. This mapping is read again
+            at each call of `expect`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Reducer:
         self._zero_stage = zero_stage
         self._collecting = False  # whether finished gradients may be sent
         self._wave_now: Hashable = None
-        # Reductions in flight, with the memory that must outlive them.
+        # Reductions in flight, and the memory that must outlive them.
         self._sent: list[tuple[PendingBucket, Pending, Tensor]] = []
         self.expect(self.buckets)
 
@@ -129,7 +129,7 @@ class Reducer:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable) -> Iterator[None]:
-        """Send completed buckets in the last micro-batch of an update; in stage 2 in every one.
+        """Send completed buckets in the last micro-batch of an update or, in stage 2, in every one.
 
         Args:
             is_last: Whether this is the last backward pass of the update to reach these parameters.
@@ -186,7 +186,7 @@ class Reducer:
         self._sent.clear()
 
     def _send_rest(self) -> None:
-        """Send the buckets that are left. Parameters without a gradient count as zero."""
+        """Send the remaining buckets. Parameters without a gradient count as zero."""
         for bucket in self._expected[self._next :]:
             self._send(bucket)
 
@@ -195,7 +195,7 @@ class Reducer:
         whole, into = bucket.allocate(), bucket.kept
         self._add_partial_gradients(bucket)
         if self._zero_stage == 2:
-            self.receive()  # so that at most one bucket is on its way
+            self.receive()  # so that at most one bucket is in transit
             bucket.whole, into = None, torch.empty_like(bucket.kept)
         mean = collectives.mean_of(whole, bucket.axis)
         if self._zero_stage > 0:
@@ -230,17 +230,17 @@ class GradientBuffer:
 
     Args:
         named_parameters: The parameters of the plan, as `model.named_parameters()` gives them, each
-            tensor once. Parameters that need no gradient are left out.
+            tensor once. Parameters that need no gradient are omitted.
         plan: The layout of gradients and the sending order.
         axes: The plan's replica axes by name.
-        tensor: The axis over which partial gradients are added, just before they are averaged.
+        tensor: The axis over which partial gradients are summed, just before they are averaged.
         overlap: Whether to reduce during the backward pass of the last micro-batch.
 
     Attributes:
         plan: The plan.
         flats: The buffers that carry it out.
         is_sharded: Whether each process keeps and updates only its own shard.
-        shares_weights: Whether a process lacks some of the weights; always False in stages 0 to 2.
+        shares_weights: Whether a process lacks some of the weights. Always False in stages 0 to 2.
     """
 
     shares_weights = False
@@ -254,7 +254,7 @@ class GradientBuffer:
         tensor: Axis | None = None,
         overlap: bool = False,
     ) -> None:
-        """Allocate the buffers in the plan, and register hooks on the parameters."""
+        """Allocate the plan's buffers and register hooks on the parameters."""
         parameters = {name: p for name, p in named_parameters if p.requires_grad}
         assert len(set(map(id, parameters.values()))) == len(parameters), "a parameter is repeated"
         planned = {member.traits.name for flat in plan.flats for member in flat.members}
@@ -265,7 +265,7 @@ class GradientBuffer:
         self._in_place: dict[nn.Parameter, Tensor] = {}
         self._owned: dict[int, tuple[Span, Tensor]] = {}
         self._places: dict[int, tuple[PendingBucket, Span]] = {}
-        self._unslotted: list[Tensor] | None = None  # those without a slot, once looked up
+        self._unslotted: list[Tensor] | None = None  # of parameters without a slot, once looked up
         self._stale: set[int] = set()  # gradients of the previous update, to be overwritten
         self._has_waves = any(b.waves != (None,) for flat in plan.flats for b in flat.buckets)
         self.flats: list[FlatBuffer] = []
@@ -289,9 +289,9 @@ class GradientBuffer:
     def _allocate(
         self, plan: FlatPlan, axis: Axis, parameters: Parameters
     ) -> tuple[FlatBuffer, list[PendingBucket]]:
-        """Allocate a buffer and its buckets, and note where each gradient lies."""
+        """Allocate a buffer and its buckets, and note where each gradient is."""
         shards, rank = (axis.size, axis.rank) if self.is_sharded else (1, 0)
-        # The number of parts of a bucket, of which this process holds one.
+        # A bucket has this many parts, and this process keeps one of them.
         parts = shards if self.plan.zero_stage == 2 else 1
         members = [(parameters[member.traits.name], member.slot) for member in plan.members]
         first, _ = members[0]
@@ -329,8 +329,9 @@ class GradientBuffer:
         elif id(parameter) in bucket.tied:
             parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
         if parameter not in self._in_place or self._reducer.overlap:
-            # The parameter holds its hook in a place that the garbage collector does not see, and
-            # the buffer holds the parameter: with a reference back, neither would ever be freed.
+            # The garbage collector does not see the parameter's reference to its hook. The buffer
+            # holds the parameter, so with a strong reference from the hook to the buffer, neither
+            # would ever be freed.
             buffer = weakref.ref(self)
 
             def collect(parameter: nn.Parameter) -> None:
@@ -351,7 +352,7 @@ class GradientBuffer:
         return parameter.detach().view(-1)[own.start : own.end]
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the data type that the forward pass computes in."""
+        """Return the data type of the forward pass."""
         return parameter.dtype
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -367,8 +368,8 @@ class GradientBuffer:
     def slot(self, parameter: nn.Parameter) -> WeightSlot | None:
         """Return a slot for one use of the parameter, which autograd must no longer differentiate.
 
-        With several uses (tied embeddings), each asks for its own: the gradient is complete when
-        all of them have added to it.
+        With several uses (tied embeddings), each use asks for its own slot. The gradient is
+        complete when all of them have added to it.
 
         Returns:
             The slot, or `None` if the parameter's gradient is not kept in fp32. Autograd then
@@ -403,7 +404,7 @@ class GradientBuffer:
     def share_weights(
         self, overlap_in: Sequence[nn.Module] | None, in_8_bits: Mapping[nn.Parameter, Fp8Products]
     ) -> WeightBuffer | None:
-        """Return the object that gathers updated weights; `None` if each process updates all.
+        """Return the object that gathers updated weights, or `None` if each process updates all.
 
         This moves the parameters' values, so call it before `part`.
 
@@ -421,23 +422,19 @@ class GradientBuffer:
         if self.plan.zero_stage == 2 or not self._uses:
             for storage in self._storages:
                 storage.zero_()
-        else:  # a slot's first use overwrites what it holds
+        else:  # a slot's first use overwrites the old values
             if self._unslotted is None:
-                self._unslotted = self._runs_without_slot()
-            if self._unslotted:  # one kernel for all: one for each took 2 ms with a GPT of 1.7B
+                self._unslotted = [
+                    run.of(bucket.allocate())
+                    for bucket in self._reducer.buckets
+                    for run in runs(bucket.members, lambda p: id(p) not in self._uses)
+                ]
+            if self._unslotted:  # one kernel for all; one each took 2 ms for a 1.7B GPT
                 torch._foreach_zero_(self._unslotted)
             self._stale = set(self._uses)
         for parameter, view in self._in_place.items():
             parameter.grad = view  # zero_grad(set_to_none=True) may have removed it
         self._reducer.expect(self._reducer.buckets)
-
-    def _runs_without_slot(self) -> list[Tensor]:
-        """Return the gradients that autograd adds to, as runs of adjacent gradients."""
-        return [
-            run.of(bucket.allocate())
-            for bucket in self._reducer.buckets
-            for run in runs(bucket.members, lambda parameter: id(parameter) not in self._uses)
-        ]
 
     @property
     def to_overwrite(self) -> frozenset[int]:
@@ -446,10 +443,10 @@ class GradientBuffer:
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], None]]:
-        """Wrap a backward pass that a device only records, so that no gradients exist yet.
+        """Wrap a backward pass that a device only records (no gradient is computed yet).
 
-        Yields a function to call each time the recorded kernels have run with the same
-        `to_overwrite`.
+        Yields a function to call after each replay of the recorded kernels that starts with the
+        same `to_overwrite`.
         """
         before, written = self._stale, set[int]()
         self._stale = set(before)
@@ -459,7 +456,7 @@ class GradientBuffer:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Zero the gradients that no backward pass of this update has reached.
+        """Zero the gradients to which no backward pass of this update has added.
 
         Call it before any gradient is read.
         """
@@ -477,7 +474,7 @@ class GradientBuffer:
 
         Args:
             is_last: Whether this is the last backward pass of the update to reach these parameters.
-            wave: The gradients that this backward pass computes, one of the plan's waves.
+            wave: The wave (of the plan) that this backward pass computes.
         """
         wave = wave if self._has_waves else None
         return self._reducer.micro_batch(is_last=is_last, wave=wave)
@@ -486,15 +483,15 @@ class GradientBuffer:
     def reduce(self) -> None:
         """Average the gradients over the replica axis. Collective over that axis.
 
-        Every element is summed on one process and sent to the others, so that all hold the same
-        bits. Dividing first keeps fp16 sums in range.
+        Every element is summed on one process and sent to the others, so that all of them have the
+        same bits. Dividing before the sum keeps fp16 sums in range.
         """
         self.complete()
         self._reducer.reduce()
 
     @torch.no_grad()
     def collect(self, parameter: nn.Parameter) -> None:
-        """Take over a finished gradient, the sum over all uses of the parameter."""
+        """Collect a finished gradient, which is the sum over all uses of the parameter."""
         bucket, place = self._places[id(parameter)]
         assert id(parameter) not in self._uses, "a parameter with slots is outside of autograd"
         if parameter not in self._in_place:

@@ -1,11 +1,11 @@
-"""The current state of a process: iteration, operation, and the communication it is waiting for.
+"""The state of a process: its iteration, its operation and the communication it is waiting for.
 
-Training keeps it up to date with a few assignments. The watchdog reads it from another thread, to
-report which ranks are missing from which operation when a run hangs.
+Training updates it with a few assignments. The watchdog reads it from another thread and, when a
+run hangs, reports which ranks are missing from which operation.
 
-On a GPU the process runs ahead of its device, and waits only where it needs the device's results,
-not at each communication. In that case the journal also sends marks through the device's queue: the
-last one that came back shows which operation the device is in.
+On a GPU, the process runs ahead of its device. It does not wait at each communication, but only
+when it needs the device's results. In that case the journal also sends marks through the device's
+queue. The last mark that came back shows which operation the device is in.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from megatron.device import StreamMarks
 
-# Communications between two marks. Half of the kernels that fit in a device's queue (about 1,000)
-# must contain more communications than this, so that a process that fills the queue has sent marks
-# that its device has not reached.
+# Number of communications between two marks. Half of the kernels that fit into a device's queue
+# (about 1,000) must contain more communications than this, so that a process that fills the queue
+# has sent marks that its device has not reached.
 _WAITS_A_MARK = 8
-_KEPT_PLACES = 4096  # a process is never further ahead of its device
+_KEPT_PLACES = 4096  # a process is never this far ahead of its device
 
 
 class Place(NamedTuple):
@@ -35,14 +35,14 @@ class Place(NamedTuple):
 
 
 class Transfer:
-    """A communication in progress and its participants: a `torch.distributed.Work` with a name.
+    """A communication in progress, a `torch.distributed.Work` with a name and participants.
 
     Attributes:
         kind: The kind of communication: "all-reduce", "receive" ...
-        ranks: The global ranks of the group, including this one; for a message, the rank at the
-            other end.
-        number: How many of these this process has started with these ranks, including this one;
-            `None` for a message.
+        ranks: The global ranks of the group, including this one. For a message, only the rank at
+            the other end.
+        number: How many of these communications the process has started with these ranks, including
+            this one; `None` for a message.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Transfer:
         """Wait for the data. On a GPU, later kernels wait for it, but this process does not."""
         self._journal.begin_wait(self)
         self._work.wait()
-        self._journal.end_wait()  # not after an error: the awaited communication explains it
+        self._journal.end_wait()  # skipped after an error, which this wait explains
 
     def is_completed(self) -> bool:
         """Return whether the work is done, without waiting for it."""
@@ -68,10 +68,10 @@ class Transfer:
 
 
 class Journal:
-    """A record written by the training thread (and autograd's threads) that any thread may read.
+    """A record that the training thread and autograd's threads write and any thread may read.
 
     Args:
-        marks: The marks to follow a GPU; `None` if the process itself computes.
+        marks: The marks that follow a GPU; `None` if the process itself computes.
 
     Attributes:
         iteration: The update under way, from 1; 0 before the first.
@@ -91,7 +91,7 @@ class Journal:
         self._places = deque([self._place], maxlen=_KEPT_PLACES if marks is not None else 1)
 
     def enter(self, operation: object) -> None:
-        """Record that the process is in `operation`, whose `str` is what a user reads."""
+        """Record that the process is in `operation`. Users read its `str`."""
         self._moved = time.monotonic()
         number = self._place.number + 1
         self._place = Place(number, self.iteration, operation)
@@ -109,7 +109,7 @@ class Journal:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """Send no marks inside the block: it is recorded, and each replay would resend them."""
+        """Send no marks inside the block, which is recorded: each replay would resend them."""
         marks, self._marks = self._marks, None
         try:
             yield
@@ -125,11 +125,11 @@ class Journal:
     def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """Wrap a collective that another library starts and waits for.
 
-        On a GPU it is only queued, in a stream of that library, where marks would be out of order.
+        On a GPU it is only queued in a stream of that library, where marks would be out of order.
         """
         self.begin_wait(self.transfer(kind, ranks, None))
         yield
-        self.waits_for = None  # not after an error, as in `Transfer.wait`
+        self.waits_for = None  # skipped after an error, as in `Transfer.wait`
         self._moved = time.monotonic()
 
     def message(self, kind: str, peer: int, work: Any) -> Transfer:
@@ -161,7 +161,7 @@ class Journal:
 
     @property
     def device_is_behind(self) -> bool:
-        """Whether the device has yet to finish work that the process has queued."""
+        """Whether the device still has work that the process has queued."""
         return self._marks is not None and self._marks.behind(self._place.number) > 0
 
     @property

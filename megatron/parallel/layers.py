@@ -1,4 +1,4 @@
-"""Layers whose weights may be split over tensor ranks: the constructor decides, not the model."""
+"""Layers with weights that may be split over tensor ranks, as the constructor's arguments say."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Split = Literal["column", "row"]
 
 @dataclass(frozen=True)
 class Projections:
-    """Several projections of one input that a single weight computes.
+    """Several projections of one input, computed with a single weight.
 
     Attributes:
         names: Their names.
         widths: The output features of each.
-        groups: The weight's rows are ordered by this many groups, each of which has an equal share
-            of every projection; tensor ranks hold whole groups. `None` stacks the projections,
-            which must be of one width: the weight's global shape is [projections, width, in], and
-            each is split separately.
+        groups: The number of groups that order the weight's rows. Each group has an equal share of
+            every projection, and tensor ranks hold whole groups. `None` stacks the projections,
+            which must have equal widths: the weight's global shape is [projections, width, in], and
+            each projection is split separately.
     """
 
     names: tuple[str, ...]
@@ -57,7 +57,7 @@ class Linear(nn.Module):
     output. split="row" splits the input features: every rank has a part of the input and the whole
     output. With sequence parallelism, "whole" means this rank's part of the sequence (dimension 0):
     a column layer gathers its input, and a row layer scatters its output. A layer that is not split
-    runs on that part, and its gradients must be added over the ranks.
+    runs on that part, and its gradients must be summed over the ranks.
 
     Args:
         in_features: The number of input features of the whole layer.
@@ -67,11 +67,11 @@ class Linear(nn.Module):
         init: The initialization of the weight; biases start at zero.
         bias: Whether the layer has a bias.
         adds_bias: Whether the layer adds the bias. Otherwise the caller adds `bias_to_add`.
-        projections: The projections of which the output consists, if there are several.
+        projections: The projections that make up the output, if there are several.
 
     Attributes:
-        adapter: What adds trained products to those of a frozen weight, if anything: one adapter,
-            or several of which each token uses one.
+        adapter: One adapter, or a stack of adapters of which each token uses one, that adds to the
+            frozen weight's output; `None` for none.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Linear(nn.Module):
         adds_bias: bool = True,
         projections: Projections | None = None,
     ) -> None:
-        """Allocate this rank's part and announce it to the context's registry."""
+        """Allocate this rank's part and record it in the context's registry."""
         super().__init__()
         self.adds_bias = adds_bias
         self.in_features, self.out_features = in_features, out_features
@@ -129,14 +129,14 @@ class Linear(nn.Module):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """The bias [out] for the caller to add to the result; `None` if there is nothing to add."""
+        """The bias [out] that the caller must add to the result; `None` if there is none."""
         return None if self.bias is None or self.adds_bias else self.bias.flatten()
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [s, b, in] -> [s, b, out].
 
-        On the split side the features are divided by t. With sequence parallelism, s is divided by
-        t on the other side.
+        On the split side, the features are divided by t. On the other side, s is divided by t with
+        sequence parallelism.
         """
         cut = self._cut if self._cut is not None and self._cut.fits(x, self.weight) else None
         bias = self.bias if self.adds_bias else None
@@ -151,15 +151,15 @@ class Linear(nn.Module):
         if self._sums_over is not None and cut is None:
             out = sum_over_ranks(out, self._sums_over)
         if self.adapter is not None and low is not None:
-            # It adds in place. An exchange's result is a view, which autograd would not allow.
+            # The adapter adds in place, which autograd does not allow for an exchange's view.
             out = self.adapter.add_product(low, out if cut is None else out.clone(), self.weight)
         return out if bias is None or bias is added else out + bias.flatten()
 
 
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
-    """Sum `x` [s, ...], a partial result on each tensor rank, at the end of the split layers.
+    """Sum the ranks' partial results `x` [s, ...] at the end of the split layers.
 
-    Every rank gets the whole sum, or with sequence parallelism its part of the sequence.
+    Every rank gets the whole sum or, with sequence parallelism, its part of the sequence.
     """
     if layout.sequence_parallel:
         return reduce_scatter_from(x, layout.tensor)
@@ -167,15 +167,15 @@ def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
 
 
 class VocabularyEmbedding(nn.Module):
-    """A table with one vector per vocabulary entry, whose rows are split over tensor ranks.
+    """A table with one vector per vocabulary entry, split by rows over tensor ranks.
 
     Args:
         vocab_size: The padded size of the whole table.
         hidden: The size of a vector.
         context: The build context.
         init: The initialization of the table.
-        lookup_in_fp32: Look up in an fp32 copy of the weight, so that the gradients of an entry
-            that occurs often are summed in fp32.
+        lookup_in_fp32: Whether to look up in an fp32 copy of the weight, so that the gradients of
+            an entry that occurs often are summed in fp32.
         calls: How many times the layer is called in a forward pass.
     """
 
@@ -202,12 +202,13 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up entries [s, ...] -> vectors [s, ..., h] in the weight's type.
 
-        The result is whole on every rank, or with sequence parallelism this rank's part of the
+        The result is whole on every rank or, with sequence parallelism, this rank's part of the
         sequence.
         """
         axis, slot = self.layout.tensor, self._gradient.slot
         if slot is not None:
-            # Rows of the weight, and zeros for entries outside it; the gradient goes to the slot.
+            # Return rows of the weight, and zeros for entries of other ranks. The gradient goes to
+            # the slot.
             local = tokens - axis.rank * self.weight.shape[0]
             anchor = self.weight.new_empty(0).requires_grad_()  # so that backward runs
             vectors = _Lookup.apply(anchor, local, self.weight.detach(), slot, self.gradient_form)

@@ -1,7 +1,7 @@
-"""The grid of tensor, context, data and pipeline ranks, and this process's place in it.
+"""The grid of tensor, context, data and pipeline ranks, with this process's place in it.
 
-Ranks are numbered as in Megatron: tensor fastest, then context, data, pipeline. For tensor size
-T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
+Ranks are numbered as in Megatron: the tensor rank varies fastest, then context, data, pipeline. For
+tensor size T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Axis:
         rank: The index of this process among them.
         ranks: Their global ranks, in order.
         group: The group for collectives; `None` if this process is the only one.
-        journal: The record of this process's communication; one for the whole layout.
+        journal: The record of this process's communication, which all axes share.
     """
 
     size: int = 1
@@ -49,7 +49,7 @@ class Axis:
         return self.rank == self.size - 1
 
     def transfer(self, kind: str, work: Any) -> Transfer:
-        """Record a started collective of this axis under its name."""
+        """Record a started collective of this axis by its name."""
         return self.journal.transfer(kind, self.ranks, work)
 
     def joining(self, kind: str) -> AbstractContextManager[None]:
@@ -66,19 +66,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """The process grid of a run, built once and passed to every part that needs it.
+    """The process grid of a run, built once and passed to all code that needs it.
 
-    `replica` is data x context, with context varying fastest: the processes that hold the same
-    weights.
+    `replica` is data x context, with context varying fastest. Its processes hold the same weights.
 
-    For experts the ranks of a pipeline stage form another grid, in which the expert tensor rank
+    For experts, the ranks of a pipeline stage form another grid, in which the expert tensor rank
     varies fastest, then the expert rank, then the expert replica (Megatron Core's parallel
     folding).
 
     Attributes:
         expert: The ranks among which experts are divided.
-        expert_tensor: The ranks that split each expert. They are the tensor ranks, or this rank
-            alone.
+        expert_tensor: The ranks that split each expert: the tensor ranks, or only this rank.
         expert_replica: The ranks that hold the same experts, or the same parts of them.
         sequence_parallel: Whether tensor ranks also split the activations between tensor-parallel
             layers along the sequence.
@@ -91,8 +89,8 @@ class Layout:
     pipeline: Axis = Axis()
     replica: Axis = Axis()
     embedding: Axis = Axis()
-    """The first and the last pipeline stage, which both hold tied word embeddings. For the
-    stages in between, and without a pipeline, this is an axis of one."""
+    """The first and the last pipeline stage, which both hold tied word embeddings. On the stages in
+    between, and without a pipeline, this axis has one process."""
     expert: Axis = Axis()
     expert_tensor: Axis = Axis()
     expert_replica: Axis = Axis()
@@ -100,17 +98,17 @@ class Layout:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether expert weights are replicated over different ranks from all other weights."""
+        """Whether expert weights are replicated over different ranks than other weights."""
         return self.expert.size > 1 or self.expert_tensor.size != self.tensor.size
 
     @property
     def sequence(self) -> Axis:
-        """The tensor ranks if they divide the sequence between split layers, otherwise none."""
+        """The tensor ranks if they divide the sequence between split layers; otherwise one rank."""
         return self.tensor if self.sequence_parallel else Axis()
 
     @classmethod
     def single(cls) -> Layout:
-        """Return the grid of one process that does everything, for tests, tools and a laptop."""
+        """Return the grid of a single process, for tests, tools and laptops."""
         return cls()
 
     @classmethod
@@ -152,40 +150,22 @@ class Layout:
             stride *= size
         return cls(**axes)
 
-    @classmethod
-    def create(
-        cls,
-        device_type: str,
-        rank: int,
-        world_size: int,
-        *,
-        tensor: int = 1,
-        context: int = 1,
-        pipeline: int = 1,
-        expert: int = 1,
-        expert_tensor: int | None = None,
-        journal: Journal | None = None,
-    ) -> Layout:
-        """Return the grid with process groups. Collective: `init_process_group` must have run.
+    def connect(self, device_type: str, journal: Journal | None = None) -> Layout:
+        """Return this grid with process groups. Collective, after `init_process_group`.
 
-        A world of one has no groups and needs no initialization.
+        A single process has no groups and needs no initialization.
+
+        Args:
+            device_type: The type of the devices whose tensors are communicated.
+            journal: The record of communication; `None` creates a new one.
         """
-        layout = cls.at(
-            rank,
-            world_size,
-            tensor=tensor,
-            context=context,
-            pipeline=pipeline,
-            expert=expert,
-            expert_tensor=expert_tensor,
-        )
-        groups = _new_groups(layout, device_type) if world_size > 1 else {}
+        groups = _new_groups(self, device_type) if self.world.size > 1 else {}
         journal = journal or Journal()
         axes = {
-            name: replace(getattr(layout, name), group=groups.get(name), journal=journal)
+            name: replace(getattr(self, name), group=groups.get(name), journal=journal)
             for name in (*AXES, "world", "replica", "embedding", *_EXPERT_AXES)
         }
-        return replace(layout, **axes)
+        return replace(self, **axes)
 
     @property
     def journal(self) -> Journal:
@@ -195,8 +175,8 @@ class Layout:
     def beside(self, timeout: timedelta) -> Layout:
         """Return this grid for a thread that runs next to the training thread. Collective.
 
-        Its `world`, the only axis that can communicate, has its own group for tensors on the CPU,
-        and its own journal.
+        Only its `world` axis can communicate. It has its own group for CPU tensors and its own
+        journal.
         """
         if self.world.size == 1:
             return self
@@ -210,7 +190,7 @@ class Layout:
         self.world.barrier()
 
     def describe(self) -> str:
-        """Describe the grid, for the start-up panel: "2 processes: TP 1, CP 1, DP 2, PP 1".
+        """Describe the grid for the start-up panel: "2 processes: TP 1, CP 1, DP 2, PP 1".
 
         The axes of experts are shown if processes divide experts: "..., EP 2, ETP 1".
         """
@@ -221,14 +201,14 @@ class Layout:
 
 
 def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:
-    """Return the size of every axis. The data axis gets the processes that the others leave."""
+    """Return the size of every axis. The data axis gets the remaining processes."""
     model = tensor * context * pipeline
     assert world_size % model == 0, "rules_parallel.layout: the sizes divide the world"
     return dict(zip(AXES, (pipeline, world_size // model, context, tensor), strict=True))
 
 
 def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | None]:
-    """Return the axes' process groups by name. Every process creates all of them, in one order."""
+    """Return the process groups of the axes by name. All processes create all groups in order."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -245,7 +225,7 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
             if layout.world.rank in ends:
                 groups["embedding"] = group
     if layout.replica.size > 1:
-        # If one of the two axes makes up the whole replica axis, use its group, because groups take
+        # If one of the two axes is the whole replica axis, use its group, because groups take
         # memory.
         alike = [n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size]
         flat = mesh[alike[0]] if alike else mesh["data", "context"]._flatten("replica")
@@ -255,8 +235,8 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
         for name in (*AXES, "replica", "world")
         if name in groups
     }
-    # An expert axis is a run of every stride-th rank. If another axis has its stride and size, it
-    # has them on all ranks, and its group is used.
+    # An expert axis consists of every stride-th rank. If another axis has the same stride and size,
+    # it has them on all ranks, so its group can be used.
     stride = 1
     for name in reversed(_EXPERT_AXES):
         axis: Axis = getattr(layout, name)

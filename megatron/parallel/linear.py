@@ -1,27 +1,25 @@
-"""Matrix products of split layers, overlapped with their communication.
+"""Matrix products of split layers, overlapped with communication.
 
-A product has two independent choices: the number format of its factors (`products.Products`), and
+A product has two independent properties: the number format of its factors (`products.Products`) and
 the transport that brings the factors to the ranks that need them:
 
-    Whole       collectives around the product, or none. With weight [out, in] and every rank
-                holding different rows of it, the backward pass has two products: the input's
-                gradient, which must be summed over the ranks, and the weight's. The sum travels
-                during the second product. With sequence parallelism (Korthikanti et al., 2022)
-                ranks keep parts of the input along dimension 0: the forward pass gathers them, the
-                backward pass gathers them again, during the first product, and the sum is a
-                reduce-scatter.
-    CutColumn   a layer split by columns gathers its input part by part: a rank multiplies its own
-                rows while the others' arrive, then multiplies those as they come.
-    CutRow      a layer split by rows scatters the sum of its outputs part by part: the others'
-                rows are multiplied first and travel while a rank multiplies its own; then it
-                adds the parts that the others have sent for its rows.
+    Whole collectives around the product, or none. If every rank holds different rows of the weight
+    [out, in], the backward pass has two products: the input's gradient, which must be summed over
+    the ranks, and the weight's. The sum runs during the second product. With sequence parallelism
+    (Korthikanti et al., 2022) ranks keep parts of the input along dimension 0. The forward pass
+    gathers them, the backward pass gathers them again during the first product, and the sum is a
+    reduce-scatter. CutColumn a layer split by columns gathers its input part by part. A rank first
+    multiplies its own rows, and then the other ranks' rows as they arrive. CutRow a layer split by
+    rows scatters the sum of its outputs part by part. A rank first multiplies the other ranks'
+    rows, which travel while it multiplies its own. It then adds the parts that the others have sent
+    for its rows.
 
 The backward pass of a gathered product is a scattered one, and vice versa. The other ranks' rows
 that the weight's gradient needs also travel during a product (Wang et al., "Overlap Communication
 with Dependent Computation via Decomposition", 2023). Every transport computes the same sums, but
-the library may choose another kernel for a product of fewer rows, so that the last bits differ. In
-8 bits, parts are cast first and travel in 8 bits: parts of an input, as without cutting, and parts
-of the output's gradient, which otherwise travel in 16 bits.
+the library may choose another kernel for a product with fewer rows, so the last bits may differ.
+With FP8, parts are cast first and travel in 8 bits. This holds for parts of the input with every
+transport; parts of the output's gradient travel in 16 bits with `Whole`.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ from megatron.parallel.products import PLAIN, Kept, LinearCall, Products, RowFac
 from megatron.parallel.quantized import PackedWeight, unpacked
 
 WeightSlot = Callable[[], AbstractContextManager[tuple[Tensor, bool]]]
-"""A place, outside autograd, for one use's contribution to a weight's gradient.
+"""A place outside autograd for the contribution of one use to a weight's gradient.
 
-A backward pass enters the context once. The context yields the gradient [rows, columns], and
-whether to add to it or overwrite it. When the context ends, this use has made its contribution.
+A backward pass enters the context once. The context yields the gradient [rows, columns] and whether
+to add to it instead of overwriting it. When the context ends, the contribution is complete.
 """
 
 
@@ -65,43 +63,43 @@ class SavedTensors(NamedTuple):
 
 
 class WeightWork(Protocol):
-    """A weight gradient that is still to be computed."""
+    """A weight gradient that is not computed yet."""
 
     def start(self) -> None:
-        """Start gathering whatever is missing."""
+        """Start gathering missing factors."""
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        """Write the gradient to `into` [rows, columns], or add it."""
+        """Write the gradient to `into` [rows, columns], or add it there."""
 
 
 class WeightProduct:
-    """The product that gives the weight's gradient, grad^T x, still to be computed.
+    """The product grad^T x for the weight's gradient, not computed yet.
 
-    Both factors are complete here. In subclasses the input may still have to be gathered.
+    In this class, both factors are complete. In subclasses the input may still have to be gathered.
 
     Args:
         products: The layer's products, which determine the number format.
         saved: The tensors of the forward pass.
-        grad: The output's gradient, prepared.
+        grad: The prepared gradient of the output.
         use: The use of an exchange whose memory holds a factor, if any.
     """
 
     def __init__(
         self, products: Products, saved: SavedTensors, grad: Kept, use: Use | None = None
     ) -> None:
-        """Keep the factors."""
+        """Store the factors."""
         self._products, self._grad, self._use = products, grad, use
         self._x, _, self._kept = saved
 
     def start(self) -> None:
-        """Start gathering the input if only a part was kept; in that case this is collective."""
+        """Start gathering the input if only a part was kept. In that case this is collective."""
 
     def whole_input(self) -> Tensor | None:
-        """Return all of the input, or `None` if the format does not keep it."""
+        """Return the whole input, or `None` if the format does not keep it."""
         return self._x
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        """Write the gradient to `into` [out, in], or add it."""
+        """Write the gradient to `into` [out, in], or add it there."""
         x = self.whole_input()
         self._products.weight_gradient(self._grad, self._kept, x, into, accumulate=accumulate)
         if self._use is not None:
@@ -114,7 +112,7 @@ class Owner:
 
     Attributes:
         weight: The parameter.
-        queue: The queue in which its gradient's product may wait.
+        queue: The queue in which the product for its gradient may wait.
         slot: The destination of its gradient; `None` leaves it to autograd.
     """
 
@@ -137,7 +135,7 @@ class Owner:
 
     @torch.no_grad()
     def _compute(self, product: WeightWork, *, starts: bool = False) -> None:
-        """Add to the gradient: in the slot if there is one, otherwise as autograd does."""
+        """Add to the gradient in the slot or, without one, as autograd would."""
         if starts:
             product.start()
         if self.slot is None:
@@ -164,14 +162,14 @@ class Wanted(NamedTuple):
 
 
 Finish = Callable[[], Tensor | None]
-"""Waits for the input's gradient and returns it, or returns `None` if it is not needed."""
+"""Waits for the input's gradient and returns it; returns `None` if it is not needed."""
 
 
 class Transport(Protocol):
     """A way to bring a product's factors to the ranks that need them."""
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
-        """Return the output, and the tensors that the backward pass needs besides input and weight.
+        """Return the output and the tensors that the backward pass needs besides input and weight.
 
         Args:
             products: The layer's products, which determine the number format.
@@ -181,7 +179,7 @@ class Transport(Protocol):
     def backward(
         self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
-        """Begin the input's gradient; return the weight's product and a function to finish.
+        """Start the input's gradient. Return the weight's product and a function to finish.
 
         Args:
             products: The layer's products, which determine the number format.
@@ -202,11 +200,12 @@ def parallel_linear(
     """Return x W^T + b.
 
     Args:
-        call: The arguments: the input [s or s/t, b, in], the weight [..., out, in], which is
-            flattened to two dimensions, and the bias, which is flattened to [out].
-        transport: How factors get to the ranks that need them; `None` if each rank has its own.
+        call: The arguments: the input [s or s/t, b, in]; the weight [..., out, in], which is
+            flattened to two dimensions; and the bias, which is flattened to [out].
+        transport: How factors get to the ranks that need them; `None` if each rank already has its
+            factors.
         queue: The queue in which the backward pass leaves the weight's product for later. The
-            pushed work accumulates its result as autograd would have, hooks included. Running it is
+            pushed work accumulates its result as autograd would, including hooks. Running it is
             collective if the input is split along the sequence.
         slot: The destination of the weight's gradient; `None` leaves it to autograd.
         products: The layer's products, which determine the number format.
@@ -217,13 +216,14 @@ def parallel_linear(
     x, weight, bias, training = call
     bias = None if bias is None else bias.flatten()
     if queue is None and slot is None:
-        # Autograd would keep the values of a packed weight, and `_Product` keeps its codes.
+        # Autograd would keep the values of a packed weight. `_Product` keeps only its codes.
         is_plain = products.is_autograds and not isinstance(weight, PackedWeight)
         if transport is None and is_plain:
             return F.linear(x, weight.flatten(0, -2), bias)
         owner, matrix = None, weight.flatten(0, -2)
     else:
-        # Outside autograd, because hooks in it would run in every backward pass, gradient or not.
+        # Detached, because the parameter's hooks would run in every backward pass, even without a
+        # gradient.
         owner, matrix = Owner(weight, queue, slot), weight.detach().flatten(0, -2)
         if not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # backward must reach this function
@@ -244,7 +244,7 @@ class _Product(torch.autograd.Function):
         training: bool,
     ) -> Tensor:
         out, kept = transport.forward(products, LinearCall(x, weight, bias, training))
-        # Only the weight's gradient needs the input, and a frozen weight has none.
+        # Only the weight's gradient needs the input, and a frozen weight has no gradient.
         keeps_input = products.keeps_input and (owner is not None or ctx.needs_input_grad[1])
         ctx.save_for_backward(x if keeps_input else None, weight, *kept)
         ctx.transport, ctx.products, ctx.owner = transport, products, owner
@@ -310,7 +310,7 @@ def around(communication: Communication) -> Transport | None:
 
 
 class _GatheredInput(WeightProduct):
-    """A `WeightProduct` whose input may be only a part, which a collective then gathers."""
+    """A `WeightProduct` that gathers its input with a collective if only a part was kept."""
 
     def __init__(
         self, products: Products, saved: SavedTensors, grad: Kept, communication: Communication
@@ -328,7 +328,7 @@ class _GatheredInput(WeightProduct):
 
 
 Multiply = Callable[[Tensor, Tensor], None]
-"""Writes the product of rows [m, in] to [m, out]."""
+"""A function that writes the product of rows [m, in] to [m, out]."""
 
 
 def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Exchange) -> Use:
@@ -356,9 +356,9 @@ def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Ex
 
 
 class ScatteredProduct:
-    """A product of all rows that is summed over the ranks and scattered to them by rows.
+    """A product that is summed over the ranks and scattered to them by rows.
 
-    Construction sends the rows that other ranks need. `finish` waits for theirs.
+    The constructor sends the rows that other ranks need. `finish` waits for this rank's rows.
 
     Args:
         rows: All rows [t m, in]; rank r gets the r-th part.
@@ -378,7 +378,7 @@ class ScatteredProduct:
         dtype: torch.dtype,
         before_sending: Callable[[], None] = lambda: None,
     ) -> None:
-        """Multiply, and send the rows that other ranks need."""
+        """Multiply and send the rows that other ranks need."""
         self._axis = axis = exchange.axis
         parts = rows.unflatten(0, (axis.size, -1))
 
@@ -403,7 +403,7 @@ class ScatteredProduct:
         steps = range(1, self._axis.size)
         if len(steps) == 1:
             self._own += self._use.receive(1)
-        else:  # rounded once
+        else:  # so that the sum is rounded once
             arrived = [self._use.receive(step) for step in steps]
             total = self._own.float()
             for part in arrived:
@@ -414,7 +414,7 @@ class ScatteredProduct:
 
 
 class CutColumn:
-    """A transport that gathers a product's input part by part, while the product is computed.
+    """A transport that gathers a product's input part by part while the product is computed.
 
     Args:
         exchange: The exchange between the ranks.
@@ -447,7 +447,7 @@ class CutColumn:
     def backward(
         self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
-        """Scatter the input's gradient while the others' rows of the input arrive."""
+        """Scatter the input's gradient while the other ranks' rows of the input arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
         factor = products.prepare(rows)
         product = _ArrivingInput(products, saved, factor, exchange)
@@ -455,7 +455,7 @@ class CutColumn:
             product.start()
         if not wanted.input:
             return product, lambda: None
-        kept = tuple(map(unpacked, saved.kept))  # once for all parts
+        kept = tuple(map(unpacked, saved.kept))  # unpacked once for all parts
         factors = RowFactors(factor, kept, backward=True)
         multiply, width = partial(products.multiply_rows, factors), saved.weight.shape[1]
         own = products.rows_of(factor)
@@ -465,7 +465,7 @@ class CutColumn:
 
 
 class _ArrivingInput(WeightProduct):
-    """A `WeightProduct` for which the other ranks' input rows travel during another product."""
+    """A `WeightProduct` that receives the other ranks' input rows during another product."""
 
     def __init__(
         self, products: Products, saved: SavedTensors, grad: Kept, exchange: Exchange
@@ -499,7 +499,7 @@ class _ArrivingInput(WeightProduct):
 
 
 class CutRow:
-    """A transport that sums and scatters a product's output part by part, as it is computed.
+    """A transport that sums and scatters a product's output part by part while it is computed.
 
     Args:
         exchange: The exchange between the ranks.
@@ -515,7 +515,7 @@ class CutRow:
         return self._exchange.fits(rows * weight.shape[:-1].numel(), x.dtype)
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
-        """Return this rank's part [s/t, b, out] of the output, from the input [s, b, in]."""
+        """Return this rank's part [s/t, b, out] of the output for the input [s, b, in]."""
         x, weight, bias, training = call
         assert bias is None, "a bias would be added on every rank"
         exchange = self._exchange

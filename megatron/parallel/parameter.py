@@ -1,10 +1,10 @@
-"""Parameters that know which part of the whole tensor they hold, and their initial values.
+"""Parameters that know which part of the whole tensor they hold, and how they are initialized.
 
-A parameter's initial values, its checkpoint entry and its share of the gradient norm follow from
-its `ParameterSpec` alone, so none of them depends on how the model is split.
+A parameter's initial values, its checkpoint entry and its share of the gradient norm depend only on
+its `ParameterSpec`, and not on how the model is split.
 
-Initial values follow from the global index and are the same for every layout, device and order:
-element i of the tensor called `name` is a pure function of (seed, name, i). A counter-based
+Initial values are a function of the global index and are the same for every layout, device and
+order: element i of the tensor called `name` is a pure function of (seed, name, i). A counter-based
 generator, Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), turns
 (key, i // 4) into four 32-bit words, and the words into values. A shard computes only the blocks
 that it needs.
@@ -25,7 +25,7 @@ from megatron.parallel.random import derive_key
 
 @dataclass(frozen=True)
 class Init:
-    """A rule for the initial values of a tensor.
+    """The distribution of a tensor's initial values.
 
     Attributes:
         kind: "normal", "uniform", "zeros" or "ones".
@@ -42,13 +42,13 @@ ONES = Init("ones")
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices [out, in] that a weight consists of, for update rules that treat each by itself.
+    """The matrices [out, in] that make up a weight, for update rules that treat each separately.
 
-    Leading dimensions of the weight (experts, stacked projections) count matrices.
+    Leading dimensions of the weight (experts, stacked projections) index matrices.
 
     Attributes:
-        shares: If the rows of a matrix are those of several projections, ordered by group: how many
-            rows of a group each projection has. Otherwise empty.
+        shares: The number of rows that each projection has in a group, if a matrix holds several
+            projections ordered by group. Otherwise empty.
     """
 
     shares: tuple[int, ...] = ()
@@ -56,23 +56,22 @@ class Matrices:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """The position of a local tensor in the whole one.
+    """The position of a local tensor in the whole tensor.
 
     Attributes:
         global_shape: The shape of the whole tensor.
         shape: The shape of this part. A parameter may hold it as a matrix, or only some of its rows
             (ZeRO stage 3).
-        offset: The index of this part's first element, per dimension.
+        offset: The index of this part's first element in each dimension.
         init: How the whole tensor is initialized.
         split_dim: The dimension split over tensor ranks; `None` if every rank holds all of it.
-        partial_gradient: Whether every tensor rank holds all of the tensor but sees only a part of
-            the sequence, or some heads, so that its gradients must be added over the ranks.
-        is_copy: Whether another pipeline stage holds the original; see `tied`.
-        is_expert: Whether the tensor holds expert weights, which are replicated, and split, over
-            different ranks from those of all other layers (`Layout.expert`).
-        is_vocabulary: Whether the tensor has a row for each vocabulary entry, at the start (word
-            embeddings) or the end (output layer) of a model. --decoupled-lr applies to these
-            parameters.
+        partial_gradient: Whether every tensor rank holds the whole tensor but sees only a part of
+            the sequence or some heads, so that its gradients must be summed over the ranks.
+        is_copy: Whether another pipeline stage holds the original (see `tied`).
+        is_expert: Whether the tensor holds expert weights, which are replicated and split over
+            different ranks than all other layers (`Layout.expert`).
+        is_vocabulary: Whether the tensor has a row for each vocabulary entry, like the word
+            embeddings and the output layer. --decoupled-lr applies to these parameters.
         matrices: The matrices in the tensor, if a layer multiplies by them; `None` for vectors,
             embeddings and the output layer.
     """
@@ -105,7 +104,7 @@ _ROUNDS = 10
 
 @torch.no_grad()
 def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
-    """Initialize every parameter in place, as its spec says.
+    """Initialize every parameter in place according to its spec.
 
     Args:
         named_parameters: Pairs of a global name and a parameter made by
@@ -118,7 +117,7 @@ def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) 
 
 @torch.no_grad()
 def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -> None:
-    """Fill `tensor` with the initial values of parameter `name` at the position given by `spec`."""
+    """Fill `tensor` with the initial values of parameter `name` at the position in `spec`."""
     key = derive_key(seed, name)
     if isinstance(tensor, PackedWeight):
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -129,7 +128,7 @@ def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -
 
 
 def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:
-    """Fill `tensor` with its part, given by `spec`, of the whole tensor identified by `key`."""
+    """Fill `tensor` with the part in `spec` of the whole tensor identified by `key`."""
     constants = {"zeros": 0, "ones": 1}
     if spec.init.kind in constants:
         tensor.fill_(constants[spec.init.kind])
@@ -147,13 +146,13 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     """Compute Philox4x32-10. Words are int64 tensors that hold 0 to 2**32 - 1.
 
     Args:
-        counter: Four words of one shape, lowest first.
+        counter: Four words of the same shape, lowest first.
         key: Two words.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The product wraps to 64 bits, read as signed: after the mask, both 32-bit words are right.
+        # The product wraps to 64 bits and is read as signed. After masking, both words are correct.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = (second >> 32).bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0)
         c2 = (first >> 32).bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1)
@@ -163,9 +162,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def _runs(shape: tuple[int, ...], spec: ParameterSpec) -> tuple[Tensor, int]:
-    """Return the starts of the runs that are contiguous in the whole tensor, and their length."""
+    """Return the starts and the length of the runs that are contiguous in the whole tensor."""
     dims, length = len(shape), 1
-    while dims:  # take trailing dimensions until the first that the part holds only partly
+    while dims:  # merge trailing dimensions, up to the first that is split
         dims -= 1
         length *= shape[dims]
         if shape[dims] != spec.global_shape[dims]:
@@ -199,8 +198,8 @@ def _values(starts: Tensor, count: int, init: Init, key: tuple[int, int]) -> Ten
 
 
 def _transform(words: list[Tensor], init: Init) -> list[Tensor]:
-    """Turn words of uniform bits into four values of the distribution, in float64."""
-    # Centers of 2**32 equal cells: never 0, so the logarithm below is finite.
+    """Transform words of uniform bits into four values of the distribution, in float64."""
+    # Centers of 2**32 equal cells are never 0, so the logarithm below is finite.
     uniform = [(word.double() + 0.5).mul_(2.0**-32) for word in words]
     if init.kind == "uniform":
         return [u.mul_(2).sub_(1).mul_(init.scale) for u in uniform]

@@ -1,12 +1,12 @@
-"""The three matrix products of a linear layer, in a given number format.
+"""The three matrix products of a linear layer in a given number format.
 
 With x [m, in], weight [out, in] and the output's gradient [m, out]:
 
     output = x W^T        input gradient = grad W        weight gradient = grad^T x
 
-`Products` itself multiplies in the tensors' own format, `InFp32` in fp32, and `RowByRow` so that
-the bits of a row do not depend on the other rows. `fp8.Fp8Products` multiplies in 8 bits. How the
-factors get to the processes that need them is a separate choice, made in `linear`.
+`Products` itself multiplies in the tensors' own format, and `InFp32` in fp32. With `RowByRow`, the
+bits of a row do not depend on the other rows. `fp8.Fp8Products` multiplies in 8 bits. How the
+factors get to the processes that need them is a separate choice (see `linear`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LinearCall(NamedTuple):
     """The arguments of one call of a linear layer.
 
     Attributes:
-        x: The input [s, ..., in], or a part along dimension 0, which is gathered.
+        x: The input [s, ..., in], or a part of it along dimension 0, which is then gathered.
         weight: The weight [out, in].
         bias: The bias [out].
         training: Whether statistics of the input may be recorded.
@@ -46,10 +46,10 @@ class RowFactors(NamedTuple):
     """The factors of a product that is computed a few rows at a time.
 
     Attributes:
-        rows: The prepared factor that the rows belong to.
-        weight: One of `Products.weight_factors`, or the factor that the backward pass keeps.
+        rows: The prepared factor to which the rows belong.
+        weight: One of `Products.weight_factors`, or the factor kept for the backward pass.
         bias: The bias to add.
-        backward: Whether this is the input gradient's product.
+        backward: Whether the product computes the input's gradient.
     """
 
     rows: Kept
@@ -59,17 +59,17 @@ class RowFactors(NamedTuple):
 
 
 class Products:
-    """The products of one layer, here in the tensors' own number format.
+    """The products of one layer; in this class, in the tensors' own number format.
 
-    Other formats extend this class. What `forward` keeps and the layer's gradient, once prepared,
-    are all that the two products of the backward pass need, besides the input if `keeps_input`.
-    Weight gradients are added in fp32 if they are kept in fp32.
+    Other formats extend this class. The two products of the backward pass need only what `forward`
+    keeps, the prepared gradient, and the input if `keeps_input`. Weight gradients that are kept in
+    fp32 are accumulated in fp32.
 
     Attributes:
         keeps_input: Whether the weight's gradient needs the input itself.
         is_autograds: Whether `F.linear` under autograd gives the same products.
-        can_be_cut: Whether a product may be computed row by row, wherever the rows are.
-        handovers: The places where kernels leave the amaxes of the input and of the output's
+        can_be_cut: Whether products may be computed from any part of the rows.
+        handovers: The places where kernels store the amaxes of the input and of the output's
             gradient, for a format that casts them.
     """
 
@@ -81,7 +81,7 @@ class Products:
     def forward(
         self, call: LinearCall, communication: Communication = ALONE
     ) -> tuple[Tensor, Kept]:
-        """Return the output [s, ..., out], and the tensors to keep for the backward pass.
+        """Return the output [s, ..., out] and the tensors to keep for the backward pass.
 
         Args:
             call: The arguments.
@@ -91,15 +91,15 @@ class Products:
         return self._multiply(x, call.weight, call.bias), (call.weight,)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the forward pass's product of the whole input."""
+        """Return the output for the whole input."""
         return F.linear(x, weight, bias)
 
     def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
-        """Return the output's gradient [..., out] in the form that both of its products take.
+        """Return the output's gradient [..., out] in the form that both backward products take.
 
         Args:
-            grad: All rows, or those of one rank of an axis.
-            axis: The ranks that have the other rows, which must be cast alike.
+            grad: All rows, or the rows of one rank of an axis.
+            axis: The ranks that hold the other rows. All ranks' rows must be cast alike.
         """
         return (grad.flatten(0, -2),)
 
@@ -110,50 +110,50 @@ class Products:
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the gradient [out, in] to `into`, or add it, in the format of `into`."""
+        """Write the gradient [out, in] to `into`, or add it there, in the format of `into`."""
         assert x is not None
         weight_gradient(grad[0], x, into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Drop everything that is kept from one call to the next.
+        """Discard everything that is kept between calls.
 
-        Call it when the weight has changed, and when a device begins or stops recording.
+        Call this when the weight has changed, and when a device starts or stops recording.
         """
 
-    # The same operations in parts, for a transport that cuts the product by rows.
+    # The same operations in parts, for a transport that splits the product by rows.
 
     def weight_factors(self, weight: Tensor) -> tuple[Kept, Kept]:
-        """Return the weight in the forms taken by the output's and the input gradient's product."""
+        """Return the weight in two forms, for the output's and for the input gradient's product."""
         return (weight.t(),), (weight,)
 
     def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
-        """Return the input [m, in] in the form taken by the output's product; see `prepare`."""
+        """Return the input [m, in] in the form for the output's product, as in `prepare`."""
         return (x,)
 
     def rows_of(self, factor: Kept) -> Tensor:
-        """Return the rows of a prepared factor in the form in which they are sent."""
+        """Return the rows of a prepared factor in the form that is sent."""
         return factor[0]
 
     def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
-        """Return the factor of all ranks, for the weight's gradient.
+        """Return the factor with all ranks' rows, for the weight's gradient.
 
         Args:
             factor: The factor of one rank.
-            rows: The rows of all ranks, in memory that will soon be reused.
+            rows: The rows of all ranks. Their memory will soon be reused.
             copy: Whether the result must not share this memory.
         """
         return (rows.clone() if copy else rows,)
 
     def keep(self, weight: Kept, factor: Kept) -> Kept:
-        """Return `forward`'s kept tensors: the weight's second factor and the prepared input."""
+        """Return what `forward` keeps: the weight's second form and the prepared input."""
         return weight
 
     def multiply_rows(self, factors: RowFactors, rows: Tensor, into: Tensor) -> None:
-        """Write the product of some rows: the output's or the input gradient's.
+        """Write some rows of the output or of the input's gradient.
 
         Args:
-            factors: The factors of the product of all rows.
-            rows: The rows in the form in which they are sent.
+            factors: The factors of the whole product.
+            rows: The rows in the form that is sent.
             into: The memory for the result, [rows, out] or [rows, in].
         """
         if factors.bias is None:
@@ -166,9 +166,9 @@ PLAIN = Products()
 
 
 class InFp32(Products):
-    """Products in fp32, whatever the format of input and weight; the output stays in fp32.
+    """Products in fp32 for any format of input and weight. The output stays in fp32.
 
-    This is meant for a layer with few outputs, each of which matters.
+    This class is for layers with a few outputs that need full precision.
     """
 
     is_autograds = False
@@ -178,14 +178,14 @@ class InFp32(Products):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        """Return grad W in the weight's format, multiplied in fp32."""
+        """Return grad W, multiplied in fp32, in the weight's format."""
         (weight,) = kept
         return (grad[0] @ weight.float()).to(weight.dtype)
 
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write or add grad^T x, multiplied in fp32."""
+        """Write grad^T x or add it, multiplied in fp32."""
         assert x is not None
         value = grad[0].t() @ x.flatten(0, -2).float()
         into.copy_(into + value if accumulate else value)
@@ -195,13 +195,13 @@ IN_FP32 = InFp32()
 
 
 class RowByRow(Products):
-    """Products whose forward pass gives each row the same bits, whatever the other rows are."""
+    """Products whose forward pass computes the same bits for a row regardless of the other rows."""
 
     is_autograds = False
     can_be_cut = False
 
     def __init__(self, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
-        """Store the product to multiply with: of x [m, k], weight [n, k] and bias [n]."""
+        """Store the function that multiplies x [m, k] by a weight [n, k] and adds a bias [n]."""
         self._product = product
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,11 +1,11 @@
-"""Frozen weights in 8 or 4 bits, with trained adapters beside them (QLoRA, Dettmers et al., 2023).
+"""Frozen weights in 8 or 4 bits, for training adapters (QLoRA, Dettmers et al., 2023).
 
-A `PackedWeight` stands for a matrix. It is a tensor without memory of its own, and every operation
-on it computes the matrix again from codes and scales (kernels/quantize.py). So a product saves only
-the codes for the backward pass, and the matrix lives no longer than the product that reads it.
+A `PackedWeight` represents a matrix. It is a tensor without memory of its own, and every operation
+on it recomputes the matrix from codes and scales (kernels/quantize.py). A product therefore saves
+only the codes for the backward pass, and the matrix exists only while a product reads it.
 
-Quantizing a matrix that was read back changes nothing. So a checkpoint holds the matrix in the
-weights' own format, and a run that resumes continues with the same bits.
+Quantizing a matrix that was read back changes nothing. A checkpoint can therefore hold the matrix
+in the weights' wider format, and a resumed run continues with the same bits.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron.kernels.quantize import BLOCK, FrozenFormat, dequantize, prepare, 
 
 
 class PackedWeight(torch.Tensor):
-    """A frozen matrix that is kept in 8 or 4 bits; operations read its values in a wider format.
+    """A frozen matrix that is kept in 8 or 4 bits and read in a wider format.
 
-    `copy_` quantizes what is copied. Views of other shapes, and single entries of the first
-    dimension, are packed, too; all other results are plain tensors. The weight has no gradient.
+    `copy_` quantizes its source. Views of other shapes and single entries of the first dimension
+    are packed too; all other results are plain tensors. The weight has no gradient.
 
     Attributes:
-        codes: The codes, uint8 [..., in] or for nf4 [..., in / 2].
-        scales: The scale of each block, [..., in / BLOCK] in the format of the values.
+        codes: The codes, uint8 [..., in], or [..., in / 2] for nf4.
+        scales: The scale of each block, [..., in / BLOCK], in the format of the values.
         form: The format of the codes.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
@@ -47,7 +47,7 @@ class PackedWeight(torch.Tensor):
         form: FrozenFormat,
         library: KernelLibrary | None = None,
     ) -> PackedWeight:
-        """Stand for the matrix of these codes and scales.
+        """Create the matrix with these codes and scales.
 
         Args:
             cls: This class.
@@ -109,14 +109,14 @@ class PackedWeight(torch.Tensor):
         """Return the values as a plain tensor."""
         return dequantize(self.codes, self.scales, self.form, self.library)
 
-    # Operations reach the dispatcher below; Python's own overrides are not needed.
+    # Operations reach the dispatcher below, so overrides of Python functions are not needed.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation on the values, or on the codes if that is enough."""
+        """Run an operation on the values, or on the codes if it needs no values."""
         first = args[0] if args else None
         if isinstance(first, PackedWeight):
             if func in _ON_CODES:
@@ -124,14 +124,16 @@ class PackedWeight(torch.Tensor):
             if func is _aten.copy_.default:
                 first._store(args[1])
                 return first
-            # The result would not be part of this weight, and what is written to it would be lost.
+            # The result would not share this weight's memory, so writes to it would be lost.
             if func in _REFUSED or func._schema.is_mutable:  # type: ignore[attr-defined]
-                raise NotImplementedError(f"{func} of a packed weight: copy all of it")
+                raise NotImplementedError(
+                    f"{func} is not supported for a packed weight: copy all of it"
+                )
         args, kwargs = tree_map(_values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _store(self, values: Tensor) -> None:
-        """Take over the values of a tensor of any format."""
+        """Quantize the values of a tensor of any format into the weight."""
         if isinstance(values, PackedWeight):
             values = values.values()
         values = values.to(self.device, self.dtype).expand(self.shape)
@@ -141,7 +143,7 @@ class PackedWeight(torch.Tensor):
 
 
 def unpacked(tensor: Tensor) -> Tensor:
-    """Return a packed weight's values; any other tensor is returned as it is."""
+    """Return the values of a packed weight, or any other tensor unchanged."""
     return tensor.values() if isinstance(tensor, PackedWeight) else tensor
 
 

@@ -1,4 +1,4 @@
-"""Seeds as pure functions of their purpose, so no generator state has to be saved or moved."""
+"""Seeds that are pure functions of their purpose, so that no generator state has to be saved."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from megatron.parallel.layout import Axis
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends on every part, and on nothing else.
+    """Return a 63-bit seed that depends on all parts and nothing else.
 
     Args:
-        parts: The purpose of the seed, most general first: run seed, purpose, index.
+        parts: The purpose of the seed, from general to specific: run seed, purpose, index.
     """
     return int.from_bytes(_digest(*parts)[:8], "big") >> 1
 
 
 def derive_key(*parts: int | str) -> tuple[int, int]:
-    """Return two 32-bit words that depend on every part: a key for a counter-based generator."""
+    """Return two 32-bit words that depend on all parts, as the key of a counter-based generator."""
     digest = _digest(*parts)
     return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
 
 
 def uniform(shape: Sequence[int], device: torch.device, *purpose: int | str) -> torch.Tensor:
-    """Return numbers from 0 to 1 that depend only on their purpose and place, fp32.
+    """Return fp32 numbers from 0 to 1 that depend only on their purpose and position.
 
     Args:
         shape: The shape of the result.
-        device: The device that draws. Devices of different kinds draw different numbers.
-        purpose: What the numbers are for, as for `derive_seed`.
+        device: The device that draws the numbers. Devices of different kinds draw different
+            numbers.
+        purpose: The purpose of the numbers, as in `derive_seed`.
     """
     generator = torch.Generator(device)
     generator.manual_seed(derive_seed(*purpose))
@@ -45,20 +46,19 @@ def micro_batch_seed(seed: int, first_sample: int) -> int:
     """Return the seed for the dropout masks of one micro-batch.
 
     It depends on the run's seed and on the position of the micro-batch's first sample in the run's
-    sample order. A restart does not change it, nor does a different number of data-parallel
-    processes.
+    sample order. Neither a restart nor a different number of data-parallel processes changes it.
     """
     return derive_seed(seed, "micro batch", first_sample)
 
 
 @contextmanager
 def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator[None]:
-    """Draw different random numbers on every rank of the axis, as if each were its own process.
+    """Draw different random numbers on every rank of the axis.
 
-    Inside the block, the device's default generator is seeded with its current seed (that of the
-    micro-batch), the rank and the site. Afterwards it continues from its previous state, which is
-    the same on all ranks. So there is nothing to track or save, and recomputation draws the same
-    numbers again. With a single process nothing changes.
+    Inside the block, the device's default generator is seeded from its current seed (the
+    micro-batch's), the rank and the site. Afterwards it continues from its previous state, which is
+    the same on all ranks. No state has to be tracked or saved, and recomputation draws the same
+    numbers again. With a single rank nothing changes.
 
     Args:
         axis: The ranks that hold different parts of the tensor for which numbers are drawn.
@@ -79,5 +79,5 @@ def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator
 
 
 def _digest(*parts: int | str) -> bytes:
-    # JSON keeps the parts apart: (1, 23) and (12, 3), or 1 and "1", give different strings.
+    # JSON separates the parts: (1, 23) and (12, 3), or 1 and "1", give different strings.
     return hashlib.sha256(json.dumps(parts).encode()).digest()

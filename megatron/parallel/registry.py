@@ -1,8 +1,8 @@
-"""The registry in which layers announce their needs, to be met once the model is complete.
+"""The registry in which layers record what they will need once the model is complete.
 
 A layer is built before gradient buffers and scale histories exist. It reserves a gradient slot for
-each use of a weight, and announces the products that use the weight. Nothing is assigned into the
-layer later: it reads the slot that it reserved.
+each use of a weight, and registers the products that use the weight. Later, nothing is assigned to
+the layer: it reads the slot that it reserved.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ReservedSlot:
     __slots__ = ("slot",)
 
     def __init__(self) -> None:
-        """Create a slot without a destination, so that autograd keeps the gradient for now."""
+        """Create a slot without a destination. Until it is bound, autograd keeps the gradient."""
         self.slot: WeightSlot | None = None
 
 
 class LayerRegistry:
-    """A registry where the layers of this process's model parts announce what they need.
+    """The needs of all layers in this process's model parts.
 
     Attributes:
         deferrable_weights: The weights whose gradients are deferred if their layers have a queue.
@@ -56,8 +56,8 @@ class LayerRegistry:
 
         Args:
             weight: The weight whose gradient goes to the slot.
-            uses: How many times a backward pass adds to the gradient through this slot. The
-                gradient is complete when all uses of all slots have added to it.
+            uses: The number of times that a backward pass adds to the gradient through this slot.
+                The gradient is complete when all uses of all slots have added to it.
         """
         reserved = ReservedSlot()
         self._reserved.append((weight, uses, reserved))
@@ -71,24 +71,24 @@ class LayerRegistry:
             self._fp8[weight] = products
 
     def bind_slots(self, gradients: GradientBuffer) -> None:
-        """Let products add to fp32 gradients themselves, without autograd."""
+        """Let products add directly to fp32 gradients, without autograd."""
         for weight, uses, reserved in self._reserved:
             for _ in range(uses):
                 reserved.slot = gradients.slot(weight)
 
     def forget_weights(self) -> None:
-        """Drop copies of weights in other number formats.
+        """Discard copies of weights in other number formats.
 
-        Call it when weights have changed, and when a device begins or stops recording a pass: a
-        recording must not read from memory outside it, or leave results there.
+        Call this when weights have changed, and when a device starts or stops recording a pass: a
+        recording must not read or leave results in memory outside it.
         """
         for products in self._products:
             products.forget()
 
     def fp8_weights(self) -> dict[nn.Parameter, Fp8Products]:
-        """Map the weights that are read only by 8-bit products to those products.
+        """Map each weight that only FP8 products read to these products.
 
-        Only weights that are cast with a single scale are included.
+        Only weights cast with a single scale are included.
         """
         return {w: products for w, products in self._fp8.items() if products.weight_format}
 
@@ -99,16 +99,16 @@ class LayerRegistry:
         layout: Layout,
         device: torch.device,
     ) -> AmaxHistory:
-        """Let the 8-bit layers scale by earlier updates.
+        """Let the FP8 layers scale by earlier updates.
 
         Args:
-            named_parameters: The parameters of the model in this process; their names are global.
+            named_parameters: The parameters of the model in this process, with their global names.
             scaling: The rule that derives scales from the history.
             layout: The grid on which the layers run.
             device: The device on which they run.
 
         Returns:
-            The history that the layers share, empty if there are no such layers.
+            The history that the layers share; empty if there are no FP8 layers.
         """
         layers = {
             name.removesuffix(".weight"): self._fp8[parameter]
@@ -117,7 +117,7 @@ class LayerRegistry:
         }
         if not layers:
             return AmaxHistory.empty()
-        largest = next(iter(layers.values())).largest  # all have the same form
+        largest = next(iter(layers.values())).largest  # all layers have the same format
         history = AmaxHistory(list(layers), largest, scaling, layout, device)
         for name, products in layers.items():
             products.scale_by(history.slots(name))

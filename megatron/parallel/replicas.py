@@ -1,10 +1,10 @@
 """The interface through which an optimizer and a training step use averaged gradients.
 
-`gradients.GradientBuffer` keeps whole parameters (ZeRO stages 0 to 2), `sharded.ShardedModel` a
-shard of each (stage 3).
+`gradients.GradientBuffer` keeps whole parameters (ZeRO stages 0 to 2), and `sharded.ShardedModel`
+keeps a shard of each parameter (stage 3).
 
-`TorchDataParallel` is --DDP-impl torch: gradients averaged by PyTorch's DistributedDataParallel.
-They stay where a `GradientBuffer` of one replica keeps them: PyTorch averages them in place.
+`TorchDataParallel` implements --DDP-impl torch: PyTorch's DistributedDataParallel averages
+gradients in place, in the memory of a `GradientBuffer` with one replica.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from megatron.parallel.layout import Axis, Layout
 
 
 class SharedWeights(Protocol):
-    """Weights that processes share: each updates its own part."""
+    """Weights that are shared by processes, each of which updates its own part."""
 
     def gather(self) -> None:
-        """Make every process's update known to all. Collective over the replica axis."""
+        """Send every process's updated weights to all. Collective over the replica axis."""
 
     def settle(self) -> None:
         """Return once `gather` is complete."""
 
     def wait(self) -> None:
-        """Return once parameters may be read, or changed, outside of their model's forward pass.
+        """Return once parameters may be read or changed outside their model's forward pass.
 
         Collective over the replica axis.
         """
 
     def forget(self) -> None:
-        """Record that all processes have given the parameters other values."""
+        """Record that all processes have changed the parameters' values."""
 
 
 class Gradients(Protocol):
@@ -55,7 +55,7 @@ class Gradients(Protocol):
 
     @property
     def shares_weights(self) -> bool:
-        """Whether a process holds, between two passes, no more of the weights than it updates."""
+        """Whether, between two passes, a process holds only the weights that it updates."""
 
     def owned(self, parameter: nn.Parameter, /) -> Span:
         """Return the elements of the flattened parameter that this process updates, if any."""
@@ -78,13 +78,13 @@ class Gradients(Protocol):
         in_8_bits: Mapping[nn.Parameter, Fp8Products],
         /,
     ) -> SharedWeights | None:
-        """Return the object that gathers updated weights; `None` if each process updates all."""
+        """Return the object that gathers updated weights, or `None` if each process updates all."""
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Wrap each backward pass of an update; `wave` says which gradients it computes."""
+        """Wrap each backward pass of an update. `wave` says which gradients it computes."""
 
     def complete(self) -> None:
         """Zero the gradients that no backward pass has reached, before any gradient is read."""
@@ -110,13 +110,13 @@ _SYNC_BUFFERS = (
 
 
 class TorchDataParallel:
-    """The forward pass of a model whose backward pass averages gradients over `axis`.
+    """A model's forward pass, with a backward pass that averages gradients over `axis`.
 
     Construction and calls are collective.
 
     Args:
-        model: The model, without pipeline stages: each backward pass directly follows its forward
-            pass.
+        model: The model. It has no pipeline stages, so each backward pass directly follows its
+            forward pass.
         forward: The function to call with the model and the arguments of `__call__`.
         axis: The processes that hold the same weights.
     """
@@ -130,9 +130,9 @@ class TorchDataParallel:
         self._under_way: list[Pending] = []
         with axis.joining("start of DistributedDataParallel"):
             self._replica = DistributedDataParallel(_Forward(model, forward), **options)
-        # The hook has no annotations, because PyTorch compares them, and ours are strings. It is
-        # held where the garbage collector does not look: with a reference back to this object,
-        # neither would ever be freed.
+        # The hook has no annotations, because PyTorch compares them and ours are strings. The
+        # garbage collector does not see PyTorch's reference to the hook, so with a reference from
+        # the hook back to this object, neither would ever be freed.
         average: Any = weakref.WeakMethod(self._average)
         self._replica.register_comm_hook(None, lambda _, bucket: average()(bucket))
 
@@ -148,10 +148,10 @@ class TorchDataParallel:
             return self._replica(*args)
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Start PyTorch's own all-reduce, under its name in the journal.
+        """Start PyTorch's own all-reduce and record it in the journal.
 
-        After the last bucket there is nothing left to compute, so the process waits for all buckets
-        here, where the awaited communication can be reported.
+        After the last bucket nothing is left to compute. The process then waits for all buckets
+        here, so that a hang can be reported with the name of the pending communication.
         """
         gradients = bucket.buffer()
         pending = start_all_reduce(gradients, self._axis, mean_of(gradients, self._axis))
@@ -165,7 +165,7 @@ class TorchDataParallel:
 
 
 class _Forward(nn.Module):
-    """A module for PyTorch to wrap, whose forward calls `function` with the model."""
+    """A module that PyTorch wraps. Its forward calls `function` with the model."""
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()

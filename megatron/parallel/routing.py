@@ -1,8 +1,8 @@
-"""What expert routers leave behind after a pass: losses, token counts, and biases for the next.
+"""Records of expert routers: losses and token counts of a pass, and biases for the next pass.
 
-A router's losses belong to the middle of a model, where no loss is returned. `attach` adds them to
-the graph of a tensor that passes through; the backward pass then starts from them too, scaled as
-the model's loss is.
+Routers are in the middle of a model, where no loss is returned. `attach` adds their losses to the
+graph of a tensor that passes through. The backward pass then also starts from these losses, with
+the same scale as the model's loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.parallel.layout import Layout
 
 
 def attach(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-    """Return x, whose backward pass also differentiates a loss.
+    """Return x with a loss attached, which its backward pass also differentiates.
 
     Args:
         x: Any tensor that reaches the model's loss.
@@ -42,20 +42,21 @@ class _Attach(torch.autograd.Function):
 
 
 class RouterState:
-    """One router's record of the passes of an update, at fixed addresses.
+    """One router's record of an update's passes, at fixed addresses.
 
     Args:
         experts: Number of experts.
         losses: Kinds of the router's losses.
-        bias_rate: Step by which biases change in an iteration; `None` if there are none.
+        bias_rate: Step by which biases change in an iteration; `None` for no biases.
         routers: All routers of the process.
 
     Attributes:
         loss_scale: The factor of the losses in the backward pass, shared by all routers.
         bias: The bias added to each expert's score when experts are chosen, fp32 [experts]; `None`
-            if there is none.
-        counts: Tokens sent to each expert on this rank since the last update, fp32 [experts].
-        load: The sum of the counts of all updates since the loads were last taken, fp32 [experts].
+            for no biases.
+        counts: Number of this rank's tokens sent to each expert since the last update, fp32
+            [experts].
+        load: The sum of the counts of all updates since the last `take_loads`, fp32 [experts].
         losses: Sums of each loss since the last update, fp32.
     """
 
@@ -66,15 +67,15 @@ class RouterState:
         bias_rate: float | None,
         routers: Routers,
     ) -> None:
-        """Create a state in which no token has passed."""
+        """Create a state without any tokens."""
         assert routers.loss_scale is not None
         self._routers = routers
         self.loss_scale = loss_scale = routers.loss_scale
         self._kinds = {kind: i for i, kind in enumerate(losses)}
         self._rate = bias_rate
-        self._hits: Tensor | float = 0.0  # of the update's micro-batches so far
+        self._hits: Tensor | float = 0.0  # sum over the update's micro-batches so far
         self._passes = 0
-        self._mean_hits: dict[int, Tensor] = {}  # by the micro-batch's seed
+        self._mean_hits: dict[int, Tensor] = {}  # keyed by the micro-batch's seed
         self.counts = loss_scale.new_zeros(experts)
         self.load = loss_scale.new_zeros(experts)
         self.losses = loss_scale.new_zeros(len(losses))
@@ -82,7 +83,7 @@ class RouterState:
 
     @property
     def seed(self) -> int:
-        """The seed of the micro-batch that is being computed, the same on all of its ranks."""
+        """The seed of the current micro-batch, the same on all of its ranks."""
         return self._routers.seed
 
     def add_loss(self, kind: str, value: Tensor) -> None:
@@ -102,7 +103,7 @@ class RouterState:
     def mean_hits(self, hits: Tensor) -> Tensor:
         """Return the mean of `hits` over the update's micro-batches so far.
 
-        A micro-batch whose layers are computed a second time gets the same mean again.
+        When a micro-batch's layers are recomputed, it gets the same mean again.
 
         Args:
             hits: Tokens that count for each expert in this micro-batch, on all of its ranks.
@@ -122,7 +123,7 @@ class RouterState:
             self.bias.add_((counts.mean() - counts).sign(), alpha=self._rate)
 
     def reset(self) -> None:
-        """Forget the passes of an update, whose tokens count in the load from now on."""
+        """Add the update's counts to the load, and reset counts and losses."""
         self._hits, self._passes = 0.0, 0
         self._mean_hits.clear()
         self.load.add_(self.counts)
@@ -135,13 +136,14 @@ class Routers:
 
     Attributes:
         states: The states.
-        loss_scale: The factor of their losses in the backward pass, fp32 []; 1 until it is set.
-        is_paused: Whether nothing is recorded, because layers are computed a second time.
-        seed: The seed of the micro-batch that is being computed.
+        loss_scale: The factor of the routers' losses in the backward pass, fp32 []; 1 until it is
+            set.
+        is_paused: Whether recording is off because layers are being recomputed.
+        seed: The seed of the current micro-batch.
     """
 
     def __init__(self) -> None:
-        """Create a record without routers."""
+        """Create an empty record."""
         self.states: list[RouterState] = []
         self.loss_scale: Tensor | None = None
         self.is_paused = False
@@ -150,17 +152,19 @@ class Routers:
     def paused(self) -> AbstractContextManager[None]:
         """Return a context in which layers of the current micro-batch are recomputed.
 
-        Nothing is recorded in it.
+        Nothing is recorded inside it.
         """
-        return self._again(self.seed)
+        seed = self.seed  # of the forward pass, which calls this
 
-    @contextmanager
-    def _again(self, seed: int) -> Iterator[None]:
-        before, self.seed, self.is_paused = self.seed, seed, True
-        try:
-            yield
-        finally:
-            self.seed, self.is_paused = before, False
+        @contextmanager
+        def again() -> Iterator[None]:
+            before, self.seed, self.is_paused = self.seed, seed, True
+            try:
+                yield
+            finally:
+                self.seed, self.is_paused = before, False
+
+        return again()
 
     def add(
         self,
@@ -177,7 +181,7 @@ class Routers:
         return state
 
     def update_biases(self, layout: Layout) -> None:
-        """Move the biases towards an even load. Collective over the ranks with other tokens."""
+        """Change biases towards an even load. Collective over all ranks with different tokens."""
         states = [state for state in self.states if state.bias is not None]
         if not states:
             return
@@ -195,7 +199,7 @@ class Routers:
         return losses
 
     def take_loads(self) -> list[Tensor]:
-        """Return each router's load on this rank, fp32 [experts], and begin the next at zero."""
+        """Return each router's load on this rank, fp32 [experts], and reset the loads to zero."""
         loads = [state.load.clone() for state in self.states]
         for state in self.states:
             state.load.zero_()

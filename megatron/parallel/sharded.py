@@ -1,18 +1,18 @@
 """Sharding of all tensors of a model (ZeRO stage 3), based on PyTorch's `fully_shard`.
 
-A layer's weights are whole only during its forward or backward pass: they are gathered just before
-it from the processes that hold the same part of the model, in the format that the forward pass
-computes in. Weights outside the layers (embeddings, final normalization, output) are gathered
-together and stay whole from the start of the forward pass to the end of the backward pass, so that
-tied embeddings are whole for both uses.
+A layer's weights are whole only during its forward or backward pass. Just before the pass they are
+gathered from the processes that hold the same part of the model, in the format of the forward pass.
+Weights outside the layers (embeddings, final normalization, output) are gathered together and stay
+whole from the start of the forward pass to the end of the backward pass, so that tied embeddings
+are whole for both uses.
 
-A process keeps an fp32 shard of every parameter, which with 16-bit weights serves as the master
-copy, and an fp32 shard of its gradient. Each backward pass reduces gradients immediately and adds
-them to the shard: for d processes this takes 4/d + 4/d bytes per parameter, plus optimizer states.
+A process keeps an fp32 shard of every parameter (the master copy of 16-bit weights) and an fp32
+shard of its gradient. Each backward pass reduces gradients immediately and adds them to the shard.
+With d processes this takes 4/d + 4/d bytes per parameter, plus optimizer states.
 
-The experts of a layer are gathered by themselves, from the processes that hold the same experts.
-Their gathering starts with that of the rest of their layer, because a host that waits for the
-number of a mixture's tokens could not start it in time.
+The experts of a layer are gathered separately, from the processes that hold the same experts. This
+starts together with the rest of their layer: a host that waits for the token counts of a mixture
+could not start it in time.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
@@ -39,18 +39,18 @@ from megatron.parallel.parameter import spec_of
 
 
 class ShardedModel:
-    """A model whose parts are sharded in place, with their gradients and weights (`Gradients`).
+    """A model that is sharded in place, which implements `Gradients` and `SharedWeights`.
 
-    The modules' parameters become sharded tensors under the same names, allocated on `device` and
-    not filled. Each keeps its `spec` and has its gradient's shard as `main_grad`, 1-D.
+    The modules' parameters become sharded tensors under the same names, allocated on `device` but
+    not filled. Each keeps its `spec` and has the shard of its gradient as a 1-D `main_grad`.
 
     Args:
         parts: The parts, built with fp32 parameters that have no memory ("meta") or whose values
             may be discarded.
-        layout: The grid. The processes of its replica axis share the model, those of its expert
-            replica axis the experts, and partial gradients are added over its tensor axis.
+        layout: The grid. The processes of its replica axis share the model, and those of its expert
+            replica axis share the experts. Partial gradients are summed over its tensor axis.
         device: The device of the shards.
-        compute_dtype: The data type that the forward pass computes in.
+        compute_dtype: The data type of the forward pass.
         reduce_dtype: The data type in which gradients are reduced.
     """
 
@@ -76,7 +76,7 @@ class ShardedModel:
         self._roots = [shard.part(part) for part in parts]
         held = [p for part in parts for p in part.parameters()]
         self._parameters = [p for p in held if p.requires_grad]
-        with torch.no_grad():  # this process's rows, in the memory of the parameter
+        with torch.no_grad():  # this process's rows, in the parameter's memory
             self._shards = {id(p): cast(DTensor, p).to_local() for p in held}
         assert all(shard.is_contiguous() for shard in self._shards.values())
         trained = sum(self._shards[id(p)].numel() for p in self._parameters)
@@ -90,7 +90,7 @@ class ShardedModel:
             self._gradients.append((parameter, self._attach(parameter, slot)))
 
     def _attach(self, parameter: nn.Parameter, slot: Span) -> DTensor:
-        """Return the parameter's gradient in the form that autograd expects, in our storage."""
+        """Return the parameter's gradient as autograd expects it, stored in our buffer."""
         flat = slot.of(self._storage)
         parameter.main_grad = flat  # type: ignore[attr-defined]
         assert isinstance(parameter, DTensor)
@@ -117,7 +117,7 @@ class ShardedModel:
         return self._slots[id(parameter)].of(self._storage)
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the data type that the forward pass computes in."""
+        """Return the data type of the forward pass."""
         return self._compute_dtype
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
@@ -128,22 +128,22 @@ class ShardedModel:
     def share_weights(
         self, overlap_in: Sequence[nn.Module] | None, in_8_bits: Mapping[nn.Parameter, Fp8Products]
     ) -> ShardedModel:
-        """Return this object itself, because it gathers the weights that the forward pass needs."""
+        """Return this object, which itself gathers the weights that the forward pass needs."""
         assert not in_8_bits, "a rule refuses fp8"
         return self
 
     def gather(self) -> None:
-        """Do nothing: the next forward pass gathers weights when it needs them."""
+        """Do nothing, because the next forward pass gathers weights when it needs them."""
 
     def settle(self) -> None:
         """Free gathered weights, as `wait` does."""
         self.wait()
 
     def forget(self) -> None:
-        """Do nothing: only the shards are kept."""
+        """Do nothing, because only the shards are kept."""
 
     def wait(self) -> None:
-        """Free weights that a forward pass without a backward pass has left whole."""
+        """Free weights that are still whole after a forward pass without a backward pass."""
         for root in self._roots:
             root.reshard()
 
@@ -155,15 +155,15 @@ class ShardedModel:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> Iterator[None]:
-        """Wrap each backward pass, which reduces the gradients that it computes. Collective."""
+        """Wrap each backward pass, which reduces its own gradients. Collective."""
         yield
 
     def complete(self) -> None:
-        """Do nothing: `zero` has zeroed all gradients."""
+        """Do nothing, because `zero` has zeroed all gradients."""
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add partial gradients over the tensor axis, after backward passes have averaged them."""
+        """Sum partial gradients over the tensor axis, after backward passes have averaged them."""
         for parameter, gradient in self._gradients:
             assert parameter.grad is gradient, "backward has written a gradient elsewhere"
         partial = (p for p in self._parameters if spec_of(p).partial_gradient)
@@ -190,27 +190,27 @@ class _Sharding:
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
     def part(self, part: nn.Module) -> FSDPModule:
-        """Shard a part layer by layer, then the rest of it; allocate only the shards."""
-        # torch 2.13 warns that a layer's output must not be changed in place, which no part does.
+        """Shard a part layer by layer, then the rest of it, allocating only the shards."""
+        # torch 2.13 warns against changing a layer's output in place, which no part does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         _merge_leading_dimensions(part)
         specs = {name: spec_of(parameter) for name, parameter in part.named_parameters()}
         for layer in _layers(part):
             experts = [self._shard(each, self._expert_replicas) for each in _experts(layer)]
-            # In the backward pass, PyTorch prefetches on its own.
+            # In the backward pass, PyTorch prefetches by itself.
             self._shard(layer, self._replicas).set_modules_to_forward_prefetch(experts)
         root = self._shard(part, self._replicas, reshard_after_forward=False)
-        # This does the same as `to_empty`, but buffers keep their values.
+        # Like `to_empty`, but buffers keep their values.
         part._apply(lambda t: torch.empty_like(t, device=self._device) if t.is_meta else t)
         for name, parameter in part.named_parameters():
             parameter.spec = specs[name]  # type: ignore[attr-defined]
         return root
 
     def _shard(self, module: nn.Module, axis: Axis, **options: Any) -> FSDPModule:
-        """Shard the parameters of a module that no module inside it has sharded already."""
+        """Shard those parameters of a module that are not yet sharded by a module inside it."""
         if axis.ranks not in self._meshes:
             group = axis.group
-            if group is None:  # a single process keeps everything, by the same path
+            if group is None:  # one process takes the same path and keeps everything
                 group = dist.new_group(list(axis.ranks), use_local_synchronization=True)
             self._meshes[axis.ranks] = DeviceMesh.from_group(group, self._device.type)
         mesh = self._meshes[axis.ranks]
@@ -223,7 +223,7 @@ class _Sharding:
 
 
 class _NamedCollective:
-    """A collective of `fully_shard` as PyTorch runs it, with an entry in the journal.
+    """A collective of `fully_shard` that is also recorded in the journal.
 
     The watchdog can then name the pending collective and its missing ranks.
 
@@ -247,9 +247,9 @@ class _NamedCollective:
 
 
 def _merge_leading_dimensions(part: nn.Module) -> None:
-    """Make every parameter a matrix or a vector.
+    """Reshape every parameter to a matrix or a vector.
 
-    Shards are runs of rows, so at most two processes would otherwise hold a part of a weight [2, f,
+    Shards are runs of rows, so otherwise at most two processes would hold parts of a weight [2, f,
     h] (gate and up).
     """
     for module in part.modules():
@@ -263,9 +263,9 @@ def _merge_leading_dimensions(part: nn.Module) -> None:
 
 
 def _layers(part: nn.Module) -> Iterable[nn.Module]:
-    """Yield the layers of the part: the modules in its lists and dicts of modules.
+    """Yield the layers of the part, which are the modules in its module lists and dicts.
 
-    Layers in a layer (a Retro's encoder of neighbors) are gathered with it.
+    Layers inside a layer (a Retro's encoder of neighbors) are gathered together with it.
     """
     for child in part.children():
         if isinstance(child, nn.ModuleDict):
@@ -277,7 +277,7 @@ def _layers(part: nn.Module) -> Iterable[nn.Module]:
 
 
 def _experts(layer: nn.Module) -> list[nn.Module]:
-    """Return the largest modules in a layer that hold nothing but weights of experts."""
+    """Return the largest modules in a layer that hold only expert weights."""
     found: list[nn.Module] = []
     for module in layer.modules():  # outer modules first
         specs = [spec_of(parameter) for parameter in module.parameters()]

@@ -1,11 +1,11 @@
-"""An exchange through memory that the GPUs of one machine map from each other.
+"""An exchange through memory that the GPUs of a machine map from each other.
 
-Rows are written into the receiver's memory by copy engines, which leave the multiprocessors free
-for the product that runs meanwhile; a flag next to them signals their arrival. This is PyTorch's
+Copy engines write rows into the receiver's memory, which leaves the multiprocessors free for the
+product that runs meanwhile. A flag next to the rows signals their arrival. This is PyTorch's
 symmetric memory; NVLink multicast is not used.
 
-No rank asks a receiver whether it has read earlier messages: `Ledger` knows. If it cannot tell, the
-ranks meet at a barrier.
+A rank does not ask a receiver whether it has read earlier messages, but looks it up in its
+`Ledger`. If the ledger cannot tell, the ranks meet at a barrier.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from megatron.parallel.exchange import SLOTS, Ledger, Use
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
-# Keep the memory until the process ends: PyTorch waits for the device before it unmaps memory, and
-# the device may be waiting for a neighbor that is gone.
+# Keep the memory until the process ends. PyTorch waits for the device before it unmaps memory, and
+# the device may be waiting for a neighbor that no longer exists.
 _MAPPED: list[Tensor] = []
-_BARRIER = SLOTS  # channels of flags: one per slot, then this one
+_BARRIER = SLOTS  # flag channels: one per slot, then this one
 # The largest number of uses by which the process may run ahead of its device. PyTorch launches a
-# flag's kernel without releasing the GIL: a launch that waits for room in a full queue also stops
-# the watchdog, just when a neighbor hangs. A use takes about ten kernels and a few events, and a
-# queue holds a thousand. With 56, a neighbor that hung was named in time; with 400, it was not.
-# With 24, the device ran dry whenever the host paused for 40 ms (docs/benchmarks/parallel.md).
+# flag's kernel without releasing the GIL. A launch that waits for room in a full queue therefore
+# also stops the watchdog, just when a neighbor hangs. A use takes about ten kernels and a few
+# events, and a queue holds a thousand. With 56, a hung neighbor was reported in time; with 400, it
+# was not. With 24, the device ran out of work whenever the host paused for 40 ms
+# (docs/benchmarks/parallel.md).
 _AHEAD = 56
-_ALIGNED = 256  # bytes, as for the allocator's memory: fast kernels need 16
+_ALIGNED = 256  # bytes, like the allocator's memory; fast kernels need 16
 
 
 class SymmetricExchange:
     """An exchange between GPUs. Construction is collective over the axis.
 
     Args:
-        axis: The axis, whose ranks are on one machine.
+        axis: The axis. Its ranks must be on one machine.
         device: This rank's device.
         message_bytes: The size of the largest message.
-        seconds: The time after which the device gives up on a neighbor, if the run has not ended by
-            then.
+        seconds: The time after which the device stops waiting for a neighbor, if the run has not
+            ended by then.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.
@@ -75,7 +76,7 @@ class SymmetricExchange:
         self.side = torch.Stream(device, priority=-1)
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """Return whether messages of this many elements can be sent; the same on every rank."""
+        """Return whether messages of this many elements can be sent. All ranks return the same."""
         return elements * dtype.itemsize * self.axis.size <= self._slot_bytes
 
     def open(self, rows: Tensor) -> Use:
@@ -94,14 +95,14 @@ class SymmetricExchange:
         self._ends.append((end, transfer))
 
     def slot(self, use: int, rank: int, rows: Tensor) -> Tensor:
-        """Return the memory on `rank` for one use: room for each rank's `rows`, [t, rows, ...]."""
+        """Return the memory on `rank` for one use, for each rank's `rows`: [t, rows, ...]."""
         memory = self._mapped[rank][use % SLOTS, : self.axis.size * rows.nbytes]
         return memory.view(rows.dtype).view(self.axis.size, *rows.shape)
 
 
 class _SymmetricUse:
     def __init__(self, exchange: SymmetricExchange, rows: Tensor) -> None:
-        assert exchange.fits(math.prod(rows.shape), rows.dtype), "larger than announced"
+        assert exchange.fits(math.prod(rows.shape), rows.dtype), "larger than message_bytes"
         self._exchange, self._axis = exchange, exchange.axis
         self._number = exchange.ledger.open()
         self._mine = exchange.slot(self._number, self._axis.rank, rows)
@@ -126,9 +127,9 @@ class _SymmetricUse:
     def computing(self) -> None:
         """Set the flags, now that the product has been launched.
 
-        A kernel sets them, and has to wait for the copy. If it were launched before the product, in
-        the single hardware queue that we ask for (CUDA_DEVICE_MAX_CONNECTIONS=1), it would keep the
-        product waiting too.
+        A kernel sets the flags and has to wait for the copy. Training uses a single hardware queue
+        (CUDA_DEVICE_MAX_CONNECTIONS=1). If the kernel were launched before the product, the product
+        would wait for the copy too.
         """
         exchange = self._exchange
         with exchange.side:
@@ -164,7 +165,7 @@ class _SymmetricUse:
 
 
 class _Flag:
-    """The `torch.distributed.Work` of a message: its flag, which later kernels wait for."""
+    """The `torch.distributed.Work` of a message. Later kernels wait for the message's flag."""
 
     def __init__(self, exchange: SymmetricExchange, use: int, source: int) -> None:
         self._exchange, self._use, self._source = exchange, use, source

@@ -1,10 +1,10 @@
-"""Parameters that several parts of a model hold as copies, which are kept equal.
+"""Tied parameters: several parts of a model hold copies, which are kept equal.
 
 In a pipeline, the first stage looks up word embeddings, and the last stage computes logits with
-them. Every stage that has layers of a T5's encoder reads the encoder's table of relative positions,
-and likewise for the decoder. All copies start with the same values, because they have the same
-name, and adding up their gradients before the update keeps them equal. Parts in one process share a
-single parameter.
+them. Every stage with layers of a T5's encoder reads the encoder's table of relative positions, and
+likewise for the decoder. All copies start with the same values, because they have the same name,
+and summing their gradients before the update keeps them equal. Parts in one process share a single
+parameter.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ WORDS = "embedding.word.weight"
 
 @dataclass(frozen=True)
 class Tie:
-    """A tied parameter: other stages hold copies of it too.
+    """A parameter of which other stages hold copies too.
 
     Attributes:
         axis: The stages that add up their gradients, including all that hold a copy.
         copy: This process's copy; `None` if it has none and adds zeros.
-        nothing: The zeros that this process adds in that case, in the shape of a copy's gradient.
+        nothing: The zeros that a process without a copy adds, in the shape of a copy's gradient.
     """
 
     axis: Axis
@@ -42,7 +42,7 @@ class Tie:
         else:
             assert self.nothing is not None
             gradient = self.nothing.zero_()
-        if gradient.numel():  # a shard may be empty, and is then empty on every rank
+        if gradient.numel():  # an empty shard is empty on every rank
             all_reduce(gradient, self.axis)
 
 
@@ -52,7 +52,7 @@ def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozens
     Args:
         layout: The grid of processes as this process sees it.
         words: Whether the output layer uses the word embeddings.
-        tables: The names of the parameters of which any stage may hold a copy.
+        tables: The names of the parameters that any stage may hold as copies.
     """
     names = set(tables) if layout.pipeline.size > 1 else set()
     return frozenset(names | {WORDS} if words and layout.embedding.size > 1 else names)
@@ -76,7 +76,7 @@ def find_ties(
             belong to a shard.
         layout: The grid of processes as this process sees it.
         words: Whether the output layer uses the word embeddings.
-        tables: The names of the parameters of which any stage may hold a copy.
+        tables: The names of the parameters that any stage may hold as copies.
         device: The device of the gradients.
         gradient_dtype: The data type of the gradients.
     """
@@ -102,9 +102,9 @@ class SharedTable(nn.Module):
     """A module that several parts of a model have, each under the same name."""
 
     def __init__(self) -> None:
-        """Create the module with parameters of its own."""
+        """Create the module with its own parameters."""
         super().__init__()
-        self._original: tuple[SharedTable, ...] = ()  # in a tuple, so that it is not a child module
+        self._original: tuple[SharedTable, ...] = ()  # a tuple, so that it is not a child module
 
     @property
     def original(self) -> SharedTable | None:
@@ -112,14 +112,14 @@ class SharedTable(nn.Module):
         return self._original[0] if self._original else None
 
     def use(self, original: SharedTable) -> None:
-        """Give up this module's parameters, and use those of `original`."""
+        """Use the parameters of `original` instead of this module's own."""
         for name, _ in list(self.named_parameters()):
             delattr(self, name)
         self._original = (original,)
 
 
 def unite_copies(parts: Iterable[nn.Module]) -> None:
-    """Let the parts of a model in one process share their tables, so that each exists once."""
+    """Let the model parts in a process share tables, so that each table exists once."""
     found: dict[str, SharedTable] = {}
     for part in parts:
         for name, module in part.named_modules():
@@ -130,7 +130,7 @@ def unite_copies(parts: Iterable[nn.Module]) -> None:
 
 
 def borrowed_parameters(part: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a part uses from other parts' tables."""
+    """Yield the parameters that a part uses from the tables of other parts."""
     for module in part.modules():
         if isinstance(module, SharedTable) and module.original is not None:
             yield from module.original.parameters()

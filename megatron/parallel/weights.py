@@ -1,15 +1,15 @@
-"""Weights in flat buffers: each process updates its shard and gathers the others'.
+"""Weights in flat buffers. Each process updates its shard and gathers the others' shards.
 
-This is the second half of a sharded update. The buffers have the same layout as the gradients', so
-that a process's shard of a bucket holds the weights whose reduced gradients it has.
+This is the second half of a sharded update. Weights and gradients have the same layout, so a
+process's shard of a bucket holds the weights for which it has reduced gradients.
 
-Weights that are only read by products in 8 bits may be gathered in 8 bits. A scale applies to a
-whole weight, but a process knows only its own shard. With current scaling the processes first take
-the maximum of the amaxes of their parts, for all weights at once. With delayed scaling they already
-know the scale, and a part's amax goes into the history, which takes the maximum later. Each process
-casts its shard and sends the bytes of the cast, half as many. The result equals a cast of the
-gathered weight, bit for bit. In 16 bits a process then has only the weights that it updates, until
-`wait` asks for the rest.
+Weights that only FP8 products read may be gathered in 8 bits. A scale applies to a whole weight,
+but a process knows only its own shard. With current scaling, the processes first take the maximum
+of their parts' amaxes, for all weights at once. With delayed scaling they already know the scale,
+and a part's amax goes into the history, which takes the maximum later. Each process casts its shard
+and sends the cast, which has half the bytes. The result is bit for bit equal to a cast of the
+gathered weight. In 16 bits, a process then has only the weights that it updates, until `wait`
+gathers the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Parameters in a flat buffer, and the parts that this process keeps.
+    """Parameters in a flat buffer and the parts of it that this process keeps.
 
     Attributes:
         plan: The plan of the buffer.
@@ -63,15 +63,15 @@ class FlatBuffer:
 
 
 class WeightBuffer:
-    """A buffer that takes over parameters; their values, names and identity stay the same.
+    """A buffer that holds parameters without changing their values, names or identity.
 
     Args:
         flats: The flat buffers of a sharded gradient buffer.
-        overlap_in: The models whose forward pass may begin while weights are still in transit:
-            their outermost modules wait for the weights that they use. Any other reader must
+        overlap_in: The models whose forward pass may start while weights are still in transit.
+            Their outermost modules wait for the weights that they use; any other reader must call
             `wait`. With `None`, `gather` waits.
-        in_8_bits: The weights that are gathered in 8 bits, with the products that use them. They
-            fill buffers of their own.
+        in_8_bits: The weights that are gathered in 8 bits, with the products that use them. These
+            weights have separate buffers.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class WeightBuffer:
         self._casts: list[Fp8Weights] = []
         # The 16-bit buckets of the weights that are gathered in 8 bits.
         self._beneath: list[tuple[Tensor, Axis]] = []
-        self._is_behind = False  # whether other processes' parts of them are from before an update
+        self._is_behind = False  # whether other processes' parts of them are outdated
         bucket_of: dict[nn.Parameter, int] = {}
         for flat in flats:
             storage = _move(flat)
@@ -110,12 +110,18 @@ class WeightBuffer:
             self._wait_in(model, bucket_of)
 
     def _wait_in(self, model: nn.Module, bucket_of: Mapping[nn.Parameter, int]) -> None:
+        def wait(buckets: frozenset[int], module: nn.Module, inputs: Any) -> None:
+            if not self._works:
+                return
+            for index in buckets & self._works.keys():
+                self._works.pop(index).wait()
+
         needed: dict[nn.Module, set[int]] = {}
         for user, parameter in first_users(model):
             if parameter in bucket_of:
                 needed.setdefault(user, set()).add(bucket_of[parameter])
         for user, buckets in needed.items():
-            user.register_forward_pre_hook(partial(self._before_forward, frozenset(buckets)))
+            user.register_forward_pre_hook(partial(wait, frozenset(buckets)))
         at_once = needed.get(model, set())  # the model waits for these first
         self._order.sort(key=lambda index: index not in at_once)
 
@@ -136,7 +142,7 @@ class WeightBuffer:
             self._works.pop(index).wait()
 
     def wait(self) -> None:
-        """Return once all weights may be read, or changed, in 16 bits.
+        """Return once all weights may be read or changed in 16 bits.
 
         Collective over the replicas.
         """
@@ -148,15 +154,9 @@ class WeightBuffer:
 
     def forget(self) -> None:
         """Discard the gathered weights, because all processes have changed theirs."""
-        assert not self._works and not self._is_behind, "wait before you change a weight"
+        assert not self._works and not self._is_behind, "call wait before changing a weight"
         for cast in self._casts:
             cast.forget()
-
-    def _before_forward(self, buckets: frozenset[int], module: nn.Module, inputs: Any) -> None:
-        if not self._works:
-            return
-        for index in buckets & self._works.keys():
-            self._works.pop(index).wait()
 
 
 def _start(whole: Tensor, axis: Axis) -> Pending:
@@ -176,11 +176,11 @@ def _move(flat: FlatBuffer) -> Tensor:
 
 
 def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield every parameter with the module whose forward pass starts before any use of it.
+    """Yield every parameter with a module whose forward pass starts before any use of it.
 
-    This is the outermost module below the model that is called (lists and dicts of modules are not
-    called), whichever module inside it reads the parameter. For parameters that the model uses
-    directly, it is the model itself.
+    This is the outermost module below the model that is called and contains the parameter's reader
+    (lists and dicts of modules are not called). For parameters that the model uses directly, it is
+    the model itself.
     """
 
     def below(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
@@ -195,33 +195,33 @@ def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
 
 
 class Fp8Weights:
-    """The weights of a sharded update's flat buffer, in the 8-bit form that their products take.
+    """The weights of a flat buffer in the 8-bit form that their products take.
 
     Args:
         flat: The weights, all [..., out, in], and the shards of this process.
         storage: Their memory in 16 bits.
-        products: The products that use each weight, all in the same format. Nothing else reads the
-            weights.
+        products: The products that use each weight, all in the same format. Nothing else may read
+            the weights.
 
     Attributes:
-        bytes: The whole buffer as uint8 (gloo does not support fp8), to be gathered.
+        bytes: The whole buffer as uint8, for gathering (gloo does not support fp8).
     """
 
     def __init__(
         self, flat: FlatBuffer, storage: Tensor, products: Mapping[nn.Parameter, Fp8Products]
     ) -> None:
-        """Allocate the 8-bit buffer and give each weight its part of it."""
+        """Allocate the 8-bit buffer and assign each weight its part of it."""
         self._axis = flat.axis
         self._products = [products[parameter] for parameter, _ in flat.members]
         fp8 = self._products[0].weight_format
         assert fp8 is not None, "a shard may end within a row, so rows cannot have their own scales"
         self._fp8 = fp8
         self.bytes = torch.zeros(storage.numel(), dtype=torch.uint8, device=storage.device)
-        # Each weight is aligned as a separate tensor would be: libraries may expect that.
+        # Each weight is aligned like a separate tensor, as libraries may expect.
         apart = ALIGNMENT_BYTES // torch.float32.itemsize
         self._inverses = torch.zeros(len(self._products), apart, device=storage.device)[:, 0]
         self._is_there = False
-        # The parts that this process updates: weight index, and the part in 16 and in 8 bits.
+        # The parts that this process updates: weight index, part in 16 bits, part in 8 bits.
         self._pieces: list[tuple[int, Tensor, Tensor]] = []
         values = self.bytes.view(fp8)
         for place, (parameter, slot) in enumerate(flat.members):
@@ -244,11 +244,11 @@ class Fp8Weights:
         self._is_there = True
 
     def forget(self) -> None:
-        """Record that the weights have changed, in 16 bits and on all processes."""
+        """Record that all processes have changed the weights in 16 bits."""
         self._is_there = False
 
     def _amaxes(self) -> Tensor:
-        """Return the amax that each weight scales by: fp32, [weights]."""
+        """Return the amax for each weight's scale, fp32 [weights]."""
         known = [products.amax_of_weight() for products in self._products]
         held = [amax for amax in known if amax is not None]
         if len(held) == len(known):
@@ -256,6 +256,7 @@ class Fp8Weights:
         found = list(torch.zeros(len(known), device=self.bytes.device).unbind())
         for place, values, _ in self._pieces:
             found[place] = self._products[place].casts.amax(values)
-        # No backend specifies the maximum of values that include nan. inf makes the weight nan too.
+        # No backend specifies the maximum of values that include nan. inf also makes the weight
+        # nan.
         amaxes = torch.stack(found).nan_to_num(nan=torch.inf, posinf=torch.inf)
         return all_reduce(amaxes, self._axis, dist.ReduceOp.MAX)

@@ -101,9 +101,8 @@ def process_group(
         dist.all_reduce(token)
         watchdog.connect(dist.PrefixStore(f"watchdog/{token.item()}", own_connection))
         try:
-            yield Layout.create(
-                device.type, launch.rank, launch.world_size, journal=journal, **config.sizes
-            )
+            grid = Layout.at(launch.rank, launch.world_size, **config.sizes)
+            yield grid.connect(device.type, journal)
         except Exception as error:
             raise end_run(error, launch, journal, watchdog) from error
     watchdog.stop()  # not after an error, which the process may be unable to print

@@ -92,7 +92,7 @@ def _two_ranks(rank, store_file, root):
     from megatron.parallel.layout import Layout
 
     dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=2)
-    layout = Layout.create("cpu", rank, 2)
+    layout = Layout.at(rank, 2).connect("cpu")
     state = {f"model.{rank}": make_state(20)["random"]}
     if rank == 1:
         write = store.write_shard

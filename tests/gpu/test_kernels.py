@@ -20,6 +20,7 @@ from megatron.parallel.collectives import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, initialize
+from megatron.parallel.products import LinearCall
 from tests.models.small import LLAMA, batch, config, new_context, plan
 from tests.models.small import config as model_config
 from tests.parallel.buffers import new_parameter
@@ -136,7 +137,7 @@ def test_chunked_cross_entropy_keeps_the_factor_of_its_gradients(dtype):
 
     def input_gradient(count):
         read = x.detach().requires_grad_()
-        loss = linear_cross_entropy(read, weight, labels, Communication())
+        loss = linear_cross_entropy(LinearCall(read, weight), labels, Communication())
         (64 * loss.total / count).backward()
         return read.grad.float()
 

@@ -74,7 +74,7 @@ def _compare() -> None:
     device = Device.pick(rank)
     device.activate()
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device.torch_device)
-    layout = Layout.create(device.type, rank, 2, tensor=2)
+    layout = Layout.at(rank, 2, tensor=2).connect(device.type)
     layout = replace(layout, sequence_parallel=True)
     exchange = SymmetricExchange(layout.tensor, device.torch_device, 4 * 64 * 2 * 512, seconds=30.0)
     numbers = PrecisionConfig(bf16=True, fp8_format="hybrid")

@@ -9,6 +9,7 @@ from megatron.kernels.cross_entropy import choose_cross_entropy
 from megatron.parallel.collectives import ALONE, Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Layout
+from megatron.parallel.products import LinearCall
 from tests.distributed import run_distributed
 
 S, B, V = 5, 3, 14
@@ -147,12 +148,12 @@ def run_linear(layout, sequence_parallel=False, chunk_logits=2**27, dtype=torch.
     part = weight.chunk(axis.size)[axis.rank].clone().requires_grad_()
     communication = Communication(axis, sequence_parallel)
     options = {"loss_mask": weights, "chunk_logits": chunk_logits}
-    loss, total = linear_cross_entropy(x, part, labels, communication, **options)
+    loss, total = linear_cross_entropy(LinearCall(x, part), labels, communication, **options)
     assert not loss.requires_grad
     assert total.item() == pytest.approx((loss * weights).sum().item())
     (3 * total / 3).backward()
     with torch.no_grad():
-        again = linear_cross_entropy(x, part, labels, communication, **options)
+        again = linear_cross_entropy(LinearCall(x, part), labels, communication, **options)
         assert torch.equal(again.losses, loss)
         assert torch.equal(again.total, total)
     return loss, x.grad, part.grad
@@ -192,7 +193,7 @@ def test_chunked_keeps_small_probabilities_in_fp16():
     weight = torch.zeros(2**16, H, dtype=torch.float16)  # each probability is 2^-16
     x.requires_grad_()
     weight.requires_grad_()
-    loss = linear_cross_entropy(x, weight, labels, Communication())
+    loss = linear_cross_entropy(LinearCall(x, weight), labels, Communication())
     (2.0**10 * loss.total).backward()  # as a loss scale does
     others = torch.arange(2**16) != labels.item()
     expected_grad = 2.0**-6 * x.detach()[0].float()
@@ -206,7 +207,7 @@ def test_chunked_differentiates_one_sum_alone(mask):
     counted = torch.ones(6, B) if mask is None else mask
 
     def gradient(factor):
-        loss = linear_cross_entropy(x, weight, labels, Communication(), loss_mask=mask)
+        loss = linear_cross_entropy(LinearCall(x, weight), labels, Communication(), loss_mask=mask)
         return torch.autograd.grad(factor * loss.total, weight)[0]
 
     logits = (x @ weight.t()).flatten(0, 1)
@@ -215,7 +216,7 @@ def test_chunked_differentiates_one_sum_alone(mask):
     torch.testing.assert_close(gradient(0.5), whole, rtol=1e-5, atol=1e-6)
     assert gradient(0.0).abs().max() == 0
     # Another function of the losses cannot be differentiated by mistake.
-    found = linear_cross_entropy(x, weight, labels, Communication(), loss_mask=mask)
+    found = linear_cross_entropy(LinearCall(x, weight), labels, Communication(), loss_mask=mask)
     with pytest.raises(RuntimeError, match="does not require grad"):
         (found.losses * other).sum().backward()
 
@@ -228,7 +229,7 @@ def test_a_frozen_weight_has_no_gradient_in_chunks():
     gradients = []
     for is_trained in (True, False):
         leaf, matrix = x.clone().requires_grad_(), weight.clone().requires_grad_(is_trained)
-        loss = linear_cross_entropy(leaf, matrix, labels, ALONE, chunk_logits=48)
+        loss = linear_cross_entropy(LinearCall(leaf, matrix), labels, ALONE, chunk_logits=48)
         loss.total.backward()
         gradients.append(leaf.grad)
         assert (matrix.grad is not None) == is_trained

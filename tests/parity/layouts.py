@@ -49,7 +49,7 @@ class LayoutCase:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As Layout.create takes them."""
+        """As Layout.at takes them."""
         return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
 
     @property

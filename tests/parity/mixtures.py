@@ -69,7 +69,7 @@ class MixtureCase:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As Layout.create takes them."""
+        """As Layout.at takes them."""
         found = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
         found["expert"] = self.expert
         found["expert_tensor"] = self.expert_tensor or self.tensor

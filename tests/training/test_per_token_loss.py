@@ -183,7 +183,7 @@ _LAYOUTS: tuple[tuple[dict[str, int], str, tuple[str, ...]], ...] = (
 def _train_in_layouts(world: Layout) -> list[tuple[str, str, Outcome]]:
     found = []
     for sizes, kind, runs in _LAYOUTS:
-        layout = Layout.create(toy_device().type, world.world.rank, 2, **sizes)
+        layout = Layout.at(world.world.rank, 2, **sizes).connect(toy_device().type)
         for words in runs:
             found.append((kind, words, _train(layout, f"{FLAG} {words}", kind)))
     return found

@@ -121,7 +121,7 @@ def _waits_in_layouts(world: Layout) -> list[tuple[str, Counter[str], int]]:
     """In each: its flags, what an update waits for, and how many micro-batches' ids it reads."""
     found = []
     for sizes, runs in _LAYOUTS:
-        layout = Layout.create("cpu", world.world.rank, 2, **sizes)
+        layout = Layout.at(world.world.rank, 2, **sizes).connect("cpu")
         split = [f"--{name}-model-parallel-size 2" for name in sizes if name != "context"]
         split += ["--context-parallel-size 2"] * ("context" in sizes)
         for flags in runs:

@@ -136,7 +136,7 @@ def run(options: argparse.Namespace) -> None:
     device.activate()
     backend = f"cpu:gloo,{device.type}:nccl" if device.is_gpu else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
-    layout = Layout.create(device.type, launch.rank, size, tensor=size)
+    layout = Layout.at(launch.rank, size, tensor=size).connect(device.type)
     torch.manual_seed(1 + launch.rank)
     rows = {
         label: measure(forms, device, options.rounds)

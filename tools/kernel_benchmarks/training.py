@@ -18,6 +18,7 @@ from megatron.kernels.weight_gradient import choose_embedding_gradient, weight_g
 from megatron.parallel.collectives import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Axis
+from megatron.parallel.products import LinearCall
 from tools.kernel_benchmarks.operation import Form, Inputs, Operation
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -89,7 +90,7 @@ def chunked_cross_entropy(
         return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="sum")
 
     def ours(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, labels, Communication(), form=form).total
+        return linear_cross_entropy(LinearCall(x, weight), labels, Communication(), form=form).total
 
     def whole(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(x, weight)

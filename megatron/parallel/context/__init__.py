@@ -1,5 +1,5 @@
 """Context parallelism: every process holds a part of each sequence.
 
-`split` defines which part, `ring` contains two ways for the parts to attend to each other, and
-`block` contains the computation that a ring runs between two transfers.
+`split` defines which part. `ring` lets the parts attend to each other, in one of two ways, and
+`block` computes what a ring needs between two transfers.
 """

@@ -1,12 +1,12 @@
 """Attention between a block of queries and a block of keys, and the merging of blocks.
 
-Besides its result, a block returns the logarithm of the sum of exponentials of its scores, which is
-needed to merge the results of several blocks. After the merge, the result and logarithm of the
-whole row are all that the backward pass of each block needs. Dropout does not change the logarithm,
-because it drops weights after they have been divided by their sum.
+A block returns its result and the log-sum-exp of its scores, which is needed to merge the results
+of several blocks. The backward pass of each block needs only the merged result and log-sum-exp of
+the whole row. Dropout does not change the log-sum-exp, because it drops weights after they have
+been divided by their sum.
 
-Documents may cut a block into pieces (`BlockDocuments`). A query whose document has no key in the
-block gets the result 0 and the log-sum-exp -inf, which change nothing when they are merged.
+Documents may divide a block (`BlockDocuments`). A query whose document has no key in the block gets
+the result 0 and the log-sum-exp -inf, which change nothing in the merge.
 
 Shapes: b micro-batch, n query heads, g key-value heads (each serves n/g consecutive query heads),
 q and k tokens in a block, d head size.
@@ -24,12 +24,12 @@ from torch import Tensor
 from megatron.device import Device
 from megatron.kernels.attention import flash_misfit, number_segments
 
-# The values needed to draw a block's dropout mask again. Empty without dropout.
+# The values needed to redraw a block's dropout mask; empty without dropout.
 Drawn = tuple[Tensor, ...]
 
 
 class QueryRows(NamedTuple):
-    """Queries, and the results that exist once all of their blocks have been merged.
+    """Queries, and their results after all blocks have been merged.
 
     Attributes:
         grad: The gradient of `out`.
@@ -45,16 +45,18 @@ class QueryRows(NamedTuple):
 
 
 class BlockDocuments(NamedTuple):
-    """The documents of a block's queries and keys, among which attention is confined.
+    """The documents of a block's queries and keys. Attention stays within a document.
 
-    Both tensors list the same documents in the same order, sample after sample. Those that have
-    only queries or only keys in the block, or neither, are listed with no tokens.
+    Both tensors list the same documents in the same order, sample by sample. A document without
+    queries or without keys in the block is listed there with no tokens.
 
     Attributes:
-        query_ends: int32 [documents + 1]: 0, then the end of each document among the b q queries.
+        query_ends: int32 [documents + 1], 0 and then the end of each document among the b q
+            queries.
         key_ends: The same among the b k keys.
         longest: The largest number of tokens that a document may have.
-        has_keys: bool [b, q], whether a query's document has a key here; `None` if all have.
+        has_keys: bool [b, q], whether a query's document has a key in the block; `None` if all have
+            one.
     """
 
     query_ends: Tensor
@@ -63,7 +65,7 @@ class BlockDocuments(NamedTuple):
     has_keys: Tensor | None = None
 
     def places(self, queries: int, keys: int) -> tuple[Tensor, Tensor, int, int]:
-        """Return what a kernel for sequences of different lengths takes, of q and k tokens."""
+        """Return the arguments of a kernel for sequences of different lengths."""
         ends = (self.query_ends, self.key_ends)
         return (*ends, min(self.longest, queries), min(self.longest, keys))
 
@@ -81,20 +83,20 @@ class BlockForward(Protocol):
         dropout: float,
         documents: BlockDocuments | None = None,
     ) -> tuple[Tensor, Tensor, Drawn]:
-        """Attend within the block. Dropout draws from the device's default generator.
+        """Compute attention within the block. Dropout draws from the device's default generator.
 
         Args:
             query: The queries [b, n, q, d].
             key: The keys [b, g, k, d].
             value: The values [b, g, k, d].
-            causal: Whether row i attends only to columns up to i. This requires q = k.
+            causal: Whether row i attends only to columns up to i, which requires q = k.
             dropout: The dropout probability of attention weights.
-            documents: The documents within which queries attend; `None` means a single one per
+            documents: The documents within which queries attend; `None` means one document per
                 sample.
 
         Returns:
             The result [b, n, q, d], the log-sum-exp of the scaled scores, fp32 [b, n, q], and the
-            values from which the backward pass draws the mask again.
+            values from which the backward pass redraws the mask.
         """
 
 
@@ -120,7 +122,7 @@ class BlockBackward(Protocol):
             value: The values, as in the forward pass.
             causal: The same as in the forward pass.
             dropout: The same as in the forward pass.
-            drawn: The values that this block's forward pass returned for the mask.
+            drawn: The values that this block's forward pass returned for redrawing the mask.
             documents: The same as in the forward pass.
 
         Returns:
@@ -130,7 +132,7 @@ class BlockBackward(Protocol):
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """The forward and backward functions of one implementation, and the reason for choosing it."""
+    """The forward and backward functions of an implementation, and why it was chosen."""
 
     name: str
     reason: str
@@ -152,7 +154,7 @@ def plain_block(reason: str) -> BlockAttention:
 
 
 def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> None:
-    """Add a block to a result, in place, weighted by its share of the sum of exponentials."""
+    """Merge a block into a result in place, weighted by its share of the sum of exponentials."""
     share = (part_sum - logsumexp).sigmoid().unsqueeze(-1)
     out.lerp_(part.to(out.dtype), share)
     logsumexp.copy_(logsumexp.logaddexp(part_sum))
@@ -171,7 +173,7 @@ def reference_forward(
     query, key, value = _widen(query), _widen(key), _widen(value)
     scores = _scores(query, key, causal, documents)  # [b, g, n/g * q, k]
     logsumexp = scores.logsumexp(dim=-1)
-    # A row without keys subtracts a number instead of -inf, so that its weights are 0.
+    # A row without keys subtracts a finite number instead of -inf, so that its weights are 0.
     finite = logsumexp.clamp(min=torch.finfo(logsumexp.dtype).min)
     weights = (scores - finite.unsqueeze(-1)).exp()
     drawn: Drawn = ()
@@ -195,8 +197,8 @@ def reference_backward(
     """Return the gradients in fp32 or wider.
 
     With weights P = exp(scores - logsumexp), the scores' gradient is P * (dP - sum(grad * out)),
-    because the sum of P * dP over a whole row equals that of grad * out. Dropout multiplies the
-    weights in front of the values, and therefore dP, by 0 or 1 / (1 - p); the sum is the same.
+    because P * dP and grad * out have the same sum over a whole row. Dropout multiplies the
+    weights, and therefore dP, by 0 or 1 / (1 - p), which does not change this.
     """
     logsumexp, groups = rows.logsumexp, key.shape[1]
     grad, query, out, key, value = (_widen(x) for x in (*rows[:3], key, value))
@@ -225,22 +227,22 @@ def flash_forward(
     dropout: float,
     documents: BlockDocuments | None = None,
 ) -> tuple[Tensor, Tensor, Drawn]:
-    """Attend with the flash kernel. The result keeps the 16-bit type of the inputs.
+    """Compute attention with the flash kernel. The result keeps the 16-bit type of the inputs.
 
-    The kernel draws from a counter-based generator (Philox) and returns the seed and offset that
-    it used. With documents its form for sequences of different lengths runs, in which a document
-    without queries or without keys in the block costs next to nothing.
+    The kernel draws from a counter-based generator (Philox) and returns the seed and offset that it
+    used. With documents, the variant for sequences of different lengths is used. A document without
+    queries or keys in the block costs almost nothing in it.
     """
     if documents is not None:
         samples, _, length, _ = query.shape
         tensors = (_in_one_row(x) for x in (query, key, value))
         places, debug = documents.places(length, key.shape[2]), False
-        # PyTorch's public interface to this form (`torch.nn.attention.varlen`) has no dropout.
+        # PyTorch's public interface to this variant (`torch.nn.attention.varlen`) has no dropout.
         flat, sums, *drawn, _ = torch.ops.aten._flash_attention_forward(
             *tensors, *places, dropout, causal, debug, scale=_scale(query)
         )  # [b q, n, d] and [n, b q]
         logsumexp = sums.unflatten(1, (samples, length)).transpose(0, 1)
-        if documents.has_keys is not None:  # for other queries the kernel returns inf
+        if documents.has_keys is not None:  # the kernel returns inf for queries without keys
             logsumexp = logsumexp.masked_fill(~documents.has_keys.unsqueeze(1), -math.inf)
         return _by_sample(flat, samples), logsumexp, tuple(drawn) if dropout > 0 else ()
     out, logsumexp, _, _, _, _, *drawn, _ = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -259,7 +261,7 @@ def flash_backward(
     drawn: Drawn,
     documents: BlockDocuments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients from the kernel, which recomputes weights from the rows' log-sum-exp."""
+    """Return the gradients, computed by the flash kernel from the rows' log-sum-exp."""
     if not drawn:
         drawn = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
     grad, query, out, logsumexp = rows
@@ -272,7 +274,7 @@ def flash_backward(
         )
         of_query, of_key, of_value = (_by_sample(x, query.shape[0]) for x in flat)
         return of_query, of_key, of_value
-    # The kernel assumes dense rows, which half a block does not have.
+    # The kernel requires dense rows, and half a block has none.
     tensors = (grad, query, key, value, out, logsumexp.contiguous(), None, None)
     options = (query.shape[2], key.shape[2], dropout, causal, *drawn)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -287,7 +289,7 @@ def _factors(weights: Tensor, dropout: float, generator: torch.Generator) -> Ten
 
 
 def _in_one_row(x: Tensor) -> Tensor:
-    """Join the samples: [b, n, q, d] -> [b q, n, d]."""
+    """Concatenate the samples: [b, n, q, d] -> [b q, n, d]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
@@ -305,16 +307,16 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """Join rows of query heads that share a key head: [b, n, q, ...] -> [b, g, n/g * q, ...].
+    """Group rows of query heads that share a key head: [b, n, q, ...] -> [b, g, n/g * q, ...].
 
-    Products with a group's keys or values then need no copies of them, and sums over rows are sums
-    over the group's heads.
+    Products with a group's keys or values then need no copies of them, and a sum over rows also
+    sums over the group's heads.
     """
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, documents: BlockDocuments | None) -> Tensor:
-    """Return the scores [b, g, n/g * q, k], -inf for pairs that do not attend."""
+    """Return the scores [b, g, n/g * q, k], with -inf for masked pairs."""
     samples, _, length, _ = query.shape
     scores = _by_group(query * _scale(query), key.shape[1]) @ key.transpose(2, 3)
     by_head = scores.unflatten(2, (-1, length))  # [b, g, n/g, q, k]

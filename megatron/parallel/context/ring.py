@@ -1,20 +1,20 @@
-"""Two ways for parts of a sequence to attend to each other: a ring, and all-to-all (Ulysses).
+"""Two methods for parts of a sequence to attend to each other: a ring, and all-to-all (Ulysses).
 
-Ring attention (Liu et al., 2023): keys and values travel while queries stay. In C steps the keys
-and values of every rank pass through this one. While a block is computed, the next one is in
-transit. The results of blocks are merged using their log-sum-exp; blocks that lie in the future are
-never computed. The backward pass goes around once more, with the gradients of keys and values one
-step behind. Dropout draws a mask for each block, and the forward pass keeps only the values needed
-to draw it again.
+Ring attention (Liu et al., 2023): keys and values travel while queries stay. In C steps, the keys
+and values of every rank pass through this rank. While a block is computed, the next one is in
+transit. The results of blocks are merged with their log-sum-exp. Blocks that are entirely masked
+are never computed. The backward pass goes around once more, with the gradients of keys and values
+one step behind. Dropout draws a mask for each block, and the forward pass keeps only the values
+needed to redraw it.
 
-Documents (`Segments`) travel with nobody: every rank knows the ends of all, and from them which
-part of each block lies within a document. Only that part is computed, and nothing is launched for a
-block between ranks that are further apart than the longest document. All keys and values travel
-nevertheless: they go through every rank to reach the neighbor on the other side.
+Documents (`Segments`) are not sent: every rank knows the ends of all documents, and so which part
+of each block is within a document. Only that part is computed. If two ranks are further apart than
+the longest document, nothing is launched for their block. All keys and values still travel, because
+they pass through every rank to reach the neighbor on the other side.
 
-DeepSpeed-Ulysses (Jacobs et al., 2023): inside attention a rank holds the whole sequence. Outside,
-a rank has some tokens and all heads. One all-to-all turns this into all tokens, in their global
-order, and some heads; attention is then ordinary attention; another all-to-all restores the layout.
+DeepSpeed-Ulysses (Jacobs et al., 2023): outside attention, a rank has some tokens and all heads.
+One all-to-all turns this into all tokens, in their global order, and some heads. Ordinary attention
+then runs over whole sequences, and another all-to-all restores the layout.
 
 Shapes: s sequence, l = s/C local tokens, C context-parallel size, b micro-batch, n query heads, g
 key-value heads, d head size.
@@ -47,12 +47,13 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class RingStep:
-    """A step in which this rank's tokens `queries` attend to the tokens `keys` of another rank.
+    """A step in which this rank's tokens `queries` attend to tokens `keys` of a rank.
 
     Attributes:
-        source: The rank whose keys and values are here.
+        source: The rank whose keys and values are used.
         causal: Whether the block is masked; otherwise every query attends to every key.
-        is_empty: Whether no document can have both a query and a key here: nothing is computed.
+        is_empty: Whether no document can have both a query and a key in the block, so that nothing
+            is computed.
     """
 
     source: int
@@ -65,14 +66,14 @@ class RingStep:
 def ring_plan(
     axis: Axis, length: int, *, causal: bool, longest: int | None = None
 ) -> list[RingStep]:
-    """Return this rank's steps in order, which together make up the attention of its queries.
+    """Return this rank's steps in order. Together they compute the attention of its queries.
 
-    Ranks hold an early and a late half (see `split`), of `length` tokens together. A lower rank's
-    early half lies before all our tokens and its late half after them; a higher rank's two halves
-    lie between ours. So every step after the first computes half a block, without a mask.
+    Ranks hold an early and a late half (see `split`) with `length` tokens in total. A lower rank's
+    early half comes before all our tokens and its late half after them; a higher rank's two halves
+    are between ours. So every step after the first computes half a block, without a mask.
 
-    A document of `longest` tokens or fewer spans no more than that, and the chunks of ranks that
-    are n apart have at least n - 1 others between them.
+    Documents have at most `longest` tokens, and between the chunks of two ranks at distance n there
+    are at least n - 1 other chunks.
     """
     everything, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     steps = []
@@ -102,7 +103,7 @@ def documents_of(
     """
     early, late = split_segments(segments, axis.size)
     counts = torch.stack((early + late, early, late)).cumsum(-1, dtype=torch.int32)
-    ends = F.pad(counts, (1, 0))  # [3, C, documents + 1]: among both chunks, the early, the late
+    ends = F.pad(counts, (1, 0))  # [3, C, documents + 1]: in both chunks, in the early, in the late
 
     def chosen(tokens: slice) -> Tensor:
         if tokens.stop < length:
@@ -114,7 +115,7 @@ def documents_of(
     for index, step in enumerate(plan):
         query_ends, key_ends = chosen(step.queries)[axis.rank], chosen(step.keys)[step.source]
         has_keys = None
-        if index > 0:  # at first, every query has its own key
+        if index > 0:  # in the first step, every query has its own key
             queries = step.queries.stop - step.queries.start
             number = number_segments(query_ends, (samples, queries))
             has_keys = (key_ends.diff() > 0)[number]
@@ -134,12 +135,11 @@ def ring_attention(
     """Attend from this rank's queries to the whole sequence. Collective over the axis.
 
     Args:
-        query: The queries [l, b, n, d], this rank's part of the sequence as `split_sequence` cuts
-            it.
+        query: The queries [l, b, n, d] of this rank's part of the sequence (`split_sequence`).
         key: The keys [l, b, g, d].
         value: The values [l, b, g, d].
-        options: The options. A mask must be the `Segments` of whole sequences. Scores stay in
-            fp32, so scaling by layer is not needed. Dropout is drawn from the device's default
+        options: The attention options. A mask must be the `Segments` of whole sequences. Scores are
+            in fp32, so scaling by layer is not needed. Dropout draws from the device's default
             generator, which must have a different seed on every rank of the axis.
         axis: The context axis.
         block: The implementation of attention within a block.
@@ -185,7 +185,7 @@ class _Transfer:
                 dist.P2POp(dist.irecv, received, previous, axis.group),
             ]
         )
-        # NCCL makes a single work of both: waiting for the received tensor waits for both.
+        # NCCL returns one work for both, so waiting for the received tensor waits for both.
         ends = (("send", following), ("receive", previous))[-len(works) :]
         messages = [
             axis.journal.message(kind, peer, work)
@@ -201,7 +201,7 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Ring:
-    """A ring of context ranks, and the steps of this rank in it with the documents of each."""
+    """A ring of context ranks, and the steps of this rank with the documents of each step."""
 
     axis: Axis
     block: BlockAttention
@@ -213,7 +213,7 @@ class _Ring:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
-        """Return the result [b, n, l, d]. Keep the values needed to draw each mask again."""
+        """Return the result [b, n, l, d] and keep the values needed to redraw the masks."""
         axis, steps, documents = ring.axis, ring.steps, ring.documents
         pair = torch.stack((key, value))  # [2, b, g, l, d]: one message carries both
         out, logsumexp = query.new_empty(0), query.new_empty(0)  # fp32 or wider
@@ -245,8 +245,9 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key and value.
 
-        A block's gradient joins those that earlier ranks computed for the same keys and values, and
-        travels on with them. After the last step it is one rank away from its owner.
+        A block's gradient is added to the gradients that earlier ranks computed for the same keys
+        and values, and the sum travels on with them. After the last step it is one rank away from
+        its owner.
         """
         ring: _Ring = ctx.ring
         query, key, value, out, logsumexp = ctx.saved_tensors
@@ -292,13 +293,13 @@ def ulysses_attention(
     """Attend from this rank's queries to the whole sequence. Collective over the axis.
 
     Args:
-        query: The queries [s/C, b, n, d], this rank's part of the sequence as `split_sequence` cuts
-            it. C divides n and g.
+        query: The queries [s/C, b, n, d] of this rank's part of the sequence (`split_sequence`). C
+            divides n and g.
         key: The keys [s/C, b, g, d].
         value: The values [s/C, b, g, d].
-        options: The options. A mask must be the `Segments` of whole sequences.
+        options: The attention options. A mask must be the `Segments` of whole sequences.
         axis: The context axis.
-        attend: The attention that runs on query [s, b, n/C, d], key and value [s, b, g/C, d].
+        attend: The attention to run on query [s, b, n/C, d], key and value [s, b, g/C, d].
 
     Returns:
         The result [s/C, b, n * d].

@@ -1,14 +1,14 @@
 """The division of a sequence among context ranks.
 
-With a causal mask a token attends to all tokens before it, so late tokens cost more. The sequence
-is cut into 2C equal chunks for C ranks, and rank r holds chunks r and 2C - 1 - r, so every rank has
-the same amount of work. The local order follows the global one: the early chunk, then the late one.
+With a causal mask, a token attends to all tokens before it, so late tokens cost more. The sequence
+is cut into 2C equal chunks for C ranks, and rank r holds chunks r and 2C - 1 - r. Every rank then
+has the same amount of work. Locally, the early chunk comes first, then the late one.
 
 Documents in a sequence (`Segments`) do not change the division. A token then attends only within
-its document, so a rank's work depends on which documents its two chunks cut: equal work is certain
-only for one document per sequence. Documents much shorter than a chunk balance by their number: the
-differences between chunks are those of a few documents. Between these, a document as long as a
-few chunks that begins late in the sequence leaves more work to the ranks that hold its end.
+its document, so a rank's work depends on the documents in its two chunks. Equal work is certain
+only with one document per sequence. With documents much shorter than a chunk, the work averages
+out: chunks differ only by a few documents. With documents as long as a few chunks, the ranks that
+hold the end of a document have more work.
 
 s is the sequence length, C the context-parallel size.
 """
@@ -25,7 +25,7 @@ from megatron.parallel.layout import Axis
 
 
 def local_positions(sequence: int, axis: Axis, device: torch.device | None = None) -> Tensor:
-    """Return the positions of this rank's tokens in the whole sequence, in order: int64 [s/C].
+    """Return the positions of this rank's tokens in the whole sequence, int64 [s/C], in order.
 
     Args:
         sequence: The length s, a multiple of 2C.
@@ -50,7 +50,7 @@ def split_for_all(x: Tensor, size: int, dim: int) -> list[Tensor]:
 
 
 def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Join the parts of all ranks, in rank order, into the sequence (undo `split_for_all`)."""
+    """Join the parts of all ranks, in rank order, to the sequence. This undoes `split_for_all`."""
     if len(parts) == 1:
         return parts[0]
     early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)
@@ -58,9 +58,9 @@ def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def split_segments(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
-    """Return how many tokens of each segment lie in each rank's early and in its late chunk.
+    """Return how many tokens of each segment are in each rank's early and late chunk.
 
-    A rank's tokens of a segment follow each other, even if they lie in both of its chunks.
+    A rank's tokens of a segment are consecutive, even if they are in both of its chunks.
 
     Args:
         segments: The segments of whole sequences.

@@ -1,5 +1,5 @@
 """Pipeline parallelism.
 
-`schedule` lists, as data, what every stage does in which order; `check` proves that this can run,
-`simulate` predicts its timing, `executor` runs it, and `p2p` carries tensors.
+`schedule` lists every stage's operations in order, as data. `check` verifies that a schedule can
+run, `simulate` predicts its timing, `draw` draws it, `executor` runs it, and `p2p` sends tensors.
 """

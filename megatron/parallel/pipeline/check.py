@@ -1,4 +1,4 @@
-"""Proof that a schedule can run: nothing missing or out of order, no deadlock, no excess memory."""
+"""Checks that a schedule can run: nothing missing or out of order, no deadlock, bounded memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.parallel.pipeline.schedule import (
     make_schedule,
 )
 
-Message = tuple[int, int]  # micro-batch and part whose input it is, or whose output's gradient
-Edge = tuple[int, int, bool]  # source stage, destination stage, whether activations
+Message = tuple[int, int]  # micro-batch, and the part whose input or output gradient it is
+Edge = tuple[int, int, bool]  # source stage, destination stage, whether it carries activations
 
 
 class ScheduleError(AssertionError):
-    """An error in a schedule's operations. It is always a bug in our code."""
+    """An error in a schedule's operations, which is always a bug in our code."""
 
 
 def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
@@ -30,11 +30,11 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
     gloo do, so the oldest one must be the message it needs.
 
     Raises:
-        ScheduleError: There is a deadlock, a message out of turn, or one that is never received.
+        ScheduleError: There is a deadlock, or a message that is out of order or never received.
     """
     stages = len(schedule)
     edges: defaultdict[Edge, deque[Message]] = defaultdict(deque)
-    waiting: dict[Edge, int] = {}  # the stage that waits until something is sent over the edge
+    waiting: dict[Edge, int] = {}  # the stage that waits for the edge's next message
     position = [0] * stages
     ready = deque(range(stages))
     while ready:
@@ -60,7 +60,7 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
                     message = edges[edge].popleft()
                     if message != (micro_batch, part):
                         raise ScheduleError(
-                            f"stage {stage}: {operation} gets what was sent for micro-batch "
+                            f"stage {stage}: {operation} receives the message for micro-batch "
                             f"{message[0]} of part {message[1]}"
                         )
             yield stage, operation
@@ -78,17 +78,17 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
 
 
 def check(schedule: Schedule) -> tuple[int, ...]:
-    """Prove that the schedule is complete, in order, and runs to its end.
+    """Check that the schedule is complete, in order, and runs to its end.
 
-    Every micro-batch passes every chunk of every stage once: received, forward, sent, gradient
-    received, backward, sent, with the right peers, where they apply. Messages arrive in the order
-    in which they are received, and no stage waits forever.
+    Every micro-batch must pass every chunk of every stage once: receive, forward, send, receive the
+    gradient, backward, send, with the right peers and as far as each applies. Messages must arrive
+    in the order in which they are received, and no stage may wait forever.
 
     Returns:
         For every stage, the largest number of (micro-batch, chunk) activations held at once.
 
     Raises:
-        ScheduleError: The schedule is wrong; the message says what is wrong and where.
+        ScheduleError: The schedule is wrong. The message says what is wrong and where.
     """
     peaks = tuple(_check_stage(schedule, stage) for stage in range(len(schedule)))
     for _ in replay(schedule):
@@ -97,7 +97,7 @@ def check(schedule: Schedule) -> tuple[int, ...]:
 
 
 def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Create a schedule, and check that it runs within the memory bound of its kind.
+    """Create a schedule and check that it runs within the memory bound of its kind.
 
     Raises:
         ScheduleError: The schedule cannot run, or it exceeds the bound on activations.
@@ -111,7 +111,7 @@ def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: in
 
 
 def _check_stage(schedule: Schedule, stage: int) -> int:
-    """Check each micro-batch in each chunk; return the peak number of activations held at once."""
+    """Check each micro-batch in each chunk, and return the peak number of activations."""
     chunks = 1 + max(operation.chunk for operations in schedule for operation in operations)
     micro_batches = 1 + max(operation.micro_batch for operation in schedule[0])
     kinds = {operation.kind for operation in schedule[stage]}
@@ -125,7 +125,7 @@ def _check_stage(schedule: Schedule, stage: int) -> int:
         step = steps[micro_batch]
         if step == len(life) or life[step] != (kind, peer):
             want = "nothing more" if step == len(life) else life[step]
-            raise ScheduleError(f"stage {stage}: {operation}, where {want} is due")
+            raise ScheduleError(f"stage {stage}: {operation} instead of {want}")
         if len(schedule) == 1 and chunk > 0 and kind == "forward":
             _require(done[chunk - 1][micro_batch] > 0, operation)
         if len(schedule) == 1 and chunk < chunks - 1 and kind == "backward":
@@ -153,7 +153,7 @@ def _require(condition: bool, operation: Operation) -> None:
 def _life(
     stage: int, chunk: int, stages: int, chunks: int, kinds: set[OperationKind]
 ) -> list[tuple[str, int | None]]:
-    """Return the operations on a micro-batch in a chunk, in order, each with its peer."""
+    """Return a micro-batch's operations in a chunk in order, each with its peer."""
     first = stages == 1 or (stage == 0 and chunk == 0)
     last = stages == 1 or (stage == stages - 1 and chunk == chunks - 1)
     following, previous = (stage + 1) % stages, (stage - 1) % stages

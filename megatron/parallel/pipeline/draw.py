@@ -1,4 +1,4 @@
-"""A timeline as text, and as a picture."""
+"""Drawings of a timeline, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.durable import writing_to
 from megatron.parallel.pipeline.schedule import OperationKind
 from megatron.parallel.pipeline.simulate import Interval, Timeline
 
-# Light for the first chunk, darker for each later one.
+# Light for the first chunk, darker for each later chunk.
 _COLOURS: dict[OperationKind, tuple[str, str]] = {
     "forward": ("#a6cee3", "#1f78b4"),
     "backward": ("#b2df8a", "#33a02c"),
@@ -26,9 +26,9 @@ _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_we
 
 
 def as_text(timeline: Timeline, columns: int = 120) -> str:
-    """Return one line per stage: F, B or W and the micro-batch, and dots while the stage waits.
+    """Return one line per stage, with F, B or W and the micro-batch, and dots while it waits.
 
-    The unit is the shortest operation, or more if the line would exceed `columns`.
+    One column stands for the shortest operation, or for more time if a line would exceed `columns`.
     """
     spans = [span for line in timeline.spans for span in line if span.end > span.start]
     shortest = min((span.end - span.start for span in spans), default=1.0)
@@ -53,7 +53,7 @@ def draw(timeline: Timeline, title: str, chunks: int, output: Path) -> None:
     """Draw one row per stage and one box per operation, with its micro-batch inside.
 
     Args:
-        timeline: What happens when.
+        timeline: The timing of every computation.
         title: The line above the picture.
         chunks: The number of model chunks per stage.
         output: The file to write (--output).
@@ -79,7 +79,7 @@ def draw(timeline: Timeline, title: str, chunks: int, output: Path) -> None:
     axes.set(xlim=(0, timeline.total or 1), ylim=(stages - 0.45, -0.55), xlabel="time", title=title)
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.tick_params(axis="y", length=0)
-    axes.set_facecolor("#eeeeee")  # the background that stays visible is the bubble
+    axes.set_facecolor("#eeeeee")  # the bubble is the background that stays visible
     axes.spines[["top", "right", "left"]].set_visible(False)
     order = sorted(used, key=lambda pair: (list(_LABELS).index(pair[0]), pair[1]))
     handles = [

@@ -1,8 +1,8 @@
-"""Execution of a stage's operations under any schedule. This is the only module here that computes.
+"""Execution of a stage's operations under any schedule.
 
-Autograd runs the backward pass of each part separately: a part's input is a leaf of its graph,
-whose gradient goes to the previous stage. Only the place of a part's output in the graph is kept,
-never its values: once sent, they are freed (unless the graph itself saved them).
+Autograd runs the backward pass of each part separately. A part's input is a leaf of its graph,
+whose gradient goes to the previous stage. Of a part's output, only its node in the graph is kept.
+Its values are freed once sent, unless the graph itself saved them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import COMPUTE, SENDS, Operation, Operations
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 
-# (micro-batch, input [s, b, h] or None for the first part) -> output [s, b, h], or for the last
-# part the loss to differentiate, a scalar.
+# (micro-batch, input [s, b, h] or None for the first part) -> output [s, b, h] or, for the last
+# part, the scalar loss to differentiate.
 ForwardStep = Callable[[int, Tensor | None], Tensor]
 Observer = Callable[[Operation], None]
 Key = tuple[int, int]  # micro-batch, chunk
@@ -39,9 +39,9 @@ def run_schedule(
         operations: The operations of this stage, from `make_schedule` or `forward_only`.
         parts: The forward pass of every chunk of this stage.
         channel: The connection to the other stages; `None` if there are none.
-        weight_gradients: The queue that the layers push to; needed for "backward_weight".
-        before: Called with every operation before it starts: to time it, to report in which
-            operation a run hangs, or to prepare for a chunk's last backward pass.
+        weight_gradients: The queue to which layers push; needed for "backward_weight".
+        before: Called with every operation before it starts, for timing, for reports of the
+            operation in which a run hangs, and to prepare for a chunk's last backward pass.
     """
     run = _Run(operations, parts, channel, weight_gradients)
     posts = receives_to_post(operations)
@@ -58,9 +58,9 @@ def run_schedule(
 def receives_to_post(operations: Operations) -> list[list[Operation]]:
     """Return, for every operation, the receives to post before it starts.
 
-    A receive is posted before the computation that precedes it, so that its message is transferred
-    during that computation. It is not posted earlier, because on GPUs a posted receive occupies
-    processors.
+    A receive is posted before the computation that precedes it, so that the transfer runs during
+    that computation. It is not posted earlier, because on GPUs a posted receive occupies
+    multiprocessors.
     """
     posts: list[list[Operation]] = [[] for _ in operations]
     place = 0
@@ -79,7 +79,7 @@ def completing_operations(operations: Operations) -> dict[int, Operation]:
 
 
 class _Run:
-    """The tensors that a stage holds during one update, each for no longer than necessary."""
+    """The tensors that a stage holds during one update, each only as long as needed."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Run:
                 self._output_gradients[key] = self.channel.receive(operation)
 
     def finish(self) -> None:
-        """Wait for everything that was sent. Nothing may be left over."""
+        """Wait for everything that was sent, and check that nothing is left over."""
         held = (
             *(self._inputs, self._outputs, self._passed),
             *(self._output_gradients, self._input_gradients),
@@ -153,7 +153,7 @@ class _Run:
             self._passed[key] = x, get_gradient_edge(output) if output.requires_grad else None
         if chunk in self._sending:
             self._outputs[key] = output.detach()
-        elif chunk < len(self._parts) - 1:  # the next part is here too
+        elif chunk < len(self._parts) - 1:  # the next part is in this process too
             self._inputs[micro_batch, chunk + 1] = output.detach()
 
     def _backward(self, key: Key) -> None:

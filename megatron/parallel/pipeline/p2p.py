@@ -1,9 +1,9 @@
-"""Messages between neighboring pipeline stages: activations one way, gradients the other.
+"""Messages between neighboring pipeline stages: activations forward, gradients backward.
 
-No two edges that meet in a stage share a process group, and neither do the two kinds of message: in
-a group a stage only sends or only receives, in the schedule's order. NCCL may run the operations of
-a group one after another; if two directions shared one, two stages that both send first would wait
-for each other forever.
+Two edges that meet in a stage have different process groups, and so have the two kinds of message.
+In each group a stage only sends or only receives, in the schedule's order. NCCL may run the
+operations of a group one after another. If two directions shared a group, two stages that both send
+first would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.parallel.pipeline.schedule import SENDS, Operation
 
 @dataclass
 class _Edge:
-    """One direction of the connection between this process and a neighbor, global rank `peer`."""
+    """One direction of the connection to a neighbor, which has the global rank `peer`."""
 
     is_send: bool
     group: dist.ProcessGroup
@@ -35,7 +35,7 @@ class _Edge:
     def start(self, tensor: Tensor) -> Transfer:
         transfer, kind = (dist.isend, "send") if self.is_send else (dist.irecv, "receive")
         work = transfer(tensor, self.peer, group=self.group)
-        assert work is not None, "the group of an edge holds both its ends"
+        assert work is not None, "an edge's group contains both of its ends"
         return self.journal.message(kind, self.peer, work)
 
 
@@ -43,19 +43,20 @@ EdgeKey = tuple[str, int]  # kind of operation, peer stage
 
 
 class PipelineChannel:
-    """A connection for a stage's messages to and from its neighbors.
+    """A stage's connection to its neighbors.
 
-    All messages of a micro-batch have the same shape. Calls to `post_receive`, `receive` and `send`
-    follow the order of the stage's operations; `finish` ends an update. Construction is collective
-    over the world.
+    All messages of a micro-batch have the same shape. `post_receive`, `receive` and `send` must be
+    called in the order of the stage's operations; `finish` ends an update. Construction is
+    collective over the world.
 
     Args:
         layout: The grid, with process groups if there is more than one stage.
         device: The device on which received tensors are allocated.
         dtype: The data type of activations and their gradients.
-        shape: The shape of one message, [s, b, h] or this rank's part of it. It may be left out if
-            `with_shapes` follows.
-        ring: Also connect the last stage with the first, for schedules of several chunks.
+        shape: The shape of one message, [s, b, h] or this rank's part of it. It may be omitted if
+            `with_shapes` is called next.
+        ring: Whether to connect the last stage with the first too, for schedules with several
+            chunks.
     """
 
     def __init__(
@@ -73,36 +74,36 @@ class PipelineChannel:
         self._shape_of: Callable[[int], Sequence[int]] = lambda micro_batch: shape
 
     def with_shapes(self, shape_of: Callable[[int], Sequence[int]]) -> PipelineChannel:
-        """Return the same connections for messages whose shape depends on the micro-batch."""
+        """Return the same connection for messages whose shape depends on the micro-batch."""
         other = copy.copy(self)
         other._shape_of = shape_of
         return other
 
     def post_receive(self, operation: Operation) -> None:
-        """Start receiving, in schedule order; `receive` for the same operation gets the result."""
+        """Start receiving, in schedule order. `receive` of the same operation waits for it."""
         edge = self._edge(operation)
         shape = self._shape_of(operation.micro_batch)
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
         edge.pending.append((edge.start(buffer), buffer))
 
     def receive(self, operation: Operation) -> Tensor:
-        """Return the message that was posted first on this edge and not yet taken.
+        """Return the oldest message of this edge that has been posted and not yet returned.
 
-        On a CPU the process waits for it; on a GPU, the kernels launched from now on do.
+        On a CPU, the process waits for it. On a GPU, kernels launched from now on wait for it.
         """
         message, buffer = self._edge(operation).pending.popleft()
         message.wait()
         return buffer
 
     def send(self, operation: Operation, tensor: Tensor) -> None:
-        """Start sending. The values are read later, so do not change them in place.
+        """Start sending. The values are read later and must not be changed in place.
 
-        The tensor's memory is kept until the message is gone; the caller need not keep it.
+        The channel keeps the tensor until it has been sent, so the caller need not.
         """
         shape = tuple(self._shape_of(operation.micro_batch))
         assert tuple(tensor.shape) == shape and tensor.dtype == self._dtype, (
-            f"{operation}: {tensor.dtype} {tuple(tensor.shape)} "
-            f"where every message is {self._dtype} {shape}"
+            f"{operation}: the tensor is {tensor.dtype} {tuple(tensor.shape)}, "
+            f"but every message is {self._dtype} {shape}"
         )
         edge = self._edge(operation)
         tensor = tensor.detach().contiguous()
@@ -113,21 +114,21 @@ class PipelineChannel:
     def finish(self) -> None:
         """Wait until everything has been sent. No posted receive may remain."""
         for (kind, _), edge in self._edges.items():
-            assert kind in SENDS or not edge.pending, f"{kind}: a message was not taken"
+            assert kind in SENDS or not edge.pending, f"{kind}: a message was never received"
             while edge.pending:
                 edge.pending.popleft()[0].wait()
 
     def _edge(self, operation: Operation) -> _Edge:
-        assert operation.peer is not None, f"{operation} is no communication"
+        assert operation.peer is not None, f"{operation} is not a communication"
         return self._edges[operation.kind, operation.peer]
 
 
 def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey, _Edge]:
     """Create this process's edges. Collective over the world, because it creates process groups.
 
-    One message is sent over each edge immediately, in the same order on all stages: NCCL builds a
-    connection at the first message and blocks until both ends take part, which would be a deadlock
-    during a schedule.
+    One message is sent over each edge immediately, in the same order on all stages. NCCL builds a
+    connection at the first message and blocks until both ends take part. During a schedule this
+    would be a deadlock.
     """
     stages = layout.pipeline.size
     if stages == 1:
@@ -150,15 +151,15 @@ def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey
 
 
 def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
-    """Create this pipeline's process groups for one kind of message, by the edges that use them.
+    """Create this pipeline's process groups for one kind of message, keyed by edge.
 
-    Neighboring edges are in different groups, so in each group a stage has at most one neighbor,
-    with which it communicates in only one direction. Every process creates the groups of every
-    pipeline, in the same order.
+    Neighboring edges are in different groups, so that in each group a stage communicates with at
+    most one neighbor and in one direction. Every process creates the groups of every pipeline in
+    the same order.
     """
     pipelines = layout.world.size // layout.pipeline.size
     mine: dict[str, dist.ProcessGroup] = {}
-    for first in range(pipelines):  # the pipeline axis is the slowest
+    for first in range(pipelines):  # the pipeline rank varies slowest
         ranks = list(range(first, layout.world.size, pipelines))
         for name in ("even", "odd", "wrap") if ring else ("even", "odd"):
             group = dist.new_group(ranks)

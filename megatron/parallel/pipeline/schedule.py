@@ -1,9 +1,8 @@
-"""Pipeline schedules as data: for every stage, the list of operations it carries out in order.
+"""Pipeline schedules as data: for every stage, an ordered list of operations.
 
-The model is split into stages x chunks parts; chunk c of stage p is part c * stages + p, so with
-several chunks a micro-batch goes around the ring of stages once per chunk. Everything here is a
-pure function of four numbers; `check.py` proves that the lists are right, `simulate.py` predicts
-their time, `executor.py` runs them.
+The model is split into stages x chunks parts. Chunk c of stage p is part c * stages + p, so with
+several chunks a micro-batch goes around the ring of stages once per chunk. A schedule is a pure
+function of its kind and three numbers.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class Operation(NamedTuple):
     """One operation of a stage.
 
     Attributes:
-        kind: The kind of operation. Activations travel to the next part, gradients to the previous
-            one.
+        kind: The kind of operation. Activations are sent to the next part, gradients to the
+            previous one.
         micro_batch: The index of the micro-batch, from 0.
-        chunk: The index of the chunk of this stage, from 0; a message belongs to the chunk that
-            makes it (send) or needs it (receive).
+        chunk: The index of the stage's chunk, from 0. A message belongs to the chunk that produces
+            it (send) or needs it (receive).
         peer: The stage at the other end of a message; `None` for a computation.
     """
 
@@ -61,7 +60,7 @@ Schedule = tuple[Operations, ...]  # one entry per stage
 
 
 def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Return the operations of every stage, communication included.
+    """Return the operations of every stage, including communication.
 
     Args:
         kind: "gpipe" runs all forward passes, then all backward passes. "1f1b" runs backward passes
@@ -71,9 +70,9 @@ def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: i
             gradients fill most of 1F1B's bubble within the memory of its first stage (Qi et al.,
             2023).
         stages: The pipeline-parallel size.
-        chunks: The number of virtual stages per stage; more than one for "interleaved", and allowed
-            for "gpipe".
-        micro_batches: The number of micro-batches in one update; any number is allowed.
+        chunks: The number of chunks (virtual stages) per stage: more than one for "interleaved",
+            any number for "gpipe", otherwise one.
+        micro_batches: The number of micro-batches in one update. Any number is allowed.
     """
     assert chunks == 1 or kind in {"gpipe", "interleaved"}, f"{kind} supports one chunk"
     computes = {
@@ -89,7 +88,7 @@ def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: i
 
 
 def schedule_kind(parallel: ParallelConfig, chunks: int) -> ScheduleKind:
-    """Return the schedule that the flags ask for, 1F1B by default."""
+    """Return the kind of schedule that the flags ask for, by default 1F1B."""
     asked = parallel.pipeline_schedule
     if asked is not None:
         return asked  # type: ignore[return-value] # the flag's choices
@@ -97,7 +96,7 @@ def schedule_kind(parallel: ParallelConfig, chunks: int) -> ScheduleKind:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the schedule without backward passes, for evaluation."""
+    """Return the schedule for evaluation, which has no backward passes."""
     kept = {"forward", "send_activation", "receive_activation"}
     return tuple(
         tuple(operation for operation in operations if operation.kind in kept)
@@ -106,11 +105,11 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, micro: int) -> int:
-    """Return the largest number of (micro-batch, chunk) activations `stage` may hold at once.
+    """Return the largest number of (micro-batch, chunk) activations that `stage` may hold at once.
 
-    With uniform layers each is 1 / (stages * chunks) of a micro-batch's activations. In a
-    zero-bubble schedule every stage holds as much as 1F1B's first, because weight gradients still
-    need it.
+    With uniform layers, each is 1 / (stages * chunks) of a micro-batch's activations. In a
+    zero-bubble schedule, every stage holds as many as the first stage of 1F1B, because weight
+    gradients still need them.
     """
     bounds = {
         "gpipe": micro * chunks,
@@ -122,10 +121,10 @@ def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, m
 
 
 def loss_bound(kind: ScheduleKind, micro: int) -> int:
-    """Return the largest number of micro-batches whose loss the last stage keeps at a time.
+    """Return the largest number of micro-batches whose loss the last stage holds at once.
 
-    Every kind but "gpipe" starts a backward pass as soon as a micro-batch has passed the last part.
-    The tensors that the head keeps are freed with the backward pass of its inputs: its weight
+    Every kind except "gpipe" starts a backward pass as soon as a micro-batch has passed the last
+    part. The head's tensors are freed in the backward pass of its inputs, because the head's weight
     gradient is not deferred.
     """
     return micro if kind == "gpipe" else 1
@@ -143,12 +142,12 @@ def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Ope
 def _one_forward_one_backward(
     stage: int, stages: int, chunks: int, micro_batches: int
 ) -> list[Operation]:
-    """Warm up, then alternate forward and backward passes, then run the remaining backward passes.
+    """Warm up, alternate forward and backward passes, then run the remaining backward passes.
 
-    With chunks, micro-batches pass in groups of `stages`: a group goes through one chunk, then
-    through the next, by which time its first micro-batch has come around the ring. A last group
-    that is not full is scheduled as if it were, and the missing micro-batches are then left out:
-    removing operations from an order without deadlock adds neither a deadlock nor memory.
+    With several chunks, micro-batches pass in groups of `stages`. A group goes through one chunk
+    and then through the next, by which time its first micro-batch has come around the ring. If the
+    last group is not full, it is scheduled as if it were, and the missing micro-batches are then
+    removed. Removing operations from an order without deadlock adds neither a deadlock nor memory.
     """
     remaining = stages - 1 - stage
     if chunks == 1:
@@ -172,10 +171,10 @@ def _one_forward_one_backward(
 
 
 def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
-    """Run ZB-H1: 1F1B whose weight gradients are `stage` micro-batches behind the input gradients.
+    """Run ZB-H1: 1F1B with weight gradients `stage` micro-batches behind the input gradients.
 
-    A late stage holds fewer micro-batches in 1F1B, so it may defer more weight gradients. It
-    computes them at the end, when there are gaps between the gradients that arrive.
+    Late stages hold fewer micro-batches in 1F1B, so they may defer more weight gradients. They
+    compute them at the end, in the gaps between arriving gradients.
     """
     operations = []
     for operation in _one_forward_one_backward(stage, stages, 1, micro_batches):
@@ -193,9 +192,10 @@ def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> li
 def _with_messages(
     computes: Iterable[Operation], stage: int, stages: int, chunks: int
 ) -> Iterable[Operation]:
-    """Receive a computation's input right before it, and send its result right after it.
+    """Receive each computation's input right before it, and send its result right after it.
 
-    The first part needs no activation, the last no gradient. A single stage keeps its results.
+    The first part receives no activations, the last part no gradients. A single stage sends
+    nothing.
     """
     following, previous = (stage + 1) % stages, (stage - 1) % stages
     last_part = stages * chunks - 1

@@ -1,6 +1,6 @@
-"""Prediction of when every operation of a schedule would run, given how long each takes.
+"""Prediction of a schedule's timing from the duration of each operation.
 
-Messages take time but do not occupy a stage: they are in flight while it computes.
+Messages take time but do not occupy a stage, which computes while they are in flight.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Table = tuple[tuple[float, ...], ...]  # [stage][chunk]
 
 @dataclass(frozen=True)
 class Times:
-    """Durations for one micro-batch, in any unit. The tables are [stage][chunk].
+    """Durations for one micro-batch, in any unit. Tables are indexed [stage][chunk].
 
     Attributes:
         forward: The duration of a chunk's forward pass.
         backward_input: The duration of computing its input gradients.
-        backward_weight: The duration of computing its weight gradients. If both are one operation,
-            they are added.
+        backward_weight: The duration of computing its weight gradients. It is added to
+            `backward_input` if both are one operation.
         communication: The time from sending a message to its arrival.
     """
 
@@ -37,7 +37,7 @@ class Times:
     communication: float = 0.0
 
     def by_kind(self, stage: int) -> dict[str, tuple[float, ...]]:
-        """Return the durations of a stage's computations: one per chunk, by kind of operation."""
+        """Return the durations of a stage's computations by kind, one per chunk."""
         inputs, weights = self.backward_input[stage], self.backward_weight[stage]
         return {
             "forward": self.forward[stage],
@@ -48,7 +48,7 @@ class Times:
 
 
 def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> Table:
-    """Return times by [stage][chunk], from one time, one per stage, or one per part in order.
+    """Return times by [stage][chunk], given one time, one per stage, or one per part in order.
 
     A stage's time is divided evenly among its chunks.
 
@@ -103,13 +103,13 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of their time that all stages together spend waiting."""
+        """The fraction of time that stages spend waiting, over all stages."""
         available = len(self.spans) * self.total
         return 1 - sum(self.busy) / available if available else 0.0
 
 
 class Course:
-    """A schedule in an order in which it can run, so that it can be timed with many sets of times.
+    """A schedule in a runnable order, which can be timed with many sets of times.
 
     Raises:
         ScheduleError: The schedule cannot run.
@@ -139,7 +139,7 @@ class Course:
         return max((end for _, _, end in self._timed(times)), default=0.0)
 
     def timeline(self, times: Times) -> Timeline:
-        """Return the timing of all computations. Each starts once its stage and input are ready."""
+        """Return the timing of all computations. Each starts when its stage and input are ready."""
         spans: list[list[Interval]] = [[] for _ in range(self._stages)]
         for (stage, operation), start, end in self._timed(times):
             spans[stage].append(Interval(start, end, operation))

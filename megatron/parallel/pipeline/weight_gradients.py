@@ -2,19 +2,19 @@
 
 A zero-bubble schedule divides the backward pass of a micro-batch in two: gradients of inputs, for
 which the previous stage waits, and gradients of weights, for which no stage waits. A layer gets the
-queue from its build context and hands it to its autograd function, whose backward does
+queue from its build context and passes it to its autograd function, whose backward does this:
 
     if queue is not None and queue.is_collecting:
         queue.push(lambda: accumulate(weight, grad_output, x))
     else:
         accumulate(weight, grad_output, x)
 
-The queue is an ordinary object, not thread-local state: on GPUs autograd runs the backward pass in
-its own thread while the thread that called it waits.
+The queue is an ordinary object and not thread-local, because on GPUs autograd runs the backward
+pass in its own thread.
 
-`parameter_waves` maps each parameter to the operations of a schedule that bring its gradient. An
-operation brings the gradients of one chunk. If a zero-bubble schedule divides the backward pass in
-two, the first part brings the gradients that no layer defers: biases, normalizations, embeddings.
+`parameter_waves` maps each parameter to the operations of a schedule that compute its gradient. An
+operation computes the gradients of one chunk. In a zero-bubble schedule, the first part of the
+backward pass computes the gradients that no layer defers: biases, normalizations, embeddings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Work = Callable[[], None]
 
 
 class WeightGradientQueue:
-    """A queue of deferred weight-gradient products, by the backward pass (`key`) they belong to."""
+    """A queue of deferred weight-gradient products, by their backward pass (`key`)."""
 
     def __init__(self) -> None:
         """Create an empty queue."""
@@ -41,7 +41,7 @@ class WeightGradientQueue:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether layers must push their weight gradients rather than compute them."""
+        """Whether layers must push their weight gradients instead of computing them."""
         return self._open is not None
 
     def __len__(self) -> int:
@@ -50,9 +50,9 @@ class WeightGradientQueue:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Keep the work pushed inside the block for `run(key)`."""
+        """Collect the work pushed inside the block for `run(key)`."""
         assert self._open is None, "one backward pass at a time"
-        assert key not in self._waiting, f"the weight gradients of {key} still wait"
+        assert key not in self._waiting, f"the weight gradients of {key} are already queued"
         self._open = self._waiting[key] = []
         try:
             yield
@@ -60,7 +60,7 @@ class WeightGradientQueue:
             self._open = None
 
     def push(self, work: Work) -> None:
-        """Defer `work`, which adds to one weight's gradient. Call this only while collecting.
+        """Defer `work`, which adds to a weight's gradient. Call this only while collecting.
 
         Work runs without autograd, in the order in which it was pushed. It may hold activations,
         which are freed once it has run.
@@ -69,15 +69,15 @@ class WeightGradientQueue:
         self._open.append(work)
 
     def run(self, key: Hashable) -> None:
-        """Run the work collected for `key`, and forget it."""
+        """Run and remove the work collected for `key`."""
         works = self._waiting.pop(key)
         with torch.no_grad():
             works.reverse()
             while works:
-                works.pop()()  # dropped before the next runs, so that the memory it held is free
+                works.pop()()  # dropped before the next runs, to free its memory
 
 
-Wave = tuple[OperationKind, int]  # and the chunk
+Wave = tuple[OperationKind, int]  # kind and chunk
 
 
 def wave_of(operation: Operation) -> Wave:
@@ -90,7 +90,7 @@ def parameter_waves(
 ) -> dict[int, tuple[Wave, ...]]:
     """Return the operations that add to each parameter's gradient, by the parameter's `id`.
 
-    A parameter has one operation, or one for each part if several parts share it as a table.
+    A parameter has one operation, or one per part if several parts share a table.
 
     Args:
         parts: The model parts of a stage.

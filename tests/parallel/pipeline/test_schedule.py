@@ -116,9 +116,9 @@ def _swap_micro_batches(lines) -> None:
     [
         (lambda lines: lines[0].pop(), "lacks"),
         (lambda lines: lines[0].append(Operation("backward", 0, 0)), "nothing more"),
-        (lambda lines: lines[1].reverse(), "is due"),
-        (_swap_micro_batches, "gets what was sent for micro-batch 0"),
-        (lambda lines: lines[0].__setitem__(1, lines[0][1]._replace(peer=0)), "is due"),
+        (lambda lines: lines[1].reverse(), "instead of"),
+        (_swap_micro_batches, "receives the message for micro-batch 0"),
+        (lambda lines: lines[0].__setitem__(1, lines[0][1]._replace(peer=0)), "instead of"),
     ],
 )
 def test_a_wrong_schedule_is_found(change, message: str) -> None:

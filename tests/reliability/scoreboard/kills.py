@@ -56,7 +56,7 @@ def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS, timeout=_TIMEOUT
     )
-    layout, device = Layout.create("cpu", rank, _RANKS), Device.cpu()
+    layout, device = Layout.at(rank, _RANKS).connect("cpu"), Device.cpu()
     saver: BackgroundSaver | None = None
     if background:
         state = _state_of(1, rank)
