@@ -118,14 +118,20 @@ class Grouping(NamedTuple):
             rows: Number of choices that are not negative, if it is known. `None` gives every choice
                 a row.
         """
-        keys = torch.where(choices >= 0, choices, experts).flatten()
+        # A sort takes time in proportion to the bytes of a key.
+        dtype = torch.int16 if experts < 2**15 else torch.int64
+        keys = torch.where(choices >= 0, choices, experts).flatten().to(dtype)
         keys, order = keys.sort(stable=True)
         numbers = torch.arange(len(order), device=order.device)
         place = torch.empty_like(order).scatter_(0, order, numbers).view_as(choices)
         place = place.masked_fill_(choices < 0, -1)
-        every = torch.arange(experts, device=order.device)
+        every = torch.arange(experts, device=order.device, dtype=dtype)
         ends = torch.searchsorted(keys, every, right=True)
         return cls(order[:rows], place, ends.int())
+
+    def first(self, rows: int) -> Grouping:
+        """Return this grouping with only its first rows, after which no choice has one."""
+        return self._replace(order=self.order[:rows])
 
     @property
     def tokens(self) -> Tensor:
@@ -158,6 +164,37 @@ def spread(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None) 
     return rows
 
 
+def unite(rows: Tensor, grouping: Grouping, library: KernelLibrary | None = None) -> Tensor:
+    """Add up each token's rows, [n, h] -> [T, h]: the opposite of `spread`.
+
+    Args:
+        rows: The rows, in the order of the grouping.
+        grouping: The rows of the tokens.
+        library: Compiled kernels; `None` means PyTorch's operations.
+    """
+    result: Tensor = _Unite.apply(rows, grouping, library)
+    return result
+
+
+def _sums(rows: Tensor, grouping: Grouping, library: KernelLibrary | None) -> Tensor:
+    if library is not None and _fits(rows):
+        return combine_rows(library, rows.contiguous(), grouping.place, None)
+    return grouping.per_choice(rows).sum(1)
+
+
+class _Unite(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, grouping: Grouping, library: KernelLibrary | None
+    ) -> Tensor:
+        ctx.grouping = grouping
+        return _sums(rows, grouping, library)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.grouping.tokens), None, None
+
+
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, grouping: Grouping, library: KernelLibrary | None) -> Tensor:
@@ -166,10 +203,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grouping: Grouping = ctx.grouping
-        if ctx.library is not None and _fits(grad):
-            return combine_rows(ctx.library, grad.contiguous(), grouping.place, None), None, None
-        return grouping.per_choice(grad).sum(1), None, None
+        return _sums(grad, ctx.grouping, ctx.library), None, None
 
 
 def collect(

@@ -16,7 +16,7 @@ from megatron.models.plan import MixturePlan, MLPPlan
 from megatron.models.recompute import computed_again, without_keeping
 from megatron.models.router import Router, Routing, capacity
 from megatron.parallel.build import BuildContext
-from megatron.parallel.expert_exchange import ExpertExchange
+from megatron.parallel.expert_exchange import Arrived, ExpertExchange
 from megatron.parallel.expert_linear import ExpertLinear
 from megatron.parallel.parameter import ZEROS
 
@@ -35,6 +35,8 @@ class Mixture(nn.Module):
         """Build the router, the experts and, if the plan has them, the shared experts."""
         super().__init__()
         self.router = Router(plan.router, context)
+        library = context.kernels.library
+        self._exchange = ExpertExchange(context.layout, plan.router.experts, library)
         self.experts = Experts(plan.expert, plan.router.experts, context)
         self.shared = None if plan.shared is None else MLP(plan.shared, context)
         self.recomputes_shared = "shared_experts" in context.recomputed
@@ -124,16 +126,19 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
         routing: Routing = self.router(x)
-        out: Tensor = self.experts(x.flatten(0, 1), routing).view_as(x)
-        if self.shared is not None:
-            shared = computed_again(self.shared, x) if self.recomputes_shared else self.shared(x)
-            if self.coefficient is not None:
-                of_experts, of_shared = self.coefficient(x).unbind(-1)
-                return out * of_experts.unsqueeze(-1) + shared * of_shared.unsqueeze(-1)
-            if self.shared_gate is not None:
-                shared = shared * torch.sigmoid(F.linear(x, self.shared_gate))
-            out = out + shared
-        return out
+        arrived = self._exchange.send(x.flatten(0, 1), *routing)
+        returning = self._exchange.bring_back(self.experts(arrived), arrived)
+        if self.shared is None:
+            return returning.wait().view_as(x)
+        # The shared experts compute while the outputs of the others travel.
+        shared = computed_again(self.shared, x) if self.recomputes_shared else self.shared(x)
+        out = returning.wait().view_as(x)
+        if self.coefficient is not None:
+            of_experts, of_shared = self.coefficient(x).unbind(-1)
+            return out * of_experts.unsqueeze(-1) + shared * of_shared.unsqueeze(-1)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(F.linear(x, self.shared_gate))
+        return out + shared
 
 
 class Coefficient(nn.Module):
@@ -188,18 +193,14 @@ class Experts(nn.Module):
         )
         self.activation = context.kernels.activation(plan.activation)
         self.recomputes_activation = "moe_act" in context.recomputed
-        self._library = context.kernels.library
-        self._exchange = ExpertExchange(context.layout, experts, self._library)
+        self._library, self._local = context.kernels.library, experts // context.layout.expert.size
 
-    def forward(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sum of each token's experts: [T, h] -> [T, h].
-
-        Collective over the processes that divide the experts.
-        """
-        arrived = self._exchange.send(tokens, *routing)
-        grouping = Grouping.of(arrived.choices, self._exchange.local, arrived.rows)
-        rows = spread(arrived.tokens, grouping, self._library)  # [n, h]
-        before = self.up(rows, grouping)  # [n, f], or [n, 2 f] if gated
+    def forward(self, arrived: Arrived) -> Tensor:
+        """Return the weighted sum of each token's experts on this process, [R, h]."""
+        # Tokens travel meanwhile.
+        grouping = Grouping.of(arrived.choices, self._local, arrived.rows)
+        rows = spread(arrived.wait(), grouping, self._library)  # [n, h]
+        before = self.up(rows, grouping, arrived.later)  # [n, f], or [n, 2 f] if gated
         inner = self.activation(before)  # [n, f]
         if self.recomputes_activation and torch.is_grad_enabled():
             kept = before.detach()
@@ -207,5 +208,4 @@ class Experts(nn.Module):
                 outputs = self.down(inner, grouping)  # [n, h]
         else:
             outputs = self.down(inner, grouping)
-        outputs = collect(outputs, arrived.weights, grouping, self._library)  # [R, h]
-        return self._exchange.bring_back(outputs, arrived)
+        return collect(outputs, arrived.weights, grouping, self._library)

@@ -107,21 +107,95 @@ def all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int])
         sent: Number of rows for each rank.
         received: Number of rows from each rank.
     """
+    return start_all_to_all_rows(x, axis, sent, received).wait()
 
-    def exchange(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+
+class RowsInTransit:
+    """Rows on their way between ranks, and later their gradients on the way back.
+
+    Work between the start and `wait` overlaps with the exchange, in both directions: autograd runs
+    its operations in reverse order, so what the forward pass computes here, the backward pass
+    differentiates between the start of the gradients' exchange and its end.
+
+    Attributes:
+        later: Functions that the backward pass calls while the gradients travel.
+        has_gradient: Whether the backward pass will send gradients back.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> None:
+        """Start the exchange of `all_to_all_rows`."""
+        self.later: list[Callable[[], None]] = []
+        self._axis, self._sent, self._received = axis, sent, received
+        self._pending: Pending | None = None
+        self._handle: Tensor | None = _SendRows.apply(x, self)
+        self.has_gradient = self._handle.requires_grad
+
+    def wait(self) -> Tensor:
+        """Return the received rows. Call it once."""
+        handle, self._handle = self._handle, None  # its graph refers to this object
+        rows: Tensor = _ReceiveRows.apply(handle, self)
+        return rows
+
+    def send(self, x: Tensor) -> None:
+        """Start sending rows."""
+        self._pending = self._start(x, self._sent, self._received)
+
+    def send_back(self, grad: Tensor) -> Tensor:
+        """Start sending gradients. Return their destination, which `arrived` fills."""
+        self._pending = self._start(grad, self._received, self._sent)
+        return self._pending.result
+
+    def arrived(self) -> Tensor:
+        """Wait for what was sent last."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        return pending.wait()
+
+    def _start(self, x: Tensor, sent: list[int], received: list[int]) -> Pending:
+        axis = self._axis
         into = x.new_empty(sum(received), *x.shape[1:])
+        if axis.size == 1:
+            return Pending(into.copy_(x))
         work = dist.all_to_all_single(
             into, x.contiguous(), received, sent, group=axis.group, async_op=True
         )
-        axis.transfer("all-to-all", work).wait()
-        return into
+        return Pending(into, axis.transfer("all-to-all", work))
 
-    return _Communicate.apply(
-        x,
-        axis,
-        lambda x, axis: exchange(x, axis, sent, received),
-        lambda grad, axis: exchange(grad, axis, received, sent),
-    )
+
+def start_all_to_all_rows(
+    x: Tensor, axis: Axis, sent: list[int], received: list[int]
+) -> RowsInTransit:
+    """Start the exchange of `all_to_all_rows`, and return while rows travel."""
+    return RowsInTransit(x, axis, sent, received)
+
+
+class _SendRows(torch.autograd.Function):
+    """Starts an exchange. Its result has the shape of its input, and no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowsInTransit) -> Tensor:
+        ctx.rows = rows
+        rows.send(x)
+        return x.new_empty(1).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.rows.arrived(), None
+
+
+class _ReceiveRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, rows: RowsInTransit) -> Tensor:
+        ctx.rows = rows
+        return rows.arrived()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rows: RowsInTransit = ctx.rows
+        destination = rows.send_back(grad)
+        while rows.later:
+            rows.later.pop()()
+        return destination, None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ is multiplied by its expert's matrix.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,15 +89,24 @@ class ExpertLinear(nn.Module):
         self._gradient = context.registry.reserve_slot(self.weight)
         self._queue = context.weight_gradients
 
-    def forward(self, rows: Tensor, grouping: Grouping) -> Tensor:
-        """Multiply each expert's rows: [n, in] -> [n, out]."""
+    def forward(
+        self, rows: Tensor, grouping: Grouping, later: list[Callable[[], None]] | None = None
+    ) -> Tensor:
+        """Multiply each expert's rows: [n, in] -> [n, out].
+
+        Args:
+            rows: The rows of all experts.
+            grouping: Their order.
+            later: A list of functions that the backward pass calls after this layer's. The weights'
+                gradients are added to it; `None` computes them with the rows' gradient.
+        """
         weight, owner = self.weight.view(self._shape), None
         if self._queue is not None or self._gradient.slot is not None:
             owner = Owner(self.weight, self._queue, self._gradient.slot)
             weight = weight.detach()
             if not rows.requires_grad and torch.is_grad_enabled():
                 rows = rows.detach().requires_grad_()  # backward must reach the product
-        out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._product, owner)
+        out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._product, owner, later)
         if self.adapter is not None:
             out = out + self.adapter(rows, grouping)
         if self.bias is None:
@@ -173,9 +183,9 @@ class ExpertAdapter(nn.ModuleDict):
         a, b = self._factors()
         if self._padding:
             a, b = F.pad(a, (0, 0, 0, self._padding)), F.pad(b, (0, self._padding))
-        low: Tensor = _GroupedProduct.apply(rows, a, grouping, self._product, None)
+        low: Tensor = _GroupedProduct.apply(rows, a, grouping, self._product, None, None)
         scaled = low * self.plan.scale
-        out: Tensor = _GroupedProduct.apply(scaled, b, grouping, self._product, None)
+        out: Tensor = _GroupedProduct.apply(scaled, b, grouping, self._product, None, None)
         return out
 
     @torch.no_grad()
@@ -206,10 +216,12 @@ class _GroupedProduct(torch.autograd.Function):
         grouping: Grouping,
         product: GroupedProduct,
         owner: Owner | None,
+        later: list[Callable[[], None]] | None,
     ) -> Tensor:
         out, factors = product.forward(rows, weight, grouping.ends)
         ctx.save_for_backward(rows, grouping.ends, *factors)
-        ctx.product, ctx.owner, ctx.like = product, owner, (weight.shape, weight.dtype)
+        ctx.product, ctx.owner, ctx.later = product, owner, later
+        ctx.like = weight.shape, weight.dtype
         return out
 
     @staticmethod
@@ -223,11 +235,11 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             input_grad = product.input_gradient(grad, tuple(factors), ends)
         if owner is not None and owner.weight.requires_grad:
-            owner.take(_WeightGradient(product, grad, rows, ends, shape))
+            owner.take(_WeightGradient(product, grad, rows, ends, shape), ctx.later)
         elif ctx.needs_input_grad[1]:
             weight_grad = grad.new_empty(shape, dtype=dtype)
             product.weight_gradient(grad, rows, ends, weight_grad, accumulate=False)
-        return input_grad, weight_grad, None, None, None
+        return input_grad, weight_grad, None, None, None, None
 
 
 class _WeightGradient:

@@ -125,11 +125,19 @@ class Owner:
         """Whether the product that computes the gradient is deferred."""
         return self.queue is not None and self.queue.is_collecting
 
-    def take(self, product: WeightWork) -> None:
-        """Compute the gradient, or leave it to the queue."""
+    def take(self, product: WeightWork, later: list[Callable[[], None]] | None = None) -> None:
+        """Compute the gradient, or leave it to the queue.
+
+        Args:
+            product: The product that computes it.
+            later: A list of functions that this backward pass will call; `None` computes the
+                gradient now.
+        """
         if self.waits:
             assert self.queue is not None
             self.queue.push(partial(self._compute, product, starts=True))
+        elif later is not None:
+            later.append(partial(self._compute, product, starts=True))
         else:
             self._compute(product)
 

@@ -63,14 +63,15 @@ def _exchanged(layout, kind, sequence_parallel):
     first = layout.expert.rank * exchange.local
     here = _factors()[first : first + exchange.local].requires_grad_()
     grouping = Grouping.of(arrived.choices, exchange.local, arrived.rows)
-    rows = spread(arrived.tokens, grouping)
+    tokens_here = arrived.wait()
+    rows = spread(tokens_here, grouping)
     # Of an expert that is split, each part gives a part of the sum.
     experts = grouping.expert_of_row().clamp(max=len(here) - 1)  # rows without one count nothing
     scale = here[experts] / layout.expert_tensor.size
     outputs = collect((rows * scale).float(), arrived.weights.float(), grouping).double()
-    out = exchange.bring_back(outputs, arrived)
+    out = exchange.bring_back(outputs, arrived).wait()
     out.square().sum().backward()
-    received = len(arrived.tokens)
+    received = len(tokens_here)
     return out.detach(), tokens.grad, weights.grad, here.grad, received, first
 
 
@@ -121,10 +122,10 @@ def _count_sent(layout):
     tokens, choices, weights = _inputs(layout.world.rank, "dropped")
     arrived = ExpertExchange(layout, EXPERTS).send(tokens, choices, weights)
     assert arrived.rows == (arrived.choices >= 0).sum()
-    assert sum(arrived.received) == len(arrived.tokens)
+    assert sum(arrived.exchanged.received) == len(arrived.wait())
     assert (arrived.choices >= 0).any(1).all()
     assert (arrived.choices < EXPERTS // layout.expert.size).all()
-    return arrived.sent, all_gather(choices, layout.expert)
+    return arrived.exchanged.sent, all_gather(choices, layout.expert)
 
 
 def test_a_token_is_sent_once_to_each_process_with_its_experts():
