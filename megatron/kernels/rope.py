@@ -222,6 +222,8 @@ def split_rotate(
     head_size: int,
     rotation: Rotation | None,
     handover: Handover | None = None,
+    *,
+    contiguous: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused projection into heads, and rotate queries and keys, in PyTorch.
 
@@ -233,6 +235,8 @@ def split_rotate(
         rotation: The cosines and sines; `None` for no rotation.
         handover: The place for the amax of the projection's gradient. Only the kernel measures
             this amax.
+        contiguous: Whether the next operation is faster on contiguous heads. Only the kernel
+            heeds it.
 
     Returns:
         Queries [s, b, n, d], keys and values [s, b, g, d]: views, or rotated copies.
@@ -252,18 +256,21 @@ def fused_split_rotate(
     head_size: int,
     rotation: Rotation | None,
     handover: Handover | None = None,
+    *,
+    contiguous: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split and rotate with one kernel that writes contiguous heads.
 
     The arguments and results are those of `split_rotate`. The backward kernel gathers the gradients
     of the heads, in whatever layout attention leaves them, into the gradient of the projection.
-    Heads that do not rotate are views of the projection if each has its own key. PyTorch's
-    operations handle sizes that the kernel does not support.
+    Heads that do not rotate are views of the projection if each has its own key, unless they are
+    to be `contiguous`. PyTorch's operations handle sizes that the kernel does not support.
     """
     if not _fits(qkv, head_size, rotation or ()):
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = rotation or (None, None)
-    query, key, value = _apply(library, qkv, cosine, sine, groups, head_size, handover)
+    inputs = (library, qkv, cosine, sine, groups, head_size)
+    query, key, value = _apply(*inputs, handover, contiguous)
     return query, key, value
 
 
@@ -409,22 +416,22 @@ def _launch(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.library, _, cosine, sine, _, _, *handover = inputs
-    ctx.handover = handover[0] if handover else None
+    ctx.library, _, cosine, sine, _, _, *others = inputs
+    ctx.handover = others[0] if others else None
     ctx.save_for_backward(cosine, sine)
 
 
 def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     grad = split_rotate_backward(ctx.library, *grads, *ctx.saved_tensors, handover=ctx.handover)
-    return None, grad, *(None,) * 5
+    return None, grad, *(None,) * 6
 
 
 def _forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    qkv, cosine, _, groups, head_size, _ = inputs[1:]
-    if cosine is None and qkv.shape[2] == 3 * groups * head_size:
+    qkv, cosine, _, groups, head_size, _, contiguous = inputs[1:]
+    if cosine is None and not contiguous and qkv.shape[2] == 3 * groups * head_size:
         heads = split_rotate(qkv.detach(), groups, head_size, None)
     else:
-        heads = split_rotate_forward.function(*inputs[:-1])
+        heads = split_rotate_forward.function(*inputs[:-2])
     _keep(ctx, inputs, heads)
     return heads
 

@@ -249,8 +249,14 @@ class SelfAttention(nn.Module):
         """
         ranks, groups = self.axis.size, self.plan.kv_heads
         if groups >= ranks:
-            handover = self.qkv.products.handovers.backward
-            return self.split_rotate(qkv, groups // ranks, self.plan.head_size, rotation, handover)
+            return self.split_rotate(
+                qkv,
+                groups // ranks,
+                self.plan.head_size,
+                rotation,
+                self.qkv.products.handovers.backward,
+                contiguous=self.query_norm is not None,
+            )
         per_group = self.plan.heads // groups + 2
         by_group = gather_to(qkv, self.axis).unflatten(2, (groups, per_group, -1))
         sharing = ranks // groups  # ranks per group

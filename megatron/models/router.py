@@ -264,9 +264,11 @@ def balanced_choices(choices: Tensor, scores: Tensor, plan: RouterPlan) -> Tenso
         scores: Their scores without biases, [T, experts].
         plan: The record of the router.
     """
-    if plan.gating is None:
-        return scores.detach().topk(plan.chosen, dim=-1).indices
-    return choices[:, :1] if plan.chosen == 2 else choices
+    if plan.gating is not None:
+        return choices[:, :1] if plan.chosen == 2 else choices
+    if plan.bias_rate is None and plan.groups == 1 and not plan.sinkhorn:
+        return choices  # they have the best scores
+    return scores.detach().topk(plan.chosen, dim=-1).indices
 
 
 def capacity(tokens: int, plan: RouterPlan, *, training: bool = True) -> int | None:

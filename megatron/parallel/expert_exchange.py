@@ -181,9 +181,7 @@ class ExpertExchange:
             all_to_all_rows(choices, axis, sent, received),
             all_to_all_rows(spread(weights, grouping), axis, sent, received),
             exchanged=Exchanged(
-                start_all_to_all_rows(
-                    spread(tokens, grouping, self.library), axis, sent, received
-                ),
+                start_all_to_all_rows(spread(tokens, grouping, self.library), axis, sent, received),
                 rows=sum(rows),
                 sent=sent,
                 received=received,

@@ -97,8 +97,10 @@ class RouterState:
         """Count the tokens of each expert: int64 [T, k], -1 for no expert."""
         if self._routers.is_paused:
             return
-        flat = choices.flatten()
-        self.counts.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(self.counts.dtype))
+        # Adding up a table takes half the time of atomic additions to a few addresses.
+        hits = torch.zeros(len(choices), len(self.counts) + 1, device=choices.device)
+        hits.scatter_(1, choices.remainder(len(self.counts) + 1), 1.0)  # -1 goes to the last column
+        self.counts.add_(hits.sum(0)[:-1])
 
     def mean_hits(self, hits: Tensor) -> Tensor:
         """Return the mean of `hits` over the update's micro-batches so far.

@@ -35,14 +35,17 @@ def case(device, dtype, *, groups, per_group, size, rotary, s=S, b=B):
     return qkv, grads, (cosine.contiguous().to(device), sine.contiguous().to(device))
 
 
-def both(library, groups, size, rotation):
+def both(library, groups, size, rotation, *, contiguous=False):
     def plain(qkv):
         parts = None if rotation is None else tuple(x.to(qkv.device) for x in rotation)
         if qkv.dtype == torch.float64 and parts:
             parts = tuple(x.double() for x in parts)
         return tuple(x.contiguous() for x in split_rotate(qkv, groups, size, parts))
 
-    return lambda qkv: fused_split_rotate(library, qkv, groups, size, rotation), plain
+    def ours(qkv):
+        return fused_split_rotate(library, qkv, groups, size, rotation, contiguous=contiguous)
+
+    return ours, plain
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
@@ -55,9 +58,11 @@ def test_equals_float64(kernels, dtype, groups, per_group, size, rotary):
     qkv, grads, rotation = case(
         device, dtype, groups=groups, per_group=per_group, size=size, rotary=rotary
     )
-    ours = check(*both(library, groups, size, rotation), [qkv], grads, TOLERANCE[dtype])
-    as_views = rotary == 0 and per_group == 1
-    assert all(x.is_contiguous() != as_views for x in ours[:3])
+    views = rotary == 0 and per_group == 1
+    for contiguous in (False, True):
+        forms = both(library, groups, size, rotation, contiguous=contiguous)
+        ours = check(*forms, [qkv], grads, TOLERANCE[dtype])
+        assert all(x.is_contiguous() == (contiguous or not views) for x in ours[:3])
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
