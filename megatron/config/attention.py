@@ -56,6 +56,9 @@ class SelfAttentionOptions:
         window_attn_skip_freq: The layers with --window-size: a number N gives every Nth layer full
             attention and the others the window, and a pattern such as ([1]*5+[0])*4 has a 1 for
             each layer with the window. Default: all layers.
+        softmax_type: What a query's weights add up to. vanilla: 1. off-by-one: less than 1, as if
+            there were a further key with score 0 and no value. learnable: likewise, with a learned
+            score for each head (attention sinks, as in GPT-OSS).
         no_rope_freq: The layers without rotary positions: a number N means every Nth layer, and a
             pattern such as ([0]*3+[1])*6 has a 1 for each of them. Default: none.
         rope_type: How rotary positions reach beyond the trained context. yarn: frequencies of
@@ -83,6 +86,9 @@ class SelfAttentionOptions:
     v_head_dim: int = flag(128, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_LATENT)
     window_size: str | None = flag(None, only_for=("gpt",))
     window_attn_skip_freq: str | None = flag(None, requires=_WINDOW)
+    softmax_type: str = flag(
+        "vanilla", choices=("vanilla", "off-by-one", "learnable"), only_for=("gpt",)
+    )
     no_rope_freq: str | None = flag(None, requires=_ROTARY)
     rope_type: str = flag("rope", choices=("rope", "yarn"), requires=_ROTARY)
     rotary_scaling_factor: float = flag(1.0, at_least=1, requires=_YARN)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.config.model import ModelConfig, flash_head_misfit
@@ -145,6 +146,10 @@ class AttentionOptions(NamedTuple):
         scale: The factor applied to the scores; `None` means 1 / sqrt(d).
         window: The number of earlier tokens that a query attends to at most, apart from its own;
             `None` for all. It comes on top of `mask` and `causal`.
+        softcap: The bound c of the scores, which become c tanh(score / c) before they are masked;
+            `None` leaves them as they are.
+        sinks: One logit for each query head, [n]. It takes part in the softmax of every query like
+            the score of a further key, whose value is zero. `None` for no sinks.
     """
 
     mask: Mask | None = None
@@ -153,6 +158,8 @@ class AttentionOptions(NamedTuple):
     layer_number: int = 1
     scale: float | None = None
     window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     def is_limited(self, keys: int) -> bool:
         """Return whether the window hides any of so many keys from a query."""
@@ -202,6 +209,9 @@ def choose_attention(
             softmax_in_fp32=by_layer or precision.attention_softmax_in_fp32,
         )
         return AttentionChoice("plain", "--no-masked-softmax-fusion", function)
+    plain = _needs_scores(model, precision, device)
+    if plain:
+        return AttentionChoice("plain", plain, attention_reference)
     name, reason, fused = "fused", "scaled_dot_product_attention on CPU", fused_attention
     repeats = torch.are_deterministic_algorithms_enabled()
     first = f"first of {'' if repeats else 'cuDNN, '}flash, efficient that fits"
@@ -214,7 +224,17 @@ def choose_attention(
         fused = partial(flash_attention, package=package)
     elif Device(device).is_gpu:
         reason, fused = first, gpu_attention
+    if model.softmax_type != "vanilla":
+        reason = f"the flash kernel, whose result --softmax-type {model.softmax_type} scales"
     return AttentionChoice(name, reason, fused)
+
+
+def _needs_scores(model: ModelConfig, precision: PrecisionConfig, device: torch.device) -> str:
+    """Return why no fused kernel can compute what the flags ask for, or "" if one can."""
+    if model.softmax_type == "vanilla":
+        return ""
+    misfit = flash_misfit(model.kv_channels, precision.weight_dtype, device)
+    return misfit and f"--softmax-type {model.softmax_type}: {misfit}"
 
 
 def attention_reference(
@@ -231,9 +251,9 @@ def attention_reference(
     With `scale_by_layer`, scores are divided by the layer number before they are rounded to 16
     bits, and multiplied back in fp32.
     """
-    _, causal, dropout, layer_number, scale, _ = options
+    causal, dropout, scale = options.causal, options.dropout, options.scale
     mask = options.mask_of(len(query), len(key), query.device)
-    layer = layer_number if scale_by_layer else 1
+    layer = options.layer_number if scale_by_layer else 1
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -248,15 +268,25 @@ def attention_reference(
     ).unflatten(0, query.shape[:2])  # [b, n, s, s]
     if softmax_in_fp32:
         scores = scores.float()
+    if options.softcap is not None:
+        scores = torch.tanh(scores * (layer / options.softcap)) * (options.softcap / layer)
     if mask is not None and mask.is_floating_point():
         scores, mask, causal = scores + mask / layer, None, False
-    weights = masked_softmax(scores, mask, causal=causal, factor=layer, dtype=value.dtype)
+    weights = masked_softmax(
+        scores, mask, causal=causal, factor=layer, dtype=value.dtype, sinks=options.sinks
+    )
     weights = F.dropout(weights, dropout)
     return (weights @ value).permute(2, 0, 1, 3).flatten(2)
 
 
 def masked_softmax(
-    scores: Tensor, mask: Tensor | None, *, causal: bool, factor: float, dtype: torch.dtype
+    scores: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    factor: float,
+    dtype: torch.dtype,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(factor * scores) over keys, computed in the type of the scores.
 
@@ -266,9 +296,12 @@ def masked_softmax(
         causal: Without a mask, query i sees keys up to i + keys - s.
         factor: The factor applied to the scores.
         dtype: Type of the result.
+        sinks: A logit for each head, [n], that takes part in the sum but has no weight in the
+            result (`AttentionOptions`).
 
     Returns:
-        Weights [b, n, s, keys]. Where a query may attend to nothing, all its weights are equal.
+        Weights [b, n, s, keys]. Where a query may attend to nothing, all its weights are equal
+        without sinks, and zero with them.
     """
     scores = scores * factor
     if mask is None and causal:
@@ -277,11 +310,19 @@ def masked_softmax(
         mask = everything.tril(keys - queries)
     if mask is not None:
         scores = scores.masked_fill(~mask, MASKED)
-    return scores.softmax(dim=-1).to(dtype)
+    if sinks is None:
+        return scores.softmax(dim=-1).to(dtype)
+    last = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, last), dim=-1).softmax(dim=-1)[..., :-1].to(dtype)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Run PyTorch's fused attention, whose scores stay in fp32 and need no scaling by layer."""
+    """Run PyTorch's fused attention, whose scores stay in fp32 and need no scaling by layer.
+
+    It knows neither sinks nor a bound of the scores; with these the plain form runs.
+    """
+    if options.softcap is not None or options.sinks is not None:
+        return attention_reference(query, key, value, options)
     mask = options.mask_of(len(query), len(key), query.device)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     # The kernels that take a mask or fp32 do not support groups; copying the keys costs little.
@@ -321,13 +362,13 @@ def gpu_attention(
         package: FlashAttention's own package, which runs if it supports the arguments.
     """
     mask = options.mask
-    if package is not None and package.takes(query, mask, options.dropout):
+    if package is not None and package.takes(query, options):
         return package(query, key, value, options)
     misfit = flash_misfit(query.shape[-1], query.dtype, query.device)
-    if not misfit and isinstance(mask, Segments):
-        return _segment_attention(query, key, value, mask, options)
-    if not misfit and mask is None and options.is_limited(len(key)):
-        return _window_attention(query, key, value, options)
+    if not misfit and options.softcap is None and not isinstance(mask, Tensor):
+        is_special = options.sinks is not None or options.is_limited(len(key))
+        if is_special or mask is not None:
+            return _flash_kernel(query, key, value, options)
     has_bias = isinstance(mask, Tensor) and mask.is_floating_point()
     kernels = _BIAS_KERNELS if has_bias else _GPU_KERNELS
     with sdpa_kernel(kernels if holds_scores else kernels[:-1], set_priority=True):
@@ -346,23 +387,129 @@ def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> st
     return flash_head_misfit(head_size)
 
 
-def _segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
-) -> Tensor:
-    """Attend within each segment with the flash kernel, which takes no mask.
+class _FlashCall(NamedTuple):
+    """A call of PyTorch's flash kernel, apart from its tensors.
 
-    PyTorch's public interface to this kernel (`torch.nn.attention.varlen`) has no dropout.
+    Its public interfaces have no windows (`scaled_dot_product_attention`) and no dropout
+    (`torch.nn.attention.varlen`), and no gradient for sinks.
+
+    Attributes:
+        places: The ends of segments of queries and of keys, both `None` for whole samples, and the
+            longest of each.
+        dropout: The probability of dropping an attention weight.
+        causal: Whether a query attends only to its own token and earlier ones.
+        factors: The scale, and the window if there is one, by the kernel's names.
     """
-    length, samples = query.shape[:2]
-    tensors = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-    ends, longest, debug = segments.ends, segments.longest or length, False
-    places = (ends, ends, longest, longest)  # of queries and keys, and the longest of each
-    rest = (options.dropout, segments.causal, debug)
-    window = {} if options.window is None else {"window_size_left": options.window}
-    out = torch.ops.aten._flash_attention_forward(
-        *tensors, *places, *rest, scale=options.scale, **window
-    )[0]  # [b s, n, d]
-    return out.unflatten(0, (samples, length)).transpose(0, 1).flatten(2)  # [s, b, n d]
+
+    places: tuple[Tensor | None, Tensor | None, int, int]
+    dropout: float
+    causal: bool
+    factors: dict[str, Any]
+
+    def forward(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Attend; return the result, the log-sum-exp of each query, and what dropout drew from."""
+        rest, debug = (self.dropout, self.causal), False
+        results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+            *heads, *self.places, *rest, debug, **self.factors
+        )
+        return results[:4]
+
+    def backward(self, grad: Tensor, saved: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value.
+
+        Args:
+            grad: The gradient of the result.
+            saved: Query, key, value and what `forward` returned.
+        """
+        *tensors, seed, offset = saved
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            *(grad, *tensors, *self.places, self.dropout, self.causal, seed, offset),
+            **self.factors,
+        )
+        return gradients
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    """The flash kernel, whose result is scaled by the part of the weights that sinks leave.
+
+    The kernel's backward pass computes weights anew from the log-sum-exp. Given one that includes
+    the sinks, and the scaled result, it returns the gradients of attention with sinks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, call: _FlashCall
+    ) -> Tensor:
+        out, logsumexp, *drawn = call.forward(query, key, value)
+        share, logsumexp = leave_to_sinks(logsumexp, sinks)
+        out = (out * _by_token(share)).to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, logsumexp, *drawn, sinks)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, sinks = ctx.saved_tensors
+        out, logsumexp = saved[3:5]
+        rows = (grad.float() * out.float()).sum(-1).transpose(-1, -2)  # like the log-sum-exp
+        of_heads = ctx.call.backward(grad.contiguous(), saved)
+        return (*of_heads, sink_gradient(rows, logsumexp, sinks), None)
+
+
+def leave_to_sinks(logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the part of a query's weights that its keys keep beside the sinks.
+
+    Args:
+        logsumexp: The log-sum-exp of each query's scores, [..., n, s].
+        sinks: The logit of each head, [n].
+
+    Returns:
+        The factor of each query's result, and the log-sum-exp with the sink in it.
+    """
+    logits = sinks.to(logsumexp.dtype).unsqueeze(-1)
+    return (logsumexp - logits).sigmoid(), logsumexp.logaddexp(logits)
+
+
+def sink_gradient(rows: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks [n].
+
+    A sink's value is zero, so its logit's gradient is -weight x sum(grad * out).
+
+    Args:
+        rows: The sum of grad * out over the channels of each query, [..., n, s].
+        logsumexp: The log-sum-exp of each query with the sink in it, in the shape of rows.
+        sinks: The logit of each head.
+    """
+    weights = (sinks.to(logsumexp.dtype).unsqueeze(-1) - logsumexp).exp()
+    gradient = -(weights * rows).sum(-1)
+    return (gradient if gradient.dim() == 1 else gradient.sum(0)).to(sinks.dtype)
+
+
+def _by_token(rows: Tensor) -> Tensor:
+    """Turn a number for each query, [..., n, s], into a factor of its result, [..., s, n, 1]."""
+    return rows.transpose(-1, -2).unsqueeze(-1)
+
+
+def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Attend with the flash kernel, which skips keys of other documents and before the window."""
+    (length, samples), segments = query.shape[:2], options.mask
+    heads = [x.transpose(0, 1) for x in (query, key, value)]  # [b, s, n or g, d]
+    factors: dict[str, Any] = {"scale": options.scale}
+    if options.window is not None:
+        factors["window_size_left"] = options.window
+    call = _FlashCall((None, None, length, len(key)), options.dropout, options.causal, factors)
+    if isinstance(segments, Segments):
+        ends, longest = segments.ends, segments.longest or length
+        heads = [x.flatten(0, 1) for x in heads]
+        call = call._replace(places=(ends, ends, longest, longest), causal=segments.causal)
+    if options.sinks is None:
+        out = call.forward(*heads)[0]
+    else:
+        out = _FlashWithSinks.apply(*heads, options.sinks, call)
+    if isinstance(segments, Segments):
+        out = out.unflatten(0, (samples, length))
+    return out.transpose(0, 1).flatten(2)  # [s, b, n d]
 
 
 def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -371,26 +518,6 @@ def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     if times == 1:
         return key, value
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-
-
-def _window_attention(
-    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-) -> Tensor:
-    """Attend within a window with the flash kernel, which skips the keys before it.
-
-    PyTorch's public interface to fused attention (`scaled_dot_product_attention`) has no windows.
-    """
-    places, debug = (None, None, len(query), len(key)), False
-    out = torch.ops.aten._flash_attention_forward(
-        *(x.transpose(0, 1) for x in (query, key, value)),  # [b, s, n or g, d]
-        *places,
-        options.dropout,
-        options.causal,
-        debug,
-        scale=options.scale,
-        window_size_left=options.window,
-    )[0]
-    return out.transpose(0, 1).flatten(2)  # [s, b, n d]
 
 
 class FlashPackage(NamedTuple):
@@ -404,14 +531,16 @@ class FlashPackage(NamedTuple):
     function: Callable[..., Any]
     release: str
 
-    def takes(self, query: Tensor, mask: Mask | None, dropout: float) -> bool:
-        """Return whether the package is fast here: 16 bits, one sample, no dropout, no mask."""
+    def takes(self, query: Tensor, options: AttentionOptions) -> bool:
+        """Return whether the package is fast here: 16 bits, one sample, nothing but a window."""
         return (
             query.dtype in (torch.float16, torch.bfloat16)
             and not flash_head_misfit(query.shape[-1], largest=_LARGEST_FLASH_HEAD)
             and query.shape[1] == 1
-            and dropout == 0
-            and mask is None
+            and options.dropout == 0
+            and options.mask is None
+            and options.softcap is None
+            and options.sinks is None
         )
 
     def __call__(

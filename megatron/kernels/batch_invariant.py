@@ -39,9 +39,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     seen: Tensor,
-    *,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    options: AttentionOptions,
 ) -> Tensor:
     """Attend within b sequences. It has autograd's backward pass, and holds all scores.
 
@@ -50,8 +48,7 @@ def attend(
         key: [b, g, keys, d], from the first token of each sequence on.
         value: [b, g, keys, d].
         seen: bool, broadcast to [b, 1, q, keys]: True where a query may attend.
-        scale: The factor applied to the scores; `None` means 1 / sqrt(d).
-        dropout: The probability of dropping an attention weight.
+        options: How scores become weights. Its mask, `causal` and window are ignored.
 
     Returns:
         [b, n, q, d].
@@ -67,9 +64,17 @@ def attend(
         query = F.pad(query, (0, 0, 0, _ROWS - queries))
         if seen.shape[2] > 1:
             seen = F.pad(seen, (0, 0, 0, _ROWS - queries), value=True)
-    scores = query @ key.transpose(2, 3) * (scale or 1 / math.sqrt(query.shape[3]))
-    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(dim=-1)
-    weights = F.dropout(weights, dropout)
+    scores = query @ key.transpose(2, 3) * (options.scale or 1 / math.sqrt(query.shape[3]))
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    if options.sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:  # in keys of their own, before the others, so that sums have the same order
+        first = scores.new_full((*scores.shape[:-1], _KEYS), torch.finfo(scores.dtype).min)
+        first[..., 0] = options.sinks.unsqueeze(-1)
+        weights = torch.cat((first, scores), dim=-1).softmax(dim=-1)[..., _KEYS:]
+    weights = F.dropout(weights, options.dropout)
     parts = zip(weights.split(_KEYS, dim=3), value.split(_KEYS, dim=2), strict=True)
     out = torch.zeros_like(query)
     for weight, part in parts:
@@ -81,7 +86,7 @@ def batch_invariant_attention(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Attend as any `AttentionFunction`; each of `Segments` by itself. It takes no bias."""
-    mask, dropout, scale = options.mask, options.dropout, options.scale
+    mask = options.mask
     if isinstance(mask, Segments):
         tokens = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]  # [b s, n or g, d]
         ends: list[int] = mask.shared("ends", mask.ends.tolist)
@@ -91,7 +96,7 @@ def batch_invariant_attention(
             if size:
                 q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in rows)  # [1, n or g, size, d]
                 seen = options._replace(causal=mask.causal).seen(size, size, query.device)
-                out = attend(q, k, v, seen[None, None], scale=scale, dropout=dropout)
+                out = attend(q, k, v, seen[None, None], options)
                 parts.append(out.squeeze(0).transpose(0, 1))
         length, samples = query.shape[:2]
         return torch.cat(parts).unflatten(0, (samples, length)).transpose(0, 1).flatten(2)
@@ -100,5 +105,5 @@ def batch_invariant_attention(
         mask = options.seen(len(query), len(key), query.device)[None, None]
     assert mask.dtype == torch.bool, "a rule refuses relative positions"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    out = attend(query, key, value, mask, scale=scale, dropout=dropout)
+    out = attend(query, key, value, mask, options)
     return out.permute(2, 0, 1, 3).flatten(2)

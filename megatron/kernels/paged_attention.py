@@ -26,6 +26,7 @@ from megatron.kernels.attention import (
     flash_misfit,
     fused_attention,
     gpu_attention,
+    leave_to_sinks,
 )
 from megatron.kernels.batch_invariant import attend
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, operator
@@ -41,6 +42,7 @@ def _plan_paged(
     lengths: Pointer,
     partial: Pointer | None,
     out: Pointer,
+    sinks: Pointer | None,
     rows: int,
     groups: int,
     per_group: int,
@@ -51,13 +53,15 @@ def _plan_paged(
     window: int,
     dtype: int,
     scale: Number,
+    softcap: Number,
 ) -> list[KernelLaunch]:
     """Plan attention of one query a row, in 16 bits on tensor cores, otherwise in fp32.
 
     query and out are [rows, groups * per_group, d]; keys and values [slots, groups, d]; tables
     int32 [rows, table_width]; lengths int32 [rows], of which none is above parts * PART, and of
     which the last and the `window` tokens before it are seen; partial
-    fp32 [rows, heads, parts, d + 2] is scratch, of which a single part needs none.
+    fp32 [rows, heads, parts, d + 2] is scratch, of which a single part needs none; sinks are fp32
+    [heads]; softcap bounds the scores, and 0 leaves them as they are.
     """
     name = FLOATS[dtype]
     if name == "float":
@@ -79,14 +83,15 @@ def _plan_paged(
         width = next(width for width in (64, 128, 256) if head_size <= width)
         kernel = instance("paged_attention_kernel", name, width)
         shared = warps * min(per_group, heads) * head_size * 4
-    tensors = (query, keys, values, tables, lengths, partial, out)
+    tensors = (query, keys, values, tables, lengths, partial, out, sinks)
     sizes = (groups, per_group, head_size, table_width, block_size, window)
     grid = (parts, groups * divide_up(per_group, heads), rows)
-    launches = [KernelLaunch(kernel, grid, (threads,), (*tensors, *sizes, scale), shared=shared)]
+    given = (*tensors, *sizes, scale, softcap)
+    launches = [KernelLaunch(kernel, grid, (threads,), given, shared=shared)]
     if parts > 1:
         join, given = (
             instance("join_parts_kernel", name),
-            (partial, lengths, out, head_size, parts, window),
+            (partial, lengths, out, sinks, head_size, parts, window),
         )
         launches.append(KernelLaunch(join, (groups * per_group, rows), (head_size,), given))
     return launches
@@ -107,8 +112,9 @@ def _plan_append(
     return [KernelLaunch("append_to_cache_kernel", (tokens,), (threads,), given)]
 
 
-PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiiid", _plan_paged)
+PAGED_ATTENTION = Kernel("paged_attention", "ppppppppiiiiiiiiidd", _plan_paged)
 APPEND_TO_CACHE = Kernel("append_to_cache", "pppppii", _plan_append)
+_PLAIN = AttentionOptions()
 PART = 256  # keys that a block of threads goes through; paged_attention.cuh has the same
 LARGEST_VECTORS = 32  # of 16 bytes in a head; the .cu files have the same
 
@@ -205,8 +211,11 @@ class PagedAttention:
         # The heads of a group take the place of positions that share keys, so that none are
         # repeated.
         key, value, seen = self._collected(keys, values, singles, options)
+        by_group = query.unflatten(1, (keys.shape[1], -1))
+        if options.softcap is not None or options.sinks is not None:
+            return _with_scores(by_group, key, value, seen, options).flatten(1, 2)
         out = F.scaled_dot_product_attention(
-            query.unflatten(1, (keys.shape[1], -1)), key, value, attn_mask=seen
+            by_group, key, value, attn_mask=seen, scale=options.scale
         )
         return out.flatten(1, 2)
 
@@ -277,7 +286,7 @@ class BatchInvariantPaged(PagedAttention):
     ) -> Tensor:
         """Attend with one query per sequence."""
         key, value, seen = self._collected(keys, values, singles, options)
-        return attend(query.unsqueeze(2), key, value, seen).squeeze(2)
+        return attend(query.unsqueeze(2), key, value, seen, options).squeeze(2)
 
     def chunks(
         self,
@@ -297,7 +306,8 @@ class BatchInvariantPaged(PagedAttention):
         for rows in each:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in rows)  # [1, n or g, tokens, d]
             seen = options.seen(q.shape[2], k.shape[2], query.device)
-            parts.append(attend(q, k, v, seen[None, None]).squeeze(0).transpose(0, 1).flatten(1))
+            out = attend(q, k, v, seen[None, None], options)
+            parts.append(out.squeeze(0).transpose(0, 1).flatten(1))
         return torch.cat(parts)
 
 
@@ -326,7 +336,7 @@ class FusedPaged(PagedAttention):
         return paged_attention(
             self._library,
             *(query, keys, values, singles.tables, singles.lengths),
-            *(singles.longest, singles.block_size, options.window),
+            *(singles.longest, singles.block_size, options),
         )
 
     def append(
@@ -346,10 +356,10 @@ def paged_attention(
     lengths: Tensor,
     longest: int,
     block_size: int,
-    window: int | None = None,
+    options: AttentionOptions = _PLAIN,
 ) -> Tensor:
     """Attend with one query per sequence, as `PagedAttention.singles` does, using the kernels."""
-    query = query.contiguous()
+    query, sinks, window = query.contiguous(), options.sinks, options.window
     rows, heads, size = query.shape
     groups, parts = keys.shape[1], -(-longest // PART)
     partial_sums = None
@@ -359,9 +369,11 @@ def paged_attention(
     library.launch(
         PAGED_ATTENTION,
         *(query, keys, values, tables, lengths, partial_sums, out),
+        None if sinks is None else sinks.float(),
         *(rows, groups, heads // groups, size, tables.shape[1], block_size),
         *(parts, longest if window is None else window, DTYPE_CODES[query.dtype]),
-        1 / math.sqrt(size),
+        options.scale or 1 / math.sqrt(size),
+        options.softcap or 0.0,
     )
     return out
 
@@ -399,7 +411,8 @@ def chunk_attention(
     """
     if chunks.slots is not None:
         key, value = (x[chunks.slots] for x in cached)  # [l, g, d]
-    if not flash_misfit(query.shape[-1], query.dtype, query.device):
+    misfit = flash_misfit(query.shape[-1], query.dtype, query.device)
+    if not misfit and options.softcap is None:
         return _flash_chunks(query, key, value, chunks, options)
     attend = gpu_attention if Device(query.device).is_gpu else fused_attention
     lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
@@ -413,6 +426,28 @@ def describe_chunks(head_size: int, dtype: torch.dtype, device: torch.device) ->
     return f"PyTorch's, one sequence at a time ({misfit})" if misfit else "flash, all in one"
 
 
+def _with_scores(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attend from heads of u sequences [u, g, n/g, d] to keys and values [u, g, l, d].
+
+    Args:
+        query: The heads of each group, which share its keys.
+        key: The keys.
+        value: The values.
+        seen: bool [u, 1, 1, l], True where a query may attend.
+        options: Scale, bound of the scores and sinks.
+    """
+    scores = (query @ key.transpose(2, 3)).float() * (options.scale or query.shape[-1] ** -0.5)
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(~seen, -math.inf)
+    total = scores.logsumexp(-1)  # [u, g, n/g]
+    if options.sinks is not None:
+        total = total.logaddexp(options.sinks.float().view(query.shape[1:3]))
+    return (scores - total.unsqueeze(-1)).exp().to(value.dtype) @ value
+
+
 def _flash_chunks(
     query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, options: AttentionOptions
 ) -> Tensor:
@@ -423,9 +458,13 @@ def _flash_chunks(
     places = (*chunks.ends, most, longest)
     parts = (query, key, value)
     window = {} if options.window is None else {"window_size_left": options.window}
-    return torch.ops.aten._flash_attention_forward(
-        *parts, *places, dropout, causal, debug, **window
-    )[0].flatten(1)
+    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+        *parts, *places, dropout, causal, debug, scale=options.scale, **window
+    )
+    if options.sinks is not None:
+        share, _ = leave_to_sinks(logsumexp, options.sinks)  # [n, s]
+        out = (out * share.t().unsqueeze(-1)).to(query.dtype)
+    return out.flatten(1)
 
 
 def _one_chunk(
@@ -441,5 +480,5 @@ def _one_chunk(
         places = torch.arange(length, device=query.device)
         mask = (places <= places[-len(query) :].unsqueeze(1))[None, None]  # [1, 1, c, l]
     query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-    options = AttentionOptions(mask, causal=mask is None, window=options.window)
+    options = options._replace(mask=mask, causal=mask is None)
     return attend(query, key, value, options).squeeze(1)

@@ -17,6 +17,7 @@ from megatron.models.plan import AttentionPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear, Projections
+from megatron.parallel.parameter import Init
 from megatron.parallel.random import split_region
 
 
@@ -84,7 +85,14 @@ class AttentionCore(nn.Module):
         self.recompute = recompute
         self.site = site
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend from each query to the keys.
 
         Args:
@@ -92,24 +100,39 @@ class AttentionCore(nn.Module):
             key: [keys, b, g/t (at least 1), d].
             value: Same shape as key.
             mask: Which keys a query may attend to (`AttentionOptions`).
+            sinks: The logits of this rank's sinks, [n/t]; `None` for none.
 
         Returns:
             [s, b, (n/t) d].
         """
+        inputs = (query, key, value, mask, sinks)
         if self.recompute and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self._attend, query, key, value, mask, use_reentrant=False)
+            out: Tensor = checkpoint(self._attend, *inputs, use_reentrant=False)
             return out
-        return self._attend(query, key, value, mask)
+        return self._attend(*inputs)
 
-    def options(self, mask: Mask | None) -> AttentionOptions:
-        """Return the settings for a mask."""
+    def options(self, mask: Mask | None, sinks: Tensor | None = None) -> AttentionOptions:
+        """Return the settings for a mask and sinks."""
         plan, dropout = self.plan, self.plan.dropout if self.training else 0.0
         return AttentionOptions(
-            mask, plan.causal, dropout, self.layer_number, plan.scale, plan.window
+            mask,
+            plan.causal,
+            dropout,
+            self.layer_number,
+            plan.scale,
+            plan.window,
+            sinks=sinks,
         )
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-        options = self.options(mask)
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        options = self.options(mask, sinks)
         if options.dropout == 0:
             out = self.attend(query, key, value, options)
         else:
@@ -170,6 +193,7 @@ class SelfAttention(nn.Module):
             of_query, of_key = plan.norm_sizes
             self.query_norm = new_query_norm(plan.qk_norm, of_query, context)
             self.key_norm = new_query_norm(plan.qk_norm, of_key, context)
+        self.sinks = new_sinks(plan, context)
 
     @staticmethod
     def matrices(plan: AttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -182,6 +206,7 @@ class SelfAttention(nn.Module):
         """Count the parameters of biases and normalizations on one process."""
         count = plan.qkv // split.tensor if plan.bias or plan.qkv_bias else 0
         count += plan.hidden if plan.bias else 0
+        count += count_sinks(plan, split)
         if plan.qk_norm is not None:
             count += sum(Norm.parameter_count(plan.qk_norm, size) for size in plan.norm_sizes)
         return count
@@ -231,9 +256,9 @@ class SelfAttention(nn.Module):
             if rotation is not None:
                 query, key = self.rotate(query, rotation), self.rotate(key, rotation)
         if cache is not None:
-            context = cache.attend(query, key, value, self.core.options(None))
+            context = cache.attend(query, key, value, self.core.options(None, self.sinks))
         else:
-            context = self.core(query, key, value, mask)
+            context = self.core(query, key, value, mask, self.sinks)
         return self.output(context)
 
     @property
@@ -389,6 +414,20 @@ def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:
         bias=plan.bias,
         adds_bias=not plan.defers_bias,
     )
+
+
+def new_sinks(plan: AttentionPlan, context: BuildContext) -> Tensor | None:
+    """Return the logits of this rank's sinks [n/t]: a parameter, zeros, or `None` for none."""
+    if plan.softmax == "learnable":
+        return context.new_parameter((plan.heads,), init=Init("normal", plan.init.std), split_dim=0)
+    if plan.softmax == "off-by-one":
+        return torch.zeros(plan.heads // context.layout.tensor.size, device=context.device)
+    return None
+
+
+def count_sinks(plan: AttentionPlan, split: WeightSplit) -> int:
+    """Count the sinks that one process learns."""
+    return plan.heads // split.tensor if plan.softmax == "learnable" else 0
 
 
 def score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:

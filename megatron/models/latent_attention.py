@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
-from megatron.models.attention import AttentionCore, KeyValueCache, score_bytes
+from megatron.models.attention import (
+    AttentionCore,
+    KeyValueCache,
+    count_sinks,
+    new_sinks,
+    score_bytes,
+)
 from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.norm import Norm, Stream, new_norm
 from megatron.models.plan import LatentAttentionPlan
@@ -82,6 +88,7 @@ class LatentAttention(nn.Module):
             bias=plan.bias,
             adds_bias=not plan.defers_bias,
         )
+        self.sinks = new_sinks(plan, context)
 
     @staticmethod
     def matrices(plan: LatentAttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -100,7 +107,7 @@ class LatentAttention(nn.Module):
     @staticmethod
     def vectors(plan: LatentAttentionPlan, split: WeightSplit) -> int:
         """Count the parameters of the bias and the normalizations on one process."""
-        count = plan.hidden if plan.bias else 0
+        count = (plan.hidden if plan.bias else 0) + count_sinks(plan, split)
         if plan.qk_norm is not None:
             sizes = (plan.query_rank, plan.rank)
             count += sum(Norm.parameter_count(plan.qk_norm, size) for size in sizes if size)
@@ -160,9 +167,9 @@ class LatentAttention(nn.Module):
             for part in (query, key, value)
         )
         if cache is not None:
-            context = cache.attend(query, key, value, self.core.options(None))
+            context = cache.attend(query, key, value, self.core.options(None, self.sinks))
         else:
-            context = self.core(query, key, value, mask)
+            context = self.core(query, key, value, mask, self.sinks)
         context = context.unflatten(2, (-1, plan.head_size))[..., : plan.value_size]
         return self.output(context.flatten(2))
 

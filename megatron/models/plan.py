@@ -160,6 +160,8 @@ class AttentionPlan(MixerPlan):
         norms_heads: Whether `qk_norm` normalizes each head separately, not all heads together.
         rotary: Rotary positions of queries and keys; `None` for none.
         window: Number of earlier tokens that a token attends to; `None` for all.
+        softmax: "vanilla", or with a logit for each head beside the scores that has no value: zero
+            ("off-by-one") or "learnable".
     """
 
     kind: str = "attention"
@@ -173,6 +175,7 @@ class AttentionPlan(MixerPlan):
     norms_heads: bool = True
     rotary: RotaryPlan | None = None
     window: int | None = None
+    softmax: str = "vanilla"
 
     @property
     def query(self) -> int:

@@ -90,6 +90,7 @@ def layer_plan(
         norms_heads=model.qk_layernorm_scope == "head",
         rotary=rotary,
         window=window,
+        softmax=model.softmax_type,
     )
     mixer = latent_plan(model, attention) if model.multi_latent_attention else attention
     crossing = replace(
@@ -101,6 +102,7 @@ def layer_plan(
         qk_norm=None,
         rotary=None,
         window=None,
+        softmax="vanilla",
     )
     mlp = MLPPlan(
         hidden=attention.hidden,

@@ -3,7 +3,8 @@
 import pytest
 
 from megatron.config.attention import SelfAttentionOptions, layer_rotates, layer_windows
-from tests.config.command import problems
+from megatron.models.plans import model_plan
+from tests.config.command import parse, problems
 
 
 @pytest.mark.parametrize("size", ["7,0", "7, 0", "(7,0)", "7,-1"])
@@ -88,6 +89,14 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
 )
 def test_mistakes_are_told(flags, told):
     assert any(told in line for line in problems(f"--num-layers 2 {flags}")), problems(flags)
+
+
+def test_each_layer_learns_a_sink_for_every_head():
+    config = parse("--num-layers 2 --softmax-type learnable").config
+    plan = model_plan(config.model, 1024)
+    assert {layer.mixer.softmax for layer in plan.layers} == {"learnable"}
+    told = problems("--num-layers 2 --softmax-type sigmoid")
+    assert any("--softmax-type" in line and "off-by-one" in line for line in told), told
 
 
 def test_a_ring_has_no_windows():

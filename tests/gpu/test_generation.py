@@ -48,6 +48,9 @@ MIXTURE = (
 )
 
 
+SINKS = ("--softmax-type", "learnable", "--window-size", "60,0", "--window-attn-skip-freq", "2")
+
+
 @cache
 def model(further: tuple[str, ...]) -> GPTModel:
     config = parse_config([*FLAGS, *further], world_size=1).config
@@ -64,7 +67,7 @@ def engine(options: EngineOptions, further: tuple[str, ...] = ()) -> BatchEngine
     )
 
 
-@pytest.mark.parametrize("further", [(), MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("further", [(), MIXTURE, SINKS], ids=["dense", "mixture", "sinks"])
 def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
     """To the bit, though a recording has more rows."""
     recorded = engine(OPTIONS, further)
@@ -75,7 +78,7 @@ def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
     assert found == drain(engine(replace(OPTIONS, graphs=False), further), ASKED)
 
 
-@pytest.mark.parametrize("further", [(), MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("further", [(), MIXTURE, SINKS], ids=["dense", "mixture", "sinks"])
 def test_the_batch_does_not_show(further: tuple[str, ...]) -> None:
     """In no token and no bit of its log probability, of what is written and of what is read."""
     scored = replace(SAMPLING, max_new_tokens=3, prompt_logprobs=True)

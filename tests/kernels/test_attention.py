@@ -116,6 +116,32 @@ def test_scores_may_have_another_factor(form):
     torch.testing.assert_close(turned, FORMS[form](query, key, value, AttentionOptions()))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("which", ["causal", "window in documents"])
+def test_sinks_and_bounds_equal_their_formulas(form, softcap, which):
+    """A sink is a key with a score of its own, and a value of zero."""
+    query, key, value = heads(2)
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 7.0]).requires_grad_()
+    mask, window = (None, None) if which == "causal" else (documents(), 2)
+    options = AttentionOptions(mask, window=window, scale=0.7, softcap=softcap, sinks=sinks)
+    found = FORMS[form](query, key, value, options)
+    weights = torch.linspace(-1, 1, found.numel()).view_as(found)
+    gradients = torch.autograd.grad((found * weights).sum(), (query, key, value, sinks))
+    wide = [x.detach().double().requires_grad_() for x in (query, key, value, sinks)]
+    scores = 0.7 * torch.einsum("qbnd,kbnd->bnqk", wide[0], wide[1].repeat_interleave(2, dim=2))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    allowed = options.seen(S, S, CPU) if mask is None else options.mask_of(S, S, CPU)
+    powers = torch.where(allowed, scores.exp(), 0.0)
+    shares = powers / (powers.sum(-1, keepdim=True) + wide[3].exp()[:, None, None])
+    exact = torch.einsum("bnqk,kbnd->qbnd", shares, wide[2].repeat_interleave(2, dim=2)).flatten(2)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    expected = torch.autograd.grad((exact * weights).sum(), wide)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_layer_scaling_keeps_fp16_scores_finite():
     query, key, value = heads(N, torch.float16)
     query = query * 150
@@ -182,7 +208,7 @@ def test_one_list_of_the_heads_that_flash_kernels_take(monkeypatch):
         misfit = attention.flash_misfit(size, torch.bfloat16, CPU)
         assert (not misfit) == fits, size
         query = torch.empty(4, 1, 2, size, dtype=torch.bfloat16)
-        assert package.takes(query, None, dropout=0.0) == fits_package, size
+        assert package.takes(query, AttentionOptions()) == fits_package, size
         words = f"--use-flash-attn --bf16 --kv-channels {size}"
         if fits:
             parse(words)
@@ -234,8 +260,8 @@ def test_the_flash_package_is_called_where_it_fits_and_nowhere_else():
         expected = fused_attention(*inputs, options)
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
     assert calls == [(True, None, False), (False, 0.3, False)]
-    assert not package.takes(one[0], None, dropout=0.1)
-    assert not package.takes(one[0].float(), None, dropout=0.0)
+    assert not package.takes(one[0], AttentionOptions(dropout=0.1))
+    assert not package.takes(one[0].float(), AttentionOptions())
 
 
 def test_without_the_package_or_a_new_gpu_there_is_none():

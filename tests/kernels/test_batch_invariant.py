@@ -33,17 +33,25 @@ def test_rows_of_a_product_do_not_depend_on_their_number(inputs: int, outputs: i
             assert torch.equal(part, whole[start : start + rows]), rows
 
 
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks"])
 @pytest.mark.parametrize(("heads", "groups", "size", "tokens"), SHAPES)
-def test_one_query_finds_what_all_find(heads: int, groups: int, size: int, tokens: int) -> None:
+def test_one_query_finds_what_all_find(
+    heads: int, groups: int, size: int, tokens: int, special: bool
+) -> None:
     """In a batch of sequences of other lengths, too, and in chunks of a prompt."""
     torch.manual_seed(1)
+    options = AttentionOptions()
+    if special:
+        options = AttentionOptions(softcap=2.0, sinks=torch.randn(heads))
     query = torch.randn(1, heads, tokens, size)
     key, value = torch.randn(2, 1, groups, tokens, size)
     causal = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
-    whole = attend(query, key, value, causal)
+    whole = attend(query, key, value, causal, options)
     for last in range(0, tokens, 7):
         end = last + 1
-        alone = attend(query[:, :, last:end], key[:, :, :end], value[:, :, :end], _seen(end))
+        alone = attend(
+            query[:, :, last:end], key[:, :, :end], value[:, :, :end], _seen(end), options
+        )
         assert torch.equal(alone[0, :, 0], whole[0, :, last])
         longest = min(tokens, end + 70)
         others = [torch.randn(2, x.shape[1], longest, size) for x in (query, key, value)]
@@ -52,13 +60,16 @@ def test_one_query_finds_what_all_find(heads: int, groups: int, size: int, token
             torch.cat((other[:, :, : x.shape[2]], x)) for other, x in zip(others, mine, strict=True)
         )
         seen = torch.arange(longest) < torch.tensor([longest, 1, end])[:, None]
-        assert torch.equal(attend(q, k, v, seen[:, None, None])[2, :, 0], whole[0, :, last])
+        assert torch.equal(
+            attend(q, k, v, seen[:, None, None], options)[2, :, 0], whole[0, :, last]
+        )
         start = max(0, last - 9)
         chunk = attend(
             query[:, :, start:end],
             key[:, :, :end],
             value[:, :, :end],
             causal[:, :, start:end, :end],
+            options,
         )
         assert torch.equal(chunk, whole[:, :, start:end])
 
@@ -78,6 +89,7 @@ def test_values_and_gradients_are_those_of_the_reference(kind: str) -> None:
         mask = Segments.of(ends, torch.zeros(2, 70))
     elif kind == "mask":
         mask = (torch.rand(2, 1, 70, 70) > 0.5) | torch.eye(70, dtype=torch.bool)
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 5.0], requires_grad=True)
     options = AttentionOptions(mask, causal=kind == "causal", scale=0.3)
     expected = attention_reference(*tensors, options._replace(scale=None))
     found = batch_invariant_attention(*tensors, options._replace(scale=None))
@@ -91,6 +103,12 @@ def test_values_and_gradients_are_those_of_the_reference(kind: str) -> None:
         torch.testing.assert_close(one, other)
     scaled = batch_invariant_attention(*tensors, options)
     torch.testing.assert_close(scaled, attention_reference(*tensors, options))
+    options = options._replace(softcap=0.8, sinks=sinks)
+    results = [form(*tensors, options) for form in (batch_invariant_attention, attention_reference)]
+    torch.testing.assert_close(*results)
+    gradients = [torch.autograd.grad(out, [*tensors, sinks], upstream) for out in results]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_document_has_the_same_bits_anywhere_in_a_row() -> None:

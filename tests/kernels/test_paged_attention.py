@@ -45,8 +45,9 @@ def case(lengths, *, groups, per_group, size, dtype=torch.float32, device="cpu")
     return [x.to(device, dtype) for x in (query, keys, values)], singles
 
 
-def expected(query, keys, values, singles, window=None):
+def expected(query, keys, values, singles, options=AttentionOptions()):  # noqa: B008
     """Row by row, by the formula, in float64."""
+    window = options.window
     rows = []
     for row, table, length in zip(query, singles.tables, singles.lengths.tolist(), strict=True):
         first = 0 if window is None else max(0, length - 1 - window)
@@ -54,7 +55,8 @@ def expected(query, keys, values, singles, window=None):
         slots = table[places // BLOCK].long() * BLOCK + places % BLOCK
         parts = (row[None], keys[slots], values[slots])
         wide = [x.double().unsqueeze(1) for x in parts]
-        out = attention_reference(*wide, AttentionOptions(causal=False))
+        plain = options._replace(causal=False, window=None)
+        out = attention_reference(*wide, plain, softmax_in_fp32=False)
         rows.append(out.view_as(row))
     return torch.stack(rows)
 
@@ -118,7 +120,33 @@ def test_a_window_hides_earlier_tokens(kernels, dtype, window):
     library, device = kernels
     lengths = [1, 5, PART, PART + 2, 2 * PART + 3]
     tensors, singles = case(lengths, groups=2, per_group=3, size=32, dtype=dtype, device=device)
-    options, exact = AttentionOptions(window=window), expected(*tensors, singles, window)
+    options = AttentionOptions(window=window)
+    exact = expected(*tensors, singles, options)
+    for paged in (PagedAttention(), FusedPaged(library)):
+        found = paged.singles(*tensors, singles, options)
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=TOLERANCE[dtype])
+
+
+SPECIAL = {
+    "scale": {"scale": 0.05},
+    "bound": {"softcap": 1.5, "scale": 0.3},
+    "sinks": {"sinks": True},
+    "all": {"softcap": 3.0, "scale": 0.7, "sinks": True, "window": PART + 40},
+}
+
+
+@pytest.mark.parametrize("which", SPECIAL)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_scales_bounds_and_sinks_are_those_of_the_formula(kernels, dtype, which):
+    """Of sequences of one part and of several; seven heads share a key, so a block has some."""
+    library, device = kernels
+    lengths = [1, 5, PART, 2 * PART + 3]
+    tensors, singles = case(lengths, groups=2, per_group=7, size=32, dtype=dtype, device=device)
+    given = dict(SPECIAL[which])
+    if given.pop("sinks", False):
+        given["sinks"] = torch.linspace(-4, 9, 14, device=device)
+    options = AttentionOptions(**given)
+    exact = expected(*tensors, singles, options)
     for paged in (PagedAttention(), FusedPaged(library)):
         found = paged.singles(*tensors, singles, options)
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=TOLERANCE[dtype])
@@ -194,10 +222,14 @@ def attend(parts, keys, values, cuts, options=None):
     ).split(sizes)
 
 
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks"])
 @pytest.mark.parametrize("window", [None, 3])
-def test_chunks_attend_to_what_is_before_them(window):
+def test_chunks_attend_to_what_is_before_them(window, special):
     """As if each whole sequence were computed at once."""
     lengths, options = [13, 6], AttentionOptions(window=window)
+    if special:
+        sinks = torch.tensor([-1.0, 0.0, 1.0, 4.0])
+        options = AttentionOptions(window=window, scale=0.5, softcap=2.0, sinks=sinks)
     parts, keys, values = sequences(
         lengths, groups=2, heads=4, size=8, dtype=torch.float32, device="cpu"
     )

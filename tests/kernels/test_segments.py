@@ -88,6 +88,30 @@ def test_on_a_gpu_a_window_is_that_of_the_formula(ends, window: int, groups: int
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("ends", [None, [0, 100, 130, 256, 512]], ids=["whole", "documents"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_on_a_gpu_sinks_are_those_of_the_formula(ends, window: int | None, groups: int) -> None:
+    """Of the result and of every gradient, that of the sinks included."""
+    generator = torch.Generator(DEVICE.torch_device).manual_seed(groups)
+    segments = None if ends is None else segments_of(ends, 256)
+    heads = [
+        torch.randn(256, 2, count, 64, device=DEVICE.torch_device, generator=generator)
+        for count in (4, groups, groups)
+    ]
+    heads.append(torch.tensor([-2.0, 0.0, 3.0, 6.0], device=DEVICE.torch_device))
+    results = []
+    for form, dtype in ((gpu_attention, torch.bfloat16), (attention_reference, torch.float64)):
+        *inputs, sinks = (x.to(torch.bfloat16).to(dtype).requires_grad_() for x in heads)
+        out = form(*inputs, AttentionOptions(segments, window=window, scale=0.2, sinks=sinks))
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(out))
+        results.append([out, *(x.grad for x in (*inputs, sinks))])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.double() - theirs).norm() / theirs.norm() < 1e-2
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_dropout_within_documents_keeps_the_mean_and_is_repeatable() -> None:
     query, key = (torch.zeros(256, 2, 4, 64, device=DEVICE.torch_device) for _ in range(2))
     heads = [x.bfloat16() for x in (query, key, torch.ones_like(key))]

@@ -39,6 +39,15 @@ NETWORKS = {
     },
     "projections": {**NO_DROPOUT, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
     "norms": {**NO_DROPOUT, "apply_residual_connection_post_layernorm": True, "kv_channels": 6},
+    "sinks": {**LLAMA, "softmax_type": "learnable", "window_size": "3,0", "init_method_std": 0.1},
+    "sinks of one group": {
+        **NO_DROPOUT,
+        "softmax_type": "learnable",
+        "group_query_attention": True,
+        "num_query_groups": 1,
+        "init_method_std": 0.1,
+    },
+    "off by one": {**LLAMA, "softmax_type": "off-by-one"},
     # Dropout's way through a block, with nothing dropped.
     "dropout": {**NO_DROPOUT, "hidden_dropout": 1e-9},
 }

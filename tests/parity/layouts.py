@@ -103,6 +103,7 @@ LATENT = (
     "--normalization RMSNorm --rope-type yarn --rotary-scaling-factor 2 "
     "--yarn-original-max-position-embeddings 8 --mscale-all-dim 1"
 )
+_SINKS = "--softmax-type learnable --init-method-std 0.1"
 _WIDE_NORMS = "--qk-layernorm --qk-layernorm-scope projection"
 # In fp32: Newton-Schulz iterations in bf16 make two results of two orders of a sum.
 MUON = (
@@ -200,6 +201,10 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2, pipeline=2, flags=_VIRTUAL, network=_WINDOWS),
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_WINDOWS),
     *_MUON_LAYOUTS,
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=f"{_SINKS} {_WINDOWS}"),
+    LayoutCase(4, tensor=2, pipeline=2, flags=f"{_VIRTUAL} {_RECOMPUTE}", network=_SINKS),
+    LayoutCase(2, context=2, network=_SINKS),
+    LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_SINKS),
     LayoutCase(2, tensor=2, network=LATENT),
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=LATENT),
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL}", network=LATENT),

@@ -38,7 +38,6 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "quick_geglu": (False,),
     "rotary_interleaved": (False,),
     "rotary_scaling_factor": (1.0,),
-    "softmax_type": ("vanilla",),
 }
 
 

@@ -37,6 +37,7 @@ _LAYERS = {
     for theirs, ours in _MODULES.items()
     for kind in ("weight", "bias")
 } | {
+    "self_attention.core_attention.softmax_offset": "attention.sinks",
     "mlp.router.weight": "mlp.router.weight",
     "mlp.router.expert_bias": "mlp.router.expert_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_gate",

@@ -67,6 +67,7 @@ def notices(model: ModelConfig) -> Iterator[str]:
     for flag, value in (
         ("--window-size", model.window_size),
         ("--no-rope-freq", model.no_rope_freq),
+        ("--softmax-type", model.softmax_type if model.softmax_type != "vanilla" else None),
         ("--rope-type", model.rope_type if model.rope_type != "rope" else None),
     ):
         if value is not None:

@@ -5,7 +5,8 @@
 template <typename T>
 __global__ void __launch_bounds__(256)
     join_parts_kernel(const float* __restrict__ partial, const int* __restrict__ lengths,
-                      T* __restrict__ out, int head_size, int parts, int window) {
+                      T* __restrict__ out, const float* __restrict__ sinks, int head_size,
+                      int parts, int window) {
   const int length = lengths[blockIdx.y];
   if (length <= kPart) return;  // nothing to join
   const int64_t row_head = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
@@ -20,5 +21,6 @@ __global__ void __launch_bounds__(256)
     value += share * mine[p * width + channel];
     weights += share * mine[p * width + head_size + 1];
   }
+  weights += sink_weight(sinks, blockIdx.x, largest);
   out[row_head * head_size + channel] = from_float<T>(value / weights);
 }

@@ -103,11 +103,13 @@ template <typename T, int D>
 __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
     paged_attention_kernel(const T* __restrict__ query, const T* keys, const T* values,
                            const int* tables, const int* __restrict__ lengths,
-                           float* __restrict__ partial, T* __restrict__ out, int groups,
-                           int per_group, int head_size, int table_width, int block_size,
-                           int window, float scale) {
+                           float* __restrict__ partial, T* __restrict__ out,
+                           const float* __restrict__ sinks, int groups, int per_group,
+                           int head_size, int table_width, int block_size, int window,
+                           float scale, float softcap) {
   const Cache<T> cache{keys, values, tables, table_width, block_size};
   scale *= kLog2E;
+  softcap *= kLog2E;
   __shared__ float warp_largest[kWarps][kHeads], warp_total[kWarps][kHeads];
   const int chunks = (per_group + kHeads - 1) / kHeads;
   const int row = blockIdx.z, group = blockIdx.y / chunks;
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
       for (int i = 0; i < 4; i++) {
         const int key = first + 16 * t + r + i / 2 * 8;
         const bool is_key = key < count && begin + key >= seen;
-        scores[t][i] = is_key ? scores[t][i] * scale : -INFINITY;
+        scores[t][i] = is_key ? bounded(scores[t][i] * scale, softcap) : -INFINITY;
         largest[i % 2] = fmaxf(largest[i % 2], scores[t][i]);
       }
     }
@@ -198,6 +200,6 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
       most = fmaxf(most, warp_largest[w][head]);
     }
     tell(out, partial, row_head + head, head_size, item - head * head_size, length, value, most,
-         weights);
+         weights, sinks, group * per_group + first_head + head);
   }
 }

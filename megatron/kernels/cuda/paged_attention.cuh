@@ -31,14 +31,25 @@ __device__ __forceinline__ int first_seen(int length, int window) {
   return max(0, length - 1 - window);
 }
 
+// tanh(x / cap) * cap of a score in powers of two; the same score where cap is 0.
+__device__ __forceinline__ float bounded(float score, float cap) {
+  return cap > 0.f ? tanhf(score / cap) * cap : score;
+}
+
+// What a head's sink adds to a sum of weights, of which the largest score is `largest`.
+__device__ __forceinline__ float sink_weight(const float* sinks, int head, float largest) {
+  return sinks == nullptr ? 0.f : exp2f(sinks[head] * kLog2E - largest);
+}
+
 // One channel of what a part's block has found: the attention itself where the row has no other
 // part, else in `partial` [rows * heads, parts, d + 2] weighted values, largest score (of powers of
 // two), sum of weights.
 template <typename T>
 __device__ __forceinline__ void tell(T* out, float* partial, int64_t row_head, int head_size,
                                      int channel, int length, float value, float largest,
-                                     float weights) {
+                                     float weights, const float* sinks, int head) {
   if (length <= kPart) {
+    weights += sink_weight(sinks, head, largest);
     out[row_head * head_size + channel] = from_float<T>(value / weights);
     return;
   }

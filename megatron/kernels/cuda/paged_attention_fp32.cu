@@ -13,10 +13,12 @@ __global__ void __launch_bounds__(kThreads)
     paged_attention_fp32_kernel(const float* __restrict__ query, const float* keys,
                                 const float* values, const int* tables,
                                 const int* __restrict__ lengths, float* __restrict__ partial,
-                                float* __restrict__ out, int groups, int per_group, int head_size,
-                                int table_width, int block_size, int window, float scale) {
+                                float* __restrict__ out, const float* __restrict__ sinks,
+                                int groups, int per_group, int head_size, int table_width,
+                                int block_size, int window, float scale, float softcap) {
   const Cache<float> cache{keys, values, tables, table_width, block_size};
   scale *= kLog2E;
+  softcap *= kLog2E;
   constexpr int V = vector_size<float>, U = kKeysAtOnce;
   const int chunks = (per_group + H - 1) / H;
   const int row = blockIdx.z, group = blockIdx.y / chunks;
@@ -77,7 +79,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int mask = L / 2; mask > 0; mask >>= 1) {
           score[u] += __shfl_xor_sync(0xffffffffu, score[u], mask);
         }
-        if (!has_key[u]) score[u] = -INFINITY;
+        score[u] = has_key[u] ? bounded(score[u], softcap) : -INFINITY;
         largest = fmaxf(largest, score[u]);
       }
       if (largest == -INFINITY) continue;  // no key for this team yet
@@ -125,7 +127,8 @@ __global__ void __launch_bounds__(kThreads)
       value += share * theirs[channel];
       weights += share * theirs[head_size + 1];
     }
-    tell(out, partial, row_head + h, head_size, channel, length, value, largest, weights);
+    tell(out, partial, row_head + h, head_size, channel, length, value, largest, weights,
+         sinks, group * per_group + first_head + h);
   }
 }
 

@@ -36,7 +36,9 @@ from megatron.kernels.attention import (
     AttentionFunction,
     AttentionOptions,
     Segments,
+    leave_to_sinks,
     number_segments,
+    sink_gradient,
 )
 from megatron.parallel.collectives import all_to_all
 from megatron.parallel.context.block import BlockAttention, BlockDocuments, Drawn, QueryRows, merge
@@ -149,7 +151,8 @@ def ring_attention(
     """
     segments = options.mask
     assert not isinstance(segments, Tensor), "a rule refuses padding masks"
-    assert options.scale is None, "a rule refuses T5's scale with context parallelism"
+    refused = (options.scale, options.softcap, options.window)
+    assert refused == (None, None, None), "a rule refuses a ring with these"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     length = query.shape[2]
     documents: Sequence[BlockDocuments | None]
@@ -162,7 +165,7 @@ def ring_attention(
             ("ring", axis.ranks, axis.rank), lambda: documents_of(segments, steps, axis, length)
         )
     ring = _Ring(axis, block, steps, documents, options.dropout)
-    out: Tensor = _RingAttention.apply(query, key, value, ring)  # [b, n, l, d]
+    out: Tensor = _RingAttention.apply(query, key, value, options.sinks, ring)  # [b, n, l, d]
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -212,7 +215,9 @@ class _Ring:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ring: _Ring
+    ) -> Tensor:
         """Return the result [b, n, l, d] and keep the values needed to redraw the masks."""
         axis, steps, documents = ring.axis, ring.steps, ring.documents
         pair = torch.stack((key, value))  # [2, b, g, l, d]: one message carries both
@@ -236,21 +241,24 @@ class _RingAttention(torch.autograd.Function):
             ctx.drawn.append(drawn)
             if transfer is not None:
                 pair = transfer.wait()
+        if sinks is not None:
+            share, logsumexp = leave_to_sinks(logsumexp, sinks)
+            out = out * share.unsqueeze(-1)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.save_for_backward(query, key, value, sinks, out, logsumexp)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key and value.
+        """Return the gradients of query, key, value and sinks.
 
         A block's gradient is added to the gradients that earlier ranks computed for the same keys
         and values, and the sum travels on with them. After the last step it is one rank away from
         its owner.
         """
         ring: _Ring = ctx.ring
-        query, key, value, out, logsumexp = ctx.saved_tensors
+        query, key, value, sinks, out, logsumexp = ctx.saved_tensors
         pair = torch.stack((key, value))
         grad_query = torch.zeros_like(query, dtype=logsumexp.dtype)
         grad_pair = torch.zeros_like(pair, dtype=logsumexp.dtype)
@@ -278,7 +286,10 @@ class _RingAttention(torch.autograd.Function):
                 pair = transfer.wait()
         assert following is not None
         grad_key, grad_value = following.wait().to(key.dtype)
-        return grad_query.to(query.dtype), grad_key, grad_value, None
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = sink_gradient((grad * out).to(logsumexp.dtype).sum(-1), logsumexp, sinks)
+        return grad_query.to(query.dtype), grad_key, grad_value, of_sinks, None
 
 
 def ulysses_attention(
@@ -311,6 +322,8 @@ def ulysses_attention(
     tokens = all_to_all(packed.movedim(2, 0), axis)
     whole = join_sequence(tokens.unbind(0), dim=0)  # [s, b, (n + 2g)/C, d]
     query, key, value = whole.split(heads, dim=2)
+    if options.sinks is not None:
+        options = options._replace(sinks=options.sinks.chunk(axis.size)[axis.rank])
     out = attend(query, key, value, options)
     parts = torch.stack(split_for_all(out, axis.size, dim=0))  # [C, s/C, b, n/C * d]
     return all_to_all(parts, axis).movedim(0, 2).flatten(2)

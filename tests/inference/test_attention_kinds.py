@@ -1,8 +1,9 @@
-"""Text of a model with latent attention: that of plain forward passes."""
+"""Text of models with other kinds of attention: that of plain forward passes."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.config.run import ModelRun, narrow
@@ -20,8 +21,17 @@ NEW, VOCAB = 50, 100
 OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=32, cache_tokens=512, block_size=4)
 
 
-def test_greedy_tokens_are_those_of_a_model_without_a_cache() -> None:
-    words = LayoutCase(1, network=f"{LATENT} --max-position-embeddings 64").words()
+NETWORKS = {
+    "latent": LATENT,
+    "sinks in windows": "--softmax-type learnable --window-size 9,0 --window-attn-skip-freq 2 "
+    "--init-method-std 0.3",
+    "off by one": "--softmax-type off-by-one --init-method-std 0.3",
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_greedy_tokens_are_those_of_a_model_without_a_cache(network: str) -> None:
+    words = LayoutCase(1, network=f"{NETWORKS[network]} --max-position-embeddings 64").words()
     _, run = train_toy(Layout.single(), words)
     model, tokenizer = run.parts[0].eval(), SimpleNamespace(vocab_size=VOCAB)
     loaded: Any = Loaded(model, tokenizer, narrow(run.config, ModelRun), 0, Layout.single())
