@@ -67,6 +67,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
     for name, on in (
         ("--qk-layernorm", model.qk_layernorm),
         ("--add-qkv-bias", model.add_qkv_bias and not model.add_bias_linear),
+        ("--softmax-type learnable", model.softmax_type == "learnable"),
     ):
         if on:
             yield (

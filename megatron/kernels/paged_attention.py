@@ -86,8 +86,8 @@ def _plan_paged(
     tensors = (query, keys, values, tables, lengths, partial, out, sinks)
     sizes = (groups, per_group, head_size, table_width, block_size, window)
     grid = (parts, groups * divide_up(per_group, heads), rows)
-    given = (*tensors, *sizes, scale, softcap)
-    launches = [KernelLaunch(kernel, grid, (threads,), given, shared=shared)]
+    numbers = (*sizes, scale, softcap)
+    launches = [KernelLaunch(kernel, grid, (threads,), (*tensors, *numbers), shared=shared)]
     if parts > 1:
         join, given = (
             instance("join_parts_kernel", name),
