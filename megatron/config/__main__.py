@@ -1,7 +1,7 @@
 """Write the tables of flags and keys into a document: `python -m megatron.config docs/FILE.md`.
 
-The tables come from the code that reads the flags: those of flags for docs/compatibility.md, those
-of DeepSpeed's keys for docs/deepspeed.md.
+The tables come from the code that reads the flags: tables of flags for docs/compatibility.md, and
+tables of DeepSpeed's keys for docs/deepspeed.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def key_tables() -> str:
             if answer.is_refused == is_refused:
                 default = "" if answer.default in (None, {}) else f" ({json.dumps(answer.default)})"
                 rows.setdefault(answer.reason, []).append(f"`{key}`{default}")
-        lines += [title, "In parentheses: DeepSpeed's default, which asks for nothing.\n"]
+        lines += [title, "DeepSpeed's default, which has no effect, is in parentheses.\n"]
         lines += _table(
             ("Keys", "Answer"), [(", ".join(keys), text) for text, keys in rows.items()]
         )

@@ -36,12 +36,14 @@ class AdapterOptions:
         lora_target_modules: Patterns of the names of linear layers that get adapters, such as
             `q_proj`, `layers.*.mlp` or `linear_qkv`. Default: all linear layers of attention and
             MLPs.
-        frozen_weights_dtype: Keep the frozen weights of linear layers in 8 bits (fp8) or 4 bits
-            (nf4), beside adapters (QLoRA). Products read them in the format of all other weights.
-        load_adapter: Folder of an adapter that PEFT wrote, or `--saver peft`: where the adapters
-            start. --load names the model that it was trained for.
+        frozen_weights_dtype: Store the frozen weights of linear layers in 8 bits (fp8) or 4 bits
+            (nf4) and train adapters (QLoRA). Matrix products convert them to the format of all
+            other weights.
+        load_adapter: Folder of an adapter to start from, written by PEFT or by `--saver peft`.
+            --load names the model that the adapter was trained for.
         use_rslora: Multiply adapters' outputs by --lora-alpha / sqrt(--lora-rank) (rsLoRA).
-        use_dora: Train the length of each row of an adapted weight apart from its direction (DoRA).
+        use_dora: Train the length of each row of an adapted weight separately from its direction
+            (DoRA).
     """
 
     freeze: tuple[str, ...] | None = flag(None, only_for=("gpt", "bert", "t5", "retro"))
@@ -60,7 +62,7 @@ class AdapterOptions:
 
     @property
     def lora_scale(self) -> float:
-        """The factor of an adapter's output."""
+        """Factor by which an adapter's output is multiplied."""
         rank = self.lora_rank or 1
         alpha = rank if self.lora_alpha is None else self.lora_alpha
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -87,7 +89,7 @@ def plain_network(model: ModelConfig) -> ModelConfig:
 def lora_flags(
     *, rank: object, alpha: object, targets: Sequence[str] | None, is_rslora: bool, is_dora: bool
 ) -> str:
-    """Return the flags that give a network such adapters, for messages."""
+    """Return the flags that give a network these adapters, for messages."""
     words = [f"--lora-rank {rank} --lora-alpha {alpha}"]
     words += ["--use-rslora"] if is_rslora else []
     words += ["--use-dora"] if is_dora else []

@@ -43,16 +43,16 @@ class SelfAttentionOptions:
 
     Attributes:
         multi_latent_attention: Multi-head latent attention (DeepSeek-V2): keys and values are
-            computed from a short vector of each token. --qk-layernorm normalizes these vectors.
-        q_lora_rank: Size of the vector from which queries are computed. Default: from the hidden
-            states, without such a vector.
+            computed from a short vector for each token. --qk-layernorm normalizes these vectors.
+        q_lora_rank: Size of the vector from which queries are computed. Default: queries are
+            computed directly from the hidden states.
         kv_lora_rank: Size of the vector from which keys and values are computed.
         qk_head_dim: Channels of each head's queries and keys without positions.
-        qk_pos_emb_head_dim: Further channels of queries and keys, with rotary positions. All heads
-            share those of the keys.
+        qk_pos_emb_head_dim: Additional channels of queries and keys, which carry rotary positions.
+            All heads share the keys' channels.
         v_head_dim: Channels of each head's values.
         window_size: Limit self-attention to a sliding window: 511,0 lets a token attend to itself
-            and the 511 tokens before it. The second number is for encoders, and 0 or -1 here.
+            and the 511 tokens before it. The second number is for encoders and must be 0 or -1.
         window_attn_skip_freq: The layers with --window-size: a number N gives every Nth layer full
             attention and the others the window, and a pattern such as ([1]*5+[0])*4 has a 1 for
             each layer with the window. Default: all layers.
@@ -61,12 +61,15 @@ class SelfAttentionOptions:
             score for each head (attention sinks, as in GPT-OSS).
         no_rope_freq: The layers without rotary positions: a number N means every Nth layer, and a
             pattern such as ([0]*3+[1])*6 has a 1 for each of them. Default: none.
-        rope_type: How rotary positions reach beyond the trained context. yarn: frequencies of
-            planes that turn seldom are divided by --rotary-scaling-factor (Peng et al., 2023).
-        rotary_scaling_factor: The factor of YaRN: the context to reach / the trained one.
+        rope_type: How rotary positions extend beyond the trained context. yarn: low frequencies are
+            divided by --rotary-scaling-factor (Peng et al., 2023).
+        rotary_scaling_factor: YaRN's factor: the desired context length divided by the trained
+            context length.
         yarn_original_max_position_embeddings: The context that the model was trained with.
-        yarn_beta_fast: Turns within that context from which YaRN keeps a frequency.
-        yarn_beta_slow: Turns up to which YaRN divides it by the whole factor.
+        yarn_beta_fast: Number of turns within the trained context from which YaRN keeps a frequency
+            unchanged.
+        yarn_beta_slow: Number of turns within the trained context up to which YaRN divides a
+            frequency by the full factor.
         yarn_correction_range_round_to_int: Round these limits to whole channels.
         mscale: YaRN multiplies queries and keys by m(--mscale) / m(--mscale-all-dim), where m(x) is
             0.1 x ln(--rotary-scaling-factor) + 1.
@@ -108,32 +111,32 @@ class SelfAttentionOptions:
 
     @property
     def window(self) -> int | None:
-        """The number of earlier tokens that a token in a window attends to; `None` for all.
+        """The number of earlier tokens that a token attends to. `None` means all of them.
 
         Raises:
-            ValueError: `window_size` is not two numbers of which the second is 0 or -1.
+            ValueError: `window_size` is not two numbers, or the second is neither 0 nor -1.
         """
         if self.window_size is None:
             return None
         sizes = _SIZES.fullmatch("".join(self.window_size.split()))
         if sizes is None:
             raise ValueError(
-                f"--window-size {self.window_size}: expected the number of earlier tokens, and 0: "
+                f"--window-size {self.window_size}: expected the number of earlier tokens and 0, "
                 "for example 511,0"
             )
         return int(sizes[1])
 
 
 def layer_windows(options: SelfAttentionOptions, layers: int) -> tuple[int | None, ...]:
-    """Return `SelfAttentionOptions.window` of each layer, `None` for one with full attention.
+    """Return `SelfAttentionOptions.window` of each layer, `None` for layers with full attention.
 
     Args:
         options: The flags.
         layers: The number of layers of the model.
 
     Raises:
-        ValueError: `window_size` is no window, or `window_attn_skip_freq` neither a number nor a
-            pattern of as many entries as layers. The message names the flag.
+        ValueError: `window_size` is invalid, or `window_attn_skip_freq` is neither a number nor a
+            pattern with one entry per layer. The message names the flag.
     """
     window, frequency = options.window, options.window_attn_skip_freq
     if frequency is None:
@@ -150,8 +153,8 @@ def layer_rotates(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...
         layers: The number of layers of the model.
 
     Raises:
-        ValueError: `no_rope_freq` is neither a number nor a pattern of as many entries as layers.
-            The message names the flag.
+        ValueError: `no_rope_freq` is neither a number nor a pattern with one entry per layer. The
+            message names the flag.
     """
     if options.no_rope_freq is None:
         return (True,) * layers
@@ -160,7 +163,7 @@ def layer_rotates(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...
 
 
 def _chosen(flag: str, given: str, layers: int, *, number_is_one: bool) -> tuple[bool, ...]:
-    """Return which layers have a 1: as a pattern says, or every Nth layer or all others."""
+    """Return which layers a flag marks with a 1: by a pattern, or as every Nth or all others."""
     text = "".join(given.split())
     if _NUMBER.fullmatch(text):
         return tuple(((index + 1) % int(text) == 0) == number_is_one for index in range(layers))

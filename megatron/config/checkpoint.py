@@ -38,8 +38,9 @@ class CheckpointConfig:
         save_interval: Iterations between checkpoints.
         ckpt_format: Format of written checkpoints: native, legacy for files that Megatron-LM 23.08
             can load, or torch_dist for files that Megatron Core can load. All of them can be read.
-        transformer_impl: Layers of the Megatron Core that will load a torch_dist checkpoint: they
-            name a few parameters differently. The layers here are always the same.
+        transformer_impl: Layer implementation of the Megatron Core run that will load a torch_dist
+            checkpoint. The two implementations name a few parameters differently. Layers in this
+            package are always the same.
         save_interval_in_mins: Time between checkpoints. With --save-interval, a checkpoint is
             written whenever either is due.
         async_save: Write checkpoints in the background. Training waits only while its state is

@@ -181,14 +181,14 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
         lines += rules_legacy.not_kept(config.precision, style, f"--ckpt-format {kind}")
         if config.schedule.lr_warmup_style == "log":
             lines.append(
-                f"--ckpt-format {kind}: Megatron-LM has no --lr-warmup-style log: to resume there, "
-                "use --override-opt_param-scheduler"
+                f"--ckpt-format {kind}: Megatron-LM does not support --lr-warmup-style log: to "
+                "resume there, use --override-opt_param-scheduler"
             )
     return lines
 
 
 def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
-    """Yield notices about flags that have no effect together with others."""
+    """Yield notices about flags that have no effect when combined with others."""
     parallel = config.parallel
     alone = parallel.tensor_model_parallel_size == 1
     if parallel.sequence_parallel and alone:
@@ -203,8 +203,8 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     is_given = is_selective and "mlp" in training.recompute_modules and model.num_experts
     if is_given and all(mixture_layers(model, model.num_layers or 0)):
         yield (
-            "--recompute-modules mlp changes nothing: no layer has a dense MLP, and mixtures are "
-            "named moe"
+            "--recompute-modules mlp changes nothing: no layer has a dense MLP; use moe for "
+            "mixtures of experts"
         )
     iterations, profiling = config.training.train_iters, config.profiling
     if profiling.profile and iterations is not None and profiling.windows[0][0] > iterations:
@@ -220,7 +220,7 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     ]
     if later:
         yield (
-            f"--iterations-to-skip {' '.join(later)} changes nothing: the run ends before, at "
+            f"--iterations-to-skip {' '.join(later)} changes nothing: the run ends earlier, at "
             f"--train-iters {iterations}"
         )
     given = config.training.skip_train and not start.training.skip_train

@@ -33,8 +33,9 @@ class CurriculumConfig:
         curriculum_steps: Iterations until --curriculum-max-length is reached.
         curriculum_length_step: Lengths are multiples of this.
         curriculum_root_degree: Degree of the root: 2 is the square root, and 1 a straight line.
-        curriculum_lengths: With fixed_discrete: the lengths, one after the other.
-        curriculum_until: With fixed_discrete: the last iteration of each length but the last.
+        curriculum_lengths: With fixed_discrete: the lengths, in order.
+        curriculum_until: With fixed_discrete: the last iteration of each length except the final
+            one.
     """
 
     curriculum_schedule: str | None = flag(

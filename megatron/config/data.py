@@ -26,7 +26,8 @@ TOKENIZER_NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 TOKENIZER_TYPES = tuple(TOKENIZER_NEEDS)
 
-# Tokenizers to which --vocab-extra-ids appends sentinels, and those whose files may have some.
+# Tokenizers to which --vocab-extra-ids appends sentinels, and tokenizers whose files may contain
+# sentinels.
 APPENDS_SENTINELS = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
@@ -124,8 +125,8 @@ class DataOptions(RetroDataOptions):
             PREFIX ...
         text_key: The key of a document's text in JSON lines, or the column in parquet files, when
             --data-path names text files.
-        skip_bad_lines: Leave out lines of text files that hold no document: the first of each file
-            are reported, and the end of the run counts all.
+        skip_bad_lines: Skip lines of text files that hold no document. The first bad lines of each
+            file are reported, and their total is printed at the end of the run.
         blend_schedule: Weights of the training datasets that change during the run: for each phase
             START:WEIGHT,WEIGHT,... with a weight for each dataset. START counts iterations with
             --train-iters, otherwise samples.
@@ -166,7 +167,7 @@ class DataOptions(RetroDataOptions):
         fim_prefix_token: Token before the prefix.
         fim_middle_token: Token before the middle.
         fim_suffix_token: Token before the suffix.
-        fim_pad_token: Token that fills up samples that became shorter.
+        fim_pad_token: Token that pads samples that rearranging made shorter.
         fim_eod_token: Token that ends documents. Default: the tokenizer's end-of-document token.
         mask_prob: Fraction of tokens to mask for BERT and T5.
         short_seq_prob: Fraction of BERT and T5 samples that are shortened.

@@ -28,7 +28,8 @@ _REMEDY = {
     _EACH: 'give a JSON file such as {"train": ["0.3", "A", "0.7", "B"], "valid": "C", '
     '"test": null}, where null is no data',
 }
-# What the arguments that made a Retro's working folder decide: their names and types.
+# Settings that follow from the arguments of a Retro's working folder, with the arguments' names and
+# types.
 _OF_RETRO = {
     "model.retro_chunk_length": ("retro_gpt_chunk_length", int),
     "data.seq_length": ("retro_gpt_seq_length", int),
@@ -174,7 +175,7 @@ def _words(words: Sequence[str], what: str = "") -> tuple[str, ...]:
 
 
 def read_retro_workdir(config: RunOptions, found: Findings) -> dict[str, Any]:
-    """Return what --retro-workdir decides, by "section.field".
+    """Return the settings that follow from --retro-workdir, by "section.field".
 
     Args:
         config: The run as asked for.
@@ -205,6 +206,6 @@ def read_retro_workdir(config: RunOptions, found: Findings) -> dict[str, Any]:
             made = field.spell(taken[path])
             found.problems.append(
                 f"{field.spell(asked[path])}: --retro-workdir {folder} was made with {made}: drop "
-                "the flag, or use the folder of that data"
+                "the flag, or use the folder for that data"
             )
     return taken

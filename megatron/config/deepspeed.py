@@ -63,11 +63,11 @@ _SAME = {
     "curriculum_learning.schedule_config.difficulty": "curriculum.curriculum_lengths",
     "curriculum_learning.schedule_config.max_step": "curriculum.curriculum_until",
 }
-# Parts that are off unless "enabled" is true. Of other parts --fp16 and --bf16 decide that.
+# Parts that are off unless "enabled" is true. --fp16 and --bf16 decide about the other parts.
 _OFF_BY_DEFAULT = ("curriculum_learning", "flops_profiler", "tensorboard", "wandb")
-# Keys that are true or false and are read here, not as the value of a field.
+# Keys with true or false that are read in this module and are not the value of a field.
 _SWITCHES = ("wall_clock_breakdown", "activation_checkpointing.profile")
-# Numbers that DeepSpeed takes if a file has the first key without the second.
+# Values that DeepSpeed uses for the second key if a file has only the first one.
 _DEFAULTS = (
     ("fp16.enabled", "fp16.initial_scale_power", 16),
     ("optimizer.type", "optimizer.params.lr", 1e-3),
@@ -81,7 +81,7 @@ _DEFAULTS = (
 
 @dataclass(frozen=True)
 class KeyAnswer:
-    """What becomes of a key without translation.
+    """How a key that is not translated into flags is answered.
 
     Attributes:
         reason: Why it changes nothing, or why it is refused and what to do instead.
@@ -152,7 +152,7 @@ def key_table() -> KeyTable:
 
 
 def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile:
-    """Read a file, and add its mistakes and those between it and the command line to `found`.
+    """Read a file, and add its mistakes and its conflicts with the command line to `found`.
 
     Args:
         path: The JSON file.
@@ -171,7 +171,8 @@ def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile
                 f"{where[key]}: expected true or false, got {json.dumps(keys.pop(key))}"
             )
     for first, second, default in _DEFAULTS:
-        # "auto" leaves a value to the flags. Reports have no flag for it, and take the default.
+        # "auto" leaves a value to the flags. Values of reports have no flags, so they get the
+        # default.
         is_open = first.startswith(_OFF_BY_DEFAULT) and keys.get(second) is None
         if keys.get(first) and (second not in keys or is_open):
             keys[second] = default
@@ -273,7 +274,7 @@ def _settings(
             yield "steps_per_print", "logging.log_interval", steps
         else:
             found.notices.append(
-                f"{where['steps_per_print']}: there is one log line, every --log-interval "
+                f"{where['steps_per_print']}: the log line is printed every --log-interval "
                 f"{interval} iterations"
             )
 
@@ -374,7 +375,7 @@ def _warm_up(
 
 
 def _length(given: Mapping[str, Any]) -> str:
-    """Return how long a decay takes for which the file gives no length."""
+    """Return the length of a decay, as text for a message, if the file does not give it."""
     for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
         if given.get(f"schedule.{name}") is not None:
             return field_at(f"schedule.{name}").spell(given[f"schedule.{name}"])
@@ -478,7 +479,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{name}: larger than {_MOST_BYTES:,} characters")
 
     def no_constant(word: str) -> None:
-        raise ValueError(f"{word} is no number in JSON: write a finite one")
+        raise ValueError(f"{word} is not a number in JSON: write a finite number")
 
     def whole_number(word: str) -> int:
         if len(word) > _MOST_DIGITS:
@@ -507,7 +508,7 @@ def _lines(text: str, name: str) -> dict[str, int]:
         ConfigError: An object has a key twice.
     """
     lines: dict[str, int] = {}
-    keys: list[str] = []  # of the objects around the place that has been reached
+    keys: list[str] = []  # of the objects that enclose the current position
     seen: list[dict[str, int]] = []  # the keys of each of these objects so far
     for token in _TOKEN.finditer(text):
         if token[0] == "{":
@@ -533,8 +534,8 @@ def _collect(
 ) -> dict[str, Any]:
     """Return the values of the translated keys of a part of the file, by path.
 
-    The value of a key that leaves it to the flags is `None`.
-    Other keys are answered: unknown and refused ones as problems, others with notices.
+    The value is `None` for a key that leaves the choice to the flags. Unknown and refused keys are
+    added to `found` as problems, and all other keys as notices.
     """
     table = key_table()
     keys: dict[str, Any] = {}
@@ -559,7 +560,7 @@ def _collect(
         elif not inner:
             near = suggestion(key, (*table.translated, *table.answers))
             remedy = near or ": remove it (docs/deepspeed.md lists all keys)"
-            found.problems.append(f"{where[key]} is no key of DeepSpeed{remedy}")
+            found.problems.append(f"{where[key]} is not a DeepSpeed key{remedy}")
         elif not isinstance(value, dict):
             found.problems.append(
                 f"{where[key]}: expected an object such as {{{json.dumps(inner[0][len(key) + 1 :])}"

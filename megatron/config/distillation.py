@@ -25,24 +25,25 @@ class DistillationConfig:
         teacher_load: Folder of a teacher's checkpoint. The run's model learns from the teacher's
             distribution of every token. The teacher may have other layers and widths, but needs the
             same tokenizer.
-        kd_loss_alpha: Weight of the divergence from the teacher in the loss. The cross entropy of
-            the data has the rest: 1 leaves it out.
+        kd_loss_alpha: Weight of the divergence from the teacher in the loss. The cross entropy with
+            the data gets the remaining weight, which is 0 if this is 1.
         kd_temperature: Divide the logits of teacher and student by this number for the divergence,
             which is multiplied by its square.
         logits_save_dir: Write the teacher's most likely tokens of every training sample to this
-            folder, instead of training. The teacher is that of --teacher-load, or else of --load.
-            What is in the folder already is not computed again.
+            folder, instead of training. The teacher is the model in --teacher-load or, without that
+            flag, in --load. Files that are already in the folder are not computed again.
         logits_save_top_k: Tokens to write for each position.
-        logits_save_top_p: Write no more tokens of a position once they have this probability.
-        logits_save_top_p_min_k: Tokens to write for each position whatever --logits-save-top-p
-            says.
+        logits_save_top_p: Stop writing tokens for a position once their total probability reaches
+            this.
+        logits_save_top_p_min_k: Minimum number of tokens to write for each position, regardless of
+            --logits-save-top-p.
         logits_save_dtype: Number format of the log-probabilities that are written.
         logits_load_dir: Learn from the distributions in this folder, which --logits-save-dir
             wrote.
         logits_load_decode_threads: Accepted for compatibility; no effect.
         logits_load_prefetch_factor: Accepted for compatibility; no effect.
-        logits_load_ignore_errors: If the logits of a sample cannot be read, say so and learn from
-            its tokens alone.
+        logits_load_ignore_errors: If the logits of a sample cannot be read, report it and learn
+            from the sample's tokens alone.
     """
 
     teacher_load: str | None = flag(None, only_for=("gpt",))

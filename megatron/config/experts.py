@@ -76,9 +76,9 @@ class ExpertOptions:
         moe_router_topk: Number of experts that each token is sent to.
         moe_router_score_function: Function that turns the router's logits into scores.
         moe_router_pre_softmax: Take the softmax over all experts before choosing the best. Off:
-            over the chosen ones.
-        moe_router_num_groups: Number of groups of experts, of which each token may use
-            --moe-router-group-topk. Default: no groups.
+            take it over the chosen experts.
+        moe_router_num_groups: Number of groups that the experts are divided into. Each token uses
+            experts of at most --moe-router-group-topk groups. Default: no groups.
         moe_router_group_topk: Number of groups that a token may use.
         moe_router_group_score_topk: Choose groups by the sum of this many of their best scores.
             Default: --moe-router-topk / --moe-router-group-topk.
@@ -98,13 +98,14 @@ class ExpertOptions:
             from 1 by at most this. Default: no noise.
         moe_expert_capacity_factor: Drop the tokens of an expert beyond this multiple of an even
             share. Default: no token is dropped.
-        moe_eval_capacity_factor: The same in evaluation. Default: as in training.
-        moe_min_capacity: Number of tokens that an expert keeps in any case.
+        moe_eval_capacity_factor: Capacity factor in evaluation. Default:
+            --moe-expert-capacity-factor.
+        moe_min_capacity: Minimum capacity of an expert, in tokens.
         moe_token_dropping: Drop tokens beyond the capacity. Off: no limit, whatever capacity factor
             is given.
         moe_token_drop_policy: Tokens that are kept: those with the highest scores, or the first.
-        moe_pad_expert_input_to_capacity: Accepted for compatibility; no effect. Experts multiply
-            the rows that they have.
+        moe_pad_expert_input_to_capacity: Accepted for compatibility; no effect. Experts compute
+            exactly the rows that they receive.
         moe_per_layer_logging: Write the routers' losses of each layer to TensorBoard and the other
             files of metrics, in addition to their means over layers.
     """
@@ -152,13 +153,13 @@ class ExpertOptions:
     moe_pad_expert_input_to_capacity: bool = flag(
         False,
         requires=_DROPS,
-        notice="changes nothing: experts multiply the rows that they have, however many",
+        notice="changes nothing: experts compute exactly the rows that they receive",
     )
     moe_per_layer_logging: bool = flag(False, requires=_MIXTURE)
 
     @property
     def expert_counts(self) -> tuple[int, ...]:
-        """The different numbers of experts of mixture layers, the lowest first."""
+        """The distinct numbers of experts in mixture layers, in ascending order."""
         given = self.num_experts or ()
         return tuple(sorted(set(given) - {1} if len(given) > 1 else given))
 
@@ -193,9 +194,8 @@ def layer_experts(options: ExpertOptions, layers: int) -> tuple[int, ...]:
         layers: The number of layers of the model.
 
     Raises:
-        ValueError: `moe_layer_freq` is neither a number, nor last-of- and a number, nor a pattern
-            of as many entries as layers; or `num_experts` is neither one number nor as many as
-            there are such layers.
+        ValueError: `moe_layer_freq` is not a number, last-of-N or a pattern with one entry per
+            layer; or `num_experts` is neither one number nor one number per mixture layer.
     """
     counts = options.num_experts
     if not counts:
@@ -205,8 +205,8 @@ def layer_experts(options: ExpertOptions, layers: int) -> tuple[int, ...]:
         return tuple(counts[0] if is_chosen else 0 for is_chosen in chosen)
     if len(counts) != sum(chosen):
         raise ValueError(
-            f"it chooses {sum(chosen)} layers, and --num-experts has {len(counts)} numbers: give "
-            "one number, or as many"
+            f"it chooses {sum(chosen)} layers, but --num-experts has {len(counts)} numbers: give "
+            "one number, or one for each of these layers"
         )
     left = iter(counts)
     found = [next(left) if is_chosen else 0 for is_chosen in chosen]

@@ -47,8 +47,8 @@ class FlagInfo:
         off: Spellings that turn a switch off. If empty, `--no-` and the preferred spelling.
         choices: The accepted values.
         convert: The function that reads the value from text, if not the usual one for its type.
-        notice: Printed once if the value is not the default, for a flag that is accepted although
-            it has no effect.
+        notice: A line that is printed once if the value is not the default. It is for flags that
+            are accepted although they have no effect.
         at_least: The smallest value.
         above: A number that every value must exceed.
         below: A number that every value must stay below.

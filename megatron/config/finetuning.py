@@ -20,20 +20,22 @@ class FinetuningConfig:
     """Finetuning.
 
     Attributes:
-        sft: Train on conversations: --data-path and its kin name JSON lines, and only what the
-            assistant says counts in the loss. finetune.py does so unless --no-sft is given.
+        sft: Train on conversations. --data-path and similar flags name JSON Lines files, and only
+            the assistant's turns count in the loss. finetune.py turns this on unless --no-sft is
+            given.
         train_on_inputs: Count the other turns in the loss, too.
         last_turn_only: Count only the assistant's last turn of a conversation.
-        truncation: What to do with an example of more tokens than --seq-length: end with an error,
-            leave it out (drop), keep its first (keep-start) or last (keep-end) tokens, or make
-            several examples of it (split).
+        truncation: What to do with an example that is longer than --seq-length: end with an error,
+            leave it out (drop), keep its first (keep-start) or last (keep-end) tokens, or split it
+            into several examples (split).
         packing: Pack several examples into a row of --seq-length tokens. Each attends only to
             itself. Off: one example per row, and padding.
-        sample_prompts: File with prompts, one per line, or JSON lines with a "prompt". The model in
-            training answers them greedily, in the log. With --sft they are a user's turns.
+        sample_prompts: File with prompts, one per line, or JSON lines with a "prompt". During
+            training, the model answers them greedily, and the answers are logged. With --sft, each
+            prompt is a user's turn.
         sample_interval: Iterations between these answers. Default: --eval-interval.
-        sample_tokens: Most tokens of such an answer.
-        train_epochs: Length of the run: passes over the training examples.
+        sample_tokens: Maximum number of tokens in each of these answers.
+        train_epochs: Length of the run in passes over the training examples.
     """
 
     sft: bool = flag(False, only_for=("gpt",))
@@ -54,7 +56,7 @@ def finetuning_words(words: Sequence[str]) -> list[str]:
 
     They are --sft; with it --calculate-per-token-loss, because rows hold different numbers of
     tokens that count; and --finetune if --load names another folder than --save. A flag that turns
-    one off (`--no-sft`, `--no-calculate-per-token-loss`, `--no-finetune`) wins.
+    one of them off (`--no-sft`, `--no-calculate-per-token-loss`, `--no-finetune`) takes precedence.
     """
     given = {found.name: found.values for found in split(words)}
     now = []

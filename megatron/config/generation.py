@@ -76,8 +76,8 @@ class ServerConfig:
         max_batch_size: Maximum number of sequences computed at once. Others wait.
         max_queued_requests: Maximum number of running and waiting sequences. Further requests get
             status 429.
-        cache_tokens: Size of the KV cache. Default: as much as fits in memory and can be used. A
-            Retro has none.
+        cache_tokens: Size of the KV cache. Default: as much as fits in memory and can be used.
+            Retro has no KV cache.
         max_body_bytes: Maximum size of a request body. Larger requests are refused.
         request_timeout: Time limit for a single answer.
         log_requests: Write the body of every PUT /api request, with its prompts, to the log, unless
@@ -144,10 +144,10 @@ class SamplesConfig:
         top_p: Sample from the most likely tokens that together have this probability. 0 disables
             the limit.
         recompute: Accepted for compatibility; no effect. A GPT always uses its KV cache, which
-            gives the same results, and a Retro has none.
+            gives the same results, and a Retro has no KV cache.
         max_batch_size: Maximum number of texts computed at once.
-        serve_adapter: Adapter that writes all texts, as NAME=FOLDER. The folder has PEFT's files,
-            or checkpoints of a run with --lora-rank.
+        serve_adapter: Adapter to use for all texts, as NAME=FOLDER. The folder has PEFT's files, or
+            checkpoints of a run with --lora-rank.
         bert_embedder_load: For a Retro: folder or name of the network that embeds chunks. Default:
             the one that --retro-workdir was made with.
     """
@@ -207,8 +207,8 @@ def sample_problems(samples: SamplesConfig) -> list[str]:
         (samples.prompt == "", "--prompt is empty: give some text, or --num-samples alone"),
         (
             len(samples.serve_adapter or ()) > 1,
-            "--serve-adapter names several adapters, but one writes all texts: give one, or start "
-            "a server, whose requests choose",
+            "--serve-adapter names several adapters, but a single adapter is used for all texts: "
+            "give one, or start a server, where each request chooses its adapter",
         ),
     )
     return [

@@ -53,7 +53,7 @@ class DenseOptions:
             --geglu, 8/3 x --hidden-size rounded down to a multiple of 64.
         num_attention_heads: Number of query heads.
         kv_channels: Size of an attention head. Default: --hidden-size / --num-attention-heads.
-        group_query_attention: Share keys and values among groups of query heads.
+        group_query_attention: Let each group of query heads share one head of keys and values.
         num_query_groups: Number of key-value heads with --group-query-attention.
         max_position_embeddings: Longest sequence the position embedding covers. Default:
             --seq-length.
@@ -111,9 +111,9 @@ class DenseOptions:
         use_flash_attn: Require attention kernels that never store all scores (GPU, fp16 or bf16):
             FlashAttention 4 if flash-attn-4 is installed and faster (--micro-batch-size 1, no
             dropout, no mask), otherwise the first suitable kernel of cuDNN or PyTorch.
-        batch_invariant_mode: Compute each token with the same bits in any batch, so that a model in
-            training gives its answers the log-probabilities with which it wrote them
-            (docs/reinforcement.md). On CPUs, in fp32; slower.
+        batch_invariant_mode: Compute bitwise identical results for each token in any batch, so that
+            training assigns a model's answers the same log-probabilities as generation did
+            (docs/reinforcement.md). Runs on CPUs, in fp32, and is slower.
         masked_softmax_fusion: Allow a fused attention kernel. Off: compute scores, mask and softmax
             separately.
         apply_rope_fusion: Split queries, keys and values and rotate them in one kernel. Off: use
@@ -198,8 +198,9 @@ class DenseOptions:
     def activation(self) -> str:
         """Name of the MLP's activation, a function of `kernels.activation`.
 
-        Flags are tried in Megatron's order of precedence. Its default, the fused bias-GeLU, is the
-        tanh form. Without fusion, and so without biases, it uses the exact form.
+        Flags are tried in Megatron's order of precedence. Megatron's default, the fused bias-GeLU,
+        is the tanh form. Without fusion, and therefore without biases, Megatron uses the exact
+        form.
         """
         for name, is_on in (
             ("swiglu", self.swiglu),
@@ -299,7 +300,7 @@ _NOT_OF_THE_NETWORK = {
     "lora_dropout",
     "load_adapter",
     "frozen_weights_dtype",
-    # What a trained Retro may be given, or trained with, anew.
+    # Settings of a retriever that may differ from those that its Retro was trained with.
     "retro_add_retriever",
     "retro_freeze_gpt",
     "retro_encoder_hidden_dropout",
@@ -350,7 +351,7 @@ def flash_head_misfit(size: int, *, largest: int = _LARGEST_FLASH_HEAD) -> str:
 
     Args:
         size: The number of channels per head.
-        largest: The largest head size of the kernels. Default: that of PyTorch's kernels.
+        largest: The largest head size of the kernels. Default: the limit of PyTorch's kernels.
     """
     if size % _FLASH_HEAD_STEP or size > largest:
         return f"head size {size} is not a multiple of {_FLASH_HEAD_STEP} up to {largest}"

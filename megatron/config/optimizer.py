@@ -36,7 +36,7 @@ class OptimizerConfig:
 
     Attributes:
         optimizer: Optimizer (adam is AdamW). muon orthogonalizes the updates of the matrices in the
-            layers, and follows adam for embeddings, the output layer and vectors.
+            layers, and uses adam for embeddings, the output layer and vectors.
         weight_decay: Weight decay. It is decoupled with adam and muon, and added to gradients with
             sgd.
         start_weight_decay: Weight decay at the start of the ramp.
@@ -49,21 +49,22 @@ class OptimizerConfig:
         sgd_momentum: Momentum of --optimizer sgd.
         muon_momentum: Momentum of --optimizer muon.
         muon_use_nesterov: Use Nesterov's momentum in --optimizer muon.
-        muon_split_qkv: Orthogonalize queries, keys and values each by themselves. Off: as the one
-            matrix that computes them.
-        muon_scale_mode: Scale of an orthogonalized update [out, in]: spectral is the square root of
-            the larger size, unit_rms_norm that of out / in, and shape_scaling that of out / in or
-            1, whichever is larger.
-        muon_extra_scale_factor: Factor of all updates by --optimizer muon. With spectral, 0.2 makes
-            them as large as those of adam.
+        muon_split_qkv: Orthogonalize the projections of queries, keys and values separately. Off:
+            as one combined matrix.
+        muon_scale_mode: Scale of an orthogonalized update [out, in]: the square root of max(out,
+            in) with spectral, of out / in with unit_rms_norm, and of max(1, out / in) with
+            shape_scaling.
+        muon_extra_scale_factor: Factor applied to all updates of --optimizer muon. With
+            --muon-scale-mode spectral, 0.2 makes them as large as adam's.
         muon_num_ns_steps: Newton-Schulz iterations of each update.
         muon_coefficient_type: Coefficients of the iterations: one set for all (simple), or five
             sets in turn (quintic).
         muon_fp32_matmul_prec: Number format of the iterations: medium computes in bf16, high in
             TF32 where the device has it, and highest in fp32.
         muon_tp_mode: Treatment of a matrix that tensor-parallel processes divide: blockwise
-            orthogonalizes each part by itself, so that results depend on their number. duplicated
-            gathers the matrix on all of them, and distributed adds up their products.
+            orthogonalizes each part separately, so results depend on the number of processes.
+            duplicated gathers the matrix on every process. distributed adds up matrix products over
+            the processes.
         muon_scalar_optimizer: Optimizer of the parameters that are not matrices.
         optimizer_cpu_offload: Keep fp32 weights and optimizer states in host memory and compute the
             update there.
@@ -112,8 +113,8 @@ class ScheduleConfig:
             at the end.
         lr_wsd_decay_iters: With --lr-decay-style WSD: length of the decay at the end.
         lr_wsd_decay_samples: With --lr-decay-style WSD: length of the decay at the end.
-        lr_range_test_min_lr: First learning rate of a range test, which raises it without end, to
-            find the largest one with which a network learns. --lr is then not needed.
+        lr_range_test_min_lr: First learning rate of a range test, which keeps raising the rate to
+            find the largest one at which a network learns. --lr is not needed then.
         lr_range_test_step_size: Iterations in which a range test raises the rate by one step.
         lr_range_test_step_rate: Height of a step of a range test, in multiples of the first rate.
         lr_range_test_staircase: Raise the rate of a range test once at the end of each step. Off:

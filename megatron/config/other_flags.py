@@ -54,9 +54,9 @@ class OldFlag:
         name: The spelling.
         era: The versions that had it.
         now: What it is called today, for the documentation.
-        becomes: Today's flags, each with the words of its value, where `*` stands for the words of
-            the old flag, or for the only one of them within a word. An entry with `unless` is left
-            out if any flag listed there is given.
+        becomes: Today's flags, each with the words of its value. `*` stands for the words of the
+            old flag or, within a word, for its only word. An entry with `unless` is left out if any
+            flag listed there is given.
         program: The program that takes it, identified by its file and by one of its flags. If
             empty, all programs take it.
     """
@@ -237,7 +237,8 @@ def _without_single_expert(flags: list[Given], found: Findings) -> list[Given]:
     names = {*by_spelling([ExpertOptions]), "--expert-model-parallel-size"}
     dropped = " ".join(str(flag) for flag in flags if flag.name in names)
     found.notices.append(
-        f"--num-experts 1 is a dense network in Megatron-DeepSpeed, read as nothing: {dropped}"
+        "--num-experts 1 is a dense network in Megatron-DeepSpeed, so these flags are ignored: "
+        f"{dropped}"
     )
     return [flag for flag in flags if flag.name not in names]
 

@@ -118,7 +118,8 @@ class _CommandLine(Findings):
         """Run a step on which all later ones depend, and return its result.
 
         Raises:
-            UserError: The work failed. The mistakes found so far are reported with its error.
+            UserError: The step failed. The mistakes found so far are reported together with its
+                error.
         """
         try:
             return work()
@@ -196,7 +197,8 @@ def parse_config(
     line.problems += program.check_extra(*extra)
     if line.problems:
         raise ConfigError(line.problems)
-    # Nothing may depend on unread values, and the words of data files are already taken.
+    # Nothing may depend on values that the program does not read. The words of data files have
+    # already replaced the flags that name the files.
     config = resolve(with_values(config, unread | dict.fromkeys(DATA_FILES)), world_size)
     notices = (*line.notices, *find_notices(config, world_size, start))
     return ParsedRun(narrow(config, RunConfig), notices, extra)

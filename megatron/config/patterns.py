@@ -10,7 +10,7 @@ _LIST = r"\[((?:[01](?:,[01])*)?)\]"
 _IN_PARENTHESES = re.compile(rf"\({_LIST}\)")
 _REPEATED = re.compile(rf"{_LIST}\*([0-9]{{1,5}})")
 _SUM = re.compile(rf"{_LIST}\+{_LIST}(?!\*)")
-_MOST_PASSES = 32  # over a pattern: each halves the number of sums, and opens a pair of parentheses
+_MOST_PASSES = 32  # each pass halves the number of sums and removes innermost parentheses
 
 
 def read_pattern(text: str, layers: int, *, others: str = "a number") -> tuple[bool, ...]:
@@ -20,15 +20,15 @@ def read_pattern(text: str, layers: int, *, others: str = "a number") -> tuple[b
         text: Lists of ones and zeros that `+`, `*` and parentheses combine as in Python, without
             spaces.
         layers: The number of layers of the model.
-        others: What else the flag may be, for the message.
+        others: Other values that the flag accepts, for the message.
 
     Raises:
-        ValueError: The text is no such pattern, or has another number of entries.
+        ValueError: The text is not such a pattern, or has the wrong number of entries.
     """
 
     def repeat(match: re.Match[str]) -> str:
         entries, times = match[1].split(",") if match[1] else [], int(match[2])
-        if len(entries) * times > MAX_LAYERS:  # before there are as many
+        if len(entries) * times > MAX_LAYERS:  # checked before the list is built
             raise ValueError(f"expected at most {MAX_LAYERS} layers")
         return f"[{','.join(entries * times)}]"
 
@@ -45,5 +45,5 @@ def read_pattern(text: str, layers: int, *, others: str = "a number") -> tuple[b
         raise ValueError(f"expected {others}, or a pattern such as ([0]*1+[1]*3)")
     entries = text[1:-1].replace(",", "")
     if len(entries) != layers:
-        raise ValueError(f"it names {len(entries)} layers, and the model has {layers}")
+        raise ValueError(f"it names {len(entries)} layers, but the model has {layers}")
     return tuple(entry == "1" for entry in entries)

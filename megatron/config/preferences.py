@@ -14,7 +14,7 @@ OF_REWARDS = "bradley-terry"
 _SFT = Need(lambda run: run.finetuning.sft, "--sft")
 _OF_BETA = Need(
     lambda run: run.preferences.preference_loss not in (None, OF_REWARDS),
-    "a --preference-loss of log-probabilities",
+    f"a --preference-loss other than {OF_REWARDS}",
 )
 _OF_REWARDS = Need(
     lambda run: run.preferences.trains_reward_model, f"--preference-loss {OF_REWARDS}"
@@ -38,20 +38,20 @@ class PreferenceConfig:
         preference_loss: Train on pairs of a chosen and a rejected answer with this loss: DPO, IPO,
             the hinge loss of SLiC, robust DPO, SimPO or ORPO. bradley-terry trains a reward model,
             whose output layer gives each answer a reward.
-        preference_beta: Factor of the log-probabilities that makes them rewards (TRL's beta): how
-            closely the policy follows the reference. In IPO it is tau, in ORPO lambda. SimPO's
-            authors use 2 to 10.
+        preference_beta: Factor that turns log-probabilities into rewards (TRL's beta). It
+            determines how closely the policy follows the reference. In IPO it is tau, in ORPO
+            lambda. SimPO's authors use 2 to 10.
         preference_label_smoothing: Probability that the two answers of a pair were exchanged by
             mistake (TRL's label_smoothing). With dpo this is conservative DPO.
-        simpo_gamma: The margin by which the reward of the chosen answer should exceed the other,
-            in SimPO (TRL's simpo_gamma).
+        simpo_gamma: The margin by which the reward of the chosen answer should exceed the reward of
+            the rejected one, in SimPO (TRL's simpo_gamma).
         center_rewards_coefficient: Factor of the squared sum of a pair's rewards, added to the loss
             of a reward model so that rewards are 0 on average (TRL's
             center_rewards_coefficient; 0.01 is usual).
         reference_log_probs: File that keeps the log-probabilities that the reference model, which
             has the run's initial weights, gives to all answers. They are computed if the file is
-            missing or belongs to other data or weights. Without a name it is
-            reference_log_probs.npz in --save.
+            missing or belongs to other data or weights. Default: reference_log_probs.npz in the
+            --save folder.
     """
 
     preference_loss: str | None = flag(

@@ -11,8 +11,8 @@ from typing import Any
 from megatron.config.data import DataOptions
 from megatron.config.run import RunOptions, flatten, with_values
 
-# Fields that are derived again if a flag changes what they follow from (`forget_derived`). The
-# global batch size is not among them: a run keeps the one it has.
+# Fields that are derived again if a flag changes the values that they depend on (`forget_derived`).
+# The global batch size is not among them: a run keeps the one that it has.
 _FOLLOWING = (
     "model.decoder_num_layers",
     "model.kv_channels",
@@ -39,7 +39,7 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
 def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     """Return the value of each field that follows from others, by "section.field".
 
-    A value is `None` if those it follows from are unset.
+    A value is `None` if the values that it depends on are unset.
     """
     model, training, optimizer = config.model, config.training, config.optimizer
     hidden, heads = model.hidden_size, model.num_attention_heads

@@ -14,7 +14,8 @@ ARGUMENTS = "args.json"  # the command line that made a working folder
 _MOST_BYTES = 1 << 26
 _RETRO = ("retro",)
 _CYCLIC = Need(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
-# A layer that attends to neighbors is every third one from the first; Megatron-LM's rule for it.
+# Every third layer attends to neighbors, from the first such layer on. Megatron-LM places the first
+# one at layer 6 in models of up to 15 layers, and at layer 9 in others.
 _FIRST_OF_FEW, _FIRST_OF_MANY, _FEW, _STEP = 6, 9, 15, 3
 
 
@@ -23,8 +24,8 @@ class RetroOptions:
     """Retro's network.
 
     Attributes:
-        retro_add_retriever: With --finetune, --load may name a GPT, which gets a retriever with new
-            weights. A Retro's checkpoints have one.
+        retro_add_retriever: With --finetune, --load may name a GPT, to which a retriever with new
+            weights is added. Checkpoints of a Retro already have one.
         retro_freeze_gpt: Train only the retriever and the attention to neighbors, and leave the
             weights of the GPT as they are.
         retro_encoder_layers: Number of layers that encode the neighbors.
@@ -34,8 +35,8 @@ class RetroOptions:
         retro_num_neighbors: Number of neighbors that each chunk attends to.
         retro_num_retrieved_chunks: Number of chunks in a neighbor: the chunk that was found and
             those that follow it.
-        retro_chunk_length: Length of the chunks that have neighbors of their own. Default: that of
-            --retro-workdir.
+        retro_chunk_length: Length of the chunks that have neighbors of their own. Default: the
+            length in --retro-workdir.
     """
 
     retro_add_retriever: bool = flag(False, only_for=_RETRO)
@@ -65,12 +66,13 @@ class RetroDataOptions:
     Attributes:
         retro_workdir: Working folder that tools/retro/main.py made. It determines the data, the
             split, the seed of the data and the length of a chunk.
-        retro_cyclic_train_iters: Number of iterations for whose samples neighbors were retrieved,
-            which --dataloader-type cyclic repeats. Default: those of the run.
-        retro_compatible: Read missing neighbors as Megatron-LM 23.08 does, which takes the last
-            chunk of the database and the first for them. Otherwise they are empty.
+        retro_cyclic_train_iters: Number of iterations whose samples have retrieved neighbors.
+            --dataloader-type cyclic repeats these samples. Default: the iterations of the run.
+        retro_compatible: Read missing neighbors as Megatron-LM 23.08 does, which replaces each of
+            them with the last chunk of the database, followed by the first. Otherwise they are
+            empty.
         retro_eval_shuffled: Evaluate a second time with the neighbors of other chunks. The
-            difference of the losses is what the model gains from its neighbors.
+            difference between the two losses shows how much the model gains from its neighbors.
         retro_return_doc_ids: Accepted for compatibility; no effect in training.
     """
 

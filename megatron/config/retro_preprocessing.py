@@ -60,8 +60,8 @@ class RetroGPTConfig:
 
     Attributes:
         retro_gpt_data_path: Indexed datasets, as WEIGHT PREFIX WEIGHT PREFIX ... or one PREFIX.
-        retro_gpt_split: Shares of the documents for training, validation and test. Chunks of
-            training documents are what is retrieved.
+        retro_gpt_split: Shares of the documents for training, validation and test. Only chunks of
+            training documents are retrieved.
         retro_gpt_seed: Seed of the order of the samples.
         retro_gpt_seq_length: Sequence length.
         retro_gpt_chunk_length: Length of a chunk. It divides the sequence length.
@@ -116,8 +116,8 @@ class RetroEmbeddingConfig:
         retro_bert_tokenizer_type: BERT's tokenizer type.
         retro_bert_vocab_file: BERT's vocabulary file.
         retro_bert_batch_size: Number of chunks that are embedded at a time.
-        retro_bert_max_chunk_length: Longest text in BERT's tokens. The end of a longer one is cut
-            off.
+        retro_bert_max_chunk_length: Maximum length of a text in BERT's tokens. Longer texts are
+            truncated.
         output_bert_embeddings: Accepted for old scripts; no effect.
     """
 
@@ -149,8 +149,8 @@ class RetroIndexConfig:
         retro_index_str: Description of the index for faiss.index_factory.
         retro_index_nfeats: Width of an embedding.
         retro_index_ntrain: Number of chunks that the index is trained on.
-        retro_index_train_load_fraction: Share of those chunks that is used.
-        retro_index_add_load_fraction: Share of the chunks that is added to the index.
+        retro_index_train_load_fraction: Fraction of those chunks to use.
+        retro_index_add_load_fraction: Fraction of the chunks to add to the index.
         retro_index_delete_training_embeddings: Delete the embeddings of the training chunks once
             the index is trained.
         retro_index_delete_added_codes: Delete the codes of the chunks once they are in the index.

@@ -1,4 +1,4 @@
-"""Rules for curriculum learning: its lengths, and what they must divide over."""
+"""Rules for curriculum learning: its lengths, and the numbers that must divide them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _discrete(asked: CurriculumConfig, longest: int) -> Iterator[str]:
 
 
 def _lengths(asked: CurriculumConfig, longest: int) -> Iterator[tuple[str, int]]:
-    """Yield the numbers of which all lengths are multiples, with their flags."""
+    """Yield the numbers that all lengths are multiples of, with their flags."""
     for length in asked.curriculum_lengths or ():
         yield "--curriculum-lengths", length
     if asked.curriculum_schedule != "fixed_discrete":

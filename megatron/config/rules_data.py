@@ -43,7 +43,7 @@ def sources(config: RunOptions, world_size: int) -> Iterator[str]:
     data, given = config.data, _given(config.data)
     whole = [_spelt(data, field) for field in given if field == "data_path"]
     own = list(dict.fromkeys(_spelt(data, field) for field in given if field != "data_path"))
-    # A Retro reads the corpus of its working folder, for which another rule asks.
+    # A Retro reads the corpus of its working folder, which another rule requires.
     if not whole and not own and not data.mock_data and config.model.architecture != "retro":
         yield "no corpus: give --data-path PREFIX, or --mock-data to train on generated tokens"
     if (whole or own) and data.mock_data:

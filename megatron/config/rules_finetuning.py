@@ -24,18 +24,21 @@ _NOT_WITH_SFT = {
 
 # Flags with which the model in training cannot generate, with the values that it can.
 _NOT_WITH_SAMPLES: Exclusions = {
-    "parallel.pipeline_model_parallel_size": ((1,), "the stages wait for training's messages"),
-    "parallel.context_parallel_size": ((1,), "an answer is not split over processes"),
-    "parallel.expert_model_parallel_size": ((1,), "copies of the model answer by themselves"),
-    "parallel.sequence_parallel": ((False,), "the tokens of a step do not divide over processes"),
+    "parallel.pipeline_model_parallel_size": ((1,), "generation does not run on pipeline stages"),
+    "parallel.context_parallel_size": ((1,), "generation does not split an answer over processes"),
+    "parallel.expert_model_parallel_size": ((1,), "each copy of the model generates on its own"),
+    "parallel.sequence_parallel": (
+        (False,),
+        "a generation step has too few tokens to split",
+    ),
     "parallel.zero_stage": ((None, 0, 1, 2), "no process holds whole weights"),
-    "precision.fp8_format": ((None,), "a step's rows are too few for FP8"),
+    "precision.fp8_format": ((None,), "a generation step has too few rows for FP8"),
     "training.cuda_graph_impl": (("none",), "recorded passes have fixed shapes"),
 }
 
 
 _NOT_WITH_TEACHER: Exclusions = {
-    "curriculum.curriculum_schedule": ((None,), "logits are those of whole samples"),
+    "curriculum.curriculum_schedule": ((None,), "logits are stored for whole samples"),
 }
 # Each data-parallel process computes its own files.
 _NOT_WITH_SAVING: Exclusions = {
@@ -43,17 +46,17 @@ _NOT_WITH_SAVING: Exclusions = {
 }
 
 
-# Flags with which products or sums are not those of --batch-invariant-mode.
+# Flags that change matrix products or sums that --batch-invariant-mode relies on.
 _NOT_BATCH_INVARIANT: Exclusions = {
     "precision.bf16": ((False,), "it computes in fp32"),
     "precision.fp16": ((False,), "it computes in fp32"),
     "precision.fp8_format": ((None,), "it computes in fp32"),
-    "parallel.tensor_model_parallel_size": ((1,), "sums over processes have an order of their own"),
-    "parallel.context_parallel_size": ((1,), "sums over processes have an order of their own"),
-    "model.num_experts": ((None,), "experts' products have other sizes in every batch"),
-    "model.lora_rank": ((None,), "adapters have products of their own"),
-    "model.use_flash_attn": ((False,), "its attention has a kernel of its own"),
-    "model.masked_softmax_fusion": ((True,), "its attention has a kernel of its own"),
+    "parallel.tensor_model_parallel_size": ((1,), "sums over processes have a different order"),
+    "parallel.context_parallel_size": ((1,), "sums over processes have a different order"),
+    "model.num_experts": ((None,), "the sizes of experts' products differ in every batch"),
+    "model.lora_rank": ((None,), "adapters add products of their own"),
+    "model.use_flash_attn": ((False,), "it uses its own attention kernel"),
+    "model.masked_softmax_fusion": ((True,), "it uses its own attention kernel"),
     "training.cuda_graph_impl": (("none",), "it runs on CPUs"),
 }
 
@@ -75,7 +78,7 @@ _NOT_WITH_ROLLOUTS: Exclusions = {
 
 # Flags with which a reward model cannot be trained, with the values that it can.
 _NOT_WITH_REWARDS: Exclusions = {
-    "model.lora_rank": ((None,), "adapters freeze all other weights, the new head among them"),
+    "model.lora_rank": ((None,), "adapters freeze all other weights, including the new head"),
     "finetuning.sample_prompts": ((None,), "a reward model writes no text"),
     "checkpoint.ckpt_format": (("native",), "Megatron's formats have no name for its head"),
 }
@@ -96,8 +99,8 @@ def rollouts(config: RunOptions, world_size: int) -> Iterator[str]:
     for name, value in values.items():
         if value:
             yield (
-                f"--{name}-dropout {value:g}: a model drops nothing out while it writes answers, "
-                f"and the loss compares it with itself in training: give --{name}-dropout 0"
+                f"--{name}-dropout {value:g}: generation uses no dropout, and the loss compares "
+                f"training with generation: give --{name}-dropout 0"
             )
 
 
@@ -121,7 +124,7 @@ def conversations(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that does not fit --preference-loss."""
+    """Yield an error for each setting that cannot be combined with --preference-loss."""
     loss, precision = config.preferences.preference_loss, config.precision
     if config.model.reward_head and not config.preferences.trains_reward_model:
         yield (
@@ -161,7 +164,7 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def dropout_of_preferences(config: RunOptions) -> Iterator[str]:
-    """Yield a notice if the policy drops out what the reference model does not."""
+    """Yield a notice if the policy has dropout, which the reference model does not have."""
     loss, model = config.preferences.preference_loss, config.model
     given = {
         "--hidden-dropout": model.hidden_dropout,
@@ -171,28 +174,31 @@ def dropout_of_preferences(config: RunOptions) -> Iterator[str]:
         if value:
             yield (
                 f"{name} {value:g} with --preference-loss {loss}: the reference model has no "
-                f"dropout, so that rewards are noisy: {name} 0 is what TRL does"
+                f"dropout, so rewards are noisy: TRL uses {name} 0"
             )
 
 
 def adapters(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that does not go together with adapters."""
+    """Yield an error for each setting that cannot be combined with adapters."""
     model, parallel, rank = config.model, config.parallel, config.model.lora_rank
     if rank is None:
         return
     shown = f"--lora-rank {rank}"
     if config.precision.fp8_format is not None:
-        yield f"{shown}: frozen weights do not multiply in 8 bits: use --bf16 without --fp8-format"
+        yield (
+            f"{shown}: FP8 training does not support frozen weights: use --bf16 without "
+            "--fp8-format"
+        )
     if model.use_dora and parallel.zero_stage == 3:
         yield (
-            "--use-dora: the lengths of rows are not known while weights are in shards: use "
+            "--use-dora: the lengths of rows are not known while weights are sharded: use "
             "--zero-stage 2, or drop the flag"
         )
     groups, tensor = model.num_query_groups, parallel.tensor_model_parallel_size
     if model.group_query_attention and groups and groups < tensor:
         yield (
-            f"{shown}: --tensor-model-parallel-size {tensor} divides the {groups} query groups: "
-            f"use at most {groups}"
+            f"{shown}: --tensor-model-parallel-size {tensor} splits the {groups} query groups: use "
+            f"at most {groups}"
         )
     if config.checkpoint.ckpt_format != "native":
         yield (
@@ -204,7 +210,7 @@ def adapters(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _packed_weights(config: RunOptions) -> Iterator[str]:
-    """Yield an error for each setting that does not go together with packed frozen weights."""
+    """Yield an error for each setting that cannot be combined with packed frozen weights."""
     shown = f"--frozen-weights-dtype {config.model.frozen_weights_dtype}"
     if config.parallel.zero_stage == 3:
         yield (
@@ -220,9 +226,9 @@ def _packed_weights(config: RunOptions) -> Iterator[str]:
         if size % (FROZEN_BLOCK * parts):
             share = f" on each of {parts} processes" if parts > 1 else ""
             yield (
-                f"{shown}: {name} {size} is not a multiple of {FROZEN_BLOCK}{share}, and so many "
-                f"weights share a scale: use {near_multiples(size, FROZEN_BLOCK * parts)}, fewer "
-                "tensor-parallel processes, or drop the flag"
+                f"{shown}: {name} {size} is not a multiple of {FROZEN_BLOCK}{share}, the number of "
+                f"weights that share a scale: use {near_multiples(size, FROZEN_BLOCK * parts)}, "
+                "fewer tensor-parallel processes, or drop the flag"
             )
 
 

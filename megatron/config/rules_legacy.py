@@ -1,4 +1,4 @@
-"""Rules for what Megatron-LM's files cannot hold. Startup checks them, before the first save."""
+"""Rules for settings that Megatron-LM's files cannot store, checked before the first save."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
         yield f"--ckpt-format torch_dist with {name}: Megatron Core does not support it: {remedy}"
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (
-            "--ckpt-format torch_dist with --use-distributed-optimizer: Megatron Core's stores "
-            "Adam's states, not those of --optimizer sgd: drop one of the three"
+            "--ckpt-format torch_dist with --use-distributed-optimizer: Megatron Core's "
+            "distributed optimizer stores Adam's states, not those of --optimizer sgd: drop one "
+            "of the three flags"
         )
     if config.schedule.decoupled_lr is not None and not checkpoint.no_save_optim:
         yield (
@@ -40,7 +41,7 @@ def _states_of_muon(config: RunOptions) -> Iterator[str]:
     checkpoint = config.checkpoint
     if config.optimizer.optimizer == "muon" and not checkpoint.no_save_optim:
         yield (
-            f"--ckpt-format {checkpoint.ckpt_format} with --optimizer muon: its states are not "
+            f"--ckpt-format {checkpoint.ckpt_format} with --optimizer muon: its states cannot be "
             "written in Megatron-LM's formats: use --ckpt-format native, or --no-save-optim"
         )
 
@@ -85,7 +86,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (
             "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file stores "
-            "Adam's states, not those of --optimizer sgd: drop one of the three"
+            "Adam's states, not those of --optimizer sgd: drop one of the three flags"
         )
     if config.schedule.decoupled_lr is not None and not checkpoint.no_save_optim:
         yield (
@@ -124,7 +125,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
 
 
 def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterator[str]:
-    """Yield a line for each thing that Megatron-LM 23.08 lacks but needs to continue training.
+    """Yield a line for each part of the training state that Megatron-LM 23.08 does not support.
 
     Args:
         precision: The run's number formats.

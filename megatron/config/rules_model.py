@@ -22,25 +22,28 @@ _NOT_WITH_GATING: Exclusions = {
     "model.moe_router_num_groups": ((None,), "it has no groups"),
     "model.moe_router_topk_scaling_factor": ((None,), "its weights are the scores"),
     "model.moe_router_enable_expert_bias": ((False,), "it has no biases"),
-    "model.moe_token_drop_policy": (("probs",), "full experts keep tokens in an order of its own"),
+    "model.moe_token_drop_policy": (
+        ("probs",),
+        "it chooses the kept tokens in its own way",
+    ),
 }
 _NOT_WITH_SINKHORN: Exclusions = {
     "model.moe_router_gating": (("core",), "DeepSpeed has no such router"),
     "model.moe_router_score_function": (
         ("softmax",),
-        "weights are a softmax, or for one expert a sigmoid",
+        "weights are a softmax (a sigmoid for a single expert)",
     ),
     "model.moe_router_num_groups": ((None,), "it balances over all experts"),
     "model.moe_router_topk_scaling_factor": ((None,), "weights are the scores"),
-    "model.moe_router_enable_expert_bias": ((False,), "both balance the choice"),
+    "model.moe_router_enable_expert_bias": ((False,), "both balance the choice of experts"),
 }
 _NOT_WITH_LATENT: Exclusions = {
     "model.group_query_attention": ((False,), "every head has its own keys and values"),
     "model.add_qkv_bias": ((False,), "its projections have no biases"),
     "model.qk_layernorm_scope": (("head",), "a whole latent vector is normalized, for all heads"),
     "model.rotary_percent": ((1.0,), "--qk-pos-emb-head-dim is the number of channels that rotate"),
-    "model.lora_rank": ((None,), "its projections take no adapters"),
-    "checkpoint.ckpt_format": (("native",), "this format is not written with latent vectors"),
+    "model.lora_rank": ((None,), "its projections do not support adapters"),
+    "checkpoint.ckpt_format": (("native",), "latent attention cannot be written in this format"),
 }
 _ACTIVATIONS = ("swiglu", "geglu", "relu", "squared_relu", "openai_gelu", "onnx_safe")
 
@@ -143,7 +146,7 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def latent_attention(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that does not go together with latent attention."""
+    """Yield an error for each setting that cannot be combined with latent attention."""
     model = config.model
     if not model.multi_latent_attention:
         return
@@ -298,9 +301,9 @@ def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
                 )
         elif chosen % best or chosen // best > count // groups:
             yield (
-                f"--moe-router-topk {chosen}: every one of --moe-router-group-topk {best} groups "
-                f"of {count // groups} experts gives equally many: use a multiple of {best} up to "
-                f"{best * (count // groups)}"
+                f"--moe-router-topk {chosen}: each of the --moe-router-group-topk {best} groups of "
+                f"{count // groups} experts contributes the same number: use a multiple of {best} "
+                f"up to {best * (count // groups)}"
             )
 
 
@@ -385,7 +388,7 @@ def t5(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     length, parallel = config.data.decoder_seq_length, config.parallel
     if length is None:
-        yield "--decoder-seq-length is required: give it a value, as --encoder-seq-length"
+        yield "--decoder-seq-length is required: give it a value, like --encoder-seq-length"
     if config.model.group_query_attention:
         yield (
             "--group-query-attention: the cross attention of a T5 has a key and a value for every "
@@ -411,7 +414,7 @@ def retro(config: RunOptions, world_size: int) -> Iterator[str]:
     if layers > 0 and not retro_layers(layers):
         yield (
             f"--num-layers {layers}: the first layer that attends to neighbors is number "
-            f"{retro_layers(layers).start + 1}: use at least as many, or pretrain_gpt.py"
+            f"{retro_layers(layers).start + 1}: use at least that many layers, or pretrain_gpt.py"
         )
     if config.data.mock_data:
         yield "--mock-data: a Retro's data is that of --retro-workdir: drop it"

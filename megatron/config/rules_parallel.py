@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # this module imports torch
     from megatron.device import Device
 
 _OLDEST_FP8 = (8, 9)
-# PyTorch's kernel is Hopper's. It is started on a B200 too, where it fails.
+# PyTorch's kernel is for Hopper. PyTorch also starts it on a B200, where it fails.
 _GROUPED_FP8 = 9  # major compute capability
-# By "section.field": the allowed values, and why others are not.
+# The allowed values by "section.field", and why other values are refused.
 Exclusions = Mapping[str, tuple[Collection[Any], str]]
 _NOT_WITH_TORCH_DDP: Exclusions = {
     "parallel.zero_stage": ((None, 0), "it shards nothing"),
@@ -69,13 +69,14 @@ _NOT_RECORDED: Exclusions = {
     "parallel.overlap_param_gather": ((False,), "a recorded forward pass cannot wait for weights"),
 }
 
-# The same for mixtures: rows have the same number in every pass only if all experts are here.
+# The same for mixtures: every pass has the same number of rows only if this process has all
+# experts.
 _MIXTURE_NOT_RECORDED: Exclusions = {
     "parallel.expert_model_parallel_size": (
         (1,),
         "the number of tokens that arrive differs between passes",
     ),
-    "precision.bf16": ((True,), "only products of bf16 do not wait for the number of rows"),
+    "precision.bf16": ((True,), "only bf16 products do not have to wait for the number of rows"),
     "model.moe_router_gating": (("core",), "the host seeds its random choices"),
     "model.moe_input_jitter_eps": ((None, 0.0), "the host seeds its noise"),
 }

@@ -21,8 +21,8 @@ def towers(config: RunOptions, world_size: int) -> Iterator[str]:
     stages = config.parallel.pipeline_model_parallel_size
     if stages > 1:
         yield (
-            f"--pipeline-model-parallel-size {stages}: the towers of a bi-encoder are not cut into "
-            "stages: use --tensor-model-parallel-size instead"
+            f"--pipeline-model-parallel-size {stages}: the towers of a bi-encoder cannot be split "
+            "into stages: use --tensor-model-parallel-size instead"
         )
     if config.training.cuda_graph_impl != "none":
         yield (
@@ -32,7 +32,7 @@ def towers(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     if config.checkpoint.ckpt_format == "legacy":
         yield (
-            "--ckpt-format legacy: a bi-encoder is not written for Megatron-LM, only read: use "
+            "--ckpt-format legacy: Megatron-LM's bi-encoders can be read but not written: use "
             "--ckpt-format native"
         )
 

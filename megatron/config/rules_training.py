@@ -269,8 +269,8 @@ def muon(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     if optimizer.optimizer_cpu_offload:
         yield (
-            f"{shown} with --optimizer-cpu-offload: a host is too slow for its products of "
-            "matrices: save memory with --zero-stage 1 to 3, or use --optimizer adam"
+            f"{shown} with --optimizer-cpu-offload: a CPU is too slow for its matrix products: "
+            "save memory with --zero-stage 1 to 3, or use --optimizer adam"
         )
     steps, sets = optimizer.muon_num_ns_steps, 5
     if optimizer.muon_coefficient_type == "quintic" and steps % sets:
@@ -428,7 +428,7 @@ def logging(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if the bubble is to be logged but there is no pipeline."""
     if config.logging.log_pipeline_bubble and config.parallel.pipeline_model_parallel_size == 1:
         yield (
-            "--log-pipeline-bubble: one pipeline stage never waits for another: give "
+            "--log-pipeline-bubble: a single pipeline stage never waits: give "
             "--pipeline-model-parallel-size, or drop the flag"
         )
 

@@ -164,15 +164,21 @@ def megatron_misfit(parts: list[ModelPart], stages: int, encoder: int | None) ->
     halves = [parts]
     if encoder is not None and len(parts) > 1:
         if len(parts) > stages:
-            return "has no virtual stages of a T5"
+            return "does not support virtual stages for a T5"
         if any(part.layers.start < encoder < part.layers.stop for part in parts):
-            return "gives a stage layers of a T5's encoder or of its decoder, here one has both"
+            return (
+                "gives each stage layers of either a T5's encoder or its decoder, but here one "
+                "stage has both"
+            )
         count = sum(part.layers.start < encoder for part in parts)
         halves = [parts[:count], parts[count:]]
     for half in halves:
         sizes = [str(len(part.layers)) for part in half]
         if len(set(sizes)) > 1:
-            return f"gives every stage equally many layers, here they have {', '.join(sizes)}"
+            return (
+                "gives every stage the same number of layers, but here they have "
+                f"{', '.join(sizes)}"
+            )
     return ""
 
 
@@ -228,8 +234,8 @@ def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> Non
     if idle:
         dealt = " and ".join(_shown(config, (*_ENDS, "pipeline_model_parallel_layout")))
         raise ConfigError(
-            f"{dealt}: of --pipeline-model-parallel-size {stages} stages, number {idle} (from 0) "
-            "would be empty, without layers, embedding or loss: give it some, or use fewer stages"
+            f"{dealt}: stage {idle} (counted from 0) of --pipeline-model-parallel-size {stages} "
+            "would have no layers, embedding or loss: give it some, or use fewer stages"
         )
 
 

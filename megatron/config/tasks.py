@@ -122,12 +122,12 @@ class TowersConfig:
     """Finetuning of a bi-encoder (RET-FINETUNE-NQ).
 
     Attributes:
-        train_with_neg: Compare each question with wrong passages of its own, too, not only with the
-            passages of the other questions.
-        train_hard_neg: Wrong passages of a question. Hard negatives are drawn anew in each epoch;
-            other negatives stand in for those that a question lacks.
-        val_av_rank_hard_neg: Hard negatives of a question in evaluations.
-        val_av_rank_other_neg: Other negatives of a question in evaluations.
+        train_with_neg: Also compare each question with its own wrong passages, not only with the
+            passages of other questions.
+        train_hard_neg: Number of wrong passages per question. Hard negatives are drawn anew in each
+            epoch. If a question has too few of them, other negatives are used instead.
+        val_av_rank_hard_neg: Number of hard negatives per question in evaluations.
+        val_av_rank_other_neg: Number of other negatives per question in evaluations.
         eval_micro_batch_size: Questions whose passages are ranked together in evaluations. Default:
             --micro-batch-size.
     """
@@ -144,7 +144,8 @@ class RetrieverTextConfig:
     """Texts of a bi-encoder (RET-FINETUNE-NQ and RETRIEVER-EVAL).
 
     Attributes:
-        retriever_seq_length: Longest question or passage in tokens. Longer ones are cut.
+        retriever_seq_length: Maximum length of a question or passage in tokens. Longer ones are
+            truncated.
     """
 
     retriever_seq_length: int = flag(256, unit="tokens", at_least=3)
@@ -159,13 +160,14 @@ class RetrieverTaskConfig:
             header.
         qa_data_dev: Questions for development: a file of lines `question <tab> ['answer', ...]`.
         qa_data_test: Questions of the test set, in the same form.
-        embedding_path: File for the vectors of the passages. If it holds those of this checkpoint
-            and these passages, they are not computed again. By default they are not kept.
+        embedding_path: File for the vectors of the passages. If the file already holds the vectors
+            for this checkpoint and these passages, they are not computed again. By default no file
+            is written.
         indexer_batch_size: Passages that each process embeds at a time.
         indexer_log_interval: Batches of passages between two lines of progress.
         faiss_use_gpu: Search on GPUs.
-        faiss_match: How an answer is recognized in a passage: its words follow each other
-            (string), or it is a regular expression (regex).
+        faiss_match: How an answer is recognized in a passage: as a sequence of words (string), or
+            as a regular expression (regex).
         faiss_topk_retrievals: Passages to retrieve for each question.
     """
 

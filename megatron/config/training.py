@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.config.fields import MOST_WIDTH, Need, flag
 
-# Networks whose training may be measured in tokens: each sample has equally many.
+# Networks whose training may be measured in tokens, because all samples have the same length.
 OF_TOKENS = ("gpt", "bert", "retro")
 
 # Conditions that flags need or require.
@@ -71,8 +71,8 @@ class TrainingOptions:
         exit_interval: Save and exit when the iteration is a multiple of this.
         exit_duration_in_mins: Save and exit after this time.
         exit_signal_handler: Save and exit on SIGTERM or SIGINT.
-        kill_switch_file: Save and exit as soon as this file exists. A run that finds it at its
-            start trains nothing.
+        kill_switch_file: Save and exit as soon as this file exists. If the file exists when the run
+            starts, nothing is trained.
         on_nonfinite: Action when the loss or gradients are not finite: stop and report the sample
             ids, or skip the update and continue.
         max_nonfinite_skips: With --on-nonfinite skip, stop after this many skipped updates in a
@@ -90,8 +90,8 @@ class TrainingOptions:
         cuda_graph_warmup_steps: Iterations before the first recording with --cuda-graph-impl.
         dry_run: Check everything, print parameters, layout, memory and tokens per step, and exit.
         dry_run_world_size: Number of processes to assume with --dry-run. Default: as launched.
-        dry_run_memory_gib: Memory of a device in GiB. With --dry-run, a mixture's plan says at
-            which imbalance of experts it no longer suffices.
+        dry_run_memory_gib: Memory of a device in GiB. With --dry-run, the plan of a mixture of
+            experts reports the load imbalance at which this memory no longer suffices.
     """
 
     micro_batch_size: int | None = flag(

@@ -1,7 +1,7 @@
 """A run as a YAML file, with a section per field of `RunOptions` and a key per field in it.
 
-Two more sections make a recipe of it: `layouts` holds sections that replace others on that many
-processes, and `recipe` says what the file is (`megatron.recipes.catalog`).
+Two more sections turn the file into a recipe: `layouts` holds, for each number of processes,
+sections that replace others, and `recipe` describes the file (`megatron.recipes.catalog`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
-            self._size += self._sizes.get(id(node), _MAX_SIZE)  # unknown if it is still open
+            self._size += self._sizes.get(id(node), _MAX_SIZE)  # unknown while it is open
         else:
             text = node.value if isinstance(node, yaml.ScalarNode) else ""
             is_number = node is not None and node.tag.endswith((":int", ":float"))
-            self._check(not is_number or len(text) <= _MAX_DIGITS, "a number too long", event)
+            self._check(not is_number or len(text) <= _MAX_DIGITS, "a number is too long", event)
             self._size += _NODE_SIZE + len(text)
             self._sizes[id(node)] = self._size - before
-        self._check(self._size <= _MAX_SIZE, "too many values, or endless ones", event)
+        self._check(self._size <= _MAX_SIZE, "too many values, or an endless structure", event)
         return node
 
     def _check(self, condition: bool, problem: str, event: yaml.Event) -> None:
@@ -183,7 +183,7 @@ def read_sections(
     """Return the values of a file by "section.field", and add its mistakes to `found`.
 
     Args:
-        data: What the file holds, of plain values.
+        data: The contents of the file, as plain values.
         path: The file, to be named in messages.
         found: The list of mistakes.
         known: The dataclass of each section, by its name.

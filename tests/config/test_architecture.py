@@ -138,8 +138,11 @@ def test_a_split_whose_layers_do_not_divide():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--decoder-num-layers 2", "here one has both"),
-        ("--decoder-num-layers 4 --num-virtual-stages-per-pipeline-rank 2", "no virtual stages"),
+        ("--decoder-num-layers 2", "here one stage has both"),
+        (
+            "--decoder-num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+            "does not support virtual stages",
+        ),
         ("--decoder-num-layers 4 --pipeline-model-parallel-layout Etttt|ttttL", ""),
         ("--decoder-num-layers 2 --pipeline-model-parallel-split-rank 1", ""),
     ],

@@ -32,12 +32,12 @@ _LINES = [
         "--save here --save-interval 5 --ckpt-format legacy --optimizer sgd "
         "--use-distributed-optimizer",
         "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file stores Adam's "
-        "states, not those of --optimizer sgd: drop one of the three",
+        "states, not those of --optimizer sgd: drop one of the three flags",
     ),
     *(
         (
             f"--save here --save-interval 5 --ckpt-format {kind} --optimizer muon",
-            f"--ckpt-format {kind} with --optimizer muon: its states are not written in "
+            f"--ckpt-format {kind} with --optimizer muon: its states cannot be written in "
             "Megatron-LM's formats: use --ckpt-format native, or --no-save-optim",
         )
         for kind in ("legacy", "torch_dist")
@@ -50,8 +50,8 @@ _LINES = [
     (
         "--save here --save-interval 5 --ckpt-format legacy --num-layers 4 "
         "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
-        "--ckpt-format legacy: Megatron-LM 23.08 gives every stage equally many layers, here they "
-        "have 1, 3: use --ckpt-format native",
+        "--ckpt-format legacy: Megatron-LM 23.08 gives every stage the same number of layers, but "
+        "here they have 1, 3: use --ckpt-format native",
     ),
     ("--save here --save-interval 5 --keep-latest 0", "--keep-latest 0: must be at least 1"),
     (

@@ -19,8 +19,8 @@ _LINES = [
     # the optimizer
     (
         "--optimizer muon --optimizer-cpu-offload",
-        "--optimizer muon with --optimizer-cpu-offload: a host is too slow for its products of "
-        "matrices: save memory with --zero-stage 1 to 3, or use --optimizer adam",
+        "--optimizer muon with --optimizer-cpu-offload: a CPU is too slow for its matrix "
+        "products: save memory with --zero-stage 1 to 3, or use --optimizer adam",
     ),
     (
         "--optimizer muon --muon-num-ns-steps 6",
@@ -383,7 +383,7 @@ def test_what_a_run_needs(name: str) -> None:
         ),
         (
             "--iterations-to-skip 5 40 41",
-            "--iterations-to-skip 40 41 changes nothing: the run ends before, at --train-iters 40",
+            "--iterations-to-skip 40 41 changes nothing: the run ends earlier, at --train-iters 40",
         ),
         ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
         ("--no-persist-layer-norm", "--no-persist-layer-norm: there is a single LayerNorm kernel"),

@@ -181,7 +181,10 @@ def test_torch_dist_is_written() -> None:
         ("--decoupled-lr 0.5", "--ckpt-format torch_dist with --decoupled-lr 0.5: such optimizer"),
         (
             "--optimizer sgd --use-distributed-optimizer",
-            "--ckpt-format torch_dist with --use-distributed-optimizer: Megatron Core's stores",
+            (
+                "--ckpt-format torch_dist with --use-distributed-optimizer: Megatron Core's "
+                "distributed optimizer stores"
+            ),
         ),
     ],
 )

@@ -324,7 +324,7 @@ def test_the_log_interval_of_the_flag_holds(tmp_path: Path) -> None:
     run = read(tmp_path, {"steps_per_print": 2000}, "--log-interval 10")
     assert run.config.logging.log_interval == 10
     (line,) = run.notices
-    assert line.endswith("there is one log line, every --log-interval 10 iterations")
+    assert line.endswith("the log line is printed every --log-interval 10 iterations")
 
 
 def test_mistakes_of_the_run_name_the_keys_that_set_it(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_mistakes_of_the_run_name_the_keys_that_set_it(tmp_path: Path) -> None:
     [
         ('{"a": 1,}', "line 1, column "),
         ('{\n"gradient_clipping": 1.0, // norm\n"fp16": {}}', "line 2, column 27: not valid JSON"),
-        ('{"gradient_clipping": NaN}', "not valid JSON: NaN is no number in JSON"),
+        ('{"gradient_clipping": NaN}', "not valid JSON: NaN is not a number in JSON"),
         ('{"fp16": {"enabled": true,\n"enabled": true}}', "fp16.enabled appears in lines 1 and 2"),
         ('{"bf16": {}, "bf16": {}}', "bf16 appears in lines 1 and 1"),
         ('{"gradient_clipping": 1' + "0" * 400 + "}", "not valid JSON: a number has 401 digits"),
@@ -370,9 +370,9 @@ def test_a_file_that_is_not_there_and_one_with_a_byte_order_mark(tmp_path: Path)
     [
         (
             {"fp16": {"enabeld": True}},
-            "fp16.enabeld (ds.json, line 3) is no key of DeepSpeed: did ",
+            "fp16.enabeld (ds.json, line 3) is not a DeepSpeed key: did ",
         ),
-        ({"frobnicate": 1}, "frobnicate (ds.json, line 2) is no key of DeepSpeed: remove it (docs"),
+        ({"frobnicate": 1}, "frobnicate (ds.json, line 2) is not a DeepSpeed key: remove it (docs"),
         ({"train_batch_size": "many"}, "train_batch_size (ds.json, line 2): expected a whole num"),
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage (ds.json, line 3): expe"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage (ds.json, line 3): expecte"),

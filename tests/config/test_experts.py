@@ -115,7 +115,7 @@ def test_anything_else_is_refused_at_once(text):
 
 
 def test_the_pattern_must_name_every_layer():
-    with pytest.raises(ValueError, match="it names 5 layers, and the model has 4"):
+    with pytest.raises(ValueError, match="it names 5 layers, but the model has 4"):
         _layers("[0]*1+[1]*4", 4)
 
 
@@ -169,7 +169,7 @@ RULES = [
     (
         f"{MIXTURE} --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2",
         1,
-        ["--moe-router-topk 3: every one of --moe-router-group-topk 2 groups of 2 experts"],
+        ["--moe-router-topk 3: each of the --moe-router-group-topk 2 groups of 2 experts"],
     ),
     (
         f"{MIXTURE} --moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
@@ -236,7 +236,7 @@ RULES = [
     ),
     (f"{MIXTURE} --moe-layer-recompute", 1, ["--recompute-modules moe"]),
     (f"{MIXTURE} --DDP-impl torch", 2, ["experts are averaged over different processes"]),
-    (f"{MIXTURE} --cuda-graph-impl local", 1, ["only products of bf16 do not wait"]),
+    (f"{MIXTURE} --cuda-graph-impl local", 1, ["only bf16 products do not have to wait"]),
     (
         f"{MIXTURE} --bf16 --cuda-graph-impl local --moe-router-load-balancing-type sinkhorn",
         1,
@@ -256,7 +256,7 @@ RULES = [
     (
         "--num-experts 4 8 --moe-layer-freq ([0]*1+[1]*3)",
         1,
-        ["it chooses 3 layers, and --num-experts has 2 numbers"],
+        ["it chooses 3 layers, but --num-experts has 2 numbers"],
     ),
     (
         "--num-experts 4 2 8 --moe-layer-freq ([0]*1+[1]*3) --moe-router-topk 3",
@@ -278,7 +278,11 @@ RULES = [
     ("--mlp-type residual", 1, ["--num-experts"]),
     (f"{SINKHORN} --moe-aux-loss-coeff 1", 1, ["balances without a loss: drop --moe-aux-loss"]),
     (f"{SINKHORN} aux_loss --moe-aux-loss-coeff 0 1", 1, ["sinkhorn aux_loss: sinkhorn balances"]),
-    (f"{SINKHORN} --moe-router-score-function sigmoid", 1, ["for one expert a sigmoid: drop one"]),
+    (
+        f"{SINKHORN} --moe-router-score-function sigmoid",
+        1,
+        ["(a sigmoid for a single expert): drop one"],
+    ),
     (f"{SINKHORN} --moe-router-gating deepspeed", 1, ["DeepSpeed has no such router: drop one"]),
     ("--moe-per-layer-logging", 1, ["--num-experts"]),
     (
@@ -287,7 +291,7 @@ RULES = [
         ["requires --moe-expert-capacity-factor: add it, or drop the flag"],
     ),
     (f"{GATED} --moe-router-score-function sigmoid", 1, ["its scores are a softmax: drop one"]),
-    (f"{GATED} --moe-token-drop-policy position", 1, ["in an order of its own: drop one"]),
+    (f"{GATED} --moe-token-drop-policy position", 1, ["the kept tokens in its own way: drop one"]),
     (f"{GATED} --moe-router-topk-scaling-factor 2", 1, ["its weights are the scores: drop one"]),
     (
         f"{GATED} --moe-router-enable-expert-bias --moe-router-score-function sigmoid",

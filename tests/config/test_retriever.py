@@ -27,7 +27,11 @@ def test_flags_of_a_bi_encoder_are_refused_elsewhere(words, message):
     [
         ("--pipeline-model-parallel-size 2", 2, "--pipeline-model-parallel-size 2: the towers"),
         ("--context-parallel-size 2", 2, "--context-parallel-size 2: context parallelism"),
-        ("--save x --ckpt-format legacy", 1, "--ckpt-format legacy: a bi-encoder is not written"),
+        (
+            "--save x --ckpt-format legacy",
+            1,
+            "--ckpt-format legacy: Megatron-LM's bi-encoders can be read but not written",
+        ),
         ("--micro-batch-size 1", 1, "--micro-batch-size 1 with one data-parallel process"),
         ("--query-in-block-prob 1.5", 1, "--query-in-block-prob 1.5: must be at most 1"),
         ("--retriever-report-topk-accuracies 0", 1, "must be at least 1"),

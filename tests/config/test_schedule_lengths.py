@@ -78,7 +78,7 @@ def _own(words: str) -> tuple[str, ...]:
         ("", "--lr-warmup-style log changes nothing without "),
         (
             "--lr-warmup-iters 5 --save x --save-interval 5 --ckpt-format legacy",
-            "--ckpt-format legacy: Megatron-LM has no --lr-warmup-style log",
+            "--ckpt-format legacy: Megatron-LM does not support --lr-warmup-style log",
         ),
         (
             "--lr-warmup-iters 5 --lr-decay-style range-test",

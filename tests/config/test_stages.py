@@ -105,8 +105,7 @@ def test_layers_that_do_not_divide_say_what_to_do():
          "2 leaves 1 of --num-layers 4 for the other 0 of "),
         (4, 1, 4, None, "--decoder-first-pipeline-num-layers 4: one stage holds all layers: give "),
         (4, 1, 2, 2, "one stage holds all layers: "),
-        (4, 3, 1, 3, "--decoder-first-pipeline-num-layers 1 and --decoder-last-pipeline-num-layers "
-         "3: of --pipeline-model-parallel-size 3 stages, number 1 (from 0) would be empty, "),
+        (4, 3, 1, 3, "-num-layers 3: stage 1 (counted from 0) of --pipeline-model-parallel-size "),
     ],
 )  # fmt: skip
 def test_given_ends_that_do_not_fit(layers, stages, first, last, message):
@@ -118,9 +117,9 @@ def test_given_ends_that_do_not_fit(layers, stages, first, last, message):
 
 def test_a_stage_of_nothing_is_refused_but_a_part_is_not():
     """`Et||t|tL`: the second stage has a part without layers, and one with."""
-    with pytest.raises(ConfigError, match=r"layout E\|\|tttL: of .* stages, number 1 \(from"):
+    with pytest.raises(ConfigError, match=r"layout E\|\|tttL: stage 1 \(counted from"):
         _counts(3, 3, pipeline_model_parallel_layout="E||tttL")
-    with pytest.raises(ConfigError, match=r"number 1 \(from 0\) would be empty"):
+    with pytest.raises(ConfigError, match=r"stage 1 \(counted from 0\) .* would have no"):
         _counts(3, 3, pipeline_model_parallel_layout="E||t|tt||L")
     assert _counts(3, 2, pipeline_model_parallel_layout="Et||t|tL") == [1, 0, 1, 1]
 

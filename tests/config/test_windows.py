@@ -43,7 +43,7 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
     [
         (
             f"{ROPE} --no-rope-freq [1]",
-            "--no-rope-freq [1]: it names 1 layers, and the model has 2",
+            "--no-rope-freq [1]: it names 1 layers, but the model has 2",
         ),
         ("--no-rope-freq 2", "--no-rope-freq 2 requires --position-embedding-type rope"),
         ("--rope-type yarn", "--rope-type yarn requires --position-embedding-type rope"),
@@ -54,12 +54,12 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         ),
         (f"{YARN} --use-rope-scaling", "--rope-type yarn with --use-rope-scaling"),
         (f"{YARN} --yarn-beta-fast 1", "--yarn-beta-fast 1 is not above --yarn-beta-slow 1"),
-        ("--window-size 7", "--window-size 7: expected the number of earlier tokens, and 0"),
+        ("--window-size 7", "--window-size 7: expected the number of earlier tokens and 0"),
         ("--window-size 7,7", "--window-size 7,7: expected"),
         ("--window-size=-1,0", "--window-size -1,0: expected"),
         (
             "--window-size 7,0 --window-attn-skip-freq [1,0,1]",
-            "--window-attn-skip-freq [1,0,1]: it names 3 layers, and the model has 2",
+            "--window-attn-skip-freq [1,0,1]: it names 3 layers, but the model has 2",
         ),
         (
             "--window-size 7,0 --window-attn-skip-freq x",

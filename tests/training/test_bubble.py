@@ -129,7 +129,7 @@ def test_the_line_shows_means():
 
 
 def test_without_a_pipeline_there_is_nothing_to_measure():
-    with pytest.raises(ConfigError, match="--log-pipeline-bubble: one pipeline stage"):
+    with pytest.raises(ConfigError, match="--log-pipeline-bubble: a single pipeline stage"):
         parse_config([*TOY, "--train-iters", "1", "--log-pipeline-bubble"], world_size=1)
 
 

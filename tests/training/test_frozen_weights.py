@@ -253,16 +253,19 @@ def test_it_may_be_left_out_when_a_run_resumes(tmp_path: Path) -> None:
         ("", "--frozen-weights-dtype nf4 requires --lora-rank"),
         ("--lora-rank 4 --zero-stage 3", "--frozen-weights-dtype nf4: --zero-stage 3"),
         ("--lora-rank 4 --DDP-impl torch", "--frozen-weights-dtype nf4: --DDP-impl torch"),
-        ("--lora-rank 4 --bf16 --fp8-format e4m3", "--lora-rank 4: frozen weights do not"),
+        (
+            "--lora-rank 4 --bf16 --fp8-format e4m3",
+            "--lora-rank 4: FP8 training does not support frozen",
+        ),
         (
             "--lora-rank 4 --hidden-size 160",
-            "--frozen-weights-dtype nf4: --hidden-size 160 is not a multiple of 64, and so many "
-            "weights share a scale: use 128 or 192,",
+            "--frozen-weights-dtype nf4: --hidden-size 160 is not a multiple of 64, the "
+            "number of weights that share a scale: use 128 or 192,",
         ),
         (
             f"--lora-rank 4 --ffn-hidden-size 192 {_TP}",
             "--frozen-weights-dtype nf4: --ffn-hidden-size 192 is not a multiple of 64 on each of "
-            "2 processes, and so many weights share a scale: use 128 or 256,",
+            "2 processes, the number of weights that share a scale: use 128 or 256,",
         ),
     ],
 )
