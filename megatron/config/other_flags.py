@@ -214,10 +214,11 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
         else:
             now = entry.translate(given, flags)
             result += now
-            meaning = " ".join(str(flag) for flag in now) or f"nothing: {entry.now}"
+            meaning = " ".join(str(flag) for flag in now)
+            answer = f"read as {meaning}" if meaning else f"ignored: {entry.now}"
             is_theirs = entry.era == "Megatron-DeepSpeed"
             kind = f"a flag of {entry.era}" if is_theirs else f"an old flag ({entry.era})"
-            found.notices.append(f"{given} is {kind}, read as {meaning}")
+            found.notices.append(f"{given} is {kind}, {answer}")
             eras.add(entry.era)
     if "Megatron-DeepSpeed" in eras:
         result = _without_single_expert(result, found)

@@ -80,7 +80,10 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         (f"{LATENT} --ckpt-format torch_dist", "cannot be combined with --ckpt-format torch_dist"),
         (f"{LATENT} --kv-channels 48", "with --kv-channels 48: --qk-head-dim"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7: channels rotate in pairs"),
-        (f"{LATENT} --cache-mla-latents", "--cache-mla-latents: a cache of latent vectors is not"),
+        (
+            f"{LATENT} --cache-mla-latents",
+            "--cache-mla-latents: the KV cache holds whole keys and values, not latent",
+        ),
         (
             f"{LATENT} --bf16 --fp8-format hybrid --q-lora-rank 24",
             "--fp8-format hybrid: --q-lora-rank 24 is not a multiple of 16",
