@@ -27,11 +27,18 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
+from megatron.data.ahead import batches_ahead
 from megatron.data.chat import build_chat_datasets, rows_per_epoch
 from megatron.data.datasets import DataRequest, Datasets
-from megatron.data.gpt import build_gpt_datasets, context_part, make_batch, make_loss_mask
+from megatron.data.gpt import (
+    TokenBatch,
+    build_gpt_datasets,
+    context_part,
+    make_batch,
+    make_loss_mask,
+)
 from megatron.data.logits import with_logits
-from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS
+from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS, TRAINED
 from megatron.errors import ConfigError
 from megatron.finetuning.distillation import (
     LOSS_NAMES,
@@ -45,6 +52,7 @@ from megatron.finetuning.distillation import (
 from megatron.kernels.attention import Segments
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
+from megatron.models.multi_token import Ahead
 from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.parallel.build import BuildContext
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart
@@ -63,8 +71,9 @@ class GPTRecipe:
     teacher: GPTTeacher | None = None  # loaded before training, if --teacher-load names one
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log names of the cross entropy and, with a teacher, of the divergence."""
-        return LOSS_NAMES if config.distillation.is_on else LOSS_NAMES[:1]
+        """Return the log names of the cross entropy, and of the divergence or further tokens'."""
+        names = LOSS_NAMES if config.distillation.is_on else LOSS_NAMES[:1]
+        return (*names, *ahead_names(config.model.mtp_num_layers))
 
     def build_part(
         self,
@@ -137,8 +146,19 @@ class GPTRecipe:
         if SEGMENT_ENDS in batch:
             longest = len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
             documents = Segments.of(batch[SEGMENT_ENDS], whole.tokens, longest)
-        counted = whole.loss_mask.sum().clamp(min=1)  # without any, the loss is 0 instead of nan
-        return GPTInputs(mine, documents, counted)
+        counted = _count(whole)
+        depths = config.model.mtp_num_layers
+        if not depths:
+            return GPTInputs(mine, documents, counted)
+        eod = None if TRAINED in batch else tokenizer.eod  # examples say themselves what counts
+        ahead = tuple(batches_ahead(whole, depths, documents, eod=eod))
+        return GPTInputs(
+            mine,
+            documents,
+            counted,
+            tuple(context_part(one, layout.context) for one in ahead),
+            tuple(map(_count, ahead)),
+        )
 
     def forward(
         self,
@@ -150,7 +170,7 @@ class GPTRecipe:
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model; at its end return the loss."""
-        mine, documents, counted = inputs = self.inputs(batch, config, tokenizer, layout)
+        mine, documents, counted, *_ = inputs = self.inputs(batch, config, tokenizer, layout)
         is_taught = config.distillation.is_on and config.distillation.teacher_load is not None
         assert is_taught == (self.teacher is not None), "Distillation.begin loads the teacher"
         theirs: Tensor | None = None  # the teacher's hidden states; at the end, its logits
@@ -168,15 +188,56 @@ class GPTRecipe:
             documents,
             hidden,
             loss_mask=mine.loss_mask,
+            ahead=[
+                Ahead(one.tokens, one.position_ids, one.labels, one.loss_mask)
+                for one in inputs.ahead
+            ],
         )
         if not part.part.head:
             return result if theirs is None else torch.cat((result, theirs), -1)
+        if inputs.ahead:
+            return losses_ahead(result, inputs, config, layout)
         losses = {"lm loss": result}
         if knowledge is not None:
             vocabulary = VocabularyPart(layout.tensor, tokenizer.vocab_size)
             losses = student_losses(result, mine, knowledge, vocabulary, config.distillation)
         # Times the number of context ranks, so that the mean over them is the mean over all tokens.
         return {name: layout.context.size * loss / counted for name, loss in losses.items()}
+
+
+def ahead_names(depths: int | None) -> tuple[str, ...]:
+    """Return Megatron Core's log names of the losses of multi-token prediction."""
+    return tuple(f"mtp_{depth + 1} loss" for depth in range(depths or 0))
+
+
+def losses_ahead(
+    sums: Tensor, inputs: GPTInputs, config: RunConfig, layout: Layout
+) -> dict[str, Tensor]:
+    """Return the loss of the next token and of each depth of multi-token prediction.
+
+    The values of the latter are not weighted, because they are logged. Their gradients are, by
+    --mtp-loss-scaling-factor / --mtp-num-layers. With --calculate-per-token-loss every label of the
+    batch then has the same weight, as in Megatron Core.
+
+    Args:
+        sums: The sums of the losses over labels that count, [1 + depths].
+        inputs: The micro-batch.
+        config: The run's configuration.
+        layout: The ranks of this process.
+    """
+    main, *further = layout.context.size * sums
+    losses = {LOSS_NAMES[0]: main / inputs.counted}
+    weight, by_token = config.model.mtp_loss_weight, config.training.calculate_per_token_loss
+    names = ahead_names(config.model.mtp_num_layers)
+    for name, total, counted in zip(names, further, inputs.counted_ahead, strict=True):
+        trained = weight * total / (inputs.counted if by_token else counted)
+        losses[name] = (total / counted).detach() + (trained - trained.detach())
+    return losses
+
+
+def _count(batch: TokenBatch) -> Tensor:
+    """Return the number of labels that count, and 1 if none does, so that the loss is not nan."""
+    return batch.loss_mask.sum().clamp(min=1)
 
 
 if __name__ == "__main__":

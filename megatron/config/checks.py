@@ -84,6 +84,7 @@ RULES: tuple[Rule, ...] = (
     rules_finetuning.adapters,
     rules_model.attention,
     rules_model.latent_attention,
+    rules_model.multi_token,
     rules_model.experts,
     rules_model.expert_groups,
     rules_model.gating,

@@ -8,6 +8,7 @@ from megatron.config.adapters import AdapterOptions
 from megatron.config.attention import LATENT_FIELDS, YARN_FIELDS, SelfAttentionOptions
 from megatron.config.experts import ExpertOptions
 from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
+from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.retro import RetroOptions
 
 ARCHITECTURES = ("gpt", "bert", "t5", "retro", "ict")
@@ -221,7 +222,14 @@ class DenseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(AdapterOptions, RetroOptions, ExpertOptions, SelfAttentionOptions, DenseOptions):
+class ModelOptions(
+    AdapterOptions,
+    RetroOptions,
+    ExpertOptions,
+    MultiTokenOptions,
+    SelfAttentionOptions,
+    DenseOptions,
+):
     """Network."""
 
 
@@ -295,6 +303,7 @@ _NOT_OF_THE_NETWORK = {
     "moe_pad_expert_input_to_capacity",
     "moe_per_layer_logging",
     "moe_token_drop_policy",
+    "mtp_loss_scaling_factor",
     # The weights that are trained.
     "freeze",
     "lora_dropout",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from megatron.config.attention import layer_rotates, layer_windows
 from megatron.config.experts import mixture_layers
@@ -12,7 +13,8 @@ from megatron.config.resolve import longest_sequence
 from megatron.config.retro import retro_layers
 from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions, field_at, flatten
-from megatron.config.stages import possible_plan
+from megatron.config.stages import LAYOUT_FLAG, possible_plan, predictions_in
+from megatron.errors import ConfigError
 
 MULTIPLE = 16  # the dimensions of 8-bit matrix products must be multiples of this
 _FEWEST_BUCKETS = 4
@@ -44,6 +46,14 @@ _NOT_WITH_LATENT: Exclusions = {
     "model.rotary_percent": ((1.0,), "--qk-pos-emb-head-dim is the number of channels that rotate"),
     "model.lora_rank": ((None,), "its projections do not support adapters"),
     "checkpoint.ckpt_format": (("native",), "latent attention cannot be written in this format"),
+}
+_NOT_WITH_MULTI_TOKEN: Exclusions = {
+    "model.lora_rank": ((None,), "its layers take no adapters"),
+    "preferences.preference_loss": ((None,), "it is a loss of whole answers"),
+    "model.position_embedding_type": (
+        ("rope", "none"),
+        "as in Megatron Core, its positions are rope or none",
+    ),
 }
 _ACTIVATIONS = ("swiglu", "geglu", "relu", "squared_relu", "openai_gelu", "onnx_safe")
 
@@ -161,6 +171,29 @@ def latent_attention(config: RunOptions, world_size: int) -> Iterator[str]:
         yield (
             f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}: channels rotate in pairs: use an "
             "even number"
+        )
+
+
+def multi_token(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that does not go together with multi-token prediction."""
+    depths, layout = config.model.mtp_num_layers, config.parallel.pipeline_model_parallel_layout
+    named = 0
+    if layout is not None:
+        with suppress(ConfigError):  # another rule reports it
+            named = predictions_in(layout)
+    if named and named != depths:
+        yield (
+            f"{LAYOUT_FLAG} {layout}: names {named} layer(s) of multi-token prediction (m), and "
+            f"--mtp-num-layers is {depths or 'not given'}: name as many, or none"
+        )
+    if not depths:
+        return
+    shown = f"--mtp-num-layers {depths}"
+    yield from excluded(config, shown, _NOT_WITH_MULTI_TOKEN)
+    if config.distillation.is_on:
+        yield (
+            f"{shown} cannot be combined with distillation, which has a loss of its own: drop one "
+            "of them"
         )
 
 

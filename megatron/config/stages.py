@@ -25,7 +25,7 @@ _DEALING = (*_VIRTUAL, *_ENDS, *_COUNTED)  # flags that distribute layers by num
 _SIZES = ("num_layers", "decoder_num_layers", "pipeline_model_parallel_size", *_VIRTUAL, *_ENDS)
 _UNSET = ParallelOptions()
 Parallel = TypeVar("Parallel", bound=ParallelOptions)
-_TOKEN = re.compile(r"(?P<symbol>[EtL|()])|\*(?P<count>\d{1,5})|(?P<other>[^\s,])")
+_TOKEN = re.compile(r"(?P<symbol>[EtmL|()])|\*(?P<count>\d{1,5})|(?P<other>[^\s,])")
 
 
 @dataclass(frozen=True)
@@ -328,6 +328,8 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
     """Return the number of layers in each part of a string such as `Ett|tt|tt|ttL`.
 
     `E` stands for the embedding, `t` for a layer and `L` for the loss. `|` starts the next part.
+    The layers of multi-token prediction may be written as `m` before the loss, to which they belong
+    in any case.
     `t*3` and `(tt|)*2` are repetitions. Parts are in the order of the model, with a T5's encoder
     first.
 
@@ -345,6 +347,12 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
         raise ConfigError(f"{LAYOUT_FLAG} {text}: must begin with E and end with L")
     if "E" in "".join(parts)[1:] or "L" in "".join(parts)[:-1]:
         raise ConfigError(f"{LAYOUT_FLAG} {text}: E and L must appear once, at the ends")
+    predictions = "".join(parts).count("m")
+    if not parts[-1].endswith(f"{'m' * predictions}L"):
+        raise ConfigError(
+            f"{LAYOUT_FLAG} {text}: layers of multi-token prediction (m) are in the last part, "
+            "between its other layers and L: move them there, or leave them out"
+        )
     counts = [part.count("t") for part in parts]
     if sum(counts) != num_layers:
         raise ConfigError(f"{LAYOUT_FLAG} {text}: has {sum(counts)} layers, not {shown}")
@@ -354,6 +362,11 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
             f"--pipeline-model-parallel-size {stages}"
         )
     return counts
+
+
+def predictions_in(text: str) -> int:
+    """Return how many layers of multi-token prediction a layout string names."""
+    return "".join(_expand(text)).count("m")
 
 
 def _expand(text: str) -> list[str]:
@@ -371,7 +384,8 @@ def _expand(text: str) -> list[str]:
         elif symbol:
             items.append(symbol)
         elif token["other"]:
-            problem = f"cannot read {text[token.start() :]!r}: use E, t, L, |, parentheses and *N"
+            rest = text[token.start() :]
+            problem = f"cannot read {rest!r}: use E, t, m, L, |, parentheses and *N"
         elif not items:
             problem = f"*{count} repeats nothing"
         elif len(items[-1]) * count > MAX_LAYERS:

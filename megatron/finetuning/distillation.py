@@ -45,11 +45,15 @@ class GPTInputs(NamedTuple):
         mine: This rank's tokens, labels, loss mask and positions.
         documents: The documents of the batch, if they are kept apart.
         counted: The number of labels that count in the whole micro-batch, at least 1.
+        ahead: The same as `mine`, for each depth of multi-token prediction.
+        counted_ahead: The same as `counted`, for each of them.
     """
 
     mine: TokenBatch
     documents: Segments | None
     counted: Tensor
+    ahead: tuple[TokenBatch, ...] = ()
+    counted_ahead: tuple[Tensor, ...] = ()
 
 
 class GPTTeacher(NamedTuple):

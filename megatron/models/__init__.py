@@ -7,6 +7,7 @@
     block                 layers, and the tables of mixers (`attention`) and MLPs (`mlp`)
     latent_attention      multi-head latent attention (DeepSeek-V2)
     norm, position_bias   normalizations; T5's relative positions
+    multi_token           layers after the last one, which predict further tokens
     embedding, head       embeddings before the layers; output and loss after them
     recompute             recomputation of activations in the backward pass
     adapters              adapters of linear layers, by name

@@ -13,6 +13,13 @@ from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.embedding import Embedding
 from megatron.models.head import Output, TokenScore
 from megatron.models.mixture import Mixture
+from megatron.models.multi_token import (
+    Depth,
+    MultiToken,
+    copies_words,
+    layers_of,
+    multi_token_plan,
+)
 from megatron.models.norm import Norm
 from megatron.models.plan import HeadPlan, MixturePlan, ModelPlan
 from megatron.models.position_bias import PositionBias
@@ -27,6 +34,7 @@ HEADS: dict[str, Any] = {
     "task_head": Classifier,
     "projection": Classifier,
     "score": TokenScore,
+    "multi_token": MultiToken,
 }
 
 
@@ -44,7 +52,7 @@ def count_parameters(plan: ModelPlan) -> int:
 def count_active_parameters(plan: ModelPlan) -> int:
     """Count the parameters that a token uses, which include only the experts chosen for it."""
     idle = 0
-    for layer in plan.layers:
+    for layer in layers_of(plan, whole_model(len(plan.layers))):
         if isinstance(layer.mlp, MixturePlan):
             each = Mixture.expert_parameters(layer.mlp, WeightSplit()) // layer.mlp.router.experts
             idle += each * (layer.mlp.router.experts - layer.mlp.router.chosen)
@@ -54,18 +62,18 @@ def count_active_parameters(plan: ModelPlan) -> int:
 def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
     """Count the parameters of a part of the model that one process holds.
 
-    If a model with tied embeddings is cut into several parts, the last one holds a second copy of
-    the word embedding. Every part with layers of a stack holds a copy of the stack's table of
-    relative positions.
+    If a model with tied embeddings or multi-token prediction is cut into several parts, the last
+    one holds a second copy of the word embedding. Every part with layers of a stack holds a copy of
+    the stack's table of relative positions.
     """
     tensor = split.tensor
     norm = Norm.parameter_count(plan.final_norm, plan.hidden)
-    count = sum(Block.parameter_count(plan.layers[i], split) for i in part.layers)
+    count = sum(Block.parameter_count(layer, split) for layer in layers_of(plan, part))
     if part.embedding:
         count += Embedding.parameter_count(plan.embedding, tensor)
     if part.head:
         count += norm + sum(kind.parameter_count(head, tensor) for kind, head in heads_of(plan))
-        if plan.ties_words and not part.embedding:
+        if copies_words(plan) and not part.embedding:
             count += plan.embedding.vocabulary // tensor * plan.hidden
     if plan.encoder_layers - 1 in part.layers:
         count += norm  # the encoder's final normalization
@@ -75,16 +83,27 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) 
     return count * plan.towers
 
 
+def count_depth_parameters(plan: ModelPlan, split: WeightSplit) -> int:
+    """Count the parameters of multi-token prediction that one process holds."""
+    ahead = multi_token_plan(plan)
+    if ahead is None:
+        return 0
+    layers = sum(Block.parameter_count(layer, split) for layer in ahead.layers)
+    return layers + MultiToken.parameter_count(ahead, split.tensor)
+
+
 def count_part_experts(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
     """Count the parameters of a part's experts that one process holds."""
-    mlps = [plan.layers[i].mlp for i in part.layers]
+    mlps = [layer.mlp for layer in layers_of(plan, part)]
     mixtures = [mlp for mlp in mlps if isinstance(mlp, MixturePlan)]
     return plan.towers * sum(Mixture.expert_parameters(mixture, split) for mixture in mixtures)
 
 
 def count_part_matrices(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
     """Count the elements of a part's layer matrices that one process holds."""
-    return plan.towers * sum(Block.matrix_parameters(plan.layers[i], split) for i in part.layers)
+    own = sum(Block.matrix_parameters(layer, split) for layer in layers_of(plan, part))
+    ahead = multi_token_plan(plan)
+    return plan.towers * own + (MultiToken.matrix_parameters(ahead) if ahead and part.head else 0)
 
 
 def largest_layer(plan: ModelPlan, split: WeightSplit) -> tuple[int, int]:
@@ -92,11 +111,14 @@ def largest_layer(plan: ModelPlan, split: WeightSplit) -> tuple[int, int]:
     alone = (
         ModelPart(range(i, i + 1), embedding=False, head=False) for i in range(len(plan.layers))
     )
-    plan = replace(plan, towers=1)
-    return max(
+    plan, ahead = replace(plan, towers=1), multi_token_plan(plan)
+    found = [
         (count_part_parameters(plan, part, split), count_part_experts(plan, part, split))
         for part in alone
-    )
+    ]
+    if ahead is not None:  # a depth also has a projection
+        found.append((count_depth_parameters(plan, split) // ahead.depths, found[-1][1]))
+    return max(found)
 
 
 def largest_matrix(plan: ModelPlan, split: WeightSplit) -> int:
@@ -151,6 +173,10 @@ def part_activations(
     total = sum(per_layer)
     if recompute is not None:
         total = recompute.bytes_kept(per_layer, boundary, batch) + max(again)
+    ahead = multi_token_plan(plan)
+    if part.head and ahead is not None and not Depth.recomputes_all(recompute):
+        seen = replace(batch, length=seq_length)
+        total += sum(Block.activation_bytes(layer, seen) for layer in ahead.layers)
     if plan.position_bias is not None:
         for stack in plan.stacks(part):
             length, read = plan.lengths(stack.start, seq_length, decoder_seq_length)
@@ -188,10 +214,14 @@ def flops_per_token(
         trains_adapters: Whether only adapters are trained. Frozen weights need no gradients, so
             their operations count two thirds. The adapters' own operations are not counted.
     """
-    last = decoder_seq_length or seq_length
+    last, ahead = decoder_seq_length or seq_length, multi_token_plan(plan)
     products, scores = sum(kind.flops(head, last) for kind, head in heads_of(plan)), 0
-    for index, layer in enumerate(plan.layers):
-        work = Block.work(layer, *plan.lengths(index, seq_length, decoder_seq_length))
+    works = [
+        Block.work(layer, *plan.lengths(index, seq_length, decoder_seq_length))
+        for index, layer in enumerate(plan.layers)
+    ]
+    works += [Block.work(layer, seq_length) for layer in (ahead.layers if ahead else ())]
+    for work in works:
         products, scores = products + work.products, scores + work.scores
     total = (products * 2 // 3 if trains_adapters else products) + scores
     return total // (seq_length + (decoder_seq_length or 0))

@@ -140,6 +140,13 @@ def new_embedding(
     plan: ModelPlan, context: BuildContext, part: ModelPart
 ) -> Embedding | TiedWordEmbedding | None:
     """Build the embedding of a part of the model, or return `None` if it needs none."""
+    if part.head and plan.embedding.ahead:
+        lookups = plan.embedding.calls * part.embedding + plan.embedding.ahead
+        embedding = Embedding(replace(plan.embedding, calls=lookups), context)
+        if not part.embedding:
+            for weight in embedding.parameters():
+                weight.spec = replace(spec_of(weight), is_copy=True)  # type: ignore[attr-defined]
+        return embedding
     if part.embedding:
         return Embedding(plan.embedding, context)
     return TiedWordEmbedding(plan.embedding, context) if part.head and plan.ties_words else None

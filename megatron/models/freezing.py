@@ -21,6 +21,7 @@ from megatron.models.adapters import add_adapters, is_target, linear_layers, tar
 from megatron.models.arithmetic import count_part_parameters
 from megatron.models.costs import WeightSplit
 from megatron.models.gpt import GPTModel
+from megatron.models.multi_token import copies_words
 from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
 from megatron.parallel.adapter import projections_of
@@ -80,7 +81,7 @@ def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPar
     for part in parts:
         trained += sum(counts[f"layers.{i}"] for i in part.layers)
         trained += counts["embedding"] * part.embedding + counts["head"] * part.head
-        if part.head and plan.ties_words and not part.embedding:
+        if part.head and copies_words(plan) and not part.embedding:
             trained += counts["embedding"]
     return trained / sum(count_part_parameters(plan, part, WeightSplit()) for part in parts)
 

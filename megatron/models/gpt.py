@@ -5,6 +5,9 @@ Shapes: s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor-paral
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from megatron.config.stages import ModelPart
@@ -12,6 +15,7 @@ from megatron.kernels.attention import Mask, Segments
 from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
 from megatron.models.head import Output, TokenScore
+from megatron.models.multi_token import Ahead, MultiToken, multi_token_plan, run_depths
 from megatron.models.network import Network
 from megatron.models.norm import Stream, new_norm
 from megatron.models.plan import ClassifierPlan, ModelPlan
@@ -41,7 +45,7 @@ class GPTModel(Network):
         """Build the modules of the part that this process holds."""
         super().__init__(plan, context, part)
         self.layers = LayerStack(plan.layers, context, self.part.layers, recompute=recompute)
-        self.final_norm = self.output = self.score = None
+        self.final_norm = self.output = self.score = self.mtp = None
         if self.part.head:
             self.final_norm = new_norm(plan.final_norm, plan.hidden, context)
             score = plan.head("score")
@@ -49,7 +53,11 @@ class GPTModel(Network):
                 self.score = TokenScore(score, context)
             else:
                 assert plan.output is not None
-                self.output = Output(plan.output, context, self.embedding)
+                ahead = multi_token_plan(plan)
+                uses = 1 + (ahead.depths if ahead is not None else 0)
+                self.output = Output(plan.output, context, self.embedding, uses=uses)
+                if ahead is not None:
+                    self.mtp = MultiToken(ahead, context, recompute)
 
     def forward(
         self,
@@ -60,6 +68,7 @@ class GPTModel(Network):
         hidden: Tensor | None = None,
         cache: KeyValueCache | None = None,
         loss_mask: Tensor | None = None,
+        ahead: Sequence[Ahead] = (),
     ) -> Tensor:
         """Run the layers of this part once.
 
@@ -76,12 +85,14 @@ class GPTModel(Network):
             cache: Keys and values of earlier tokens, and the positions of the new tokens; b is then
                 1. `None` means that the tokens are whole sequences.
             loss_mask: [b, s], the weight of each token's loss (`Output`).
+            ahead: What each depth of multi-token prediction reads, in training.
 
         Returns:
             Hidden states [s, b, h] unless this is the last part of the model. From the last part,
             the loss of each token, fp32 [b, s], if labels are given (their weighted sum with a loss
             mask); otherwise logits [b, s, v/t], or with a cache only those of the tokens it
-            selects. A reward model returns a score for each token instead, fp32 [b, s].
+            selects. A reward model returns a score for each token instead, fp32 [b, s]. With
+            `ahead`, the weighted sum of the losses and that of each depth, [1 + depths].
         """
         if cache is None:
             sequence = tokens.shape[1] * self.layout.context.size
@@ -92,7 +103,8 @@ class GPTModel(Network):
             positions = cache.positions
         if hidden is None:
             hidden = self.embed(tokens, positions if position_ids is None else position_ids)
-        stream = self.layers.run(Stream(hidden), mask, self.rotation(positions), cache)
+        rotation = self.rotation(positions)
+        stream = self.layers.run(Stream(hidden), mask, rotation, cache)
         if self.final_norm is None:
             return stream.join()
         _, x = self.final_norm(stream)  # [s, b, h]
@@ -102,5 +114,16 @@ class GPTModel(Network):
         assert self.output is not None
         if cache is not None:
             x = x[cache.outputs]
-        scores: Tensor = self.output(x, labels, loss_mask)
-        return scores
+        if not ahead:
+            scores: Tensor = self.output(x, labels, loss_mask)
+            return scores
+        assert self.mtp is not None, "the model predicts one token"
+        vectors = [
+            self.embed(one.tokens, one.position_ids, site=f"embedding {depth} ahead")
+            for depth, one in enumerate(ahead, 1)
+        ]
+        further = run_depths(self.mtp, x, vectors, mask, rotation)
+        sums = [self.output(x, labels, loss_mask)]
+        for states, one in zip(further, ahead, strict=True):
+            sums.append(self.output(states, one.labels, one.loss_mask))
+        return torch.stack(sums)

@@ -36,6 +36,7 @@ class Output(nn.Module):
         context: Layout, device, kernels and number formats.
         embedding: Embedding of this part of the model. It may be `None` only if the matrix is
             untied.
+        uses: How many times a training pass computes losses with the matrix.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class Output(nn.Module):
         plan: OutputPlan,
         context: BuildContext,
         embedding: Embedding | TiedWordEmbedding | None,
+        *,
+        uses: int = 1,
     ) -> None:
         """Tie the matrix to the embedding table, or allocate one."""
         super().__init__()
@@ -66,7 +69,7 @@ class Output(nn.Module):
         self.bias = None
         if plan.bias:
             self.bias = context.new_parameter((plan.vocabulary,), init=ZEROS, split_dim=0)
-        self._gradient = context.registry.reserve_slot(self._matrix())  # for this use of the matrix
+        self._gradient = context.registry.reserve_slot(self._matrix(), uses=uses)
 
     @staticmethod
     def parameter_count(plan: OutputPlan, tensor: int) -> int:

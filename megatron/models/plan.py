@@ -439,6 +439,7 @@ class EmbeddingPlan:
         positions: Rows of the table of learned positions; 0 if there is none.
         token_types: Rows of the table of token types; 0 if there is none.
         calls: Number of lookups per pass: an encoder and a decoder make one each.
+        ahead: Number of further lookups where the model ends (`multi_token`).
         dropout: Dropout probability of the sum.
     """
 
@@ -448,6 +449,7 @@ class EmbeddingPlan:
     positions: int = 0
     token_types: int = 0
     calls: int = 1
+    ahead: int = 0
     dropout: float = 0.0
 
 

@@ -11,6 +11,7 @@ from megatron.config.experts import layer_experts
 from megatron.config.model import ModelConfig
 from megatron.config.retro import retro_layers
 from megatron.kernels.rope import Yarn
+from megatron.models.multi_token import MultiTokenPlan
 from megatron.models.plan import (
     LANGUAGE_MODEL_HEAD,
     RETRIEVAL_HEAD,
@@ -296,11 +297,20 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
         )
         for experts, window, rotates in choices
     }
+    layers, depths = tuple(made[choice] for choice in choices), model.mtp_num_layers or 0
+    ahead = MultiTokenPlan(  # its layers are as the last one, as in Megatron Core
+        hidden=model.hidden_size,
+        init=init_plan(model),
+        layers=layers[-1:] * depths,
+        norm=norm_plan(model),
+        output=output_plan(model, vocabulary),
+        numbered_after=len(layers),
+    )
     return ModelPlan(
-        embedding=embedding_plan(model, vocabulary),
-        layers=tuple(made[choice] for choice in choices),
+        embedding=replace(embedding_plan(model, vocabulary), ahead=depths),
+        layers=layers,
         final_norm=norm_plan(model),
-        heads=(output,),
+        heads=(output, ahead) if depths else (output,),
         positions=model.max_position_embeddings,
     )
 

@@ -18,6 +18,7 @@ from megatron.models.arithmetic import heads_of
 from megatron.models.block import Block, class_of
 from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.freezing import frozen_format
+from megatron.models.multi_token import Depth, multi_token_plan
 from megatron.models.plan import AttentionPlan, LayerPlan, MixturePlan, ModelPlan, SublayerPlan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.layout import Layout
@@ -107,6 +108,15 @@ class PassTimes(NamedTuple):
     def total(self) -> float:
         """The time of all passes on the device."""
         return self.forward.total + self.inputs.total + self.weights.total
+
+    def plus(self, other: PassTimes) -> PassTimes:
+        """Return the times of both, one after the other."""
+        return PassTimes(
+            self.forward.plus(other.forward),
+            self.inputs.plus(other.inputs),
+            self.weights.plus(other.weights),
+            self.host + other.host,
+        )
 
 
 @dataclass(frozen=True)
@@ -398,6 +408,14 @@ def model_passes(
             known[key] = passes
         layers.append(known[key])
     head = head_passes(plan, setting)
+    ahead = multi_token_plan(plan)
+    for layer in ahead.layers if ahead is not None else ():
+        passes = layer_passes(layer, setting)
+        if Depth.recomputes_all(recompute):
+            passes = recomputed(layer, passes, None)
+        elif recompute is not None and recompute.granularity == "selective":
+            passes = recomputed(layer, passes, recompute.modules)
+        head = head.plus(passes)
     if config.model.lora_rank is not None:  # frozen weights have no gradients
         *layers, head = (one._replace(weights=Seconds()) for one in (*layers, head))
     if plan.teacher is not None:

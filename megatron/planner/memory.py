@@ -15,6 +15,7 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart, even_parts, parts_of_stage, plan_model
 from megatron.kernels.quantize import bytes_of
 from megatron.models.arithmetic import (
+    count_depth_parameters,
     count_part_experts,
     count_part_matrices,
     count_part_parameters,
@@ -245,6 +246,7 @@ def _kept_for_weights(
     outside = sum(
         count_part_parameters(plan, replace(part, layers=range(0)), split) for part in parts
     )
+    outside -= parts[-1].head * count_depth_parameters(plan, split)  # gathered as layers are
     in_8_bits = 0
     if numbers.fp8_format is not None:
         in_8_bits = sum(count_part_matrices(plan, part, split) for part in parts)

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.config.stages import parts_of_stage, plan_model
+from megatron.config.stages import parts_of_stage, plan_model, whole_model
+from megatron.models.multi_token import layers_of
 from megatron.models.plan import MixturePlan, ModelPlan
 
 if TYPE_CHECKING:
@@ -23,10 +24,13 @@ _PIXELS = 16  # of the side of an expert's square in the picture
 
 
 def mixtures_of(plan: ModelPlan) -> dict[int, int]:
-    """Return the number of experts of each mixture layer, by layer index from 0."""
+    """Return the number of experts of each mixture layer, by layer index from 0.
+
+    Layers of multi-token prediction follow the model's.
+    """
     return {
         index: layer.mlp.router.experts
-        for index, layer in enumerate(plan.layers)
+        for index, layer in enumerate(layers_of(plan, whole_model(len(plan.layers))))
         if isinstance(layer.mlp, MixturePlan)
     }
 
@@ -38,7 +42,9 @@ def held_mixtures(run: Run) -> list[int]:
         return []
     parts = plan_model(run.config.model, run.config.parallel)
     held = parts_of_stage(parts, run.layout.pipeline.rank, run.layout.pipeline.size)
-    return [index for part in held for index in part.layers if index in mixtures]
+    first = len(run.plan.layers)
+    ahead = [index for index in mixtures if index >= first and held[-1].head]
+    return [*(index for part in held for index in part.layers if index in mixtures), *ahead]
 
 
 def expert_load_part(run: Run) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from megatron.config import RunConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
+from megatron.models.multi_token import copies_words
 from megatron.models.plan import ModelPlan
 from megatron.models.position_bias import POSITION_TABLES
 from megatron.optimizer.rules import rules_of
@@ -90,7 +91,7 @@ def tie_copies(
     return find_ties(
         named_parameters,
         layout,
-        words=plan.ties_words,
+        words=copies_words(plan),
         tables=_tied_tables(plan),
         device=device.torch_device,
         gradient_dtype=dtype,
@@ -113,7 +114,7 @@ def new_gradient_buffer(
         layers: The registry in which the layers recorded their requirements.
         layout: The ranks of this process.
     """
-    tied = tied_names(layout, words=plan.ties_words, tables=_tied_tables(plan))
+    tied = tied_names(layout, words=copies_words(plan), tables=_tied_tables(plan))
     is_torch = uses_torch_ddp(config, layout)
     named_parameters = named_parameters_of(parts)
     kind = schedule_kind(config.parallel, len(parts))

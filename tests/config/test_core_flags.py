@@ -221,10 +221,11 @@ def test_a_misspelt_flag_is_one_of_ours_rather_than_one_that_is_refused(
 
 
 def test_a_misspelt_flag_that_is_refused_anyway_says_so_at_once() -> None:
-    (line,) = problems("--mtp-num-layrs 2")
+    (line,) = problems("--mtp-standalon")
     assert line == (
-        "unknown flag --mtp-num-layrs: did you mean --mtp-num-layers? "
-        "(multi-token prediction is not supported: drop the flag)"
+        "unknown flag --mtp-standalon: did you mean --mtp-standalone? "
+        "(layers of multi-token prediction are on the last pipeline stage, with the output layer: "
+        "drop the flag)"
     )
 
 

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from megatron.config import RunConfig
+from megatron.data.ahead import batches_ahead
 from megatron.data.gpt import make_batch
 from megatron.data.sample import SEGMENT_ENDS
+from megatron.finetuning.distillation import GPTInputs
 from megatron.models.gpt import GPTModel
+from megatron.models.multi_token import Ahead
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.passes import Passes
 from megatron.training.recipe import Batch
-from pretrain_gpt import GPTRecipe
+from pretrain_gpt import GPTRecipe, losses_ahead
 from tests.parity.layouts import Curves, train_curves
 from tests.training.toy import RECIPES, build_toy
 
@@ -46,12 +49,25 @@ class OneByOne(GPTRecipe):
         """Return the mean loss of all tokens."""
         text, ends = batch["text"], batch[SEGMENT_ENDS].tolist()
         length, losses = text.shape[1] - 1, []
+        depths = config.model.mtp_num_layers or 0
+        counted = [torch.tensor(text.shape[0] * length)] + [torch.tensor(0)] * depths
         for start, end in pairwise(dict.fromkeys(ends)):  # without empty documents
             row, first = divmod(start, length)
             alone = {"text": text[row : row + 1, first : first + end - start + 1]}
             one = make_batch(alone, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
-            losses.append(part(one.tokens, one.position_ids, one.labels, loss_mask=one.loss_mask))
-        return {"lm loss": torch.stack(losses).sum() / (text.shape[0] * length)}
+            # The token that follows an end is the next document's: a document has no other tokens.
+            inside = one._replace(loss_mask=one.loss_mask * (one.tokens != tokenizer.eod))
+            further = list(batches_ahead(inside, depths))
+            ahead = [Ahead(b.tokens, b.position_ids, b.labels, b.loss_mask) for b in further]
+            words = (one.tokens, one.position_ids, one.labels)
+            losses.append(part(*words, loss_mask=one.loss_mask, ahead=ahead))
+            for depth, b in enumerate(further, 1):
+                counted[depth] = counted[depth] + b.loss_mask.sum()
+        sums = torch.stack(losses).sum(0)
+        if not depths:
+            return {"lm loss": sums / counted[0]}
+        inputs = GPTInputs(one, None, counted[0], counted_ahead=tuple(counted[1:]))
+        return losses_ahead(sums, inputs, config, layout)
 
 
 @cache

@@ -132,6 +132,34 @@ _MUON_LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(4, context=2, flags="--zero-stage 1", network=MUON),
     LayoutCase(8, tensor=2, pipeline=2, flags=f"{_SP} --zero-stage 2", network=MUON_DISTRIBUTED),
 )
+MULTI_TOKEN = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.4"
+_TIED_AHEAD = f"{MULTI_TOKEN} --position-embedding-type rope"
+_UNTIED_AHEAD = f"{_LLAMA} {MULTI_TOKEN}"
+_LINEAR_LOSS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
+_MULTI_TOKEN_LAYOUTS: tuple[LayoutCase, ...] = (
+    LayoutCase(2, flags="--DDP-impl torch", network=_TIED_AHEAD),
+    LayoutCase(4, flags=f"--zero-stage 1 {_OVERLAP}", network=_TIED_AHEAD),
+    LayoutCase(2, flags="--zero-stage 2", network=_UNTIED_AHEAD),
+    LayoutCase(4, flags=f"--zero-stage 3 {_RECOMPUTE}", network=_TIED_AHEAD),
+    LayoutCase(2, tensor=2, network=_UNTIED_AHEAD),
+    LayoutCase(2, tensor=2, flags=f"{_SP} {_LINEAR_LOSS}", network=_TIED_AHEAD),
+    LayoutCase(4, tensor=4, flags=f"{_SP} {_BESIDE} {_RECOMPUTE}", network=_TIED_AHEAD),
+    LayoutCase(2, pipeline=2, network=_TIED_AHEAD),
+    LayoutCase(2, pipeline=2, flags=_VIRTUAL, network=_UNTIED_AHEAD),
+    LayoutCase(2, pipeline=2, flags="--pipeline-schedule zero-bubble", network=_TIED_AHEAD),
+    LayoutCase(
+        2,
+        pipeline=2,
+        flags="--pipeline-model-parallel-layout Ettt|tmmL --recompute-granularity selective",
+        network=_UNTIED_AHEAD,
+    ),
+    LayoutCase(4, pipeline=2, flags=f"--zero-stage 2 {_VIRTUAL} {_OVERLAP}", network=_TIED_AHEAD),
+    LayoutCase(4, pipeline=2, flags=f"--zero-stage 3 {_VIRTUAL}", network=_UNTIED_AHEAD),
+    LayoutCase(2, context=2, network=_TIED_AHEAD),
+    LayoutCase(4, tensor=2, context=2, flags=f"{_SP} --cp-comm-type a2a", network=_TIED_AHEAD),
+    LayoutCase(4, context=2, pipeline=2, flags="--zero-stage 1", network=_TIED_AHEAD),
+    LayoutCase(8, tensor=2, pipeline=2, flags=f"{_SP} --zero-stage 1", network=_TIED_AHEAD),
+)
 LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2),
     LayoutCase(4),
@@ -201,10 +229,14 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2, pipeline=2, flags=_VIRTUAL, network=_WINDOWS),
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_WINDOWS),
     *_MUON_LAYOUTS,
+<<<<<<< HEAD
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=f"{_SINKS} {_WINDOWS}"),
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_VIRTUAL} {_RECOMPUTE}", network=_SINKS),
     LayoutCase(2, context=2, network=_SINKS),
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_SINKS),
+=======
+    *_MULTI_TOKEN_LAYOUTS,
+>>>>>>> fccf8ca1 (Train GPTs to predict several tokens: --mtp-num-layers, --mtp-loss-scaling-factor)
     LayoutCase(2, tensor=2, network=LATENT),
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=LATENT),
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL}", network=LATENT),

@@ -41,6 +41,8 @@ SIGMOID = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
 )
 
+AHEAD = f"{SOFTMAX} --mtp-num-layers 1 --position-embedding-type rope"
+
 
 @dataclass(frozen=True)
 class MixtureCase:
@@ -295,6 +297,10 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(4, expert=2, flags=_ZERO3, network=_MUON),
     MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} --zero-stage 1", network=_MUON_SPLIT),
     MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=_SP, network=_MUON_SPLIT),
+    # Multi-token prediction, whose layer is a mixture, too.
+    MixtureCase(2, expert=2, network=AHEAD),
+    MixtureCase(4, pipeline=2, expert=2, flags=_VIRTUAL, network=AHEAD),
+    MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} {_ZERO3}", network=AHEAD),
 )
 
 
@@ -319,7 +325,7 @@ class MixtureCurves(NamedTuple):
 def train_mixture(layout: Layout, words: list[str]) -> MixtureCurves:
     """Train the toy mixture to its end."""
     recorder, run = train_toy(layout, words)
-    names = ("lm loss", *run.config.model.auxiliary_losses)
+    names = (*run.recipe.loss_names(run.config), *run.config.model.auxiliary_losses)
     losses = {name: recorder.values(name) for name in names}
     routers = (name for name, _ in run.named_parameters() if name.endswith("router.weight"))
     states = zip(routers, run.layers.routers.states, strict=True)

@@ -20,6 +20,7 @@ from tests.parity.documents import DOCUMENTS, ROPE, OneByOne, gradients, one_by_
 from tests.parity.layouts import (
     LAYOUTS,
     LOSS_TOLERANCE,
+    MULTI_TOKEN,
     NORM_TOLERANCE,
     LayoutCase,
     largest_difference,
@@ -41,7 +42,14 @@ _ROTARY = (
     LayoutCase(2, context=2, flags="--cp-comm-type a2a"),
     LayoutCase(4, tensor=2, context=2, flags=f"--cp-comm-type a2a {_RECOMPUTE}"),
 )
-CASES = (*LAYOUTS, *(replace(case, network=ROPE) for case in _ROTARY))
+# A depth's loss is the mean over the labels of a micro-batch that no document's end comes before,
+# as in Megatron Core, so layouts with other micro-batches than one process have other means.
+_SAME_MEANS = tuple(
+    case
+    for case in LAYOUTS
+    if MULTI_TOKEN not in case.network or case.processes == case.tensor * case.context
+)
+CASES = (*_SAME_MEANS, *(replace(case, network=ROPE) for case in _ROTARY))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.shown_flags}")

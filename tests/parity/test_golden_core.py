@@ -25,7 +25,7 @@ from tests.distributed import run_distributed, toy_device
 from tests.training.toy import Recorder
 
 LOSS, GRAD_NORM = 1e-5, 1e-3  # relative tolerances
-RUNS = ("core_dense", "core_moe", "core_moe_ep2", "core_moe_sigmoid")
+RUNS = ("core_dense", "core_mtp", "core_moe", "core_moe_ep2", "core_moe_sigmoid")
 # The recording in two processes has the last rank's own z-loss, not the mean over data ranks.
 _NOT_THE_BATCH_S = {"core_moe_ep2": {"z_loss"}}
 
@@ -59,7 +59,7 @@ def compare(records: list[dict[str, Any]], golden: Path, name: str) -> None:
     assert sorted(ours) == list(range(11, 21))
     for theirs in recording["train"][10:]:
         mine = ours[theirs["iteration"]]
-        losses = {key for key in theirs if key == "lm loss" or key.endswith("_loss")}
+        losses = {key for key in theirs if key.endswith(("_loss", "lm loss")) or "mtp_" in key}
         for key in losses - _NOT_THE_BATCH_S.get(name, set()):
             assert mine[key] == pytest.approx(theirs[key], rel=LOSS), key
         assert mine["grad-norm"] == pytest.approx(theirs["grad norm"], rel=GRAD_NORM)
@@ -92,6 +92,8 @@ _LAYOUTS = {
     "core_moe, PP 2 x EP 2": (4, {"pipeline": 2, "expert": 2}, f"{_STAGES} {_EXPERTS}"),
     "core_moe_sigmoid, PP 2 x EP 2": (4, {"pipeline": 2, "expert": 2}, f"{_STAGES} {_EXPERTS}"),
     "core_dense, TP 2": (2, {"tensor": 2}, _TENSOR),
+    "core_mtp, TP 2": (2, {"tensor": 2}, f"{_TENSOR} --sequence-parallel"),
+    "core_mtp, PP 2": (2, {"pipeline": 2}, _STAGES),
 }
 
 
@@ -111,12 +113,13 @@ def _save_again(
     save_run(_load(layout, golden, name, cache, flags))
 
 
-@pytest.mark.parametrize("name", ["core_dense", "core_moe_sigmoid"])
+@pytest.mark.parametrize("name", ["core_dense", "core_mtp", "core_moe_sigmoid"])
 def test_what_is_saved_for_megatron_core_goes_on_as_the_original(golden, tmp_path, name):
     target = str(tmp_path / "saved")
     saves = ("--save", target, "--save-interval", "10", "--ckpt-format", "torch_dist")
-    sizes = {"expert": 2} if name != "core_dense" else {"tensor": 2}
-    flags = (*(_TENSOR if name == "core_dense" else _EXPERTS).split(), *saves)
+    is_mixture = "moe" in name
+    sizes = {"expert": 2} if is_mixture else {"tensor": 2}
+    flags = (*(_EXPERTS if is_mixture else _TENSOR).split(), *saves)
     run_distributed(2, _save_again, golden, name, tmp_path, flags, **sizes)
     flags = ("--expert-model-parallel-size", "1", "--load", target)
     (records,) = run_distributed(1, continue_core, golden, name, tmp_path, flags)

@@ -32,7 +32,8 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "linear_attention_freq": (None,),
     "moe_apply_probs_on_input": (False,),
     "moe_latent_size": (None,),
-    "mtp_num_layers": (None, 0),
+    "mtp_hybrid_override_pattern": (None,),
+    "mtp_use_repeated_layer": (False,),
     "multi_latent_attention": (False,),
     "qk_l2_norm": (False,),
     "quick_geglu": (False,),
@@ -50,6 +51,10 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     refuse_unknown(args, _NEUTRAL)
     config = legacy_config(args, "gpt")
     model = config["model"]
+    if not model.get("mtp_num_layers"):
+        model.pop("mtp_num_layers", None)
+    elif args.get("mtp_loss_scaling_factor") is not None:
+        model["mtp_loss_scaling_factor"] = args["mtp_loss_scaling_factor"]
     if args.get("transformer_impl") is not None:  # a conversion writes the same names
         config["checkpoint"] = {"transformer_impl": args["transformer_impl"]}
     if args.get("window_size") is not None:

@@ -49,9 +49,22 @@ _OUTSIDE = {
     "decoder.final_layernorm.bias": "final_norm.bias",
     "output_layer.weight": "output.weight",
 }
+# The modules of a depth of multi-token prediction, around its transformer layer.
+_AHEAD = {
+    "enorm": "embedding_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "projection",
+    "final_layernorm": "final_norm",
+}
+_DEPTHS = {
+    f"{theirs}.{kind}": f"{ours}.{kind}"
+    for theirs, ours in _AHEAD.items()
+    for kind in ("weight", "bias")
+} | {f"transformer_layer.{theirs}": f"layer.{ours}" for theirs, ours in _LAYERS.items()}
 # Parameters that hold gate and up, with the dimension of ours that tells the two apart.
 _GATED = {"mlp.up": 0, "mlp.shared.up": 0, "mlp.experts.up": 1}
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,5})\.)?(.+)")
+_DEPTH = re.compile(r"mtp\.layers\.(\d{1,5})\.(.+)")
 _STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
 # The distributed optimizer says "param", the others "fp32_param".
 _KINDS = {
@@ -64,9 +77,11 @@ _KINDS = {
 MASTER = "master"
 # The other direction, in which the last of several names counts.
 _THEIR_LAYERS = {ours: theirs for theirs, ours in _LAYERS.items()}
+_THEIR_DEPTHS = {ours: theirs for theirs, ours in _DEPTHS.items()}
 _THEIR_OUTSIDE = {ours: theirs for theirs, ours in _OUTSIDE.items()}
 _THEIR_KINDS = {ours: theirs for theirs, ours in _KINDS.items()}
 _OURS = re.compile(r"layers\.(\d+)\.(.+)")
+_OUR_DEPTH = re.compile(r"mtp\.(\d+)\.(.+)")
 _NORM = {f"mlp_norm.{kind}": f"pre_mlp_layernorm.{kind}" for kind in ("weight", "bias")}
 
 
@@ -120,13 +135,22 @@ def place_of(name: str) -> OurName | None:
         prefix, suffix, parameter = "optimizer.", f".{_KINDS[match[1]]}", match[2]
     if parameter in _OUTSIDE:
         return OurName(prefix, _OUTSIDE[parameter], suffix)
+    depth = _DEPTH.fullmatch(parameter)
+    if depth is not None and depth[2] in _DEPTHS:
+        ours = _DEPTHS[depth[2]]
+        gate_dim = _gate_dim(ours.removeprefix("layer."))
+        return OurName(prefix, f"mtp.{int(depth[1])}.{ours}", suffix, gate_dim=gate_dim)
     match = _LAYER.fullmatch(parameter)
-    ours = _LAYERS.get(match[2]) if match else None
-    if match is None or ours is None:
-        what = "multi-token prediction is" if parameter.startswith("mtp.") else "it is"
-        raise CheckpointError(f"parameter {name[:200]}: {what} not a part of our networks")
-    gate_dim = _GATED.get(ours.rpartition(".")[0])
+    if match is None or match[2] not in _LAYERS:
+        raise CheckpointError(f"parameter {name[:200]}: it is not a part of our networks")
+    ours = _LAYERS[match[2]]
+    gate_dim = _gate_dim(ours)
     return OurName(prefix, ours, suffix, int(match[1] or 0), match[1] is None, gate_dim)
+
+
+def _gate_dim(parameter: str) -> int | None:
+    """Return the dimension that tells gate and up apart in a layer's parameter, if it has both."""
+    return _GATED.get(parameter.rpartition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -179,12 +203,14 @@ class Form:
         gated: Whether up projections hold gate and up.
         own_norms: The layers whose normalization before the MLP has a name of its own.
         shards_states: Whether the states are named as the distributed optimizer's.
+        depths_own_norms: The same as `own_norms`, for all layers of multi-token prediction.
     """
 
     is_stacked: bool
     gated: bool
     own_norms: frozenset[int]
     shards_states: bool
+    depths_own_norms: bool = False
 
     def place(self, name: str, shape: tuple[int, ...]) -> Location:
         """Return where one of our tensors goes: the inverse of `place_of`.
@@ -204,6 +230,14 @@ class Form:
             prefix = f"optimizer.state.{theirs}."
         if parameter in _THEIR_OUTSIDE:
             return Location(prefix + _THEIR_OUTSIDE[parameter], None, None, shape)
+        depth = _OUR_DEPTH.fullmatch(parameter)
+        if depth is not None and depth[2] in _THEIR_DEPTHS:
+            inside = depth[2].removeprefix("layer.")
+            last = _THEIR_DEPTHS[depth[2]]
+            if self.depths_own_norms and inside in _NORM:
+                last = f"transformer_layer.{_NORM[inside]}"
+            gate_dim = _gate_dim(inside) if self.gated else None
+            return Location(f"{prefix}mtp.layers.{depth[1]}.{last}", None, gate_dim, shape)
         match = _OURS.fullmatch(parameter)
         if match is None or match[2] not in _THEIR_LAYERS:
             raise CheckpointError(f"{name}: Megatron Core's GPT has no such parameter")
@@ -212,5 +246,5 @@ class Form:
         if layer in self.own_norms:
             last = _NORM.get(inside, last)
         stack = "decoder.layers." if self.is_stacked else f"decoder.layers.{layer}."
-        gate_dim = _GATED.get(inside.rpartition(".")[0]) if self.gated else None
+        gate_dim = _gate_dim(inside) if self.gated else None
         return Location(prefix + stack + last, layer if self.is_stacked else None, gate_dim, shape)

@@ -65,8 +65,10 @@ _OVERHEAD = 2048  # bytes of a chunk's container and of its place in the index, 
 _EXPERT_SEED = 1024  # as in Megatron Core
 _SHARDING = "fully_reshardable"  # the form of the distributed optimizer's states
 # Modules with an extra state: in every implementation, and further ones in Transformer Engine's.
-_LINEAR = re.compile(r"(.+\.linear_(?:qkv|proj|fc1|fc2))\.weight")
-_OF_ENGINE = re.compile(r"(.+\.(?:[qk]_layernorm|pre_mlp_layernorm|final_layernorm))\.weight")
+_LINEAR = re.compile(r"(.+\.(?:linear_(?:qkv|proj|fc1|fc2)|eh_proj))\.weight")
+_OF_ENGINE = re.compile(
+    r"(.+\.(?:[qk]_layernorm|pre_mlp_layernorm|final_layernorm|enorm|hnorm))\.weight"
+)
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ class CoreFiles:
             gated=model.swiglu or model.geglu,
             own_norms=frozenset(own_norms),
             shards_states=self._shards_states,
+            depths_own_norms=mixtures[-1] and self._is_engine,
         )
         names = [name for name in plan.parts if name.startswith((WEIGHTS, STATES))]
         # Where each tensor goes. The distributed optimizer also stores fp32 weights, as their own

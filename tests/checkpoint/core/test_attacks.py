@@ -276,7 +276,7 @@ _INDEXES = {
     "a layer twice": lambda i: _rename(
         i, "decoder.layers.0.mlp.router.weight", "decoder.final_layernorm.weight"
     ),
-    "a parameter of prediction": lambda i: _rename(i, "mtp.layers.0.enorm.weight"),
+    "a parameter of prediction": lambda i: _rename(i, "mtp.layers.0.other.weight"),
     "no tensors": lambda i: setattr(i, "state_dict_metadata", {}),
     "no dict of tensors": lambda i: setattr(i, "state_dict_metadata", []),
     "no dict of places": lambda i: setattr(i, "storage_data", None),
@@ -390,7 +390,7 @@ _COMMONS = {
     "other layers": _common(args={"num_layers": 3}),
     "layers of text": _common(args={"num_layers": "2"}),
     "latent attention": _common(args={"multi_latent_attention": True}),
-    "prediction of more tokens": _common(args={"mtp_num_layers": 1}),
+    "one layer for all depths": _common(args={"mtp_use_repeated_layer": True}),
     "a hybrid": _common(args={"is_hybrid_model": True}),
     "a window of both sides": _common(args={"window_size": [128, 128]}),
     "a window of text": _common(args={"window_size": "wide"}),

@@ -1,0 +1,33 @@
+"""Options of multi-token prediction, under Megatron Core's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.fields import Need, flag
+
+_MOST_DEPTHS = 64
+_PREDICTS = Need(lambda run: run.model.mtp_num_layers, "--mtp-num-layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTokenOptions:
+    """Multi-token prediction (DeepSeek-V3).
+
+    Attributes:
+        mtp_num_layers: Number of further tokens that each position learns to predict, one after
+            another. Each has a layer of its own, which reads the hidden states of the one before
+            and the embedding of the next token. Default: none.
+        mtp_loss_scaling_factor: Factor of the mean of their losses in the loss that is trained on.
+            The log shows each loss without it, as "mtp_1 loss" and so on.
+    """
+
+    mtp_num_layers: int | None = flag(
+        None, unit="layers", at_least=1, at_most=_MOST_DEPTHS, only_for=("gpt",)
+    )
+    mtp_loss_scaling_factor: float = flag(0.1, at_least=0, requires=_PREDICTS)
+
+    @property
+    def mtp_loss_weight(self) -> float:
+        """The factor of each depth's loss in the loss that is trained on."""
+        return self.mtp_loss_scaling_factor / (self.mtp_num_layers or 1)

@@ -1,0 +1,256 @@
+"""Multi-token prediction: layers after the last one that predict tokens further ahead.
+
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2, as Megatron Core trains it. Each
+position has read its own token and predicts the next one. Depth k also reads the k tokens after it,
+one per depth, and predicts the token after those: it joins the normalized hidden states of depth
+k - 1 with the normalized embedding of one more token, and passes them through a layer of its own.
+Depth 0 is the model itself. All depths share its embedding and its output layer, so on a pipeline
+they run where the output layer is, and that stage holds a copy of the word embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.stages import ModelPart
+from megatron.kernels.attention import Mask
+from megatron.kernels.rope import Rotation
+from megatron.models.attention import KeyValueCache
+from megatron.models.block import Block
+from megatron.models.costs import MicroBatch
+from megatron.models.head import Output
+from megatron.models.norm import Norm, Stream, new_norm
+from megatron.models.plan import HeadPlan, LayerPlan, ModelPlan, NormPlan, OutputPlan
+from megatron.models.recompute import RecomputePlan, computed_again
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layers import Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTokenPlan(HeadPlan):
+    """The layers that predict further tokens, one for each depth.
+
+    Attributes:
+        layers: The transformer layer of each depth.
+        norm: All normalizations of a depth: of its two inputs and of its result.
+        output: The model's output layer, which every depth uses once more.
+        numbered_after: Number of the model's other layers.
+    """
+
+    kind: str = "multi_token"
+    layers: tuple[LayerPlan, ...]
+    norm: NormPlan
+    output: OutputPlan
+    numbered_after: int
+
+    @property
+    def depths(self) -> int:
+        """The number of further tokens."""
+        return len(self.layers)
+
+
+def multi_token_plan(plan: ModelPlan) -> MultiTokenPlan | None:
+    """Return the record of multi-token prediction, or `None` if the model has none."""
+    head = plan.head("multi_token")
+    return head if isinstance(head, MultiTokenPlan) else None
+
+
+def without_multi_token(plan: ModelPlan) -> ModelPlan:
+    """Return the plan of the same network that predicts only the next token."""
+    heads = tuple(head for head in plan.heads if not isinstance(head, MultiTokenPlan))
+    return replace(plan, heads=heads, embedding=replace(plan.embedding, ahead=0))
+
+
+def layers_of(plan: ModelPlan, part: ModelPart) -> list[LayerPlan]:
+    """Return the layers of a part of the model, with those of multi-token prediction."""
+    ahead = multi_token_plan(plan)
+    own = [plan.layers[index] for index in part.layers]
+    return [*own, *(ahead.layers if part.head and ahead is not None else ())]
+
+
+def copies_words(plan: ModelPlan) -> bool:
+    """Return whether the part of a model that ends it reads the word embedding, too."""
+    return plan.ties_words or plan.embedding.ahead > 0
+
+
+class Ahead(NamedTuple):
+    """What a depth reads of a micro-batch, for each of its tokens [b, s].
+
+    Attributes:
+        tokens: The token as many places further on as the depth.
+        position_ids: The position of that token.
+        labels: The token after it.
+        loss_mask: The weight of the loss; 0 where the sequence or the document ends before the
+            label.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+
+
+class Depth(nn.Module):
+    """One further prediction: two normalizations, a projection, a layer, a normalization.
+
+    The projection is not split: with sequence parallelism every tensor rank multiplies its own
+    tokens, without a message, and otherwise all of them multiply the same ones.
+
+    Args:
+        plan: The record of all depths.
+        context: Layout, device, kernels and number formats.
+        index: The depth, from 0.
+        recompute: Activations to recompute in the backward pass; `None` keeps all of them.
+    """
+
+    def __init__(
+        self,
+        plan: MultiTokenPlan,
+        context: BuildContext,
+        index: int,
+        recompute: RecomputePlan | None = None,
+    ) -> None:
+        """Build the parts of the depth."""
+        super().__init__()
+        hidden = plan.hidden
+        if recompute is not None:
+            context = replace(context, recomputed=recompute.parts)
+        self.embedding_norm = new_norm(plan.norm, hidden, context)
+        self.hidden_norm = new_norm(plan.norm, hidden, context)
+        self.projection = Linear(
+            2 * hidden,
+            hidden,
+            context,
+            split=None,
+            init=plan.init.weight(2 * hidden, hidden),
+            bias=False,
+        )
+        self.layer = Block(plan.layers[index], context, plan.numbered_after + index + 1)
+        self.final_norm = new_norm(plan.norm, hidden, context)
+        self.fp32_residual = context.precision.fp32_residual_connection
+        self.is_recomputed = self.recomputes_all(recompute)
+        self.routers = context.registry.routers
+        self.stops_early = not (context.gathers_weights and self.routers.states)
+
+    @staticmethod
+    def recomputes_all(recompute: RecomputePlan | None) -> bool:
+        """Return whether the backward pass recomputes whole depths.
+
+        "block" counts the first layers of a stage, and recomputes no depth, as in Megatron Core.
+        """
+        if recompute is None or recompute.granularity != "full":
+            return False
+        return recompute.method == "uniform"
+
+    def forward(
+        self,
+        hidden: Tensor,
+        vectors: Tensor,
+        mask: Mask | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Return the normalized hidden states of this depth, [s, b, h].
+
+        Args:
+            hidden: Those of the depth before, [s, b, h]; [s/t, b, h] with sequence parallelism.
+            vectors: The embeddings of the tokens that this depth reads, in the same shape.
+            mask: Which keys a query may attend to, as in the model's other layers.
+            rotation: Rotation of queries and keys, as in the model's other layers.
+            cache: Keys and values of earlier tokens, in inference.
+        """
+        inputs = (hidden, vectors, mask, rotation, cache)
+        if self.is_recomputed and torch.is_grad_enabled():
+            return computed_again(
+                self._run, *inputs, again=self.routers.paused, stops_early=self.stops_early
+            )
+        return self._run(*inputs)
+
+    def _run(
+        self,
+        hidden: Tensor,
+        vectors: Tensor,
+        mask: Mask | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        _, embedded = self.embedding_norm(Stream(vectors))
+        _, read = self.hidden_norm(Stream(hidden))
+        x = self.projection(torch.cat((embedded, read), -1))
+        stream = self.layer(Stream(x.float() if self.fp32_residual else x), mask, rotation, cache)
+        result: Tensor
+        _, result = self.final_norm(stream)
+        return result
+
+
+class MultiToken(nn.ModuleList):
+    """The depths of multi-token prediction, which the model runs one after another.
+
+    Its costs are those of everything outside the depths' transformer layers, which are counted
+    with the model's own (`layers_of`).
+
+    Args:
+        plan: The record of all depths.
+        context: Layout, device, kernels and number formats.
+        recompute: Activations to recompute in the backward pass; `None` keeps all of them.
+    """
+
+    def __init__(
+        self, plan: MultiTokenPlan, context: BuildContext, recompute: RecomputePlan | None = None
+    ) -> None:
+        """Build every depth."""
+        super().__init__(Depth(plan, context, index, recompute) for index in range(plan.depths))
+
+    @staticmethod
+    def parameter_count(plan: MultiTokenPlan, tensor: int) -> int:
+        """Count the parameters outside layers, of which every tensor rank holds all."""
+        norms = 3 * Norm.parameter_count(plan.norm, plan.hidden)
+        return plan.depths * norms + MultiToken.matrix_parameters(plan)
+
+    @staticmethod
+    def matrix_parameters(plan: MultiTokenPlan) -> int:
+        """Count the elements of the projections."""
+        return plan.depths * 2 * plan.hidden**2
+
+    @staticmethod
+    def flops(plan: MultiTokenPlan, length: int) -> int:
+        """Count the operations of projections and output layers for a sequence."""
+        projection = 6 * length * 2 * plan.hidden**2
+        return plan.depths * (projection + Output.flops(plan.output, length))
+
+    @staticmethod
+    def activation_bytes(plan: MultiTokenPlan, batch: MicroBatch) -> int:
+        """Count the bytes kept outside layers for the backward pass.
+
+        These are the logits of every depth, its input, the embeddings, the normalized pair and the
+        result.
+        """
+        states = 5 * batch.width * batch.tokens * plan.hidden // batch.sequence
+        return plan.depths * (states + Output.activation_bytes(plan.output, batch))
+
+
+def run_depths(
+    depths: MultiToken,
+    hidden: Tensor,
+    vectors: Sequence[Tensor],
+    mask: Mask | None,
+    rotation: Rotation | None,
+) -> list[Tensor]:
+    """Return the normalized hidden states of every depth, [s, b, h] each.
+
+    Args:
+        depths: The depths.
+        hidden: The model's normalized hidden states, [s, b, h].
+        vectors: The embeddings that each depth reads, in the same shape.
+        mask: Which keys a query may attend to.
+        rotation: Rotation of queries and keys.
+    """
+    found = [hidden]
+    for depth, read in zip(depths, vectors, strict=True):
+        found.append(depth(found[-1], read, mask, rotation))
+    return found[1:]
