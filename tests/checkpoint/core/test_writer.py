@@ -120,7 +120,9 @@ def test_it_comes_back_by_the_converter(folders, written, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("name", ["core_dense", "core_moe", "core_moe_ep2", "core_moe_sigmoid"])
+@pytest.mark.parametrize(
+    "name", ["core_dense", "core_mtp", "core_moe", "core_moe_ep2", "core_moe_sigmoid"]
+)
 def test_recorded_checkpoints_come_out_as_they_went_in(golden, tmp_path, name):
     """Names, shapes, types, objects, values, settings and counters are the recorded ones."""
     source = golden / name / "ckpt" / "iter_0000010"
