@@ -49,7 +49,7 @@ from megatron.finetuning.distillation import (
     split_message,
     student_losses,
 )
-from megatron.kernels.attention import Segments
+from megatron.kernels.attention import Segments, number_segments
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.multi_token import Ahead
@@ -151,7 +151,8 @@ class GPTRecipe:
         if not depths:
             return GPTInputs(mine, documents, counted)
         eod = None if TRAINED in batch else tokenizer.eod  # examples say themselves what counts
-        ahead = tuple(batches_ahead(whole, depths, documents, eod=eod))
+        numbers = None if documents is None else number_segments(documents.ends, documents.shape)
+        ahead = tuple(batches_ahead(whole, depths, numbers, eod=eod))
         return GPTInputs(
             mine,
             documents,

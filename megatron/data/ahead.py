@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data.gpt import TokenBatch
-from megatron.kernels.attention import Segments, number_segments
 
 
 def batches_ahead(
-    batch: TokenBatch, depths: int, documents: Segments | None = None, *, eod: int | None = None
+    batch: TokenBatch, depths: int, documents: Tensor | None = None, *, eod: int | None = None
 ) -> Iterator[TokenBatch]:
     """Yield what each depth reads and predicts: `batch`, moved by one more place each time.
 
@@ -23,25 +22,24 @@ def batches_ahead(
     Args:
         batch: The micro-batch, whole sequences [b, s].
         depths: The number of depths.
-        documents: The documents of the batch; `None` lets predictions pass over their ends.
+        documents: The number of each token's document, [b, s]; `None` lets predictions pass over
+            the ends of documents.
         eod: The id of the token that ends a document, if such tokens end `documents`.
     """
     here = batch
-    number = None if documents is None else number_segments(documents.ends, documents.shape)
-    number = None if number is None else number.view_as(batch.tokens)
-    mask, there = batch.loss_mask, number
+    mask, there = batch.loss_mask, documents
     if documents is not None and eod is not None:
         mask = mask * (batch.tokens != eod)  # the next token begins another document
     for _ in range(depths):
         here = TokenBatch(*(_moved(x) for x in here))
         mask = _moved(mask)
         weights = mask
-        if number is not None and there is not None:
+        if documents is not None and there is not None:
             there = _moved(there, -1)
-            weights = mask * (there == number)
+            weights = mask * (there == documents)
         yield here._replace(loss_mask=weights)
 
 
 def _moved(x: Tensor, last: int = 0) -> Tensor:
     """Return what stands one place further on, [b, s]; `last` at the end."""
-    return torch.nn.functional.pad(x[:, 1:], (0, 1), value=last)
+    return F.pad(x[:, 1:], (0, 1), value=last)

@@ -7,7 +7,6 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.stages import plan_parts, whole_model
 from megatron.data.ahead import batches_ahead
 from megatron.data.gpt import TokenBatch
-from megatron.kernels.attention import Segments
 from megatron.models.arithmetic import (
     count_depth_parameters,
     count_part_experts,
@@ -181,7 +180,7 @@ def test_predictions_stop_at_the_ends_of_sequences_and_documents():
     assert one.loss_mask.tolist() == [[1, 1, 1, 1, 1, 1, 1, 0]]
     assert two.loss_mask.tolist() == [[1, 1, 1, 1, 1, 1, 0, 0]]
 
-    documents = Segments.of(torch.tensor([0, 4, 8]), whole.tokens)
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
     (one, two) = batches_ahead(whole, 2, documents, eod=0)
     assert one.labels.tolist() == [[2, 0, 3, 4, 6, 0, 7, 0]]
     assert one.loss_mask.tolist() == [[1, 1, 0, 0, 1, 1, 0, 0]]  # 2, 0 and 6, 0
