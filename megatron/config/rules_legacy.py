@@ -68,11 +68,8 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
     for name, on in (
         ("--qk-layernorm", model.qk_layernorm),
         ("--add-qkv-bias", model.add_qkv_bias and not model.add_bias_linear),
-<<<<<<< HEAD
         ("--softmax-type learnable", model.softmax_type == "learnable"),
-=======
         (f"--mtp-num-layers {model.mtp_num_layers}", model.mtp_num_layers is not None),
->>>>>>> fccf8ca1 (Train GPTs to predict several tokens: --mtp-num-layers, --mtp-loss-scaling-factor)
     ):
         if on:
             yield (

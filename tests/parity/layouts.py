@@ -229,14 +229,11 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2, pipeline=2, flags=_VIRTUAL, network=_WINDOWS),
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_WINDOWS),
     *_MUON_LAYOUTS,
-<<<<<<< HEAD
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=f"{_SINKS} {_WINDOWS}"),
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_VIRTUAL} {_RECOMPUTE}", network=_SINKS),
     LayoutCase(2, context=2, network=_SINKS),
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_SINKS),
-=======
     *_MULTI_TOKEN_LAYOUTS,
->>>>>>> fccf8ca1 (Train GPTs to predict several tokens: --mtp-num-layers, --mtp-loss-scaling-factor)
     LayoutCase(2, tensor=2, network=LATENT),
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=LATENT),
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL}", network=LATENT),
