@@ -77,8 +77,8 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
     verdict, is_own = watchdog.end_run(code, reason, about_another=about_another)
     if is_own and about_another:
         say_on_stderr(
-            f"[rank {launch.rank}] error: {verdict.reason}: killed, out of memory, or its machine "
-            "is down? See the launcher's report and the system's log"
+            f"[rank {launch.rank}] error: {verdict.reason}: was it killed, was it out of memory, "
+            "or is its machine down? See the launcher's report and the system log"
         )
     elif is_own:
         report(error, launch)
@@ -94,8 +94,8 @@ class ExitRequest:
     """A request to exit early, because of a signal, a time limit, a file, or an unread log.
 
     A signal handler only sets a flag. The flag is reduced together with the losses of every step,
-    so all ranks exit after the same iteration, with a checkpoint. So it suffices that one rank
-    sees the file.
+    so all ranks exit after the same iteration, with a checkpoint. It is therefore enough if a
+    single rank sees the file.
 
     Args:
         handle_signals: Whether to install handlers for SIGTERM and SIGINT.

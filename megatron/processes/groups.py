@@ -111,11 +111,11 @@ def process_group(
 def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
     """Return a store of small values that all processes of a running job share.
 
-    Call this while the process groups are alive. A process alone gets a store of its own.
+    Call this while the process groups are alive. A single process gets its own store.
 
     Args:
         launch: The ranks of this process, from the launcher.
-        timeout: How long reading a value that is not there yet may take.
+        timeout: How long to wait for a value that is not there yet.
     """
     if launch.world_size == 1:
         return dist.HashStore()
@@ -146,7 +146,7 @@ class DeviceReport(NamedTuple):
     Attributes:
         type: "cuda" or "cpu".
         machine: The machine's name.
-        unmet: The broken rules of `config.rules_parallel`, one line each.
+        unmet: The rules of `config.rules_parallel` that the device breaks, one line each.
     """
 
     type: str

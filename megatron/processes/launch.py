@@ -130,7 +130,7 @@ def _refuse_bare_mpi() -> None:
 
 
 def name_ranks() -> None:
-    """Let torchrun's --tee begin each line with the rank, and not with the rank on its machine."""
+    """Make torchrun's --tee begin each line with the global rank instead of the local rank."""
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
 
 
@@ -190,8 +190,8 @@ def prepare(launch: Launch, *, deterministic: bool) -> None:
     # One hardware queue keeps kernels in launch order, so that communication launched before a
     # matrix product also starts before it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # Mapped memory (`parallel.symmetric_memory`) does not need NVLink multicast, a failure of which
-    # can put all GPUs of a machine out of service.
+    # Mapped memory (`parallel.symmetric_memory`) does not need NVLink multicast, whose failure can
+    # take all GPUs of a machine out of service.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,4 +1,4 @@
-"""torchrun, except that its exit code is that of the run, and that a SIGTERM leaves time to save.
+"""torchrun, except that it exits with the code of the run and leaves time to save on SIGTERM.
 
     python -m megatron.processes.torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
@@ -24,7 +24,7 @@ _HELP = """usage: python -m megatron.processes.torchrun [flags of torchrun] FILE
 
 Start processes as torchrun does. Unlike torchrun, exit with the code of the run, and leave the
 processes time to save on SIGTERM. `torchrun --help` lists the flags."""
-# torchrun ends at once on these; on SIGTERM it would too.
+# Signals on which torchrun ends at once. By default it also does so on SIGTERM.
 _SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
 
 
@@ -32,9 +32,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run torchrun with these words, by default those of the command line.
 
     Returns:
-        0, or the exit code of the first rank that failed: 128 and the signal's number if a signal
-        killed it. The same number for this process, if a signal other than SIGTERM ended it: the
-        ranks then had 30 seconds to save.
+        0, or the exit code of the first rank that failed, which is 128 plus the signal's number if
+        a signal killed it. If a signal other than SIGTERM ended this process, 128 plus that
+        signal's number; the ranks then had 30 seconds to save.
     """
     given = list(sys.argv[1:] if words is None else words)
     if given[:1] in (["-h"], ["--help"]):  # torchrun's own imports torch

@@ -45,7 +45,7 @@ _LINGER = 2 * BEAT  # from a verdict until its author exits, so that the others 
 # From an alarm until a process stops waiting for a verdict. A verdict takes 4 beats to reach the
 # others, and longer on busy machines. All processes must exit within 10 s.
 _PATIENCE = _SILENCE + 5 * BEAT
-GRACE = 5.0  # from a verdict until a process that has not exited by itself is ended
+GRACE = 5.0  # from a verdict until the watchdog ends a process that has not exited by itself
 _PACKAGE = Path(__file__).parents[1]
 _TORCH_DISTRIBUTED = Path(dist.__file__).parent
 # The functions that print. Output may go to another machine, where it may never be read.
@@ -449,7 +449,7 @@ class Watchdog:
         This thread never waits for a network, a file system or a reader of its output.
         """
         while not self._stopped.wait(BEAT / 4):
-            with suppress(Exception):  # for example a lack of memory; the next look may succeed
+            with suppress(Exception):  # for example, memory ran out; the next look may succeed
                 self._look()
 
     def _look(self) -> None:

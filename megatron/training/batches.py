@@ -44,7 +44,8 @@ class BatchPlan:
         data_parallel: The number of processes that take different samples. Every batch divides
             evenly into one or more micro-batches for each of them.
         seq_length: The number of tokens of a sample.
-        curriculum: The part of them that each update uses, or `None` if all use all of them.
+        curriculum: The number of tokens of each sample that an update uses, or `None` if updates
+            use whole samples.
     """
 
     micro_batch: int
@@ -100,7 +101,7 @@ class BatchPlan:
     def iterations_of(self, training: TrainingConfig, start: Progress) -> int:
         """Return the number of updates in a run, those before `start` included.
 
-        What tokens remain is counted from there, because earlier updates may have had other
+        The remaining tokens are counted from `start`, because earlier updates may have had other
         lengths.
         """
         limits = [training.train_iters]

@@ -246,7 +246,7 @@ def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) 
         return None
     if not device.is_gpu:
         return GroupExchange(layout.tensor)
-    from megatron.parallel.symmetric_memory import SymmetricExchange  # imports much
+    from megatron.parallel.symmetric_memory import SymmetricExchange  # slow to import
 
     # The same limit as the communication library's, which also ends without naming the missing
     # rank.

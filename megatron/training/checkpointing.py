@@ -49,15 +49,16 @@ _PADDING = ModelOptions.make_vocab_size_divisible_by
 _MOST_RANKS = 64  # largest tensor-parallel size considered for the padding of a vocabulary
 _SCORE = "model.score."  # a reward model's head
 _KEPT = ("model.embedding.", "model.layers.", "model.final_norm.")  # by a new reward model
-_ADAPTERS = "the adapters"  # in the log line on what finetuning starts anew
+_ADAPTERS = "the adapters"  # in the log line about what finetuning initializes
 # BERT's heads: the first ones predict masked tokens, the others the order of the segments.
 _HEADS: tuple[str, ...] = ("model.head.", "model.output.")
 _OF_ORDER = ("model.pooler.", "model.binary_head.")
 
-_LOST = "samples come in another order, and some are seen again"
+_LOST = "the order of samples changes, and some are seen again"
 _PATHS = ("data.data_path", "data.train_data_path")
 _LENGTHS = ("training.train_iters", "training.train_samples", "training.train_tokens")
-# Settings that decide which sample is the run's k-th. A run's position is otherwise only a count.
+# Settings that determine which sample is the k-th of a run. A checkpoint's position in the data is
+# only a count.
 _ORDER = (
     *_PATHS,
     "training.seed",
@@ -457,12 +458,12 @@ def restore_run(run: Run, reader: Reader) -> None:
 
 
 def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...], State]:
-    """Return what finetuning starts anew, and the weights that it takes. Collective."""
+    """Return the names of initialized parts, and the weights to load in finetuning. Collective."""
     anew = _lacking_heads(run, reader, state)
     state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
     model, held = run.config.model, reader.names()
     if model.retro_add_retriever and not any(map(is_of_retrieval, held)):
-        anew = (*anew, "what reads neighbors")
+        anew = (*anew, "the layers that read neighbors")
         state = {name: entry for name, entry in state.items() if not is_of_retrieval(name)}
     if model.reward_head and not any(name.startswith(_SCORE) for name in held):
         anew = (*anew, _SCORE)
@@ -542,8 +543,8 @@ def _restore_position(run: Run, reader: Reader) -> None:
             )
         except CheckpointError as error:
             raise CheckpointError(f"--load {reader.path}: {error}") from None
-    # Without a place, validation text is read again from its beginning. That takes longer, and its
-    # position, which the iteration determines, is the same.
+    # Without a saved place, validation text is read again from its beginning. That takes longer but
+    # leads to the same position, which the iteration determines.
     load_places(run.datasets[1], meta.get("validation_text"))
     is_placed = load_places(run.datasets[0], meta.get("text"))
     if run.layout.world.rank == 0:
@@ -613,5 +614,5 @@ def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
 
 
 def _moved(old: tuple[str, ...] | None, new: tuple[str, ...] | None) -> bool:
-    """Return whether the file names are equal, whatever the folders: probably files were moved."""
+    """Return whether only the folders of files differ, probably because the files were moved."""
     return [Path(one).name for one in old or ()] == [Path(one).name for one in new or ()]

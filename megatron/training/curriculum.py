@@ -35,7 +35,7 @@ class Growing:
         shortest: The first length, rounded up to a multiple of `multiple`.
         longest: The last length, a multiple of `multiple`.
         steps: The number of updates until the last length.
-        multiple: A number of which all lengths are multiples; they are rounded down.
+        multiple: A number that divides all lengths. Lengths are rounded down to a multiple of it.
         degree: The degree of the root: 1 grows linearly, 2 by the square root.
     """
 

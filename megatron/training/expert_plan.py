@@ -127,9 +127,9 @@ def expert_rows(
         (
             "exchange of tokens",
             f"a token goes to {exchange.others:.2f} other processes if all experts are chosen "
-            f"alike, at most to {exchange.most_others}; a process sends {amount(exchange.bytes)} "
-            f"for a layer and micro-batch, {amount(sent)} for a layer and iteration, "
-            f"{amount(sent * layers)} for {layers} layers",
+            f"equally often, and to at most {exchange.most_others}; a process sends "
+            f"{amount(exchange.bytes)} for a layer and micro-batch, {amount(sent)} for a layer and "
+            f"iteration, {amount(sent * layers)} for {layers} layers",
         ),
     ]
     batch = micro_batch(config, Layout.at(0, world_size, **config.parallel.sizes))
@@ -147,7 +147,7 @@ def expert_rows(
 
 
 def full_at(memory: float, even: int, per_share: float, worst: float) -> str:
-    """Say at which load of a process's experts its device is full.
+    """Return, as text, the load of a process's experts at which its device is full.
 
     Args:
         memory: Memory of the device in bytes.
@@ -157,7 +157,7 @@ def full_at(memory: float, even: int, per_share: float, worst: float) -> str:
     """
     shares = 1 + (memory - even) / per_share
     if shares < 1:
-        return f"{amount(int(memory))} are too few even for an even load"
+        return f"{amount(int(memory))} is too little even for an even load"
     if shares >= worst:
-        return f"{amount(int(memory))} are enough for any load"
-    return f"{amount(int(memory))} are full at {shares:.2f} even shares"
+        return f"{amount(int(memory))} is enough for any load"
+    return f"{amount(int(memory))} is full at {shares:.2f} even shares"

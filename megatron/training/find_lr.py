@@ -1,11 +1,11 @@
-r"""Find a learning rate: train briefly while it grows, and look where the loss falls and rises.
+r"""Find a learning rate: train briefly while it grows, and find where the loss falls and rises.
 
     python tools/find_lr.py --output runs/rates -- pretrain_gpt.py --config examples/gpt_tiny.yaml
     python tools/find_lr.py --output runs/rates -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
-The words after `--` are any command that trains, with its flags. It runs from random weights (a
-finetuning: from those of --load) and saves nothing. The folder receives rates.json, rates.png and
-the run's metrics.jsonl.
+The words after `--` are any command that trains, with its flags. It starts from random weights
+(finetuning starts from the weights in --load) and saves nothing. The folder receives rates.json,
+rates.png and the run's metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.errors import ConfigError, DataError
 
 _LEAST_ITERATIONS = 30  # fewer points do not tell a trend from noise
 _CLEAR = 4.0  # a fall or rise counts if it is this many times the noise of a smoothed value
-_RISE = 0.1  # of the fall: so much above its lowest value, the loss has begun to rise
+_RISE = 0.1  # of the fall: this far above its lowest value, the loss counts as rising
 _SHARE = 10.0  # a long run takes this fraction of the rate with the lowest loss
 
 
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     code = subprocess.run(command, check=False).returncode
     if code:
         raise ConfigError(
-            f"the command ended with exit code {code}: correct it as its last lines say "
+            f"the command ended with exit code {code}: fix the problem that its last lines report "
             f"({' '.join(command[:4])} ...)"
         )
     curve = read_curve(files["metrics.jsonl"], options.min_lr, options.iterations)
@@ -115,7 +115,7 @@ def _check(options: argparse.Namespace) -> None:
     if not options.words:
         problems.append("the command is missing: give it after --, such as -- pretrain_gpt.py ...")
     if options.output.suffix.lower() in PICTURES:
-        problems.append(f"--output {options.output}: give a folder, which gets a rates.png")
+        problems.append(f"--output {options.output}: give a folder; rates.png is written to it")
     if not 0 < options.min_lr < options.max_lr < math.inf:
         problems.append(
             f"--min-lr {options.min_lr:g} and --max-lr {options.max_lr:g}: both must be above 0, "
@@ -128,7 +128,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
-    """Return the command with the flags of the test, which win over those before them."""
+    """Return the command with the flags of the test, which override earlier flags."""
     words = list(options.words)
     program = [sys.executable] if words[0].endswith(".py") else []
     unset: tuple[str, ...] = (
@@ -144,7 +144,7 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
     # The first word of `megatron pretrain` may be a YAML file.
     is_pretraining, is_finetuning = (words[:2] == ["megatron", x] for x in ("pretrain", "finetune"))
     given = ["--config", *words[2:]] if is_pretraining else words
-    if not (is_finetuning or asks_for("checkpoint.finetune", given)):  # starts without weights
+    if not (is_finetuning or asks_for("checkpoint.finetune", given)):  # starts from random weights
         texts.append("--load")
         unset += ("--ckpt-step",)
         dropped.add("--exit-on-missing-checkpoint")
@@ -198,7 +198,9 @@ def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
             record = json.loads(line)
             if "lm loss" in record:
                 losses[record["iteration"]] = float(record["lm loss"])
-                rates[record["iteration"] + 1] = float(record["learning-rate"])  # of the next
+                rates[record["iteration"] + 1] = float(
+                    record["learning-rate"]
+                )  # rate of the next update
     missing = [number for number in range(1, iterations + 1) if number not in losses]
     if missing:
         raise DataError(
@@ -215,7 +217,7 @@ def look_at(curve: RateCurve) -> Finding:
 
     The losses are smoothed by a moving average. The loss must fall clearly, that is by four times
     the noise of the average, and rise again clearly before the end. The suggestion is a tenth of
-    the rate with the lowest loss: a short test bears larger rates than a long run.
+    the rate with the lowest loss: a short test tolerates larger rates than a long run.
     """
     finite = next(
         (index for index, loss in enumerate(curve.losses) if not math.isfinite(loss)),
@@ -246,13 +248,13 @@ def look_at(curve: RateCurve) -> Finding:
 
 _DIVERGES = "the loss is not finite soon after the first rate {:.1e}: lower --min-lr"
 _NO_FALL = (
-    "the loss falls by {:.3g}, and only more than {:.3g} would stand out from its noise: give more "
-    "--iterations, a larger batch, or a larger --max-lr"
+    "the loss falls by {:.3g}, but only a fall of more than {:.3g} would stand out from its "
+    "noise: give more --iterations, a larger batch, or a larger --max-lr"
 )
 _NO_RISE = "the loss does not rise up to {:.1e}, so the limit is not in sight: raise --max-lr"
 _FOUND = (
-    "the loss falls from {:.3f} to {:.3f} at the rate {:.1e}, and has risen at {:.1e}; a tenth of "
-    "the rate with the lowest loss leaves a long run room"
+    "the loss falls from {:.3f} to {:.3f} at the rate {:.1e}, and has risen at {:.1e}; a "
+    "tenth of the rate with the lowest loss leaves room for a long run"
 )
 
 

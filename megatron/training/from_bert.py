@@ -67,7 +67,7 @@ class StartFromBert(Extras):
 
 
 class _InTowers(Reader):
-    """A BERT's checkpoint, presented as that of every tower of a bi-encoder."""
+    """A BERT's checkpoint, presented as a bi-encoder's with the same weights in every tower."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

@@ -1,4 +1,4 @@
-"""Answers of the model in training: the inference engine on the weights of the moment."""
+"""Answers of the model during training: the inference engine with the current weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GeneratedAnswer(NamedTuple):
     Attributes:
         tokens: Its token ids, with the one that ended it, if any.
         log_probs: The log-probability of each token, if the sampling asks for them.
-        problem: Why there is no answer, or an empty text.
+        problem: Why there is no answer, or an empty string.
     """
 
     tokens: list[int]
@@ -41,7 +41,7 @@ class GeneratedAnswer(NamedTuple):
 class AnswerGenerator:
     """The engine of a run's own model. Every method is collective over a copy of the model.
 
-    Each data-parallel rank may answer other prompts.
+    Each data-parallel rank may answer different prompts.
 
     Args:
         run: The run.
@@ -49,7 +49,8 @@ class AnswerGenerator:
             memory for its keys and values.
 
     Attributes:
-        ends: The tokens that end an answer: the end of a document, and with --sft that of a turn.
+        ends: The tokens that end an answer: the end-of-document token and, with --sft, the
+            end-of-turn token.
     """
 
     def __init__(self, run: Run, *, at_once: int = 256) -> None:
@@ -80,15 +81,15 @@ class AnswerGenerator:
     def answer(
         self, requests: Sequence[tuple[str, tuple[int, ...], Sampling]]
     ) -> list[GeneratedAnswer]:
-        """Answer prompts with the weights of now.
+        """Answer prompts with the current weights.
 
         Args:
             requests: A name, the prompt's tokens and the sampling of each answer. Without a seed in
                 its sampling, what is drawn depends on --seed and the name.
 
         Returns:
-            The answers in the same order. An answer is shorter than asked for where the model's
-            positions end.
+            The answers in the same order. An answer is shorter than requested if it reaches the
+            model's last position.
         """
         run, (part,) = self._run, self._run.parts
         assert isinstance(part, GPTModel), "a rule refuses other networks"

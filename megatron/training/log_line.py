@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Figures = Mapping[str, float | None]
 """Figures by TensorBoard tag. Those that are `None` are not shown."""
 
-# The log name of the divergence from a teacher, which is no negative log likelihood.
+# The log name of the divergence from a teacher, which is not a negative log likelihood.
 DIVERGENCE = "logits distillation loss"
 
 # The fields of a log line around the losses: label, tag of the figure, format.
@@ -55,7 +55,8 @@ def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) ->
         "decoupled-learning-rate": run.schedules.decoupled_at(next_update),
         "skipped-train-samples": run.progress.skipped_samples or None,
         "batch-size": outcome.samples,
-        # Megatron-DeepSpeed's: the tokens are shown where they may differ from the samples.
+        # As in Megatron-DeepSpeed, tokens are shown only if their number may not follow from the
+        # samples.
         "seqlen/curriculum_seqlen": outcome.length,
         "consumed-train-tokens": run.progress.consumed_tokens if counts_tokens else None,
         "loss-scale": outcome.loss_scale,
@@ -92,7 +93,7 @@ def training_line(
 def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
     """Return the line for a skipped iteration, whose number in the flag is one less."""
     return (
-        f" left out iteration {iteration} of {train_iterations} (--iterations-to-skip "
+        f" skipped iteration {iteration} of {train_iterations} (--iterations-to-skip "
         f"{iteration - 1}): consumed its {samples} samples without an update"
     )
 

@@ -77,7 +77,7 @@ def _describe_data(run: Run) -> str:
     lengths = [length for length in (data.seq_length, data.decoder_seq_length) if length]
     of_each = f"{texts} x " * (texts > 1) + " + ".join(map(str, lengths))
     apart = data.reset_attention_mask and not run.config.finetuning.sft
-    full = ", 100% full of documents that are kept apart" if apart else ""
+    full = ", 100% full, with separate documents" if apart else ""
     return f"{source}; samples of {of_each} tokens{full}{sizes and ': '}{sizes}"
 
 
@@ -87,12 +87,14 @@ def finetuning_rows(run: Run) -> list[PanelRow]:
     if not options.sft:
         return []
     if run.config.preferences.preference_loss is not None:
-        how = f"{run.config.preferences.preference_loss}; all pairs of an update weigh the same"
+        how = (
+            f"{run.config.preferences.preference_loss}; all pairs of an update have the same weight"
+        )
         return [("loss", how), ("packing", describe_pairs(run.datasets[0]))]
-    counted = "every turn" if options.train_on_inputs else "what the assistant says"
-    how = "all tokens of an update weigh the same (--calculate-per-token-loss)"
+    counted = "every turn" if options.train_on_inputs else "the assistant's turns"
+    how = "all tokens of an update have the same weight (--calculate-per-token-loss)"
     if not training.calculate_per_token_loss:
-        how = "the mean over micro-batches (for equal tokens: --calculate-per-token-loss)"
+        how = "the mean over micro-batches (to weigh tokens equally: --calculate-per-token-loss)"
     files = {member.examples.name: member.examples for member in packed_members(run.datasets[0])}
     rows = [("conversations", examples.summary()) for examples in files.values()]
     rows += [("loss", f"{counted} counts; {how}")]
@@ -178,7 +180,7 @@ def size_rows(
 
 
 def _adapter_rows(config: RunConfig, plan: ModelPlan) -> list[PanelRow]:
-    """Return the row of what adapters train, if there are any."""
+    """Return the row about the parameters that adapters train, if there are adapters."""
     model = config.model
     if model.lora_rank is None:
         return []

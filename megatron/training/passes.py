@@ -51,7 +51,7 @@ def message_shape(
     Args:
         config: The run's configuration.
         layout: The grid of processes as this process sees it.
-        tokens: The number of tokens that the model reads of a sample.
+        tokens: The number of tokens that the model reads from a sample.
         texts: The number of sequences in a sample.
     """
     sequence = (tokens + config.model.neighbor_tokens(tokens)) // layout.context.size
@@ -72,7 +72,7 @@ class Passes:
         scale: The factor applied to the summed losses before the backward pass.
         forward: A replacement for the recipe's forward that computes something other than losses,
             or that computes the losses with recorded kernels.
-        length: The number of tokens to use of each sample; `None` means all.
+        length: The number of tokens to use from each sample; `None` means all.
 
     Attributes:
         losses: The losses by log name, one value per micro-batch; empty if the last part of the

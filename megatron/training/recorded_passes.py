@@ -31,7 +31,7 @@ MOST_RECORDINGS = 8  # batches whose shapes keep changing are not worth the memo
 
 Losses = Mapping[str, Tensor]
 PartForward = Callable[..., Tensor | Losses]
-"""`Recipe.forward`: maps a part, a micro-batch and others to hidden states or losses."""
+"""`Recipe.forward`: maps a part, a micro-batch and further arguments to hidden states or losses."""
 
 
 class TrainingForward(Protocol):
@@ -177,7 +177,7 @@ class RecordedPasses:
                     )
             values = {name: loss.detach() for name, loss in losses.items()}
             return _Recording(inputs, values, gradients, run_forward, backward, note_written)
-        except RuntimeError as error:  # PyTorch's and CUDA's, of any kind
+        except RuntimeError as error:  # PyTorch and CUDA raise it for failures of any kind
             error.add_note("This pass could not be recorded: drop --cuda-graph-impl.")
             raise
         finally:

@@ -36,7 +36,7 @@ class Progress:
         iteration: The number of updates tried so far, including skipped iterations.
         consumed_samples: The number of training samples read so far: the position in the sample
             order.
-        consumed_tokens: The number of tokens in these samples, as far as they were used.
+        consumed_tokens: The number of tokens in these samples that were used.
         skipped_samples: The number of samples in iterations skipped by --iterations-to-skip.
         scheduled_samples: The number of samples in successful updates: the position in the
             schedules.
@@ -124,7 +124,7 @@ class Run(ParallelModel):
 
     @property
     def next_length(self) -> int | None:
-        """The tokens that the next update uses of each sample; `None` without a curriculum."""
+        """The tokens that the next update uses from each sample; `None` without a curriculum."""
         has_curriculum = self.batches.curriculum is not None
         return self.batches.length_at(self.progress.iteration) if has_curriculum else None
 
@@ -156,5 +156,5 @@ class Run(ParallelModel):
             batch = self.batches.global_batch_at(progress.consumed_samples)
             return progress.consumed_samples + batch > samples
         if training.train_iters is None:
-            return False  # the tokens alone end it
+            return False  # only the number of tokens ends the run
         return progress.iteration >= self.train_iterations

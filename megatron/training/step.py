@@ -216,7 +216,7 @@ def _may_look_ahead(run: Run) -> bool:
     """Return whether the next forward pass may start before this update's result is known.
 
     It may not if this is the last update, if the pass depends on another pipeline stage, or if the
-    loss scale can still change. It may not either if parts of an update are timed, because each
+    loss scale can still change. It also may not if parts of an update are timed, because each
     update must be timed separately.
     """
     return (
@@ -251,10 +251,10 @@ class _Reading:
     ]:
         """Return the optimizer's result, losses, two lists of flags, and the experts' load.
 
-        The losses are those of the log, and those of each layer's router. The first list says
-        whether some rank wants to exit, and whether one has a checkpoint due. The second list says
-        whether each micro-batch of this rank had a finite loss. The experts' load is `None` if no
-        log line is due.
+        The losses are the losses in the log and the losses of each layer's router. The first list
+        says whether some rank wants to exit, and whether one has a checkpoint due. The second list
+        says whether each micro-batch of this rank had a finite loss. The experts' load is `None` if
+        no log line is due.
         """
         numbers = iter(self._reading.wait())
         ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)

@@ -82,7 +82,7 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         (f"{LATENT} --qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7: channels rotate in pairs"),
         (
             f"{LATENT} --cache-mla-latents",
-            "--cache-mla-latents: the KV cache holds whole keys and values, not latent",
+            "--cache-mla-latents: the KV cache holds whole keys",
         ),
         (
             f"{LATENT} --bf16 --fp8-format hybrid --q-lora-rank 24",

@@ -371,7 +371,7 @@ def test_start_panel_tells_which_checkpoints_stay(tmp_path, words, told):
 def test_start_panel_tells_how_full_samples_of_documents_are():
     words = "--reset-attention-mask --reset-position-ids".split()
     told = [start_panel(build_toy(Layout.single(), given), 1.0) for given in ([], words)]
-    full = "samples of 16 tokens, 100% full of documents that are kept apart: training"
+    full = "samples of 16 tokens, 100% full, with separate documents: training"
     assert [full in text for text in told] == [False, True]
 
 

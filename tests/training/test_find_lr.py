@@ -226,4 +226,7 @@ def test_a_command_that_fails_says_so(tmp_path: Path) -> None:
         [*words, *_TOY, "--hidden-size", "x"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == ConfigError.exit_code
-    assert "the command ended with exit code 9: correct it as its last lines say" in done.stderr
+    assert (
+        "the command ended with exit code 9: fix the problem that its last lines report"
+        in done.stderr
+    )

@@ -84,7 +84,7 @@ def test_a_run_may_end_and_go_on_anywhere(tmp_path, capsys) -> None:
     assert (progress.skipped_samples, progress.scheduled_samples) == (16, 8)
     assert ours.optimizer.steps == 2
     out = capsys.readouterr().out
-    line = " left out iteration 3 of 6 (--iterations-to-skip 2): consumed its 4 samples "
+    line = " skipped iteration 3 of 6 (--iterations-to-skip 2): consumed its 4 samples "
     assert out.count(line + "without an update\n") == 3
     assert " iteration        3/" not in out
     assert " consumed samples:           16 | skipped samples:            8 | elapsed" in out

@@ -152,7 +152,7 @@ def test_states_of_another_optimizer_are_refused_by_flag(saved, tmp_path, form, 
 
 
 def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
-    lost = "samples come in another order, and some are seen again"
+    lost = "the order of samples changes, and some are seen again"
     flags = ["--seed", "8", "--train-iters", "7", "--override-opt_param-scheduler"]
     assert build_toy(Layout.single(), ["--load", str(saved), *flags])
     lines = capsys.readouterr().out.splitlines()

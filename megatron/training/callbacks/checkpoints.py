@@ -187,13 +187,13 @@ def advice(
     source = "--mean-hours-between-failures"
     if hours is None:
         hours = PROCESS_HOURS_BETWEEN_FAILURES / processes
-        source = f"as in Llama 3's training; {source} says otherwise"
+        source = f"as in Llama 3's training; set {source} to change it"
     interval = best_interval(cost, hours * _HOUR)
     iterations = max(1, round(interval / step))
     if iterations > left:
         return None
     return (
         f"  training waits {cost:.2f} s for a save: with a failure every {hours:,.0f} h "
-        f"({source}), the least time is lost with a save every {interval / 60:,.1f} minutes, about "
-        f"--save-interval {iterations}"
+        f"({source}), saving every {interval / 60:,.1f} minutes loses the least time, which is "
+        f"about --save-interval {iterations}"
     )

@@ -33,12 +33,12 @@ _LONGEST_ERROR = 2000  # characters
 
 @dataclass(frozen=True)
 class RunStart:
-    """What a run is.
+    """The description of a run, for its records.
 
     Attributes:
         program: The script that trains.
         iterations: The number of iterations of the run.
-        tokens_per_sample: The number of tokens of a sample.
+        tokens_per_sample: The number of tokens in a sample.
         settings: The value of every setting by its flag.
         changed: The flags whose values differ from their defaults, because they were given or
             follow from others.
@@ -116,7 +116,7 @@ class Writer(Protocol):
         """Write the load of the experts since the last log line."""
 
     def write_start(self, start: RunStart, iteration: int, samples: int) -> None:
-        """Write what the run is, once training starts or is resumed."""
+        """Write the description of the run when training starts or resumes."""
 
     def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
         """Write that something happened: its kind, such as "checkpoint", and details."""
@@ -308,8 +308,8 @@ def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
 class Scalars(Callback):
     """A callback that writes scalars at `--tensorboard-log-interval` and after evaluations.
 
-    It also writes what the run is, events, and the load of the experts at iterations with a log
-    line.
+    It also writes the description of the run, events, and the load of the experts at iterations
+    with a log line.
 
     Args:
         writers: The writers, an empty sequence on ranks that do not log.
@@ -323,7 +323,7 @@ class Scalars(Callback):
         self._resets = self._timed = 0
 
     def on_start(self, run: Run) -> None:
-        """Write what the run is."""
+        """Write the description of the run."""
         if self._writers:
             start = RunStart.of(run)
             self._write_to_all(lambda writer, *when: writer.write_start(start, *when), run)

@@ -83,8 +83,8 @@ def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
 class GarbageCollection(Callback):
     """A callback that collects garbage on all ranks at the same iteration (`--manual-gc`).
 
-    By default every process collects at a time of its own, and each pause delays all other
-    processes at the next collective. With an interval of 0 there is no collection during training.
+    By default every process collects at a different time, and each pause delays all other processes
+    at the next collective. With an interval of 0 there is no collection during training.
     """
 
     def on_start(self, run: Run) -> None:
@@ -114,7 +114,7 @@ class EmptyCache(Callback):
 
 
 class BadLines(Callback):
-    """A callback that says at the end how many lines `--skip-bad-lines` has left out."""
+    """A callback that reports at the end how many lines `--skip-bad-lines` has skipped."""
 
     def on_end(self, run: Run, leave: Leave | None) -> None:
         """Count the lines of all processes, since the beginning of the run."""
@@ -122,7 +122,7 @@ class BadLines(Callback):
         count = count_bad_lines(dataset, consumed, run.layout.world)
         if count and run.is_log_rank:
             warn(
-                f"--skip-bad-lines: {count:,} lines without a document were left out (each pass "
+                f"--skip-bad-lines: {count:,} lines without a document were skipped (each pass "
                 "over the text counts): tools/preprocess_data.py --on-error skip lists them all"
             )
 
