@@ -7,12 +7,19 @@ Every row is a run of `torchrun pretrain_gpt.py` with the flags that the table s
 need more GPUs than are present are skipped, which their rows say. A failed run leaves its error in
 its row. Each row is written as soon as its run ends. Flags after `--` go to every run and override
 its own.
+
+To check the planner, measure the layouts that it wrote. The last lines then compare the layout that
+it considers fastest with the one that is:
+
+    megatron plan --gpus 2xH200 --global-batch 16 --top 20 --jsonl plan.jsonl -- FLAGS
+    python tools/benchmark_layouts.py --plan plan.jsonl --budget 280 --out table.md
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -27,8 +34,9 @@ from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError
-from tools.layouts.models import BenchmarkLayout, models
-from tools.layouts.table import Row, as_markdown
+from tools.layouts.models import BenchmarkLayout, BenchmarkModel, models
+from tools.layouts.planned import read_plans
+from tools.layouts.table import Row, as_markdown, verdict
 
 
 def build_parser() -> ToolParser:
@@ -36,8 +44,10 @@ def build_parser() -> ToolParser:
     parser = ToolParser("benchmark_layouts.py", __doc__)
     add = parser.add_argument
     add("--model", choices=sorted(models()), help="What to train.")
+    add("--plan", nargs="+", type=Path, metavar="FILE.jsonl",
+        help="Instead of --model: layouts that megatron plan --jsonl wrote.")  # fmt: skip
     add("--layouts", nargs="+", metavar="NAME", help="Layouts to run (default: all that fit).")
-    add("--list", action="store_true", help="Print the layouts of --model, or of all models.")
+    add("--list", action="store_true", help="Print the layouts (default: those of all models).")
     add("--processes", type=int, help="Maximum processes per run (default: number of GPUs).")
     add("--train-iters", type=int, default=12, help="Iterations per run (default: 12).")
     add("--timeout", type=float, default=300.0, help="Seconds for one run (default: 300).")
@@ -60,6 +70,13 @@ def data_flags(options: argparse.Namespace) -> list[str]:
         ConfigError: A dataset is given without its vocabulary.
     """
     given = (options.data_path, options.vocab_file, options.merge_file)
+    if options.plan:
+        if any(given):
+            raise ConfigError(
+                "--data-path, --vocab-file and --merge-file go with --model: give a planned run's "
+                "data to megatron plan, after --"
+            )
+        return []
     if not any(given):
         return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50257"]
     if not all(given):
@@ -71,13 +88,29 @@ def data_flags(options: argparse.Namespace) -> list[str]:
     ]
 
 
+def find_model(options: argparse.Namespace) -> BenchmarkModel:
+    """Return the model of --model or --plan with its layouts.
+
+    Raises:
+        UserError: Both or neither are given, or a plan has mistakes.
+    """
+    if options.model and options.plan:
+        raise ConfigError("--model and --plan exclude each other: drop one of the two")
+    if options.plan:
+        return read_plans(options.plan)
+    if options.model is None:
+        names = ", ".join(sorted(models()))
+        raise ConfigError(f"--model is required: give one of {names}, or a --plan")
+    return models()[options.model]
+
+
 def choose(options: argparse.Namespace) -> list[BenchmarkLayout]:
     """Return the layouts to run, in the model's order.
 
     Raises:
-        ConfigError: The model has no layout of that name.
+        UserError: There is no such model, or it has no layout of that name.
     """
-    layouts = models()[options.model].layouts
+    layouts = find_model(options).layouts
     names = [layout.name for layout in layouts]
     unknown = [name for name in options.layouts or () if name not in names]
     if unknown:
@@ -87,9 +120,14 @@ def choose(options: argparse.Namespace) -> list[BenchmarkLayout]:
 
 def list_layouts(options: argparse.Namespace) -> None:
     """Print a line for each layout, with its number of processes and its flags."""
-    for model in [options.model] if options.model else sorted(models()):
-        print(f"--model {model}")
-        for layout in models()[model].layouts:
+    if options.model or options.plan:
+        name = f"--model {options.model}" if options.model else shlex.join(map(str, options.plan))
+        shown = {name: find_model(options)}
+    else:
+        shown = {f"--model {name}": model for name, model in sorted(models().items())}
+    for name, model in shown.items():
+        print(name)
+        for layout in model.layouts:
             print(f"  {layout.name} ({layout.processes} processes): {layout.flags}")
 
 
@@ -98,7 +136,10 @@ def run(options: argparse.Namespace) -> list[Row]:
     from megatron.device import gpu_count
     from tools.layouts.measure import measure
 
-    layouts, data = choose(options), data_flags(options)
+    layouts, common = (
+        choose(options),
+        [*shlex.split(find_model(options).flags), *data_flags(options)],
+    )
     if options.out is not None:
         expect_no_file("--out", [options.out], overwrite=options.overwrite)
     present = options.processes or gpu_count()
@@ -106,17 +147,21 @@ def run(options: argparse.Namespace) -> list[Row]:
         raise ConfigError("no GPU is present: give --processes to run on the CPU")
     deadline = time.monotonic() + (options.budget or float("inf"))
     rows: list[Row] = []
+    took = 0.0
     print(as_markdown([]), end="", flush=True)
     for layout in layouts:
+        start = time.monotonic()
+        left = deadline - start
         row = measure(
             layout,
-            [*models()[options.model].flags.split(), *data, *layout.flags.split()]
-            + options.further,
+            [*common, *shlex.split(layout.flags), *options.further],
             present=present,
             iterations=options.train_iters,
-            timeout=min(options.timeout, deadline - time.monotonic()),
+            # Nothing starts that would not end in time, judging by the run before it.
+            timeout=min(options.timeout, left) if left > took else 0.0,
             bubble=options.pipeline_bubble,
         )
+        took = time.monotonic() - start
         rows.append(row)
         print(as_markdown(rows).splitlines()[-1], flush=True)
         if options.out is not None:
@@ -124,6 +169,11 @@ def run(options: argparse.Namespace) -> list[Row]:
         if options.jsonl is not None:
             with options.jsonl.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"model": options.model, **asdict(row)}) + "\n")
+    summary = verdict(rows)
+    if summary:
+        print(f"\n{summary}", end="", flush=True)
+        if options.out is not None:
+            options.out.write_text(f"{as_markdown(rows)}\n{summary}", encoding="utf-8")
     return rows
 
 
@@ -135,8 +185,6 @@ def main(words: Sequence[str]) -> int:
         if options.list:
             list_layouts(options)
             return 0
-        if options.model is None:
-            raise ConfigError(f"--model is required: give one of {', '.join(sorted(models()))}")
         return int(any(row.failed for row in run(options)))
 
     return run_command(work)

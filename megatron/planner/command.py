@@ -13,6 +13,7 @@ predictions, and how far they are from measurements.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import shlex
@@ -74,6 +75,9 @@ def build_parser() -> ToolParser:
     add("--top", type=int, default=10, metavar="N", help="Layouts to print (default: 10).")
     add("--draw", type=Path, metavar="FILE.png", help="Draw the timeline of the fastest layout.")
     add("--output", type=Path, metavar="FILE.yaml", help="Write the run with it, for --config.")
+    add("--jsonl", type=Path, metavar="FILE.jsonl",
+        help="Write the printed layouts with flags and predictions, one JSON object per "
+        "line.")  # fmt: skip
     add("--overwrite", action="store_true", help="Replace existing files.")
     add("--mtbf-hours", type=float, default=50_000, metavar="H",
         help="Mean time between failures of a GPU (default: 50000, as Llama 3's).")  # fmt: skip
@@ -120,7 +124,9 @@ def run(options: argparse.Namespace) -> None:
     check(options)
     request = read_request(options)
     if predicts_only(options):
-        predict_given(request, options.memory is not None, options.time is not None)
+        plan = predict_given(request, options.memory is not None, options.time is not None)
+        if options.jsonl is not None:
+            write_layouts(request, [plan], options.jsonl)
         return
     memory = options.memory * _GIB if options.memory else request.machine.memory
     search = Search(
@@ -166,6 +172,8 @@ def run(options: argparse.Namespace) -> None:
     show_timeline(request, best, network, options)
     if options.output is not None:
         write_settings(request, best, options)
+    if options.jsonl is not None:
+        write_layouts(request, plans, options.jsonl)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -202,7 +210,7 @@ def check(options: argparse.Namespace) -> None:
                 f"{' and '.join(limits + ignored)}: without a number, --memory and --time predict "
                 "one layout and search no other: drop this flag, or give each of them a number"
             )
-    for flag in ("draw", "output"):
+    for flag in ("draw", "output", "jsonl"):
         path = getattr(options, flag)
         if path is not None:
             expect_no_file(f"--{flag}", [path], overwrite=options.overwrite)
@@ -215,7 +223,12 @@ def predicts_only(options: argparse.Namespace) -> bool:
 
 def without_layout(words: list[str]) -> list[str]:
     """Return flags without those that the planner chooses."""
-    return _without(words, {name for path in PLANNED for name in field_at(path).spellings})
+    return _without(words, _layout_names())
+
+
+def _layout_names() -> set[str]:
+    """Return the names of all flags that the planner chooses."""
+    return {name for path in PLANNED for name in field_at(path).spellings}
 
 
 def _without(words: list[str], names: set[str]) -> list[str]:
@@ -346,8 +359,8 @@ def _model_words(model: str | None, flags: list[str]) -> tuple[list[str], set[st
     return words, set(), described.vocab, described.model.architecture
 
 
-def predict_given(request: PlanRequest, memory: bool, seconds: bool) -> None:
-    """Print the predicted memory or time, or both, of the flags as they are.
+def predict_given(request: PlanRequest, memory: bool, seconds: bool) -> Plan:
+    """Print the predicted memory or time, or both, of the flags as they are, and return both.
 
     Raises:
         ConfigError: The flags have mistakes for this number of GPUs.
@@ -367,6 +380,7 @@ def predict_given(request: PlanRequest, memory: bool, seconds: bool) -> None:
             f"time per update: {found.seconds:.4g} s, {found.tokens_per_second:,.0f} tokens/s per "
             f"GPU, {found.mfu:.1%} MFU\n{shares(found)}"
         )
+    return Plan({}, config, found)
 
 
 def describe(config: RunConfig, gpus: int) -> str:
@@ -456,9 +470,13 @@ def command(request: PlanRequest, plan: Plan) -> str:
     launcher = f"torchrun --nproc-per-node {each}"
     if nodes > 1:
         launcher = f"torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-endpoint HOST:29400"
+    return f"{launcher} {request.program} {shlex.join(_training_words(request, plan))}"
+
+
+def _training_words(request: PlanRequest, plan: Plan) -> list[str]:
+    """Return the flags of the training script for a layout."""
     chosen = spell(plan.values, request.start)
-    others = _without(request.words, {flag.name for flag in split(chosen)})
-    return f"{launcher} {request.program} {shlex.join([*others, *chosen])}"
+    return [*_without(request.words, {flag.name for flag in split(chosen)}), *chosen]
 
 
 def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> str:
@@ -502,3 +520,36 @@ def write_settings(request: PlanRequest, plan: Plan, options: argparse.Namespace
         options.output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.output, text.encode())
     print(f"wrote {options.output}")
+
+
+def write_layouts(request: PlanRequest, plans: list[Plan], path: Path) -> None:
+    """Write layouts as JSON Lines, which tools/benchmark_layouts.py --plan measures.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    lines = [json.dumps(as_record(request, plan)) + "\n" for plan in plans]
+    with writing_to("--jsonl", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, "".join(lines).encode())
+    print(f"wrote {path}")
+
+
+def as_record(request: PlanRequest, plan: Plan) -> dict[str, object]:
+    """Return a layout with its flags and predictions, as one line of --jsonl.
+
+    `flags` and `layout_flags` together are the command line of `script`.
+    """
+    words, found = _training_words(request, plan), plan.prediction
+    others = {flag.name for flag in split(words)} - _layout_names()
+    return {
+        "layout": describe(plan.config, request.gpus),
+        "gpus": request.gpus,
+        "machine": request.machine.name,
+        "script": request.program,
+        "flags": shlex.join(without_layout(words)),
+        "layout_flags": shlex.join(_without(words, others)),
+        "seconds": found.seconds,
+        "gib": found.memory.total / _GIB,
+        "parts": found.parts,
+    }

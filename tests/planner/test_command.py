@@ -203,6 +203,34 @@ def test_a_layout_as_given_is_only_predicted(capsys):
                      "--tensor-model-parallel-size 3"))  # fmt: skip
 
 
+def test_layouts_are_written_with_their_flags_and_predictions(tmp_path, capsys):
+    path = tmp_path / "new" / "plan.jsonl"
+    words = ("--gpus 2xH200 --global-batch 8 --top 40 --jsonl", str(path), "--", SMALL)
+    run(_options(*words))
+    request, search = _search(*words)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    plans = search.best(40)
+    assert len(records) == len(plans) == 40
+    for record, plan in zip(records, plans, strict=True):
+        flags = shlex.split(f"{record['flags']} {record['layout_flags']}")
+        found = parse_config(flags, world_size=2).config
+        assert (found.parallel, found.training) == (plan.config.parallel, plan.config.training)
+        assert describe(found, 2) == record["layout"]
+        assert record["seconds"] == plan.prediction.seconds
+        assert record["gib"] == plan.prediction.memory.total / 2**30
+    assert len({record["flags"] for record in records}) == 1
+    with pytest.raises(ConfigError, match="plan.jsonl already exists"):
+        run(_options(*words))
+    # A layout as it is given is a different layout of the same run.
+    given = tmp_path / "given.jsonl"
+    run(_options("--gpus 2xH200 --global-batch 8 --memory --time --jsonl", str(given), "--", SMALL,
+                 "--micro-batch-size 2 --context-parallel-size 2"))  # fmt: skip
+    record = json.loads(given.read_text())
+    assert record["layout_flags"] == "--micro-batch-size 2 --context-parallel-size 2"
+    assert record["flags"] == records[0]["flags"]
+    assert capsys.readouterr().out.endswith(f"wrote {given}\n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

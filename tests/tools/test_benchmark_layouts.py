@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 
 from megatron.config.parser import parse_config
-from tools.benchmark_layouts import build_parser, choose, data_flags, main
+from megatron.planner.command import build_parser as plan_parser
+from megatron.planner.command import run as run_planner
+from tools.benchmark_layouts import build_parser, choose, data_flags, main, run
 from tools.layouts.measure import RunFailedError, error_line, launch, measure, read_measurement
 from tools.layouts.models import BenchmarkLayout, models
-from tools.layouts.table import Measurement, Row, as_markdown, loss_difference
+from tools.layouts.table import Measurement, Row, as_markdown, loss_difference, verdict
 
 MOCK = data_flags(build_parser().read(["--model", "toy"]))
 TOY = [*models()["toy"].flags.split(), *MOCK, "--micro-batch-size", "2"]
@@ -114,10 +116,89 @@ def test_table_compares_with_the_first_row_of_the_same_batch():
     lines = as_markdown(rows).splitlines()
     assert lines[2].startswith("| bad | 2 | `--b` | out\\|of memory | - |")
     assert lines[5] == (
-        "| two | 1 | `--a` | 2.100000 | 5.0e-02 | 1.250 | 12 | 4,000 | 45.2% | 10.50 | 10.00 "
-        "| 25.0% | 20.0% |"
+        "| two | 1 | `--a` | 2.100000 | 5.0e-02 | 1.250 | 12.5 | - | - | 4,000 | 45.2% "
+        "| 10.50 | 10.00 | 25.0% | 20.0% |"
     )
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+
+
+def _plan(path, *words):
+    network = f"{models()['toy'].flags.replace('--global-batch-size 8', '')} --num-workers 0"
+    text = f"--gpus 2xH200 --global-batch 8 --top 99 --jsonl {path} {' '.join(words)}"
+    run_planner(plan_parser().read(text.replace(" --- ", f" -- {network} ").split()))
+    return path
+
+
+def test_planned_layouts_are_measured_beside_their_predictions(tmp_path, capsys):
+    plan = _plan(tmp_path / "plan.jsonl", "--- ")
+    given = _plan(tmp_path / "given.jsonl", "--memory --time --- --context-parallel-size 2",
+                  "--micro-batch-size 4")  # fmt: skip
+    capsys.readouterr()
+    names = ["PP 2 zero-bubble, uneven, DP 1, micro-batch 4", "CP 2 p2p, DP 1, micro-batch 4"]
+    out = tmp_path / "table.md"
+    words = ["--plan", str(plan), str(given), "--processes", "2", "--train-iters", "3"]
+    assert main([*words, "--layouts", *names, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == out.read_text()
+    rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[2:]] == [f"| {name}" for name in names]
+    records = [json.loads(line) for line in plan.read_text().splitlines()]
+    (record,) = (record for record in records if record["layout"] == names[0])
+    assert rows[2][2] == f"`{record['layout_flags']}`"
+    assert rows[2][7] == f"{1000 * record['seconds']:,.1f}"
+    assert float(rows[3][4]) < 1e-5  # the two layouts train alike
+    assert f"the planner's best of 2: {names[0]}: predicted {rows[2][7]} ms" in printed
+
+
+def test_the_verdict_compares_the_planner_s_best_with_the_fastest():
+    def row(name, predicted, measured):
+        found = None if measured is None else replace(MEASURED, milliseconds=measured)
+        return Row(name, 2, "", "8 x 16", found, predicted_milliseconds=predicted)
+
+    rows = [row("a", 100.0, 125.0), row("b", 110.0, 100.0), row("c", 120.0, None)]
+    assert verdict(rows) == (
+        "the planner's best of 3: a: predicted 100.0 ms, measured 125.0 ms\n"
+        "the fastest of 2 measured: b: 100.0 ms\n"
+        "the planner's best takes 25.0% more than the fastest; errors of the predicted times: "
+        "median 15.0%, largest 20.0%\n"
+    )
+    assert [each.error for each in rows] == [pytest.approx(-0.2), pytest.approx(0.1), None]
+    unmeasured = [replace(row("z", 90.0, None), problem="skipped: no time left"), *rows]
+    assert "z: predicted 90.0 ms, not measured (skipped: no time left)" in verdict(unmeasured)
+    assert verdict([row("c", 120.0, None)]) == ""
+    assert verdict([Row("d", 1, "", "", MEASURED)]) == ""
+
+
+def test_no_run_starts_that_would_not_end_within_the_budget(monkeypatch):
+    def slow(layout, flags, *, timeout, **_):
+        time.sleep(0.3)
+        return Row(layout.name, 2, "", problem="" if timeout > 0 else "skipped: no time left")
+
+    monkeypatch.setattr("tools.layouts.measure.measure", slow)
+    rows = run(build_parser().read(["--model", "toy", "--processes", "2", "--budget", "0.5"]))
+    assert [row.problem for row in rows] == ["", *["skipped: no time left"] * 4]
+
+
+def test_mistakes_in_a_plan_name_file_and_line(tmp_path, capsys):
+    plan = _plan(tmp_path / "plan.jsonl", "--- ")
+    for change, message in {
+        ("--global-batch-size 8", "--global-batch-size 16"): "line 2 is a different run from",
+        ("pretrain_gpt.py", "pretrain_t5.py"): "line 2 is for pretrain_t5.py: only pretrain_gpt",
+        ('"seconds":', '"second":'): "line 2: not a layout: write the file with megatron plan",
+        ("{", ""): "line 2: not a layout",
+    }.items():
+        first, second = plan.read_text().splitlines()[:2]
+        wrong = tmp_path / "wrong.jsonl"
+        wrong.write_text(f"{first}\n{second.replace(*change)}\n")
+        assert main(["--plan", str(wrong), "--list"]) != 0
+        said = capsys.readouterr().err
+        assert f"--plan {wrong}: {message}" in said, said
+    assert main(["--plan", str(tmp_path / "none"), "--list"]) != 0
+    assert "cannot be read" in capsys.readouterr().err
+    assert main(["--plan", str(plan), "--model", "toy", "--list"]) == 9
+    assert "--model and --plan exclude each other" in capsys.readouterr().err
+    assert main(["--plan", str(plan), "--data-path", "x", "--processes", "1"]) == 9
+    assert "go with --model" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_line(capsys):

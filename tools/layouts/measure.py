@@ -49,7 +49,12 @@ def measure(
         timeout: Seconds after which the run is ended. The run is skipped if this is not positive.
         bubble: Whether to measure the pipeline bubble too.
     """
-    row = Row(layout.name, layout.processes, layout.flags)
+    row = Row(
+        layout.name,
+        layout.processes,
+        layout.flags,
+        predicted_milliseconds=layout.predicted_milliseconds,
+    )
     if timeout <= 0:
         return replace(row, problem="skipped: no time left")
     if layout.processes > present:

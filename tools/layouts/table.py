@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 _COLUMNS = (
     *("layout", "GPUs", "flags", "loss", "largest loss difference", "grad norm", "ms"),
-    *("tokens/s per GPU", "MFU", "peak GiB", "predicted GiB", "bubble", "predicted bubble"),
+    *(
+        "predicted ms",
+        "error",
+        "tokens/s per GPU",
+        "MFU",
+        "peak GiB",
+        "predicted GiB",
+        "bubble",
+        "predicted bubble",
+    ),
 )
 
 
@@ -50,6 +60,7 @@ class Row:
         measured: The measurements, or None if the run was skipped or failed.
         problem: Why there is no measurement.
         failed: Whether the problem is an error.
+        predicted_milliseconds: The planner's time per iteration, or None if it was not asked.
     """
 
     layout: str
@@ -59,6 +70,14 @@ class Row:
     measured: Measurement | None = field(default=None)
     problem: str = ""
     failed: bool = False
+    predicted_milliseconds: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """The predicted time's relative error, or None if either time is missing."""
+        if self.measured is None or self.predicted_milliseconds is None:
+            return None
+        return self.predicted_milliseconds / self.measured.milliseconds - 1
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -86,18 +105,47 @@ def loss_difference(row: Row, rows: Sequence[Row]) -> float | None:
     return None
 
 
+def verdict(rows: Sequence[Row]) -> str:
+    """Return how much slower the layout with the shortest prediction is than the fastest one.
+
+    The result is empty if no row has a prediction or none was measured.
+    """
+    planned = [row for row in rows if row.predicted_milliseconds is not None]
+    times = [(row.measured.milliseconds, row) for row in planned if row.measured is not None]
+    if not times:
+        return ""
+    best = min(planned, key=lambda row: row.predicted_milliseconds or 0.0)
+    milliseconds, fastest = min(times, key=lambda pair: pair[0])
+    errors = [abs(row.error) for row in planned if row.error is not None]
+    text = f"the planner's best of {len(planned)}: {best.layout}: "
+    text += f"predicted {best.predicted_milliseconds:,.1f} ms, "
+    if best.measured is None:
+        text += f"not measured ({best.problem})"
+    else:
+        text += f"measured {best.measured.milliseconds:,.1f} ms"
+    text += f"\nthe fastest of {len(times)} measured: {fastest.layout}: {milliseconds:,.1f} ms\n"
+    if best.measured is not None:
+        slower = best.measured.milliseconds / milliseconds - 1
+        text += f"the planner's best takes {slower:.1%} more than the fastest; "
+    text += f"errors of the predicted times: median {median(errors):.1%}, "
+    return text + f"largest {max(errors):.1%}\n"
+
+
 def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
     start = [row.layout, str(row.processes), f"`{row.flags}`"]
     measured = row.measured
+    predicted = _shown(row.predicted_milliseconds, ",.1f")
     if measured is None:
         text = " ".join(row.problem.split()).replace("|", "\\|")
-        return [*start, text, *["-"] * (len(_COLUMNS) - len(start) - 1)]
+        return [*start, text, "-", "-", "-", predicted, *["-"] * (len(_COLUMNS) - len(start) - 5)]
     return [
         *start,
         f"{measured.losses[-1]:.6f}",
         _shown(loss_difference(row, rows), ".1e"),
         f"{measured.norms[-1]:.3f}",
-        f"{measured.milliseconds:,.0f}",
+        f"{measured.milliseconds:,.1f}",
+        predicted,
+        _shown(row.error, "+.1%"),
         f"{measured.tokens_per_second:,.0f}",
         _shown(measured.mfu, ".1f", "%"),
         _shown(measured.peak_gib, ".2f"),
