@@ -1,6 +1,6 @@
-"""Hot operations, one per module: plain PyTorch that defines the result, and faster code.
+"""Hot operations, one per module, each with a plain PyTorch reference and a faster implementation.
 
-A function `choose_...` picks an implementation when a model is built, depending on flags, device
-and the compiled CUDA kernels in a `library.KernelLibrary`. The kernels' sources are in the folder
+When a model is built, a function `choose_...` picks an implementation by the flags, the device and
+the compiled CUDA kernels in a `library.KernelLibrary`. The kernels' sources are in the folder
 `cuda`.
 """

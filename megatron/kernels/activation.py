@@ -1,14 +1,14 @@
-"""Non-linearities of the MLP, with the bias of the projection before them.
+"""Non-linearities of the MLP, which also add the bias of the projection before them.
 
 Each is implemented with PyTorch's operations. Some also have a CUDA kernel (`fused_activation`)
-that adds the bias and applies the non-linearity; its backward pass recomputes both from the input.
+that adds the bias and applies the non-linearity. Its backward pass recomputes both from the input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,78 +34,90 @@ from megatron.kernels.plans import (
 )
 from megatron.kernels.sources import FLOATS, constant, instance
 
-KINDS = {"gelu_tanh": 0, "gelu": 1, "squared_relu": 2, "swiglu": 3}  # the same as in activation.cu
-PARTIALS = 4  # rows of partial sums, for each multiprocessor
+KINDS = {"gelu_tanh": 0, "gelu": 1, "squared_relu": 2, "swiglu": 3}  # as in activation.cu
+PARTIALS = 4  # rows of partial sums per multiprocessor
 
 
-def _plan_forward(
-    x: Pointer,
-    bias: Pointer | None,
-    out: Pointer,
-    amax: Pointer | None,
-    rows: int,
-    columns: int,
-    kind: int,
-    dtype: int,
-) -> list[KernelLaunch]:
-    """Plan out [rows, columns] from x [rows, columns (SwiGLU: 2 columns)] and a bias like its rows.
+class _ActivationForward(NamedTuple):
+    """A non-linearity after an added bias."""
 
-    amax, zero before, rises to the largest magnitude of out.
-    """
-    name = FLOATS[dtype]
-    at_once = 2 if kind == KINDS["swiglu"] else 4  # rows_at_once in activation.cu
-    shape = column_shape(rows, columns // vector_size(name), at_once)
-    kernel = instance("activation_forward_kernel", name, kind)
-    return [KernelLaunch(kernel, shape.grid, (shape.threads,), (x, bias, out, amax, rows, columns))]
+    x: Pointer  # [rows, columns (SwiGLU: 2 columns)]
+    bias: Pointer | None  # like a row of x
+    out: Pointer  # [rows, columns]
+    amax: Pointer | None  # zero before; raised to the largest magnitude of out
+    rows: int
+    columns: int
+    kind: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        name = FLOATS[self.dtype]
+        at_once = 2 if self.kind == KINDS["swiglu"] else 4  # rows_at_once in activation.cu
+        shape = column_shape(self.rows, self.columns // vector_size(name), at_once)
+        kernel = instance("activation_forward_kernel", name, self.kind)
+        return [
+            KernelLaunch(
+                kernel,
+                shape.grid,
+                (shape.threads,),
+                self[:6],
+            )
+        ]
 
 
-def _plan_backward(
-    x: Pointer,
-    bias: Pointer | None,
-    grad: Pointer,
-    grad_x: Pointer,
-    grad_bias: Pointer | None,
-    partials: Pointer | None,
-    amax: Pointer | None,
-    capacity: int,
-    multiprocessors: int,
-    rows: int,
-    columns: int,
-    kind: int,
-    dtype: int,
-) -> list[KernelLaunch]:
-    """Plan the gradients of x and of the bias.
+class _ActivationBackward(NamedTuple):
+    """The gradients of the arguments of `_ActivationForward`."""
 
-    The bias's goes through partials, fp32 [capacity, width of x]. amax, zero before, rises to the
-    largest magnitude of grad_x.
-    """
-    name, sums = FLOATS[dtype], grad_bias is not None
-    vectors = columns // vector_size(name)
-    residency = 2 if kind == KINDS["swiglu"] else 3  # as in activation.cu, with sums
-    blocks = summing_blocks(vectors, multiprocessors * residency, capacity) if sums else 0
-    shape = column_shape(rows, vectors, constant("activation.cu", "kRowsAtOnceBackward"), blocks)
-    launches = [
-        KernelLaunch(
-            instance("activation_backward_kernel", name, kind, sums),
-            shape.grid,
-            (shape.threads,),
-            (x, bias, grad, grad_x, partials, amax, rows, columns),
+    x: Pointer
+    bias: Pointer | None
+    grad: Pointer
+    grad_x: Pointer
+    grad_bias: Pointer | None
+    partials: Pointer | None  # scratch, fp32 [capacity, width of x]
+    amax: Pointer | None  # zero before; raised to the largest magnitude of grad_x
+    capacity: int
+    multiprocessors: int
+    rows: int
+    columns: int
+    kind: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        name, sums = FLOATS[self.dtype], self.grad_bias is not None
+        vectors = self.columns // vector_size(name)
+        residency = 2 if self.kind == KINDS["swiglu"] else 3  # as in activation.cu, with sums
+        blocks = (
+            summing_blocks(vectors, self.multiprocessors * residency, self.capacity) if sums else 0
         )
-    ]
-    if sums:
-        width = columns * (2 if kind == KINDS["swiglu"] else 1)
-        launches.append(
-            column_sums(name, (partials, None), (grad_bias, None), shape.grid[0], width)
+        shape = column_shape(
+            self.rows, vectors, constant("activation.cu", "kRowsAtOnceBackward"), blocks
         )
-    return launches
+        launches = [
+            KernelLaunch(
+                instance("activation_backward_kernel", name, self.kind, sums),
+                shape.grid,
+                (shape.threads,),
+                (*self[:4], self.partials, self.amax, self.rows, self.columns),
+            )
+        ]
+        if sums:
+            width = self.columns * (2 if self.kind == KINDS["swiglu"] else 1)
+            launches.append(
+                column_sums(
+                    name, (self.partials, None), (self.grad_bias, None), shape.grid[0], width
+                )
+            )
+        return launches
 
 
-ACTIVATION_FORWARD = Kernel("activation_forward", "ppppiiii", _plan_forward)
-ACTIVATION_BACKWARD = Kernel("activation_backward", "pppppppiiiiii", _plan_backward)
+ACTIVATION_FORWARD = Kernel.of("activation_forward", _ActivationForward)
+ACTIVATION_BACKWARD = Kernel.of("activation_backward", _ActivationBackward)
 
 
-# A form of an activation. It takes x [..., f] (gated: [..., 2 f]) and an optional bias of the size
-# of x's last dimension, which it adds first.
+# An implementation of an activation. It takes x [..., f] (gated: [..., 2 f]) and an optional bias
+# as long as the last dimension of x, which it adds first.
 Activation = Callable[..., Tensor]
 
 
@@ -121,9 +133,9 @@ def choose_activation(
     Args:
         name: The name, as in `ModelConfig.activation`.
         library: The fused kernels; `None` means PyTorch's operations.
-        handovers: The places for the amaxes of the result and of the gradient of x. Only a kernel
-            finds these amaxes.
-        fuses_gelu: Whether GeLU may use the fused kernels; False with --no-bias-gelu-fusion.
+        handovers: The places for the amaxes of the result and of the gradient of x. Only kernels
+            measure these amaxes.
+        fuses_gelu: Whether GELU may use the fused kernels; False with --no-bias-gelu-fusion.
     """
     plain = _FORMULAS[name]
     if library is None or name not in KINDS or (plain in (gelu, gelu_tanh) and not fuses_gelu):
@@ -132,7 +144,7 @@ def choose_activation(
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x times the cumulative normal distribution function at x (exact GeLU)."""
+    """Return x times the cumulative normal distribution function at x (exact GELU)."""
     return F.gelu(_add(x, bias))
 
 
@@ -158,7 +170,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Split [..., 2 f] into gate and up; return GeLU(gate) * up [..., f] (Shazeer, 2020; tanh)."""
+    """Split [..., 2 f] into gate and up; return GELU(gate) * up [..., f] (Shazeer, 2020; tanh)."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -178,7 +190,7 @@ def fused_activation(
     *,
     handovers: Handovers = NO_HANDOVERS,
 ) -> Tensor:
-    """Apply a function with a kernel, or with PyTorch if the kernel does not support the tensor.
+    """Apply an activation with a kernel, or with PyTorch if the kernel does not support the tensor.
 
     The kernel sums the bias's gradient in a fixed order.
 
@@ -245,7 +257,7 @@ def activation_backward(
         handover: The place for the amax of x's gradient.
 
     Returns:
-        The gradient of x, and that of the bias (`None` without a bias).
+        The gradients of x and of the bias (`None` without a bias).
     """
     x = x.contiguous()
     grad_x = torch.empty_like(x)

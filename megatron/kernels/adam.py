@@ -1,4 +1,4 @@
-"""AdamW over many tensors: one pass that also rounds the fp32 weights to 16-bit copies."""
+"""AdamW over many tensors in one pass, which also rounds the fp32 weights to 16-bit copies."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ from megatron.kernels.sources import FLOATS, constant, instance
 from megatron.kernels.tensor_sums import CHUNK, TensorTable
 
 
-def _plan_update(
-    tensors: Pointer,
-    pieces: Pointer,
-    step: Pointer,
-    gradient_scale: Pointer,
-    found_nonfinite: Pointer,
-    count: int,
-    chunk: int,
-    gradient: int,
-    copy: int,
-    beta1: Number,
-    beta2: Number,
-    epsilon: Number,
-    rate: Number,
-    decay: Number,
-) -> list[KernelLaunch]:
-    """Plan one step for all pieces (tensor, first element), each of up to `chunk` elements.
+class _AdamUpdate(NamedTuple):
+    """One step for all pieces. Nothing changes if `found_nonfinite` is not 0."""
 
-    Nothing changes if found_nonfinite is not 0. Gradients are divided by gradient_scale.
-    """
-    if count == 0:
-        return []
-    kernel = instance("adam_kernel", FLOATS[gradient], FLOATS[copy])
-    given = (tensors, pieces, step, gradient_scale, found_nonfinite)
-    threads = constant("adam.cu", "kThreads")
-    return [
-        KernelLaunch(
-            kernel, (count,), (threads,), (*given, chunk, beta1, beta2, epsilon, rate, decay)
-        )
-    ]
+    tensors: Pointer
+    pieces: Pointer  # (tensor, first element), of up to `chunk` elements each
+    step: Pointer
+    gradient_scale: Pointer  # the divisor of gradients
+    found_nonfinite: Pointer
+    piece_count: int
+    chunk: int
+    gradient: int
+    copy: int
+    beta1: Number
+    beta2: Number
+    epsilon: Number
+    rate: Number
+    decay: Number
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        if self.piece_count == 0:
+            return []
+        kernel = instance("adam_kernel", FLOATS[self.gradient], FLOATS[self.copy])
+        threads = constant("adam.cu", "kThreads")
+        return [
+            KernelLaunch(
+                kernel,
+                (self.piece_count,),
+                (threads,),
+                (*self[:5], self.chunk, *self[9:]),  # tensors, then numbers
+            )
+        ]
 
 
-ADAM_UPDATE = Kernel("adam_update", "pppppiiiiddddd", _plan_update)
+ADAM_UPDATE = Kernel.of("adam_update", _AdamUpdate)
 
 
 class AdamTensors(NamedTuple):
@@ -81,8 +83,7 @@ class AdamNumbers:
         weight_decay: Decoupled weight decay.
         step: The index of the update, from 1; a scalar fp32 tensor on the device.
         gradient_scale: The divisor of the gradients; a scalar fp32 tensor on the device.
-        found_nonfinite: If this is not 0, the update changes nothing; a scalar fp32 tensor on the
-            device.
+        found_nonfinite: If not 0, the update changes nothing; a scalar fp32 tensor on the device.
     """
 
     lr: float
@@ -98,7 +99,7 @@ class AdamNumbers:
 def choose_adam(
     tensors: AdamTensors, library: KernelLibrary | None
 ) -> Callable[[AdamNumbers], None]:
-    """Choose how to update these tensors: with a kernel, or with PyTorch if there is no library."""
+    """Return a function that updates these tensors with a kernel or, without a library, PyTorch."""
     if library is None or not tensors.weights:
         return partial(adam_reference, tensors)
     by_formats: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor | None, ...]]] = {}
@@ -115,7 +116,7 @@ def choose_adam(
 
 
 def adam_reference(tensors: AdamTensors, numbers: AdamNumbers) -> None:
-    """Update the weights with PyTorch's fused kernel, and then update their copies.
+    """Update the weights with PyTorch's fused kernel, then their copies.
 
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  with bias-corrected m', v':
     w = w - lr (m' / (sqrt(v') + eps) + weight_decay w).

@@ -1,20 +1,20 @@
 """Handovers, which pass a tensor's largest magnitude (amax) from a kernel to a cast.
 
-A cast to fp8 needs the amax of its tensor first. Finding it takes another pass over memory, unless
-the kernel that writes the tensor finds it on the way. A linear layer therefore owns two handovers
-(`Handovers`): one for the amax of its input, which its forward pass takes, and one for the amax of
-its output's gradient, which its backward pass takes. The kernel that writes such a tensor is given
-the handover and leaves the amax there:
+A cast to fp8 needs the amax of its tensor first. Measuring it takes another pass over memory,
+unless the kernel that writes the tensor measures it on the way. A linear layer therefore owns two
+handovers (`Handovers`): one for the amax of its input, which its forward pass takes, and one for
+the amax of its output's gradient, which its backward pass takes. The kernel that writes such a
+tensor is given the handover and stores the amax there:
 
-    normalization       forward: for the layer that reads it; backward: for the layer before it
-    activation          forward: for the second matrix of the MLP; backward: for the first
+    normalization       forward: for the layer after it; backward: for the layer before it
+    activation          forward: for the second matrix of the MLP; backward: for the first matrix
     split and rotate    backward: for the projection to queries, keys and values
 
-A handover holds one amax at a time. The layer takes it in the same pass in which the kernel left
-it, before another micro-batch or a recomputation leaves the next. If an operation between the two
-changes the tensor's values (dropout, for example), the kernel must not be given the handover. If
-parts are gathered over ranks in between, the number of elements changes: `take` then returns
-nothing, and the cast measures its tensor itself.
+A handover holds one amax at a time. The layer takes it in the same pass in which the kernel stored
+it, before another micro-batch or a recomputation stores the next one. If an operation between the
+two changes the tensor's values (dropout, for example), the kernel must not be given the handover.
+If parts are gathered over ranks in between, the number of elements changes. `take` then returns
+`None`, and the cast measures its tensor itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VECTORS = 2**20  # elements of vectors that are zeroed at once
 
 
 class Zeros:
-    """A supply of zeros, each of which a kernel raises to the largest magnitude that it finds."""
+    """A supply of zeros in which kernels store the largest magnitudes that they find."""
 
     _zeros: Iterator[Tensor]
     _vectors: Tensor
@@ -42,25 +42,25 @@ class Zeros:
         self.forget()
 
     def new(self, device: torch.device) -> Tensor:
-        """Return a zero, fp32 [], that a kernel will raise to the largest magnitude."""
+        """Return a zero, fp32 [], in which a kernel will store the largest magnitude."""
         zero = next(self._zeros, None)
         if zero is None or zero.device != device:
-            # A single fill makes many. None is reused, and their memory is freed with the last.
+            # A single fill creates many zeros. None is reused, and the last one frees their memory.
             self._zeros = iter(torch.zeros(POOL, device=device).unbind())
             zero = next(self._zeros)
         return zero
 
     def new_vector(self, size: int, device: torch.device) -> Tensor:
-        """Return zeros, fp32 [size], that a kernel will raise to the largest magnitudes."""
+        """Return zeros, fp32 [size], in which a kernel will store the largest magnitudes."""
         if self._vectors.numel() < size or self._vectors.device != device:
             self._vectors = torch.zeros(max(size, VECTORS), device=device)
         zeros, self._vectors = self._vectors[:size], self._vectors[size:]
         return zeros
 
     def forget(self) -> None:
-        """Discard the zeros that are left, so that later ones come from newly zeroed memory.
+        """Discard the remaining zeros, so that later ones come from newly zeroed memory.
 
-        Call this when a device begins or stops recording, because a recording must itself zero the
+        Call this when a device starts or stops recording, because a recording must itself zero the
         memory in which its kernels collect maxima.
         """
         self._zeros = iter(())
@@ -68,35 +68,35 @@ class Zeros:
 
 
 class Handover:
-    """The place where a kernel leaves the amax of the tensor that a layer casts next.
+    """The place where a kernel stores the amax of the tensor that a layer casts next.
 
     Args:
         zeros: The supply of zeros for the kernel.
     """
 
-    _left: tuple[Tensor, int] | None  # the amax, and how many elements its tensor has
+    _left: tuple[Tensor, int] | None  # the amax and its tensor's number of elements
 
     def __init__(self, zeros: Zeros) -> None:
-        """Create a handover that holds nothing."""
+        """Create an empty handover."""
         self._zeros = zeros
         self.forget()
 
     def measure(self, x: Tensor) -> Tensor:
-        """Return a zero, fp32 [], for the kernel that writes x to raise to x's amax."""
+        """Return a zero, fp32 [], in which the kernel that writes x stores x's amax."""
         amax = self._zeros.new(x.device)
         self._left = amax, x.numel()
         return amax
 
     def take(self, x: Tensor) -> Tensor | None:
-        """Return the amax of x, fp32 [], or `None` if no kernel has left it here."""
+        """Return the amax of x, fp32 [], or `None` if no kernel has stored it."""
         if is_traced(x):
-            return None  # traced kernels leave nothing
+            return None  # traced kernels store nothing
         left = self._left
         self.forget()
         return left[0] if left is not None and left[1] == x.numel() else None
 
     def forget(self) -> None:
-        """Discard the amax that was left here, if any."""
+        """Discard the stored amax, if any."""
         self._left = None
 
 
@@ -117,5 +117,5 @@ NO_HANDOVERS = Handovers()
 
 
 def zero_for(x: Tensor, handover: Handover | None) -> Tensor | None:
-    """Return a zero that the kernel that writes x raises to its amax; `None` without a handover."""
+    """Return a zero for the amax, which the kernel writing x stores; `None` without a handover."""
     return None if handover is None else handover.measure(x)

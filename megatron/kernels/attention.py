@@ -1,18 +1,18 @@
-"""The attention core: softmax(Q K^T / sqrt(d)) V, in plain PyTorch or in fused kernels.
+"""The attention core, softmax(Q K^T / sqrt(d)) V, in plain PyTorch or in fused kernels.
 
 Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
 consecutive query heads. There may be fewer or more keys than queries.
 
 A mask is boolean, True where a query may attend, or holds numbers that are added to the scores (a
-learned bias, such as the one for T5's positions); either replaces `causal`. A padding mask has one
-row for all queries of a sample, and PyTorch's fused kernels take it as it is. `Segments` describe a
-mask by the ends of documents, so that the flash kernel can do without it.
+learned bias, such as T5's relative positions). Either replaces `causal`. A padding mask has one row
+for all queries of a sample, and PyTorch's fused kernels accept it in this form. `Segments` describe
+a mask by the ends of documents, so that the flash kernel needs no mask.
 
-FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-attn-4`) runs only if
---use-flash-attn asks for it: its kernels, for Hopper and later GPUs, are compiled when they are
-first needed, which takes 15 s including the package's own start-up. They are faster than cuDNN's on
-contiguous tensors [b, s, n, d] (docs/benchmarks/kernels.md), and far slower on ours, which are [s,
-b, n, d] transposed, unless b is 1 and the two layouts are the same.
+FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-attn-4`) runs only
+with --use-flash-attn. Its kernels, for Hopper and later GPUs, are compiled at the first use, which
+takes 15 s including the package's start-up. They are faster than cuDNN's on contiguous tensors [b,
+s, n, d] (docs/benchmarks/kernels.md). Our tensors are transposed from [s, b, n, d], and on these
+they are far slower, unless b is 1 and the two layouts are the same.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from megatron.config.model import ModelConfig, flash_head_misfit
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 
-MASKED = -10000.0  # score of a pair that may not attend, as in Megatron
-# The fastest come first; the last holds all scores. cuDNN steps aside in deterministic mode.
+MASKED = -10000.0  # score of a masked pair, as in Megatron
+# The fastest backends come first. The last one holds all scores. cuDNN is not used in deterministic
+# mode.
 _GPU_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# The kernels among these that compute the gradient of a bias added to the scores.
+# Those of these backends that compute the gradient of a bias added to the scores.
 _BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _FLASH_DISTRIBUTION = "flash-attn-4"
-_LARGEST_FLASH_HEAD = 128  # that the package's kernels take on all of its GPUs
+_LARGEST_FLASH_HEAD = 128  # supported by the package on all of its GPUs
 _WITHOUT_DETERMINISM = (12, 0)  # GPUs for which the package has no deterministic backward pass
 
 Result = TypeVar("Result")
@@ -57,19 +58,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Segments:
-    """A batch of b samples of s tokens, cut into k segments, within which tokens attend.
+    """A batch of b samples of s tokens, divided into k segments within which tokens attend.
 
     Attributes:
-        ends: int32 [k + 1]: 0, then the end of each segment, counted over all tokens, sample after
-            sample. A segment begins where the one before it ends, lies in a single sample, and may
-            be empty.
+        ends: int32 [k + 1]: 0, then the end of each segment, counted over all tokens, sample by
+            sample. A segment begins where the previous one ends, belongs to a single sample, and
+            may be empty.
         shape: The sizes b and s.
-        causal: Whether a token attends only to itself and to earlier ones.
-        longest: A number of tokens that no segment exceeds; `None` means s. The flash kernel starts
-            as many thread blocks for every segment as this one would need.
-        positions: The positions by which a batch of a single row rotates queries and keys, int64
-            [s]. `None` means the places in the row: attention depends on differences of positions,
-            except for its last bits.
+        causal: Whether a token attends only to itself and to earlier tokens.
+        longest: An upper bound on the length of segments; `None` means s. For every segment, the
+            flash kernel starts as many thread blocks as a segment of this length needs.
+        positions: The positions by which a batch with a single row rotates queries and keys, int64
+            [s]. `None` means positions in the row, which gives the same attention except for the
+            last bits.
     """
 
     ends: Tensor
@@ -89,11 +90,11 @@ class Segments:
 
     @classmethod
     def of_padded(cls, padding: Tensor) -> Segments:
-        """Return the segments of padded samples [b, s], joined to a single sample [1, b s].
+        """Return the segments of padded samples [b, s], concatenated to one sample [1, b s].
 
         Args:
             padding: True for tokens, which come first in each sample. The tokens and the padding
-                after them are separate segments, in which attention is bidirectional.
+                after them are separate segments with bidirectional attention.
         """
         samples, length = padding.shape
         starts = torch.arange(samples, device=padding.device) * length
@@ -102,9 +103,9 @@ class Segments:
         return cls(ends, (1, samples * length), causal=False, longest=length)
 
     def shared(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Return what `make` returned when this was first called with the key.
+        """Return a value that is computed by `make` at the first call with this key.
 
-        All layers attend within the same segments, so what they derive from them is made once.
+        All layers use the same segments, so values derived from them are computed once.
         """
         if key not in self._shared:
             self._shared[key] = make()
@@ -120,10 +121,11 @@ class Segments:
 
 
 def number_segments(ends: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return the number of the segment to which each token belongs, int64 [b, s].
+    """Return the index of each token's segment, int64 [b, s].
 
     Args:
-        ends: int32 [k + 1]: 0, then the end of each segment among all tokens, sample after sample.
+        ends: int32 [k + 1]: 0, then the end of each segment, counted over all tokens, sample by
+            sample.
         shape: The sizes b and s.
     """
     tokens = torch.arange(shape[0] * shape[1], device=ends.device, dtype=torch.int32)
@@ -134,18 +136,18 @@ Mask = Tensor | Segments
 
 
 class AttentionOptions(NamedTuple):
-    """The settings for how queries attend to keys.
+    """Settings for how queries attend to keys.
 
     Attributes:
         mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers [b
             or 1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
-            queries. `None` leaves the choice to `causal`.
-        causal: Whether a query, without a mask, attends only to its own token and earlier ones.
+            queries. With `None`, `causal` decides.
+        causal: Without a mask, whether a query attends only to its own token and earlier ones.
         dropout: The probability of dropping an attention weight.
         layer_number: The index of the layer, from 1, for query-key layer scaling.
         scale: The factor applied to the scores; `None` means 1 / sqrt(d).
-        window: The number of earlier tokens that a query attends to at most, apart from its own;
-            `None` for all. It comes on top of `mask` and `causal`.
+        window: The largest number of earlier tokens that a query attends to; `None` for all. It
+            applies in addition to `mask` and `causal`.
         softcap: The bound c of the scores, which become c tanh(score / c) before they are masked;
             `None` leaves them as they are.
         sinks: One logit for each query head, [n]. It takes part in the softmax of every query like
@@ -162,35 +164,35 @@ class AttentionOptions(NamedTuple):
     sinks: Tensor | None = None
 
     def is_limited(self, keys: int) -> bool:
-        """Return whether the window hides any of so many keys from a query."""
+        """Return whether the window hides any of this many keys from a query."""
         return self.window is not None and keys > self.window + 1
 
     def seen(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Return what `causal` and the window let the last queries see: bool [queries, keys]."""
+        """Return which keys `causal` and the window let the last queries see, [queries, keys]."""
         seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
         if self.causal:
             seen = seen.tril(keys - queries)
         return seen if self.window is None else seen.triu(keys - queries - self.window)
 
     def mask_of(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Return the mask with the window in it, as a tensor; `None` leaves it to `causal`."""
+        """Return the mask as a tensor that includes the window; with `None`, `causal` decides."""
         mask = self.mask.mask if isinstance(self.mask, Segments) else self.mask
         if not self.is_limited(keys):
             return mask
         if mask is None:
             return self.seen(queries, keys, device)[None, None]
-        assert not mask.is_floating_point(), "a T5 has no windows"
+        assert not mask.is_floating_point(), "windows are not supported for T5"
         return mask & self._replace(causal=False).seen(queries, keys, device)
 
 
-# A form of the attention core. It takes queries [s, b, n, d], keys and values [s, b, g, d] and the
-# options, and returns the result [s, b, n * d].
+# An implementation of the attention core. It takes queries [s, b, n, d], keys and values [s, b, g,
+# d] and the options, and returns the result [s, b, n * d].
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The implementation of the attention core that runs, and the reason for choosing it."""
+    """The chosen implementation of the attention core, and the reason for the choice."""
 
     name: str
     reason: str
@@ -200,7 +202,7 @@ class AttentionChoice:
 def choose_attention(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the implementation of the attention core, once, when a model is built."""
+    """Choose the implementation of the attention core. Called once, when a model is built."""
     if not model.masked_softmax_fusion and not model.use_flash_attn:
         by_layer = precision.apply_query_key_layer_scaling
         function = partial(
@@ -246,7 +248,7 @@ def attention_reference(
     scale_by_layer: bool = False,
     softmax_in_fp32: bool = True,
 ) -> Tensor:
-    """Compute attention directly from its formula, holding every score in memory.
+    """Compute attention directly from its formula, with every score in memory.
 
     With `scale_by_layer`, scores are divided by the layer number before they are rounded to 16
     bits, and multiplied back in fp32.
@@ -257,8 +259,8 @@ def attention_reference(
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    # The factor is applied before the scores are rounded to the inputs' type. The first argument is
-    # ignored, because beta is 0.
+    # The factor is applied before the scores are rounded to the inputs' type. Because beta is 0,
+    # the first argument is ignored.
     scores = torch.baddbmm(
         query.new_zeros(1),
         query.flatten(0, 1),
@@ -317,7 +319,7 @@ def masked_softmax(
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Run PyTorch's fused attention, whose scores stay in fp32 and need no scaling by layer.
+    """Run PyTorch's fused attention. Its scores are fp32, so scaling by layer is not needed.
 
     It knows neither sinks nor a bound of the scores; with these the plain form runs.
     """
@@ -325,7 +327,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: Attentio
         return attention_reference(query, key, value, options)
     mask = options.mask_of(len(query), len(key), query.device)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    # The kernels that take a mask or fp32 do not support groups; copying the keys costs little.
+    # Kernels that support a mask or fp32 do not support groups. Copying the keys costs little.
     share = mask is None and query.dtype != torch.float32
     if not share:
         key, value = _expand_groups(query, key, value)
@@ -359,7 +361,7 @@ def gpu_attention(
         value: [s, b, g, d].
         options: Mask, dropout and scale.
         holds_scores: Whether an implementation that holds all scores in memory may run.
-        package: FlashAttention's own package, which runs if it supports the arguments.
+        package: The flash-attn-4 package, which runs if it supports the arguments.
     """
     mask = options.mask
     if package is not None and package.takes(query, options):
@@ -546,7 +548,7 @@ class FlashPackage(NamedTuple):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attend; shapes and options are those of `AttentionFunction`."""
+        """Compute attention, with the shapes and options of `AttentionFunction`."""
         result = self.function(
             *(x.transpose(0, 1) for x in (query, key, value)),  # [b, s, n or g, d]
             causal=options.causal,
@@ -554,7 +556,7 @@ class FlashPackage(NamedTuple):
             **({} if options.window is None else {"window_size": (options.window, 0)}),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        # Some releases also return the logarithms of the sums.
+        # Some releases also return the log-sum-exp.
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out.transpose(0, 1).flatten(2)  # [s, b, n d]
 

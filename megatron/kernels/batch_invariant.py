@@ -1,14 +1,16 @@
-"""Products and attention that give a token the same bits in any batch, on CPUs in fp32.
+"""Batch-invariant products and attention for fp32 on CPUs: a token has the same bits in any batch.
 
-A library adds up a sum in an order that depends on the sizes of the matrices. Training computes a
-text at once, and generation a token at a time, so that the two differ in their last bits. Measured
-with MKL (torch 2.13, AVX-512; tests/kernels/test_batch_invariant.py repeats it):
+A library adds the terms of a sum in an order that depends on the sizes of the matrices. Training
+computes all tokens of a text at once, and generation one token at a time, so the two differ in
+their last bits. Measured with MKL (torch 2.13, AVX-512; tests/kernels/test_batch_invariant.py
+repeats it):
 
 - A row of a product has the same bits in any matrix of at least 4 rows.
-- A sum over keys has the same bits if it is made of products of 64 keys, added one after the other.
-  Keys that a query does not see add zeros, whatever their number.
+- A sum over keys has the same bits if it consists of products of 64 keys, added one after another.
+Keys that a query does not see only add zeros.
 
-So products get at least 4 rows, and attention pads the keys of each sequence to a multiple of 64.
+Products are therefore padded to at least 4 rows, and attention pads the keys of each sequence to a
+multiple of 64.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ def attend(
     seen: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """Attend within b sequences. It has autograd's backward pass, and holds all scores.
+    """Attend within b sequences, with all scores in memory. Autograd computes the backward pass.
 
     Args:
         query: [b, n, q, d].
-        key: [b, g, keys, d], from the first token of each sequence on.
+        key: [b, g, keys, d], starting with the first token of each sequence.
         value: [b, g, keys, d].
         seen: bool, broadcast to [b, 1, q, keys]: True where a query may attend.
         options: How scores become weights. Its mask, `causal` and window are ignored.
@@ -85,7 +87,7 @@ def attend(
 def batch_invariant_attention(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attend as any `AttentionFunction`; each of `Segments` by itself. It takes no bias."""
+    """Attend like any `AttentionFunction`, each segment separately. A bias is not supported."""
     mask = options.mask
     if isinstance(mask, Segments):
         tokens = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]  # [b s, n or g, d]

@@ -1,13 +1,14 @@
 """Compilation of the CUDA sources next to this file into a cached library of kernels.
 
-It needs NVRTC, which PyTorch brings along, but neither a GPU nor a CUDA toolkit nor a C++ compiler,
-and does not import torch, so that `pip install` can use it. A library serves one GPU architecture.
-Its file name identifies its sources and its content, so a stale or damaged one is never used:
+Compilation needs NVRTC, which comes with PyTorch, but no GPU, CUDA toolkit or C++ compiler. This
+module does not import torch, so that `pip install` can use it. A library serves one GPU
+architecture. Its file name identifies its sources and its content, so a stale or damaged library is
+never used:
 
     kernels-<architecture>-<digest of sources and flags>-cuda<NVRTC version>-<digest of file>.bin
 
-The file has a line of JSON and then the compiled code of each source (`join`). It is only loaded if
-nobody else can have written it (`read_built`).
+The file contains a line of JSON and then the compiled code of each source (`join`). It is loaded
+only if no other user can have written it (`read_built`).
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from megatron.kernels import sources
 from megatron.kernels.nvrtc import FLAGS, find_libraries
 
 PREBUILT = sources.HERE / "built"  # filled by `pip install`
-# Time limit in seconds for the whole compilation, which usually takes 5, or 40 on a single core. It
+# Time limit in seconds for the whole compilation, which usually takes 5 s, or 40 s on one core. It
 # is well below --distributed-timeout-minutes, because processes on other machines may be waiting.
 BUILD_LIMIT = 240
 PROGRESS = 30  # seconds between progress lines
 LOCK_LIMIT = 300  # seconds to wait for another process that builds
-LOCK_PATIENCE = 20.0  # seconds until a line says that this process waits
-LEFT_AFTER = 3600.0  # seconds without a change after which a scratch folder is a killed build's
+LOCK_PATIENCE = 20.0  # seconds until this process prints that it waits
+LEFT_AFTER = 3600.0  # seconds after which an unchanged scratch folder is abandoned
 _SCRATCH = "compiling-"
 
 Say = Callable[[str], None]
 
 
 class BuildError(Exception):
-    """An error in building the library. The message states the cause and the remedy in one line."""
+    """An error in building the library. Its message gives cause and remedy in one line."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ class Compiler:
 
     path: Path
     version: str  # "13.0"
-    architectures: frozenset[int]  # 80, 90, ...: what it can compile for
+    architectures: frozenset[int]  # that it can compile for: 80, 90, ...
 
     def target(self, architecture: str) -> str:
-        """Return what to compile for so that it runs on "sm_90a" and the like.
+        """Return the target to compile for a GPU architecture such as "sm_90a".
 
-        If this NVRTC is too old for the GPU, it compiles to PTX for the newest architecture that it
-        knows, and the driver compiles that further.
+        If this NVRTC is too old for the GPU, the target is PTX for the newest architecture that it
+        knows, which the driver then compiles.
         """
         major, minor = _capability(architecture)
         number = 10 * major + minor
@@ -74,7 +75,7 @@ class Compiler:
 
 
 def find_compiler(release: str = "") -> Compiler:
-    """Return the NVRTC of CUDA_HOME, of the packages beside PyTorch, or of /usr/local/cuda.
+    """Return the NVRTC of CUDA_HOME, of PyTorch's packages, or of /usr/local/cuda.
 
     Args:
         release: The major version of PyTorch's CUDA, such as "13", or "" if it is unknown.
@@ -86,8 +87,8 @@ def find_compiler(release: str = "") -> Compiler:
     if not found:
         package = "nvidia-cuda-nvrtc-cu12" if release == "12" else "nvidia-cuda-nvrtc"
         raise BuildError(
-            f"no NVRTC (libnvrtc.so), which PyTorch for CUDA brings along: pip install {package}, "
-            "or set CUDA_HOME to a CUDA toolkit"
+            "found no NVRTC (libnvrtc.so), which normally comes with PyTorch for CUDA: "
+            f"pip install {package}, or set CUDA_HOME to a CUDA toolkit"
         )
     try:
         said = json.loads(_output(*_command("describe", str(found[0]))))
@@ -101,12 +102,12 @@ def find_compiler(release: str = "") -> Compiler:
 
 
 def _command(*words: str) -> list[str]:
-    """Return the command of a process that uses NVRTC (`nvrtc.main`)."""
+    """Return the command that runs NVRTC in a process (`nvrtc.main`)."""
     return [*module_command("megatron.kernels.nvrtc"), *words]
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints, replacing bytes that are not UTF-8."""
+    """Return the output of a command, replacing bytes that are not UTF-8."""
     return subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=True
     ).stdout
@@ -120,7 +121,7 @@ def _capability(architecture: str) -> tuple[int, int]:
 
 
 def looked_up_as(architecture: str) -> str:
-    """Return the name under which a run looks for "sm_90", "90" or "9.0": "sm_90a"."""
+    """Return the name that libraries use for "sm_90", "90" or "9.0", which is "sm_90a"."""
     return name_of(*_capability(architecture))
 
 
@@ -130,13 +131,13 @@ def digest() -> str:
 
 
 def find_built(architecture: str, folder: Path, say: Say, version: str = "*") -> Path | None:
-    """Return a sound library in `folder` that was made from these sources, or `None`.
+    """Return an intact library in `folder` that was built from these sources, or `None`.
 
     Args:
         architecture: The GPU architecture, such as "sm_90a".
         folder: The cache, or the folder that `pip install` fills.
         say: Prints one line about each library that is not used.
-        version: The version of NVRTC that made the library. By default any version will do.
+        version: The version of NVRTC that built the library; `None` accepts any.
     """
     reasons = []
     for path in sorted(folder.glob(f"kernels-{architecture}-{digest()}-cuda{version}-*.bin")):
@@ -154,11 +155,11 @@ def find_built(architecture: str, folder: Path, say: Say, version: str = "*") ->
 def read_built(path: Path) -> bytes:
     """Return the content of a library that is safe to load.
 
-    Nobody but this user, root or the owner of this package, who may run code here anyway, can have
+    Only this user, root or the owner of this package, who may run code here anyway, can have
     written the file, and its bytes match the digest in its name.
 
     Raises:
-        OSError: The file is missing, foreign or damaged.
+        OSError: The file is missing or damaged, or another user may have written it.
     """
     with open_trusted(path, sources.HERE.stat().st_uid) as file:
         content = file.read()
@@ -178,7 +179,7 @@ def build(architecture: str, folder: Path, say: Say, say_waiting: Say, release: 
         architecture: The name of the GPU architecture, such as "sm_90a".
         folder: The folder in which libraries are cached.
         say: A function that prints one line.
-        say_waiting: A function that prints one line if another process takes long to build.
+        say_waiting: A function that prints one line if another process takes a long time to build.
         release: The major version of PyTorch's CUDA, such as "13", or "" if it is unknown.
 
     Raises:
@@ -210,27 +211,27 @@ def build(architecture: str, folder: Path, say: Say, say_waiting: Say, release: 
 
 
 def _make(compiler: Compiler, architecture: str, stem: Path, say: Say) -> Path:
-    """Compile a library, and keep it as `stem` with its digest appended."""
+    """Compile a library and store it as `stem` with its digest appended."""
     count = len(sources.source_files())
     say(
         f"fused kernels: compiling {count} CUDA files for {architecture} with NVRTC "
-        f"{compiler.version}, once; less than a minute"
+        f"{compiler.version}; once, less than a minute"
     )
     started = time.monotonic()
-    for left in stem.parent.glob(f"{_SCRATCH}*"):  # by killed builds; another may be running
-        with suppress(FileNotFoundError):  # another process removes them too
+    for left in stem.parent.glob(f"{_SCRATCH}*"):  # of killed builds; another build may be running
+        with suppress(FileNotFoundError):  # another process may remove it too
             if time.time() - left.stat().st_mtime > LEFT_AFTER:
                 shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=stem.parent, prefix=_SCRATCH) as scratch:
         kept = keep(compile_sources(compiler, architecture, Path(scratch), say=say), stem)
-    say(f"fused kernels: compiled in {time.monotonic() - started:.0f} s, kept as {kept}")
+    say(f"fused kernels: compiled in {time.monotonic() - started:.0f} s, stored as {kept}")
     return kept
 
 
 def keep(made: Path, stem: Path) -> Path:
     """Rename a library to `stem` with its digest appended, and return its path.
 
-    Nobody ever sees a partial library, even if the machine crashes.
+    No process ever sees a partial library, even if the machine crashes.
     """
     with made.open("rb") as file:
         kept = stem.with_name(f"{stem.name}-{_digest_of(file.read())}.bin")
@@ -242,7 +243,7 @@ def keep(made: Path, stem: Path) -> Path:
 def compile_sources(
     compiler: Compiler, architecture: str, scratch: Path, *more_flags: str, say: Say | None = None
 ) -> Path:
-    """Compile all sources in parallel, and join them.
+    """Compile all sources in parallel and join them.
 
     Args:
         compiler: The NVRTC.
@@ -255,7 +256,7 @@ def compile_sources(
         The library.
 
     Raises:
-        BuildError: NVRTC fails (the message has its first error) or takes too long.
+        BuildError: NVRTC fails (the message contains its first error) or takes too long.
     """
     target = compiler.target(architecture)
     made = {source: scratch / f"{source.stem}.bin" for source in sources.source_files()}
@@ -273,7 +274,7 @@ def compile_sources(
 
 
 def join(compiled: Sequence[bytes]) -> bytes:
-    """Return the content of a library, from what `nvrtc.main` writes for each source."""
+    """Return the content of a library, made from the output of `nvrtc.main` for each source."""
     kernels, codes = {}, []
     for place, content in enumerate(compiled):
         names, _, code = content.partition(b"\n")
@@ -284,7 +285,7 @@ def join(compiled: Sequence[bytes]) -> bytes:
 
 
 def split(content: bytes) -> tuple[list[bytes], Mapping[str, tuple[int, str]]]:
-    """Return the codes in a library, and the place and the compiled name of each kernel."""
+    """Return the codes in a library, and each kernel's code index and compiled name."""
     head, _, rest = content.partition(b"\n")
     index = json.loads(head)
     codes, start = [], 0
@@ -295,7 +296,7 @@ def split(content: bytes) -> tuple[list[bytes], Mapping[str, tuple[int, str]]]:
 
 
 class _Clock:
-    """The clock of a build. It prints the build's progress, and ends a build that hangs."""
+    """The clock of a build, which prints progress and stops a build that hangs."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -303,7 +304,7 @@ class _Clock:
         self._next_line = self._started + PROGRESS
 
     def check(self, unfinished: Sequence[str]) -> None:
-        """Raise `BuildError` if files are unfinished and the time is up."""
+        """Raise `BuildError` if files are unfinished after the time limit."""
         if not unfinished:
             return
         now = time.monotonic()
@@ -322,12 +323,12 @@ class _Clock:
 
 
 def _run(commands: Sequence[list[str]], makes: Sequence[str], clock: _Clock) -> list[str]:
-    """Run commands, one on each core, and return what each of them printed.
+    """Run commands in parallel, one per core, and return the output of each.
 
     Args:
         commands: The commands.
         makes: The name of the file that each command makes, for messages.
-        clock: It ends them if they take too long.
+        clock: The clock that stops them if they take too long.
     """
     waiting, running = list(range(len(commands))), dict[int, subprocess.Popen[str]]()
     said = [""] * len(commands)
@@ -340,7 +341,7 @@ def _run(commands: Sequence[list[str]], makes: Sequence[str], clock: _Clock) -> 
             while waiting or running:
                 while waiting and len(running) < usable_cores():
                     i = waiting.pop(0)
-                    # Use a separate process group, which includes the processes that it starts.
+                    # A separate process group also includes the processes that the command starts.
                     running[i] = subprocess.Popen(
                         commands[i],
                         stdin=subprocess.DEVNULL,
@@ -371,10 +372,10 @@ def _run(commands: Sequence[list[str]], makes: Sequence[str], clock: _Clock) -> 
 
 @contextmanager
 def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
-    """Hold the lock file while the body runs.
+    """Hold the lock file inside the block.
 
-    On a file system without locks, continue without it: files are renamed into place, so building
-    twice wastes time but does no harm.
+    On a file system without locks, continue without the lock. Files are renamed into place, so
+    building twice only wastes time.
     """
     import fcntl
 
@@ -402,11 +403,11 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
 
 
 def say_nothing(line: str) -> None:
-    """Print nothing. Use this instead of `errors.say_on_stderr` where another process prints."""
+    """Print nothing. Used instead of `errors.say_on_stderr` when another process prints."""
 
 
 def detect_architectures() -> list[str]:
-    """Return the architectures of this machine's GPUs, or none if it has no driver."""
+    """Return the architectures of this machine's GPUs, or an empty list without a driver."""
     try:
         said = _output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     except (OSError, subprocess.SubprocessError):
@@ -416,5 +417,5 @@ def detect_architectures() -> list[str]:
 
 
 def name_of(major: int, minor: int) -> str:
-    """Return "sm_90a" for (9, 0). The letter adds features that only this architecture has."""
+    """Return "sm_90a" for (9, 0). The letter enables features specific to this architecture."""
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")

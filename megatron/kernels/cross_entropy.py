@@ -1,6 +1,6 @@
-"""Cross entropy over part of a vocabulary: statistics of each row of logits, and their gradient.
+"""Cross entropy over a part of a vocabulary: statistics of each row of logits, and the gradient.
 
-Logits stay in their own format; fp32 values exist a few rows at a time (plain PyTorch) or in
+Logits keep their format. fp32 values exist only for a few rows at a time (plain PyTorch) or in
 registers (kernel). Over the whole vocabulary, loss = log(sum) + maximum - target.
 """
 
@@ -18,51 +18,62 @@ from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, operato
 from megatron.kernels.plans import KernelLaunch, Pointer
 from megatron.kernels.sources import FLOATS, constant, instance
 
-CHUNK = 2**24  # logits held in fp32 at a time by the plain form: 64 MiB
+CHUNK = 2**24  # logits that plain PyTorch holds in fp32 at a time: 64 MiB
 
 
-def _plan_statistics(
-    logits: Pointer,
-    labels: Pointer,
-    maxima: Pointer,
-    sums: Pointer,
-    targets: Pointer,
-    rows: int,
-    size: int,
-    dtype: int,
-) -> list[KernelLaunch]:
-    """Plan the `Statistics` of each row of logits [rows, size]."""
-    if rows == 0:
-        return []
-    threads = constant("cross_entropy.cu", "kThreads")
-    kernel = instance("statistics_kernel", FLOATS[dtype])
-    return [
-        KernelLaunch(kernel, (rows,), (threads,), (logits, labels, size, maxima, sums, targets))
-    ]
+class _Statistics(NamedTuple):
+    """The `Statistics` of each row of logits."""
+
+    logits: Pointer  # [rows, size]
+    labels: Pointer
+    maxima: Pointer
+    sums: Pointer
+    targets: Pointer
+    rows: int
+    size: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        if self.rows == 0:
+            return []
+        threads = constant("cross_entropy.cu", "kThreads")
+        kernel = instance("statistics_kernel", FLOATS[self.dtype])
+        return [
+            KernelLaunch(
+                kernel,
+                (self.rows,),
+                (threads,),
+                (self.logits, self.labels, self.size, self.maxima, self.sums, self.targets),
+            )
+        ]
 
 
-def _plan_gradient(
-    logits: Pointer,
-    result: Pointer,
-    labels: Pointer,
-    maxima: Pointer,
-    sums: Pointer,
-    upstream: Pointer,
-    rows: int,
-    size: int,
-    dtype: int,
-) -> list[KernelLaunch]:
-    """Plan result = upstream * (exp(logit - maximum) / sum - [is the label]), perhaps in place."""
-    if rows == 0:
-        return []
-    threads = constant("cross_entropy.cu", "kGradientThreads")
-    kernel = instance("gradient_kernel", FLOATS[dtype])
-    given = (logits, result, labels, size, maxima, sums, upstream)
-    return [KernelLaunch(kernel, (rows,), (threads,), given)]
+class _Gradient(NamedTuple):
+    """result = upstream * (exp(logit - maximum) / sum - [is the label])."""
+
+    logits: Pointer  # [rows, size]
+    result: Pointer  # like logits, perhaps the same memory
+    labels: Pointer
+    maxima: Pointer
+    sums: Pointer
+    upstream: Pointer
+    rows: int
+    size: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        if self.rows == 0:
+            return []
+        threads = constant("cross_entropy.cu", "kGradientThreads")
+        kernel = instance("gradient_kernel", FLOATS[self.dtype])
+        given = (*self[:3], self.size, self.maxima, self.sums, self.upstream)
+        return [KernelLaunch(kernel, (self.rows,), (threads,), given)]
 
 
-STATISTICS = Kernel("cross_entropy_statistics", "pppppiii", _plan_statistics)
-GRADIENT = Kernel("cross_entropy_gradient", "ppppppiii", _plan_gradient)
+STATISTICS = Kernel.of("cross_entropy_statistics", _Statistics)
+GRADIENT = Kernel.of("cross_entropy_gradient", _Gradient)
 
 
 class Statistics(NamedTuple):
@@ -71,7 +82,7 @@ class Statistics(NamedTuple):
     Attributes:
         maxima: The largest logit.
         sums: The sum of exp(logit - maximum).
-        targets: The logit at the label, or 0 if the label lies outside this part.
+        targets: The logit of the label, or 0 if the label is outside this part.
     """
 
     maxima: Tensor
@@ -125,7 +136,7 @@ def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> 
 def statistics_reference(logits: Tensor, labels: Tensor, *, in_16_bits: bool = False) -> Statistics:
     """Compute `CrossEntropy.statistics` in PyTorch, a few rows at a time."""
     maxima = logits.amax(dim=-1)
-    shift = maxima if in_16_bits else maxima.float()  # sets the type of every difference from it
+    shift = maxima if in_16_bits else maxima.float()  # determines the type of the differences
     sums = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     for part in _row_chunks(logits):
         differences = logits[part] - shift[part, None]
@@ -160,7 +171,7 @@ REFERENCE = CrossEntropy(statistics_reference, gradient_reference, "plain PyTorc
 
 
 def _row_chunks(rows: Tensor) -> Iterator[slice]:
-    """Return slices of at most CHUNK elements each, but at least one row."""
+    """Return slices of at most CHUNK elements each, with at least one row."""
     height = max(1, CHUNK // rows.shape[1])
     return (slice(i, i + height) for i in range(0, rows.shape[0], height))
 

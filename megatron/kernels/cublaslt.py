@@ -1,10 +1,10 @@
 """NVIDIA's cuBLASLt, for products that PyTorch does not offer.
 
-These are 8-bit products that are added to their output (`fp8_product.py`), and products whose rows
-do not depend on how many there are (`row_product.py`). The library is the one that PyTorch has
-loaded; the numbers below are those of its public header, cublasLt.h.
+These are FP8 products that are added to their output (`fp8_product.py`), and products whose rows do
+not depend on the number of rows (`row_product.py`). The library is the one that PyTorch has loaded.
+The numbers below come from its public header, cublasLt.h.
 
-A product here is out [m, n] = left [m, k] right^T with right [n, k], all row-major. The library's
+A product is out [m, n] = left [m, k] right^T with right [n, k], all row-major. The library's
 matrices are column-major, so right is its A, transposed, and left is its B.
 """
 
@@ -38,11 +38,11 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 class CublasLtError(RuntimeError):
-    """An error for a call that cuBLASLt rejected: a bug in our code, not the user's mistake."""
+    """A call that cuBLASLt rejected, which is a bug in our code and not a user's mistake."""
 
 
 class Algorithm(ctypes.Structure):
-    """The struct cublasLtMatmulHeuristicResult_t, which begins with the algorithm itself."""
+    """The struct cublasLtMatmulHeuristicResult_t, which starts with the algorithm itself."""
 
     _fields_ = [
         ("algorithm", ctypes.c_uint64 * 8),
@@ -54,7 +54,7 @@ class Algorithm(ctypes.Structure):
 
 
 class Problem(NamedTuple):
-    """A matrix product of given shapes and formats, which lives as long as the process.
+    """A matrix product of given shapes and formats. It exists as long as the process.
 
     Attributes:
         operation: The description of the operation.
@@ -100,14 +100,14 @@ class CublasLt:
     def choices(
         self, problem: Problem, gpu: int, count: int, *, workspace: int, whole: bool = False
     ) -> list[Algorithm]:
-        """Return ways to compute a product, beginning with the one expected to be fastest.
+        """Return algorithms for a product, the one expected to be fastest first.
 
         Args:
             problem: The product.
             gpu: The index of the GPU.
-            count: The largest number of ways to return.
-            workspace: The number of bytes of memory that each of them may use.
-            whole: Whether to return only ways that do not cut k into parts to be added up.
+            count: The largest number of algorithms to return.
+            workspace: The number of bytes of memory that each algorithm may use.
+            whole: Whether to return only algorithms that do not split k into parts.
         """
         preference = self._create("cublasLtMatmulPreferenceCreate")
         wanted: list[tuple[int, Any]] = [(_PREFERRED_WORKSPACE, ctypes.c_uint64(workspace))]
@@ -136,7 +136,7 @@ class CublasLt:
     def with_cut(
         self, problem: Problem, gpu: int, algorithm: Algorithm, cut: int, *, workspace: int
     ) -> Algorithm | None:
-        """Return an algorithm that cuts k into a different number of parts.
+        """Return a variant of an algorithm that splits k into another number of parts.
 
         The result is `None` if the algorithm cannot do this, or needs more workspace.
         """

@@ -1,8 +1,8 @@
-"""Launching compiled kernels through the CUDA driver.
+"""Launches of compiled kernels through the CUDA driver.
 
-A `Plan`'s answer is prepared once: the driver's structures with everything that stays. A call then
-writes the tensors' addresses into them and calls the driver, which takes less time than the
-conversion of a C function's arguments did.
+The result of a `Plan` is prepared once, as the driver's structures with all constant values. A call
+then only writes the tensors' addresses into them and calls the driver. This takes less time than
+converting the arguments of a C function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.kernels.plans import KernelLaunch, Number, PlanError, Pointer
 
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-# Without asking, a block gets 48 KiB, including its static part (at most 16 KiB here).
+# By default, a block gets 48 KiB, including its static part (at most 16 KiB here).
 _UNASKED_SHARED = 32 * 1024
 
 
@@ -54,7 +54,7 @@ _EARLY_ATTRIBUTE = LaunchAttribute(id=_EARLY, value=1)
 
 
 class Driver:
-    """The functions of the CUDA driver that we need."""
+    """The functions of the CUDA driver that this package calls."""
 
     def __init__(self, loaded: Any) -> None:
         """Prepare the functions.
@@ -71,7 +71,7 @@ class Driver:
         self.launch.restype = ctypes.c_int
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._shared: dict[tuple[int, int], int] = {}
-        self._asking = threading.Lock()  # two threads that ask could leave the lower number
+        self._asking = threading.Lock()  # or of two threads, the lower number could win
         for name in ("cuLibraryLoadData", "cuLibraryGetKernel"):
             getattr(loaded, name).restype = ctypes.c_int
         self.call("cuInit", 0)
@@ -80,7 +80,7 @@ class Driver:
         """Call a function.
 
         Raises:
-            DriverError: It reports an error.
+            DriverError: The function reports an error.
         """
         if error := getattr(self._loaded, function)(*arguments):
             raise DriverError(f"{function}: {self.error(error)}")
@@ -98,7 +98,7 @@ class Driver:
         """Return the handle of compiled code.
 
         Raises:
-            DriverError: The driver rejects it. A driver for an older CUDA may.
+            DriverError: The driver rejects the code, for example because it is for an older CUDA.
         """
         library = ctypes.c_void_p()
         nothing = (None, None, 0) * 2
@@ -106,7 +106,7 @@ class Driver:
         return library
 
     def find(self, library: ctypes.c_void_p, name: str) -> int:
-        """Return the handle of a kernel, which serves every GPU.
+        """Return the handle of a kernel, which is valid for every GPU.
 
         Raises:
             DriverError: There is no such kernel.
@@ -116,10 +116,10 @@ class Driver:
         return kernel.value or 0
 
     def make_current(self, gpu: int) -> None:
-        """Make the GPU's context, which PyTorch uses, that of the calling thread.
+        """Make PyTorch's context of the GPU current in the calling thread.
 
         Raises:
-            DriverError: It cannot be.
+            DriverError: The driver reports an error.
         """
         context = self._contexts.get(gpu)
         if context is None:
@@ -129,7 +129,7 @@ class Driver:
         self.call("cuCtxSetCurrent", context)
 
     def ask_for_shared(self, kernel: int, gpu: int, count: int) -> None:
-        """Let a block of a kernel have so many bytes of dynamic shared memory.
+        """Let a kernel's blocks use this many bytes of dynamic shared memory.
 
         Raises:
             DriverError: The GPU has less.
@@ -145,15 +145,15 @@ class Driver:
 
 @dataclass(frozen=True)
 class PreparedLaunches:
-    """A plan's launches as the driver takes them, for one thread, because calls write into them.
+    """A plan's launches in the driver's form. They belong to one thread: calls write to them.
 
     Attributes:
-        packer: What writes a call's values into `values`.
-        values: The memory of the values that differ from call to call, and of constants.
-        picks: The place among the call's values and the offset of each packed value; `None` if
-            they are the values as they are.
+        packer: The packer that writes a call's values into `values`.
+        values: The memory of the values that differ between calls, and of constants.
+        picks: For each packed value, its place among the call's values and an offset; `None` if the
+            values are packed unchanged.
         calls: The arguments of the driver's launch function, for each launch.
-        kept: What these arguments point to.
+        kept: The objects to which these arguments point.
     """
 
     packer: struct.Struct
@@ -171,12 +171,12 @@ class PreparedLaunches:
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """Where a plan will run.
+    """The GPU and stream on which a plan will run.
 
     Attributes:
         gpu: The number of the GPU, or -1 for the emulator.
         stream: The stream's handle.
-        overlaps: Whether a kernel may start while the one ahead of it ends.
+        overlaps: Whether a kernel may start while the previous one is ending.
     """
 
     gpu: int
@@ -194,10 +194,10 @@ def prepare(
     """Prepare launches for calls.
 
     Args:
-        launches: What a plan has returned.
+        launches: The launches that a plan has returned.
         handles: The handle of each launch's kernel.
         letters: The letters of each kernel's parameters (`sources.parameters`).
-        places: The places, among an operation's arguments, of the values that calls will give.
+        places: The places of the values that calls will provide, among an operation's arguments.
         target: Where it will run.
 
     Raises:
@@ -205,7 +205,7 @@ def prepare(
     """
     slots: dict[tuple[int, int, str], int] = {}
     constants: list[bytes] = []
-    wanted: list[list[int]] = []  # for each launch the slots, or the constants as negative numbers
+    wanted: list[list[int]] = []  # per launch: slots, or constants as negative numbers
     for launch, kinds in zip(launches, letters, strict=True):
         if len(kinds) != len(launch.parameters):
             raise PlanError(f"{launch.kernel} takes {len(kinds)} parameters")
@@ -222,9 +222,9 @@ def prepare(
                 row.append(-len(constants))
         wanted.append(row)
     packer = struct.Struct("=" + "".join({"P": "Q", "f": "f4x"}.get(s[2], s[2]) for s in slots))
-    # The values, and after them the constants, in one allocation: under expert parallelism the
-    # number of rows changes in every pass, and with an allocation for each constant preparing took
-    # twice as long.
+    # The values and then the constants, in one allocation. With expert parallelism the number of
+    # rows changes in every pass, and with an allocation for each constant, preparing took twice as
+    # long.
     values = ctypes.create_string_buffer(bytes(packer.size) + b"".join(constants))
     start = ctypes.addressof(values)
     after = start + packer.size
@@ -251,7 +251,7 @@ def prepare(
 
 
 def _constant(kernel: str, letter: str, value: int | float | None) -> bytes:
-    """Return the 8 bytes of a parameter that stays."""
+    """Return the 8 bytes of a constant parameter."""
     try:
         content = struct.pack("Q" if letter == "P" else letter, 0 if value is None else value)
     except struct.error as error:
@@ -260,6 +260,6 @@ def _constant(kernel: str, letter: str, value: int | float | None) -> bytes:
 
 
 def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return sizes of three dimensions."""
+    """Return the sizes of three dimensions, filled up with 1."""
     x, y, z = (*sizes, 1, 1, 1)[:3]
     return x, y, z

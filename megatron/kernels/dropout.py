@@ -1,10 +1,10 @@
-"""Dropout of a layer's output, after adding its bias and before adding the residual stream."""
+"""Dropout of a layer's output, after its bias is added and before the residual stream is added."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,77 +23,79 @@ from megatron.kernels.plans import (
 )
 from megatron.kernels.sources import constant, instance
 
-GROUP = 8  # elements that share a block of random words; dropout.cu has the same
+GROUP = 8  # elements that share a block of random words, as in dropout.cu
 
 
-def _plan_forward(
-    x: Pointer,
-    bias: Pointer | None,
-    residual: Pointer,
-    seed: Pointer,
-    out: Pointer,
-    rows: int,
-    columns: int,
-    drop: int,
-    x_dtype: int,
-    w_dtype: int,
-) -> list[KernelLaunch]:
-    """Plan out = residual + dropout(x + bias).
+class _BiasDropoutAddForward(NamedTuple):
+    """out = residual + dropout(x + bias)."""
 
-    x [rows, columns] and bias [columns] are of w_dtype, residual and out of x_dtype; seed is one
-    int64. `drop` of 65536 random values drop an element; the rest is multiplied by 65536 / (65536 -
-    drop).
-    """
-    stream, weights = stream_types(x_dtype, w_dtype)
-    shape = column_shape(rows, columns // GROUP, constant("dropout.cu", "kRowsAtOnce"))
-    given = (x, bias, residual, seed, out, rows, columns, drop, 65536 / (65536 - drop))
-    kernel = instance("bias_dropout_add_forward_kernel", stream, weights)
-    return [KernelLaunch(kernel, shape.grid, (shape.threads,), given)]
+    x: Pointer  # [rows, columns] of w_dtype
+    bias: Pointer | None  # [columns] of w_dtype
+    residual: Pointer  # [rows, columns] of x_dtype, like out
+    seed: Pointer  # one int64
+    out: Pointer
+    rows: int
+    columns: int
+    drop: int  # number of 65536 random values that drop an element
+    x_dtype: int
+    w_dtype: int
 
-
-def _plan_backward(
-    grad: Pointer,
-    seed: Pointer,
-    grad_x: Pointer,
-    grad_bias: Pointer | None,
-    partials: Pointer | None,
-    multiprocessors: int,
-    rows: int,
-    columns: int,
-    drop: int,
-    x_dtype: int,
-    w_dtype: int,
-) -> list[KernelLaunch]:
-    """Plan grad_x of w_dtype, and grad_bias through partials fp32 [multiprocessors, columns].
-
-    With sums, the threads of a multiprocessor form one block.
-    """
-    stream, weights = stream_types(x_dtype, w_dtype)
-    vectors, sums = columns // GROUP, grad_bias is not None
-    rows_of_block = constant("dropout.cu", "kResidency") if sums else 1
-    blocks = summing_blocks(vectors, multiprocessors, multiprocessors) if sums else 0
-    at_once = rows_of_block * constant("dropout.cu", "kRowsAtOnceBackward")
-    shape = column_shape(rows, vectors, at_once, blocks)
-    launches = [
-        KernelLaunch(
-            instance("bias_dropout_add_backward_kernel", stream, weights, sums),
-            shape.grid,
-            (shape.threads, rows_of_block),
-            (grad, seed, grad_x, partials, rows, columns, drop, 65536 / (65536 - drop)),
-            shared=shape.threads * rows_of_block * GROUP * 4 if sums else 0,
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        stream, weights = stream_types(self.x_dtype, self.w_dtype)
+        shape = column_shape(
+            self.rows, self.columns // GROUP, constant("dropout.cu", "kRowsAtOnce")
         )
-    ]
-    if sums:
-        out = (grad_bias, None)
-        launches.append(column_sums(weights, (partials, None), out, shape.grid[0], columns))
-    return launches
+        given = (*self[:8], 65536 / (65536 - self.drop))
+        kernel = instance("bias_dropout_add_forward_kernel", stream, weights)
+        return [KernelLaunch(kernel, shape.grid, (shape.threads,), given)]
 
 
-FORWARD = Kernel("bias_dropout_add_forward", "pppppiiiii", _plan_forward)
-BACKWARD = Kernel("bias_dropout_add_backward", "pppppiiiiii", _plan_backward)
+class _BiasDropoutAddBackward(NamedTuple):
+    """The gradients of x and its bias. With a bias, a multiprocessor's threads form one block."""
+
+    grad: Pointer
+    seed: Pointer
+    grad_x: Pointer  # of w_dtype
+    grad_bias: Pointer | None
+    partials: Pointer | None  # scratch, fp32 [multiprocessors, columns]
+    multiprocessors: int
+    rows: int
+    columns: int
+    drop: int
+    x_dtype: int
+    w_dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        stream, weights = stream_types(self.x_dtype, self.w_dtype)
+        vectors, sums = self.columns // GROUP, self.grad_bias is not None
+        rows_of_block = constant("dropout.cu", "kResidency") if sums else 1
+        blocks = summing_blocks(vectors, self.multiprocessors, self.multiprocessors) if sums else 0
+        at_once = rows_of_block * constant("dropout.cu", "kRowsAtOnceBackward")
+        shape = column_shape(self.rows, vectors, at_once, blocks)
+        launches = [
+            KernelLaunch(
+                instance("bias_dropout_add_backward_kernel", stream, weights, sums),
+                shape.grid,
+                (shape.threads, rows_of_block),
+                (*self[:3], self.partials, *self[6:9], 65536 / (65536 - self.drop)),
+                shared=shape.threads * rows_of_block * GROUP * 4 if sums else 0,
+            )
+        ]
+        if sums:
+            out = (self.grad_bias, None)
+            launches.append(
+                column_sums(weights, (self.partials, None), out, shape.grid[0], self.columns)
+            )
+        return launches
 
 
-# (x, bias, residual, probability): see `bias_dropout_add`
+FORWARD = Kernel.of("bias_dropout_add_forward", _BiasDropoutAddForward)
+BACKWARD = Kernel.of("bias_dropout_add_backward", _BiasDropoutAddBackward)
+
+
+# (x, bias, residual, probability) as in `bias_dropout_add`
 BiasDropoutAdd = Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
 
 
@@ -107,7 +109,7 @@ def choose_bias_dropout_add(model: ModelConfig, library: KernelLibrary | None) -
 def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
-    """Return residual + dropout(x + bias), using PyTorch's operations.
+    """Return residual + dropout(x + bias), computed with PyTorch's operations.
 
     Args:
         x: The layer's output [..., h].
@@ -124,7 +126,7 @@ def bias_dropout_add(
 def fused_bias_dropout_add(
     library: KernelLibrary, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
-    """Return residual + dropout(x + bias), with one kernel. Its backward pass redraws the mask.
+    """Return residual + dropout(x + bias), computed with one kernel. Backward redraws the mask.
 
     The seed comes from the device's default generator and stays on the device, so that the host
     never waits. The probability is rounded to 1/65536. PyTorch's operations handle sizes that the
@@ -195,7 +197,7 @@ def bias_dropout_add_backward(
         has_bias: Whether there was a bias.
 
     Returns:
-        The gradient of x, and that of the bias (`None` without a bias).
+        The gradients of x and of the bias (`None` without a bias).
     """
     grad = grad.contiguous()
     columns = grad.shape[-1]

@@ -1,10 +1,10 @@
-"""Casts to fp8 with scales that never leave the device, and transposed copies.
+"""Casts to fp8, with scales that never leave the device and with transposed copies.
 
-The transposed copies serve the other two products of a linear layer. A cast turns a tensor x into
-values x * (largest fp8 value / amax), which saturate, and the inverse scale that restores x, as
-`torch._scaled_mm` takes them. The amax is the largest magnitude of the tensor itself (current
-scaling) or of earlier tensors (delayed scaling). With delayed scaling, the cast also measures the
-tensor as it reads it. Sizes are multiples of 16, as fp8 products require.
+A linear layer's other two products need the transposed copies. A cast computes values x * (largest
+fp8 value / amax), which saturate, and the inverse scale that restores x, in the form that
+`torch._scaled_mm` takes. The amax is the largest magnitude of the tensor itself (current scaling)
+or of earlier tensors (delayed scaling). With delayed scaling, the cast also measures the tensor
+while reading it. Sizes are multiples of 16, as fp8 products require.
 """
 
 from __future__ import annotations
@@ -20,81 +20,125 @@ from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, is_trac
 from megatron.kernels.plans import SIZES, WARP, KernelLaunch, Pointer, divide_up, vector_size
 from megatron.kernels.sources import FLOATS, constant, instance
 
-_THREADS = 256  # of most blocks; fp8.cuh has the same
-_ROWS_OF_WARPS = 4  # of a block if a warp has a whole row
+_THREADS = 256  # per block, mostly; as in fp8.cuh
+_ROWS_OF_WARPS = 4  # rows per block if one warp handles a row
 
 
-def _plan_amax(x: Pointer, amax: Pointer, size: int, dtype: int) -> list[KernelLaunch]:
-    """Plan amax, zero before, as the largest magnitude of x [size]."""
-    if size == 0:
-        return []
-    name = FLOATS[dtype]
-    at_once = vector_size(name) * constant("fp8.cu", "kInFlight") * _THREADS
-    grid = (divide_up(size, at_once),)
-    return [KernelLaunch(instance("amax_kernel", name), grid, (_THREADS,), (x, size, amax))]
+class _Amax(NamedTuple):
+    """The largest magnitude of a tensor."""
+
+    x: Pointer  # [size]
+    amax: Pointer  # zero before; raised to the largest magnitude of x
+    size: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        if self.size == 0:
+            return []
+        name = FLOATS[self.dtype]
+        at_once = vector_size(name) * constant("fp8.cu", "kInFlight") * _THREADS
+        grid = (divide_up(self.size, at_once),)
+        return [
+            KernelLaunch(
+                instance("amax_kernel", name), grid, (_THREADS,), (self.x, self.size, self.amax)
+            )
+        ]
 
 
-def _plan_amax_both(
-    x: Pointer,
-    of_rows: Pointer,
-    of_columns: Pointer,
-    matrices: int,
-    rows: int,
-    columns: int,
-    dtype: int,
-) -> list[KernelLaunch]:
-    """Plan the largest magnitudes, zero before, by row and by column of each matrix.
+class _AmaxBoth(NamedTuple):
+    """The largest magnitudes of each matrix by row and by column."""
 
-    x is [matrices, rows, columns].
-    """
-    if matrices == 0 or rows == 0 or columns == 0:
-        return []
-    warps = constant("fp8_transpose.cu", "kStripWarps")
-    strip = _THREADS // WARP // warps * constant("fp8_transpose.cu", "kStripRows")
-    grid = (divide_up(columns, warps * WARP * 8), divide_up(rows, strip), matrices)
-    kernel = instance("amax_both_kernel", FLOATS[dtype])
-    return [
-        KernelLaunch(kernel, grid, (_THREADS,), (x, rows, columns, of_rows, of_columns), early=True)
-    ]
+    x: Pointer  # [matrices, rows, columns]
+    of_rows: Pointer  # [matrices, rows], zero before
+    of_columns: Pointer  # [matrices, columns], zero before
+    matrices: int
+    rows: int
+    columns: int
+    dtype: int
 
-
-def _plan_cast(
-    x: Pointer,
-    y: Pointer,
-    amax: Pointer,
-    inverse: Pointer,
-    found: Pointer | None,
-    size: int,
-    dtype: int,
-    fp8: int,
-) -> list[KernelLaunch]:
-    """Plan y = x [size] in fp8, and inverse, which brings it back.
-
-    If there is `found`, it rises to the largest magnitude of x.
-    """
-    if size == 0:
-        return []
-    kernel = instance("cast_kernel", FLOATS[dtype], fp8, found is not None)
-    grid = (divide_up(size, 8 * constant("fp8.cu", "kCastInFlight") * _THREADS),)
-    return [KernelLaunch(kernel, grid, (_THREADS,), (x, y, size, amax, inverse, found), early=True)]
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        if self.matrices == 0 or self.rows == 0 or self.columns == 0:
+            return []
+        warps = constant("fp8_transpose.cu", "kStripWarps")
+        strip = _THREADS // WARP // warps * constant("fp8_transpose.cu", "kStripRows")
+        grid = (
+            divide_up(self.columns, warps * WARP * 8),
+            divide_up(self.rows, strip),
+            self.matrices,
+        )
+        kernel = instance("amax_both_kernel", FLOATS[self.dtype])
+        return [
+            KernelLaunch(
+                kernel,
+                grid,
+                (_THREADS,),
+                (self.x, self.rows, self.columns, self.of_rows, self.of_columns),
+                early=True,
+            )
+        ]
 
 
-def _plan_cast_rows(
-    x: Pointer, y: Pointer, inverse: Pointer, rows: int, columns: int, dtype: int, fp8: int
-) -> list[KernelLaunch]:
-    """Plan y = x in fp8 with a scale for each row of x [rows, columns]."""
-    if rows == 0:
-        return []
-    vectors, name = divide_up(columns, 8), FLOATS[dtype]
-    held = 8 if SIZES[name] == 2 else 3  # kRowVectors in fp8.cu
-    most = constant("fp8.cu", "kMostRowThreads") // WARP
-    warps = min(divide_up(vectors, WARP * held), most)
-    turns = divide_up(vectors, warps * WARP)  # then as few warps as take them
-    block = (divide_up(vectors, turns * WARP) * WARP, _ROWS_OF_WARPS if warps == 1 else 1)
-    kernel = instance("cast_rows_kernel", name, fp8)
-    return [
-        KernelLaunch(kernel, (divide_up(rows, block[1]),), block, (x, y, rows, columns, inverse))
-    ]
+class _Cast(NamedTuple):
+    """A cast to fp8 with one scale."""
+
+    x: Pointer  # [size]
+    y: Pointer  # [size] in fp8
+    amax: Pointer
+    inverse: Pointer  # the factor that restores x
+    found: Pointer | None  # zero before; raised to the largest magnitude of x
+    size: int
+    dtype: int
+    fp8: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        if self.size == 0:
+            return []
+        kernel = instance("cast_kernel", FLOATS[self.dtype], self.fp8, self.found is not None)
+        grid = (divide_up(self.size, 8 * constant("fp8.cu", "kCastInFlight") * _THREADS),)
+        return [
+            KernelLaunch(
+                kernel,
+                grid,
+                (_THREADS,),
+                (self.x, self.y, self.size, self.amax, self.inverse, self.found),
+                early=True,
+            )
+        ]
+
+
+class _CastRows(NamedTuple):
+    """A cast to fp8 with a scale for each row."""
+
+    x: Pointer  # [rows, columns]
+    y: Pointer  # [rows, columns] in fp8
+    inverse: Pointer  # the factors that restore rows, [rows]
+    rows: int
+    columns: int
+    dtype: int
+    fp8: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        if self.rows == 0:
+            return []
+        vectors, name = divide_up(self.columns, 8), FLOATS[self.dtype]
+        held = 8 if SIZES[name] == 2 else 3  # kRowVectors in fp8.cu
+        most = constant("fp8.cu", "kMostRowThreads") // WARP
+        warps = min(divide_up(vectors, WARP * held), most)
+        turns = divide_up(vectors, warps * WARP)  # then use as few warps as this needs
+        block = (divide_up(vectors, turns * WARP) * WARP, _ROWS_OF_WARPS if warps == 1 else 1)
+        kernel = instance("cast_rows_kernel", name, self.fp8)
+        return [
+            KernelLaunch(
+                kernel,
+                (divide_up(self.rows, block[1]),),
+                block,
+                (self.x, self.y, self.rows, self.columns, self.inverse),
+            )
+        ]
 
 
 def _tiles(rows: int, columns: int) -> tuple[int, int]:
@@ -102,61 +146,76 @@ def _tiles(rows: int, columns: int) -> tuple[int, int]:
     return divide_up(columns, tile), divide_up(rows, tile)
 
 
-def _plan_cast_transpose(
-    x: Pointer,
-    y: Pointer,
-    transposed: Pointer,
-    amax: Pointer,
-    amax_columns: Pointer | None,
-    inverse: Pointer,
-    inverse_columns: Pointer | None,
-    found: Pointer | None,
-    matrices: int,
-    rows: int,
-    columns: int,
-    dtype: int,
-    fp8: int,
-) -> list[KernelLaunch]:
-    """Plan y [matrices, rows, columns] and the transpose of each matrix in fp8.
+class _CastTranspose(NamedTuple):
+    """A cast of matrices to fp8, and of their transposes.
 
-    Without amax_columns there is one matrix, whose scale serves both; if there is `found`, it then
-    rises to the largest magnitude of x. Otherwise y has one scale per row, and transposed one per
-    column.
+    Without `amax_columns` there is a single matrix, and one scale serves both results. Otherwise y
+    has a scale for each row, and `transposed` a scale for each column of x.
     """
-    if matrices == 0 or rows == 0 or columns == 0:
-        return []
-    name = FLOATS[dtype]
-    scales = (amax, amax_columns, inverse, inverse_columns)
-    return [
-        KernelLaunch(
-            instance("cast_transpose_kernel", name, fp8, found is not None),
-            (*_tiles(rows, columns), matrices),
-            (_THREADS,),
-            (x, y, transposed, rows, columns, *scales, found),
-            shared=constant("fp8_transpose.cu", "kTile") ** 2 * SIZES[name],
-            early=True,
-        )
-    ]
+
+    x: Pointer  # [matrices, rows, columns], like y
+    y: Pointer
+    transposed: Pointer  # [matrices, columns, rows]
+    amax: Pointer
+    amax_columns: Pointer | None
+    inverse: Pointer
+    inverse_columns: Pointer | None
+    found: Pointer | None  # with one scale: zero before; raised to the largest magnitude of x
+    matrices: int
+    rows: int
+    columns: int
+    dtype: int
+    fp8: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        if self.matrices == 0 or self.rows == 0 or self.columns == 0:
+            return []
+        name = FLOATS[self.dtype]
+        scales = (self.amax, self.amax_columns, self.inverse, self.inverse_columns)
+        return [
+            KernelLaunch(
+                instance("cast_transpose_kernel", name, self.fp8, self.found is not None),
+                (*_tiles(self.rows, self.columns), self.matrices),
+                (_THREADS,),
+                (*self[:3], self.rows, self.columns, *scales, self.found),
+                shared=constant("fp8_transpose.cu", "kTile") ** 2 * SIZES[name],
+                early=True,
+            )
+        ]
 
 
-def _plan_transpose(x: Pointer, y: Pointer, rows: int, columns: int) -> list[KernelLaunch]:
-    """Plan y [columns, rows] = x^T, in bytes."""
-    if rows == 0 or columns == 0:
-        return []
-    return [
-        KernelLaunch("transpose_kernel", _tiles(rows, columns), (_THREADS,), (x, y, rows, columns))
-    ]
+class _Transpose(NamedTuple):
+    """The transpose of a matrix of bytes."""
+
+    x: Pointer  # [rows, columns]
+    y: Pointer  # [columns, rows]
+    rows: int
+    columns: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        if self.rows == 0 or self.columns == 0:
+            return []
+        return [
+            KernelLaunch(
+                "transpose_kernel",
+                _tiles(self.rows, self.columns),
+                (_THREADS,),
+                (self.x, self.y, self.rows, self.columns),
+            )
+        ]
 
 
-AMAX = Kernel("fp8_amax", "ppii", _plan_amax)
-AMAX_BOTH = Kernel("fp8_amax_both", "pppiiii", _plan_amax_both)
-CAST = Kernel("fp8_cast", "pppppiii", _plan_cast)
-CAST_ROWS = Kernel("fp8_cast_rows", "pppiiii", _plan_cast_rows)
-CAST_TRANSPOSE = Kernel("fp8_cast_transpose", "ppppppppiiiii", _plan_cast_transpose)
-TRANSPOSE = Kernel("fp8_transpose", "ppii", _plan_transpose)
+AMAX = Kernel.of("fp8_amax", _Amax)
+AMAX_BOTH = Kernel.of("fp8_amax_both", _AmaxBoth)
+CAST = Kernel.of("fp8_cast", _Cast)
+CAST_ROWS = Kernel.of("fp8_cast_rows", _CastRows)
+CAST_TRANSPOSE = Kernel.of("fp8_cast_transpose", _CastTranspose)
+TRANSPOSE = Kernel.of("fp8_transpose", _Transpose)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FP8_CODES = {E4M3: 0, E5M2: 1}  # the same as in fp8.cu
+FP8_CODES = {E4M3: 0, E5M2: 1}  # as in fp8.cu
 SMALLEST = 1e-12  # amax of a tensor of zeros
 
 
@@ -164,9 +223,9 @@ class Fp8(NamedTuple):
     """A matrix in fp8, or a stack of matrices.
 
     Attributes:
-        values: The 8-bit values [m, k], row-major; of a stack, [n, m, k].
-        inverse: The fp32 factor that turns the values into the matrix: [], or [m, 1] with a factor
-            for each row; of a stack, [n, m, 1].
+        values: The 8-bit values, row-major: [m, k], or [n, m, k] for a stack.
+        inverse: The fp32 factor that restores the matrix: [], or [m, 1] with a factor for each row,
+            or [n, m, 1] for a stack.
     """
 
     values: Tensor
@@ -178,9 +237,9 @@ class Fp8(NamedTuple):
 
 
 def inverses_of(amaxes: Tensor, fp8: torch.dtype) -> Tensor:
-    """Return the `Fp8.inverse` of a cast with one scale for each of `amaxes`: fp32 [n]."""
+    """Return the `Fp8.inverse` of casts with one scale, for each of `amaxes`: fp32 [n]."""
     held = amaxes.clamp(min=SMALLEST)
-    # To divide by a plain number, a GPU would multiply by its inverse and so round twice.
+    # A GPU divides by a plain number by multiplying with its inverse, which would round twice.
     return held / torch.full_like(held, torch.finfo(fp8).max)
 
 
@@ -189,7 +248,7 @@ def choose_fp8_casts(library: KernelLibrary | None, zeros: Zeros | None = None) 
 
     Args:
         library: Compiled kernels.
-        zeros: The supply of zeros that kernels raise to amaxes; `None` creates a new supply.
+        zeros: The supply of zeros in which kernels store amaxes; `None` creates a new supply.
     """
     return Fp8Casts() if library is None else KernelCasts(library, zeros or Zeros())
 
@@ -198,9 +257,9 @@ class Fp8Casts:
     """Casts in plain PyTorch.
 
     Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2. If `found`,
-    fp32 [], is given, it rises to the largest magnitude of x, where nan counts as the largest.
-    Values that are not finite then become nan, because with the amax of another tensor, inf would
-    become a number.
+    fp32 [], is given, it is raised to the largest magnitude of x, with nan as the largest of all.
+    Values that are not finite then become nan. Otherwise inf would become a finite number, because
+    the scale comes from another tensor.
     """
 
     def amax(self, x: Tensor) -> Tensor:
@@ -216,7 +275,7 @@ class Fp8Casts:
         found: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Fp8:
-        """Cast x with one scale, for any m, writing the values to `into` [m, k] if it is given."""
+        """Cast x with one scale, for any m. The values are written to `into` [m, k] if given."""
         values = torch.empty_like(x, dtype=fp8) if into is None else into
         return Fp8(values, self._cast(x, amax, values, found))
 
@@ -241,20 +300,20 @@ class Fp8Casts:
         return whole, self.transpose(whole)
 
     def forget(self) -> None:
-        """Discard zeros that are left, so that later ones come from new memory (`Zeros.forget`)."""
+        """Discard the remaining zeros (`Zeros.forget`)."""
 
     def transpose(self, matrix: Fp8) -> Fp8:
         """Return the transpose [k, m] of a matrix with one scale."""
         return Fp8(matrix.values.t().contiguous(), matrix.inverse)
 
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
-        """Cast x with a scale for each row, for any m. A stack [n, m, k] is a matrix to it."""
+        """Cast x with a scale for each row, for any m. A stack [n, m, k] counts as one matrix."""
         return self.cast(x, x.abs().amax(dim=-1, keepdim=True), fp8)
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
         """Cast x with a scale for each row, and x^T with a scale for each of its rows.
 
-        Of a stack [n, m, k], every matrix is transposed: [n, k, m].
+        In a stack [n, m, k], each matrix is transposed: [n, k, m].
         """
         return self.cast_rows(x, fp8), self.cast_rows(x.mT.contiguous(), fp8)
 
@@ -263,11 +322,11 @@ class KernelCasts(Fp8Casts):
     """Casts with compiled kernels, which read x once and write each result once."""
 
     def __init__(self, library: KernelLibrary, zeros: Zeros) -> None:
-        """Store the kernels, and the supply of zeros that they raise."""
+        """Store the kernels and the supply of zeros for amaxes."""
         self.library, self.zeros = library, zeros
 
     def forget(self) -> None:
-        """Discard the zeros that are left, so that later ones come from new memory."""
+        """Discard the remaining zeros (`Zeros.forget`)."""
         self.zeros.forget()
 
     def amax(self, x: Tensor) -> Tensor:
@@ -311,7 +370,7 @@ class KernelCasts(Fp8Casts):
         return Fp8(values, inverse), Fp8(turned, inverse_turned)
 
     def _zeros(self, x: Tensor, size: int | None = None) -> Tensor:
-        """Return fp32 zeros, [] or [size], that a kernel will raise to the largest magnitudes."""
+        """Return fp32 zeros, [] or [size], in which a kernel will store the largest magnitudes."""
         if is_traced(x):
             return x.new_zeros(() if size is None else (size,), dtype=torch.float32)
         if size is None:
@@ -320,7 +379,7 @@ class KernelCasts(Fp8Casts):
 
 
 def _check(x: Tensor, *, rows: bool = False) -> None:
-    """Check that x has matrices, and that 16 divides their width and, with `rows`, height."""
+    """Check that x holds matrices whose width, and with `rows` also height, is a multiple of 16."""
     sizes = x.shape[-2:] if rows else x.shape[-1:]
     assert x.dim() in (2, 3) and not any(size % 16 for size in sizes), (
         f"fp8 products need matrices whose sizes are multiples of 16, not {list(x.shape)}"
@@ -376,7 +435,7 @@ def fp8_cast_transpose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return x and its transpose in 8 bits, and their inverse scales.
 
-    Without `amax_columns` the first scale serves both, and the second is `None`.
+    Without `amax_columns`, the first scale is for both, and the second is `None`.
     """
     values, turned = torch.empty_like(x, dtype=fp8), x.new_empty(x.mT.shape, dtype=fp8)
     inverse = torch.empty_like(amax)

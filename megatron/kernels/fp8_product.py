@@ -1,4 +1,4 @@
-"""Products of 8-bit matrices (`kernels.fp8.Fp8`), each with its scales."""
+"""Products of 8-bit matrices with scales (`kernels.fp8.Fp8`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron.device import Device
 from megatron.kernels.cublaslt import SCALE_A, SCALE_B, Algorithm, CublasLt, CublasLtError, Problem
 from megatron.kernels.fp8 import Fp8
 
-_WORKSPACE_BYTES = 32 * 1024 * 1024  # what NVIDIA recommends for Hopper
+_WORKSPACE_BYTES = 32 * 1024 * 1024  # NVIDIA's recommendation for Hopper
 
 
 class Fp8Product:
-    """Products in plain PyTorch, computed in fp32 because CPUs have no products with row scales."""
+    """Products in plain PyTorch, computed in fp32 because CPUs do not support row scales."""
 
     def __call__(
         self,
@@ -35,12 +35,12 @@ class Fp8Product:
             right: The right matrix [n, k].
             dtype: The type of the result.
             bias: The bias [n].
-            fast: Whether the hardware may keep fewer bits of its sums.
+            fast: Whether the hardware may accumulate with fewer bits.
             into: The tensor [m, n] for the result; `None` creates a new one.
             accumulate: Whether to add the result to `into`.
 
         Returns:
-            The result [m, n], which is `into` if that is given.
+            The result [m, n], which is `into` if given.
         """
         if into is None or not accumulate:
             return self._multiply(left, right, dtype, bias, into, fast=fast)
@@ -64,7 +64,7 @@ class Fp8Product:
         return out if into is None else into.copy_(out)
 
     def _add(self, left: Fp8, right: Fp8, into: Tensor) -> bool:
-        """Add the product to `into` while computing it, or return False if that is not possible."""
+        """Add the product to `into` while computing it. Return False if that is not possible."""
         return False
 
 
@@ -72,16 +72,16 @@ reference_product = Fp8Product()
 
 
 def choose_fp8_product(device: torch.device) -> Fp8Product:
-    """Choose the GPU's library, or plain PyTorch elsewhere."""
+    """Choose the library on a GPU, or plain PyTorch elsewhere."""
     return LibraryProduct() if Device(device).is_gpu else reference_product
 
 
 class LibraryProduct(Fp8Product):
-    """Products computed by `torch._scaled_mm`, or by cuBLASLt itself to add to fp32 sums.
+    """Products by `torch._scaled_mm`, or by cuBLASLt itself when they are added to fp32 sums.
 
-    Adding within the product saves a pass over memory, which would take 58 of the 2131 ms of a step
-    of Llama 3 8B (docs/benchmarks.md). The sum is computed separately if rows have their own
-    scales, which cuBLASLt does not support here, or if there is no cuBLASLt (another vendor's GPU).
+    Adding within the product saves a pass over memory that would take 58 ms of a 2131 ms step of
+    Llama 3 8B (docs/benchmarks.md). The sum is a separate pass if rows have their own scales, which
+    cuBLASLt does not support here, or without cuBLASLt (another vendor's GPU).
     """
 
     def __init__(self) -> None:
@@ -135,5 +135,5 @@ class LibraryProduct(Fp8Product):
 
 
 def _along_columns(inverse: Tensor) -> Tensor:
-    """Return the scales of the right matrix's rows along the product's columns."""
+    """Return the scales of the right matrix's rows in the form of the product's columns."""
     return inverse.t() if inverse.dim() == 2 else inverse

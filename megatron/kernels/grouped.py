@@ -1,9 +1,9 @@
-"""Rows grouped by expert: their order, the products of each group, and their way back to tokens.
+"""Rows grouped by expert: their order, each group's products, and the sums for each token.
 
-A router chooses k experts for each of T tokens. Each choice becomes a row; rows are sorted by
-expert, so that an expert multiplies neighboring rows. No function here waits for the device unless
-it says so: the number of each expert's rows stays on the device. Rows that are sent to other
-processes are grouped in the same way, by process.
+A router chooses k experts for each of T tokens. Each choice becomes a row, and rows are sorted by
+expert, so that an expert multiplies neighboring rows. The number of each expert's rows stays on the
+device, and functions do not wait for the device unless their docstring says so. Rows that are sent
+to other processes are grouped by process in the same way.
 """
 
 from __future__ import annotations
@@ -30,77 +30,89 @@ Factors = tuple[Tensor, ...]
 
 
 def _threads_of(columns: int, name: str) -> int:
-    """Return the number of threads of a block that share a row."""
+    """Return the number of threads per row in a block."""
     warps = divide_up(divide_up(columns, vector_size(name)), WARP)
     return min(warps * WARP, constant("experts.cu", "kMostThreads"))
 
 
-def _plan_combine(
-    rows: Pointer,
-    place: Pointer,
-    weights: Pointer | None,
-    out: Pointer,
-    tokens: int,
-    chosen: int,
-    columns: int,
-    dtype: int,
-) -> list[KernelLaunch]:
-    """Plan out [tokens, columns] from rows [n, columns] of one type.
+class _CombineRows(NamedTuple):
+    """The sum of each token's rows, multiplied by weights."""
 
-    place is int64 [tokens, chosen], weights fp32 [tokens, chosen].
-    """
-    name = FLOATS[dtype]
-    kernel, threads = instance("combine_rows_kernel", name), _threads_of(columns, name)
-    return [
-        KernelLaunch(kernel, (tokens,), (threads,), (rows, place, weights, out, chosen, columns))
-    ]
+    rows: Pointer  # [n, columns]
+    place: Pointer  # int64 [tokens, chosen]
+    weights: Pointer | None  # fp32 [tokens, chosen]
+    out: Pointer  # [tokens, columns], of the type of rows
+    tokens: int
+    chosen: int
+    columns: int
+    dtype: int
 
-
-def _plan_combine_backward(
-    grad: Pointer,
-    rows: Pointer,
-    order: Pointer,
-    place: Pointer,
-    weights: Pointer,
-    rows_grad: Pointer,
-    weights_grad: Pointer,
-    count: int,
-    chosen: int,
-    columns: int,
-    dtype: int,
-) -> list[KernelLaunch]:
-    """Plan the gradients of rows [count, columns] and of weights fp32 [tokens, chosen].
-
-    order is int64 [count]. weights_grad is written only where a choice has a row.
-    """
-    name = FLOATS[dtype]
-    kernel = instance("combine_rows_backward_kernel", name)
-    given = (grad, rows, order, place, weights, rows_grad, weights_grad, chosen, columns)
-    return [KernelLaunch(kernel, (count,), (_threads_of(columns, name),), given)]
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        name = FLOATS[self.dtype]
+        kernel, threads = instance("combine_rows_kernel", name), _threads_of(self.columns, name)
+        return [
+            KernelLaunch(
+                kernel,
+                (self.tokens,),
+                (threads,),
+                (*self[:4], self.chosen, self.columns),
+            )
+        ]
 
 
-def _plan_take_gradient(
-    value: Pointer, into: Pointer, count: int, accumulate: int, dtype: int
-) -> list[KernelLaunch]:
-    """Plan into fp32 [count] = value, or into + value."""
-    name, threads = FLOATS[dtype], constant("experts.cu", "kMostThreads")
-    kernel = instance("take_gradient_kernel", name, bool(accumulate))
-    grid = (divide_up(count, threads * vector_size(name)),)
-    return [KernelLaunch(kernel, grid, (threads,), (value, into, count))]
+class _CombineRowsBackward(NamedTuple):
+    """The gradients of the arguments of `_CombineRows`."""
+
+    grad: Pointer
+    rows: Pointer  # [row_count, columns], like rows_grad
+    order: Pointer  # int64 [row_count]
+    place: Pointer  # int64 [tokens, chosen]
+    weights: Pointer  # fp32 [tokens, chosen]
+    rows_grad: Pointer
+    weights_grad: Pointer  # like weights; written only where a choice has a row
+    row_count: int
+    chosen: int
+    columns: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        name = FLOATS[self.dtype]
+        kernel = instance("combine_rows_backward_kernel", name)
+        given = (*self[:7], self.chosen, self.columns)
+        return [KernelLaunch(kernel, (self.row_count,), (_threads_of(self.columns, name),), given)]
 
 
-COMBINE_ROWS = Kernel("combine_rows", "ppppiiii", _plan_combine)
-COMBINE_ROWS_BACKWARD = Kernel("combine_rows_backward", "pppppppiiii", _plan_combine_backward)
-TAKE_GRADIENT = Kernel("take_gradient", "ppiii", _plan_take_gradient)
+class _TakeGradient(NamedTuple):
+    """A gradient that is written to fp32 memory, or added to it."""
+
+    value: Pointer
+    into: Pointer  # fp32 [elements], like value
+    elements: int
+    accumulate: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        name, threads = FLOATS[self.dtype], constant("experts.cu", "kMostThreads")
+        kernel = instance("take_gradient_kernel", name, bool(self.accumulate))
+        grid = (divide_up(self.elements, threads * vector_size(name)),)
+        return [KernelLaunch(kernel, grid, (threads,), (self.value, self.into, self.elements))]
+
+
+COMBINE_ROWS = Kernel.of("combine_rows", _CombineRows)
+COMBINE_ROWS_BACKWARD = Kernel.of("combine_rows_backward", _CombineRowsBackward)
+TAKE_GRADIENT = Kernel.of("take_gradient", _TakeGradient)
 
 
 class Grouping(NamedTuple):
-    """The n rows of all experts.
+    """The rows of all experts; n is their number.
 
     Attributes:
-        order: The choice that each row stands for, int64 [n]: choice c is that of token c // k.
-            Choices of no expert come last, if they have rows.
-        place: The row of each choice, int64 [T, k]; -1 for a choice of no expert.
+        order: The choice that belongs to each row, int64 [n]. Choice c belongs to token c // k.
+            Choices without an expert come last, if they have rows.
+        place: The row of each choice, int64 [T, k]; -1 for a choice without an expert.
         ends: The end of each expert's rows, int32 [experts].
     """
 
@@ -113,10 +125,10 @@ class Grouping(NamedTuple):
         """Group the choices of tokens.
 
         Args:
-            choices: Experts, int64 [T, k]; a negative one stands for no expert.
+            choices: Experts, int64 [T, k]; negative for no expert.
             experts: Number of experts.
-            rows: Number of choices that are not negative, if it is known. `None` gives every choice
-                a row.
+            rows: Number of choices that are not negative, if known. `None` gives every choice a
+                row.
         """
         # A sort takes time in proportion to the bytes of a key.
         dtype = torch.int16 if experts < 2**15 else torch.int64
@@ -139,12 +151,12 @@ class Grouping(NamedTuple):
         return self.order // self.place.shape[1]
 
     def expert_of_row(self) -> Tensor:
-        """Return the expert of each row, int64 [n]; the number of experts for rows without one."""
+        """Return the expert of each row, int64 [n]. A row without one has the number of experts."""
         rows = torch.arange(len(self.order), device=self.order.device)
         return torch.searchsorted(self.ends, rows, right=True)
 
     def per_choice(self, rows: Tensor) -> Tensor:
-        """Return the row of each choice, [n, h] -> [T, k, h]; 0 for choices of no expert."""
+        """Return the row of each choice, [n, h] -> [T, k, h]; 0 for choices without an expert."""
         if not len(rows):
             return rows.new_zeros(*self.place.shape, rows.shape[1])
         absent = (self.place < 0).unsqueeze(-1)
@@ -209,7 +221,7 @@ class _Spread(torch.autograd.Function):
 def collect(
     rows: Tensor, weights: Tensor, grouping: Grouping, library: KernelLibrary | None = None
 ) -> Tensor:
-    """Add up each token's rows by weight: [n, h] -> [T, h] in the rows' type.
+    """Return the weighted sum of each token's rows: [n, h] -> [T, h] in the rows' type.
 
     Args:
         rows: The outputs of the experts.
@@ -251,7 +263,7 @@ class _Collect(torch.autograd.Function):
 
 
 def _fits(rows: Tensor) -> bool:
-    """Return whether kernels take these rows."""
+    """Return whether kernels support these rows."""
     return takes(rows) and rows.shape[1] * rows.element_size() % VECTOR_BYTES == 0
 
 
@@ -309,27 +321,27 @@ def combine_rows_backward(
 
 
 class GroupedProduct:
-    """The products in which each expert multiplies its rows, here one expert after another.
+    """The products of experts and their rows; in this class, one expert after another.
 
-    Rows are [n, in], weights [experts, out, in]; `ends` is `Grouping.ends`. Rows that belong to no
-    expert may get any values.
+    Rows are [n, in], weights [experts, out, in]; `ends` is `Grouping.ends`. Results for rows
+    without an expert are arbitrary.
     """
 
     def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
-        """Return the outputs [n, out], and the weights as the backward pass takes them.
+        """Return the outputs [n, out] and the weights in the form for the backward pass.
 
         Waits for the device.
         """
         return _one_by_one(rows, weight.mT, ends), (weight,)
 
     def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
-        """Map the outputs' gradient [n, out] to that of the rows [n, in]. Waits for the device."""
+        """Return the gradient of the rows, given the outputs' gradient. Waits for the device."""
         return _one_by_one(grad, weight[0], ends)
 
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the weights' gradient to `into` [experts, out, in], or add it.
+        """Write the weights' gradient to `into` [experts, out, in], or add it there.
 
         Waits for the device.
         """
@@ -339,11 +351,11 @@ class GroupedProduct:
             into[expert].add_(grad[span].t() @ rows[span])
 
     def forget(self) -> None:
-        """Drop copies of the weights, because they have changed."""
+        """Discard copies of the weights, because the weights have changed."""
 
 
 class LibraryGroupedProduct(GroupedProduct):
-    """PyTorch's grouped products, bf16 on a GPU. They do not wait for the device.
+    """PyTorch's grouped products, for bf16 on a GPU. They do not wait for the device.
 
     Args:
         library: Compiled kernels, which write weight gradients; `None` means PyTorch's operations.
@@ -354,17 +366,17 @@ class LibraryGroupedProduct(GroupedProduct):
         self._library = library
 
     def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
-        """Return the outputs, and the weights."""
+        """Return the outputs and the weights."""
         return torch._grouped_mm(rows, weight.mT, offs=ends), (weight,)
 
     def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
-        """Map the outputs' gradient to that of the rows."""
+        """Return the rows' gradient for the outputs' gradient."""
         return torch._grouped_mm(grad, weight[0], offs=ends)
 
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write or add the weights' gradient."""
+        """Write the weights' gradient or add it."""
         value = torch._grouped_mm(grad.t(), rows, offs=ends)
         if self._library is not None and into.dtype == torch.float32 and into.is_contiguous():
             take_gradient(self._library, value, into, accumulate)
@@ -375,13 +387,12 @@ class LibraryGroupedProduct(GroupedProduct):
 
 
 class Fp8GroupedProduct(GroupedProduct):
-    """Products in 8 bits, apart from weight gradients.
+    """FP8 products, except for weight gradients.
 
-    Each row of a factor has a scale of its own, so a token's results depend neither on what else is
-    in the batch nor on where its experts are. Gradients are e4m3 like everything else: grouped
-    products take no e5m2, and need less range when a scale serves one row only. The hardware may
-    keep fewer bits of its sums in both passes, because grouped products take 2.5 times as long if
-    it may not.
+    Each row of a factor has its own scale, so a token's results do not depend on the rest of the
+    batch or on where its experts are. Gradients are e4m3 too: grouped products do not support e5m2,
+    and less range is needed when a scale serves a single row. The hardware may accumulate with
+    fewer bits in both passes, because otherwise grouped products take 2.5 times as long.
 
     Args:
         casts: The casts, in kernels or in plain PyTorch.
@@ -389,30 +400,30 @@ class Fp8GroupedProduct(GroupedProduct):
     """
 
     def __init__(self, casts: Fp8Casts, in_16_bits: GroupedProduct) -> None:
-        """Create products that have not cast their weights yet."""
+        """Create products whose weights are not cast yet."""
         self._casts = casts
         self._in_16_bits = in_16_bits
         self._weight: tuple[Fp8, Fp8] | None = None
 
     def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
-        """Return the outputs, and the transposed weights in 8 bits."""
+        """Return the outputs and the transposed weights in 8 bits."""
         if self._weight is None:
             self._weight = self._casts.cast_transpose_rows(weight, E4M3)
         by_out, by_in = self._weight
         return self._multiply(rows, by_out, ends), by_in
 
     def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
-        """Map the outputs' gradient to that of the rows."""
+        """Return the rows' gradient for the outputs' gradient."""
         return self._multiply(grad, Fp8(*weight), ends)
 
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write or add the weights' gradient, in 16 bits."""
+        """Write the weights' gradient or add it, computed in 16 bits."""
         self._in_16_bits.weight_gradient(grad, rows, ends, into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Drop the weights in 8 bits."""
+        """Discard the weights in 8 bits."""
         self._weight = None
 
     def _multiply(self, rows: Tensor, factors: Fp8, ends: Tensor) -> Tensor:
@@ -440,7 +451,7 @@ def choose_grouped_product(
     library: KernelLibrary | None = None,
     casts: Fp8Casts | None = None,
 ) -> GroupedProduct:
-    """Choose PyTorch's grouped product, or products of one expert after another.
+    """Choose PyTorch's grouped product if it is supported, otherwise a product per expert.
 
     Args:
         device: The device of the weights.
@@ -456,7 +467,7 @@ def choose_grouped_product(
 
 @operator("into")
 def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulate: bool) -> None:
-    """Write a gradient to fp32 memory, or add it, at twice the speed of PyTorch's copy.
+    """Write a gradient to fp32 memory or add it, twice as fast as PyTorch's copy.
 
     Args:
         library: Compiled kernels.
@@ -469,10 +480,10 @@ def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulat
 
 
 def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
-    """Return the experts that have rows, each with its rows. Waits for the device.
+    """Return each expert that has rows, with these rows. Waits for the device.
 
-    When text is generated for one request, a token reaches 8 of perhaps 128 experts: going through
-    the others takes three times as long as the products.
+    When text is generated for one request, a token uses 8 of perhaps 128 experts, and looping over
+    the others would take three times as long as the products.
     """
     stops = ends.tolist()
     spans = enumerate(zip([0, *stops], stops, strict=False))

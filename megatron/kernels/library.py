@@ -1,4 +1,4 @@
-"""Compiled CUDA kernels, loaded by the CUDA driver, and their registration as PyTorch operators.
+"""Compiled CUDA kernels that the CUDA driver loads, and their registration as PyTorch operators.
 
 The library is found or built once, when a model is built, and then passed to the functions that
 launch its kernels:
@@ -7,9 +7,8 @@ launch its kernels:
     norm = choose_add_norm(choice.library)  # without a library: plain PyTorch
     print(choice)
 
-An operation's module declares its kernels and how they are launched as `Kernel` constants, and
-registers each function that launches them as an `operator`, so that compilers and exporters trace
-it.
+An operation's module declares as `Kernel` constants which kernels it launches and how. It registers
+each function that launches them as an `operator`, so that compilers and exporters can trace it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -39,41 +38,55 @@ from megatron.kernels.build import (
     split,
 )
 from megatron.kernels.driver import Driver, DriverError, LaunchTarget, PreparedLaunches, prepare
-from megatron.kernels.plans import Number, Plan, PlanError, Pointer
+from megatron.kernels.plans import KINDS, Arguments, Number, Plan, PlanError, Pointer
 from megatron.kernels.sources import parameters
 
 OLDEST_CAPABILITY = (8, 0)  # bf16 and asynchronous copies
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # the same as in common.cuh
-VECTOR_BYTES = 16  # kernels read and write this much at once
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in common.cuh
+VECTOR_BYTES = 16  # the size of a kernel's reads and writes
 
-MOST_PLANS = 4096  # that a thread keeps; their number grows with every new size
+MOST_PLANS = 4096  # per thread; every new size adds one
 EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
 
 Argument = Tensor | int | float | None
 
 
 class KernelError(RuntimeError):
-    """An error for a wrong kernel call, or a launch that CUDA rejected: a bug in our code."""
+    """A wrong kernel call or a launch that CUDA rejected, which is a bug in our code."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operation of the library: one kernel, or several in a row.
+    """An operation of the library, which launches one or several kernels.
 
     Attributes:
         name: The name of the operation.
         kinds: One letter per argument: p for a contiguous tensor or `None`, v for a tensor of any
             strides (which are arguments too), i for an integer or a dtype code, d for a float.
-        plan: A function of the arguments that says what to launch.
+        plan: A function of the arguments that returns what to launch.
     """
 
     name: str
     kinds: str
     plan: Plan
 
+    @classmethod
+    def of(cls, name: str, arguments: Callable[..., Arguments]) -> Kernel:
+        """Return the operation whose arguments are the fields of a record.
+
+        Args:
+            name: The name of the operation.
+            arguments: A named tuple. Its fields have types of `KINDS`, perhaps with `None`, and its
+                `plan` returns what to launch.
+        """
+        types = [get_args(each) or (each,) for each in get_type_hints(arguments).values()]
+        kinds = "".join(KINDS[each] for options in types for each in options if each in KINDS)
+        assert len(kinds) == len(types), f"{name}: {types}"
+        return cls(name, kinds, lambda *given: arguments(*given).plan())
+
 
 class _Thread(threading.local):
-    """What belongs to a thread: the GPU whose context is current, and its plans."""
+    """The state of a thread: the GPU whose context is current, and prepared plans."""
 
     gpu = -1
 
@@ -89,11 +102,11 @@ class KernelLibrary:
 
         Args:
             path: The library's file, as `build` names it.
-            driver: The driver that loads it. By default this machine's.
+            driver: The driver that loads the code; `None` means this machine's driver.
 
         Raises:
-            OSError: The file is foreign or damaged (`read_built`), or there is no driver.
-            DriverError: The driver rejects the code. One for an older CUDA may.
+            OSError: The file is unsafe or damaged (`read_built`), or there is no driver.
+            DriverError: The driver rejects the code, for example because it is for an older CUDA.
         """
         self.path = str(path)
         codes, self._kernels = split(read_built(Path(path)))
@@ -104,7 +117,7 @@ class KernelLibrary:
         self._handles: dict[str, int] = {}
 
     def check(self, gpu: int) -> None:
-        """Check that the kernels run on a GPU: that it has a context and the driver finds them.
+        """Check that the GPU has a context and that the driver finds the kernels in it.
 
         Raises:
             DriverError: The driver reports an error.
@@ -142,7 +155,7 @@ class KernelLibrary:
         tensor: Tensor,
         stream: int,
     ) -> int:
-        """Launch what the kernel's plan says, and return the driver's error, or 0."""
+        """Launch what the kernel's plan says, and return the driver's error code or 0."""
         plans = self._thread.plans
         key = (kernel.name, tensor.get_device(), stream, *shape)
         prepared = plans.get(key)
@@ -161,7 +174,7 @@ class KernelLibrary:
     def _prepare(
         self, kernel: Kernel, arguments: Sequence[Argument], tensor: Tensor, stream: int
     ) -> PreparedLaunches:
-        """Ask a kernel's plan, and prepare what it says."""
+        """Call a kernel's plan and prepare its launches."""
         seen: list[Pointer | Number | int | None] = []
         for place, (kind, value) in enumerate(zip(kernel.kinds, arguments, strict=True)):
             if kind == "i":
@@ -197,9 +210,9 @@ class KernelLibrary:
 
 
 def _read(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], list[Any], Tensor]:
-    """Return a call's addresses and numbers, what its plan depends on, and the first tensor.
+    """Return a call's addresses and numbers, the values its plan depends on, and its first tensor.
 
-    This runs a thousand times in a training step.
+    This runs about a thousand times per training step.
     """
     if len(arguments) != len(kernel.kinds):
         raise KernelError(f"{kernel.name} takes {len(kernel.kinds)} arguments")
@@ -218,9 +231,11 @@ def _read(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], lis
         if first is None:
             first, gpu = value, value.get_device()
         elif value.get_device() != gpu:
-            raise KernelError(f"{kernel.name}: tensors of {first.device} and {value.device}")
+            raise KernelError(f"{kernel.name}: tensors are on {first.device} and {value.device}")
         if kind == "p" and not value.is_contiguous():
-            raise KernelError(f"{kernel.name}: a tensor {list(value.shape)} is not contiguous")
+            raise KernelError(
+                f"{kernel.name}: a tensor of shape {list(value.shape)} is not contiguous"
+            )
         values.append(value.data_ptr())
         shape.append(True)
     if first is None:
@@ -229,7 +244,7 @@ def _read(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], lis
 
 
 def system_library(name: str) -> ctypes.CDLL:
-    """Return a library that the dynamic linker finds by its name, such as one that PyTorch loaded.
+    """Return a library that the dynamic linker finds by name, for example one loaded by PyTorch.
 
     Raises:
         OSError: There is no such library.
@@ -244,7 +259,7 @@ def open_library(path: str) -> KernelLibrary:
 
 
 class _ShapesOnly(KernelLibrary):
-    """A stand-in for a library that launches nothing, so that only shapes are computed."""
+    """A substitute for a library that launches nothing and so computes only shapes."""
 
     def __init__(self) -> None:
         """Load nothing."""
@@ -256,7 +271,7 @@ class _ShapesOnly(KernelLibrary):
 _SHAPES_ONLY = _ShapesOnly()
 
 _REGISTRY = torch.library.Library("megatron", "FRAGMENT")
-_SCHEMA_TYPES = {"Tensor | None": "Tensor?", "torch.dtype": "ScalarType"}  # others: same
+_SCHEMA_TYPES = {"Tensor | None": "Tensor?", "torch.dtype": "ScalarType"}  # all others are the same
 _REAL_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -278,8 +293,8 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
 def aligned(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether 16-byte accesses may start at each tensor's first element.
 
-    Traced tensors have no address. They count as aligned, because an `Operator` copies tensors that
-    are not.
+    Traced tensors have no address. They count as aligned, because an `Operator` copies unaligned
+    tensors.
     """
     if is_traced(x):
         return True
@@ -292,16 +307,16 @@ class Operator:
     """A function that launches kernels, registered as `torch.ops.megatron.NAME`.
 
     While a compiler or exporter traces the model, a call becomes that operator in its graph.
-    Otherwise the function runs directly. A call with autograd then takes 7.5 us of host time; the
-    dispatcher would add 2 to 3 us, the wrapper of `torch.library.custom_op` 10 to 15 us. In small
-    models GPUs wait for the host.
+    Otherwise the function runs directly. A direct call with autograd takes 7.5 us of host time. The
+    dispatcher would add 2 to 3 us, and the wrapper of `torch.library.custom_op` 10 to 15 us. In
+    small models, GPUs wait for the host.
 
-    The operator takes the path of the library instead of the library, and leaves out parameters
-    that have a default. It returns empty tensors for results that are `None`.
+    The operator takes the library's path instead of the library, and has no parameters with
+    defaults. It returns empty tensors for results that are `None`.
     """
 
     def __init__(self, function: Callable[..., Any], changes: Sequence[str] = ()) -> None:
-        """Register a function; its name and annotations give the operator's schema.
+        """Register a function, whose name and annotations define the operator's schema.
 
         Args:
             function: A function of a `KernelLibrary`, a tensor and other arguments. It allocates
@@ -315,7 +330,7 @@ class Operator:
         self.overload = getattr(operators, function.__name__).default
         for backend in ("CPU", "CUDA"):
             _REGISTRY.impl(function.__name__, self._run, backend)
-        # Not `register_fake`, which searches all modules for its caller's: 9 ms for all operators.
+        # Not `register_fake`, which searches all modules for the caller: 9 ms for all operators.
         _REGISTRY.impl(function.__name__, self._shape, "Meta")
 
     def __call__(self, library: KernelLibrary | str, x: Tensor, *rest: Any, **direct: Any) -> Any:
@@ -325,7 +340,7 @@ class Operator:
             library: The library or its path.
             x: The first tensor.
             rest: The other arguments.
-            direct: Arguments that only the function takes. Tracing ignores them.
+            direct: Arguments only for the function. Tracing ignores them.
         """
         if is_traced(x):
             return self.overload(library if isinstance(library, str) else library.path, x, *rest)
@@ -342,11 +357,11 @@ class Operator:
         """Register the functions that compute gradients.
 
         Args:
-            backward: A function of ctx and the results' gradients that returns the arguments'
+            backward: A function of ctx and the results' gradients. It returns the arguments'
                 gradients.
-            keep: A function of ctx, inputs and output that saves what `backward` needs in ctx.
+            keep: A function of ctx, inputs and output. It saves in ctx what `backward` needs.
             forward: A function of ctx and the inputs that replaces the function and `keep` outside
-                tracing, where results may be views of arguments; `None` replaces nothing.
+                tracing. Its results may be views of arguments. `None` replaces nothing.
 
         Returns:
             The function with gradients, which takes all of its arguments by position.
@@ -383,13 +398,13 @@ class Operator:
 
 
 def operator(*changes: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Return a decorator that creates an `Operator` that changes these arguments in place."""
+    """Return a decorator that creates an `Operator`, which changes these arguments in place."""
     return partial(Operator, changes=changes)
 
 
 def _schema(function: Callable[..., Any], changes: Sequence[str]) -> str:
     """Return a function's schema, "name(str library, Tensor x, Tensor(b!) out, ...) -> ..."."""
-    types = dict(function.__annotations__)  # as text; `inspect.signature` would take 1 ms for all
+    types = dict(function.__annotations__)  # as text; `inspect.signature` takes 1 ms for all
     count = types.pop("return").count("Tensor")
     needed = list(types.items())[1 : len(types) - len(function.__defaults__ or ())]
     arguments = ["str library"]
@@ -410,7 +425,7 @@ def _without_none(results: Any, like: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class LibraryChoice:
-    """The library that was chosen (`None` for plain PyTorch), and the reason."""
+    """The chosen library (`None` for plain PyTorch) and the reason for the choice."""
 
     library: KernelLibrary | None
     reason: str
@@ -422,11 +437,11 @@ class LibraryChoice:
 
 @cache
 def find_library(device: torch.device) -> LibraryChoice:
-    """Return the library for a device, compiling it now if there is none yet.
+    """Return the library for a device, compiling it first if necessary.
 
-    Compiling takes a while, so call this before processes wait for each other. This never raises:
-    without a library everything runs on PyTorch's operations, which are slower, and on a GPU a
-    printed line says why.
+    Compiling takes a while, so call this before processes wait for each other. This function never
+    raises an error. Without a library, PyTorch's slower operations are used, and on a GPU a printed
+    line says why.
     """
     ours = Device(device)
     if not ours.is_gpu:
@@ -437,10 +452,10 @@ def find_library(device: torch.device) -> LibraryChoice:
         architecture = name_of(*ours.capability)
         try:
             return LibraryChoice(_load(find_or_build(architecture), ours), architecture)
-        except (BuildError, OSError) as error:  # OSError: the file system is gone
+        except (BuildError, OSError) as error:  # OSError: the file system has failed
             reason = str(error)
     if local_rank() == 0:
-        say_on_stderr(f"fused kernels: off, plain PyTorch runs instead: {reason}")
+        say_on_stderr(f"fused kernels: off, using plain PyTorch: {reason}")
     return LibraryChoice(None, reason)
 
 
@@ -463,7 +478,7 @@ def _load(path: Path, device: Device) -> KernelLibrary:
 
 
 def find_or_build(architecture: str) -> Path:
-    """Return the library file for an architecture: installed, cached, or compiled now.
+    """Return the library file for an architecture, which is installed, cached or compiled now.
 
     Raises:
         BuildError: There is no file, and it cannot be compiled.
@@ -474,7 +489,7 @@ def find_or_build(architecture: str) -> Path:
         return installed
     try:
         folder = private_cache("kernels")
-    except RuntimeError:  # perhaps in a container that does not know its user
+    except RuntimeError:  # for example in a container without this user
         raise BuildError("this user has no home folder: set MEGATRON_CACHE to a folder") from None
     except OSError as error:
         raise BuildError(

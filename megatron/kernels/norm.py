@@ -1,14 +1,14 @@
-"""Normalization over the last dimension, with statistics in fp32 and results in the weight's type.
+"""Normalization over the last dimension, with fp32 statistics and results in the weight's type.
 
-`normalize` is LayerNorm or RMSNorm. `add_norm` also adds a layer's output to the residual
-stream, which the CUDA kernel does in one pass over memory.
+`normalize` is LayerNorm or RMSNorm. `add_norm` first adds a layer's output to the residual stream.
+The CUDA kernel does both in one pass over memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,95 +37,103 @@ from megatron.kernels.plans import (
 )
 from megatron.kernels.sources import instance
 
-LONGEST_ROW = {2: 16384, 4: 8192}  # elements, by bytes of a weight; rows.cuh has the same
-_STATIC_SHARED = 1024  # bytes in norm_backward.cu, and some to spare
+LONGEST_ROW = {2: 16384, 4: 8192}  # elements, by bytes per weight; as in rows.cuh
+_STATIC_SHARED = 1024  # bytes that norm_backward.cu uses, with a margin
 
 
-def _plan_forward(
-    residual: Pointer,
-    delta: Pointer | None,
-    weight: Pointer,
-    bias: Pointer | None,
-    total: Pointer | None,
-    normal: Pointer,
-    mean: Pointer | None,
-    rstd: Pointer,
-    amax: Pointer | None,
-    rows: int,
-    hidden: int,
-    x_dtype: int,
-    w_dtype: int,
-    epsilon: Number,
-) -> list[KernelLaunch]:
-    """Plan LayerNorm, or RMSNorm if there is no bias.
+class _AddNormForward(NamedTuple):
+    """LayerNorm (without a bias: RMSNorm) of a residual stream after adding `delta`."""
 
-    residual and total [rows, hidden] are of x_dtype; delta, weight, bias and normal of w_dtype;
-    mean and rstd [rows] are fp32. Without a delta there is no total. amax, zero before, rises to
-    the largest magnitude of normal.
+    residual: Pointer  # [rows, hidden] of x_dtype
+    delta: Pointer | None  # [rows, hidden] of w_dtype
+    weight: Pointer  # [hidden] of w_dtype, like bias
+    bias: Pointer | None
+    total: Pointer | None  # like residual; only with delta
+    normal: Pointer  # [rows, hidden] of w_dtype
+    mean: Pointer | None  # fp32 [rows], like rstd
+    rstd: Pointer
+    amax: Pointer | None  # zero before; raised to the largest magnitude of normal
+    rows: int
+    hidden: int
+    x_dtype: int
+    w_dtype: int
+    epsilon: Number
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        x, w = stream_types(self.x_dtype, self.w_dtype)
+        shape = row_shape(self.hidden, w, 8 if self.bias is None else 16)
+        return [
+            KernelLaunch(
+                instance("add_norm_forward_kernel", x, w, shape.elements, self.bias is not None),
+                (divide_up(self.rows, shape.rows),),
+                shape.block,
+                (*self[:11], self.epsilon),  # tensors, rows, hidden, epsilon
+            )
+        ]
+
+
+class _AddNormBackward(NamedTuple):
+    """The backward pass of `_AddNormForward`. Blocks loop over rows; then their sums are added.
+
+    Tensors have the types of the forward pass.
     """
-    x, w = stream_types(x_dtype, w_dtype)
-    shape = row_shape(hidden, w, 8 if bias is None else 16)
-    tensors = (residual, delta, weight, bias, total, normal, mean, rstd, amax)
-    return [
-        KernelLaunch(
-            instance("add_norm_forward_kernel", x, w, shape.elements, bias is not None),
-            (divide_up(rows, shape.rows),),
-            shape.block,
-            (*tensors, rows, hidden, epsilon),
+
+    total: Pointer
+    grad_normal: Pointer
+    grad_total: Pointer | None
+    weight: Pointer
+    mean: Pointer | None
+    rstd: Pointer
+    grad: Pointer
+    grad_delta: Pointer | None
+    grad_weight: Pointer
+    grad_bias: Pointer | None
+    partials: Pointer  # scratch, fp32 [2 (or 1 without a bias), multiprocessors, hidden]
+    amax: Pointer | None  # zero before; raised to the largest magnitude of grad in w_dtype
+    multiprocessors: int
+    shared_memory: int  # bytes that a block may use
+    rows: int
+    hidden: int
+    x_dtype: int
+    w_dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        x, w = stream_types(self.x_dtype, self.w_dtype)
+        shape = row_shape(self.hidden, w, 16)
+        block = (shape.threads, row_threads(shape.elements) // shape.threads)
+        stage = block[0] * block[1] * shape.elements * (2 * SIZES[x] + SIZES[w])
+        stages = 2 if 2 * stage + _STATIC_SHARED <= self.shared_memory else 1
+        blocks = min(self.multiprocessors, divide_up(self.rows, block[1]))
+        partial_bias = (
+            None if self.grad_bias is None else self.partials.after(blocks * self.hidden * 4)
         )
-    ]
+        return [
+            KernelLaunch(
+                instance(
+                    "add_norm_backward_kernel", x, w, shape.elements, self.grad_bias is not None
+                ),
+                (blocks,),
+                block,
+                (*self[:8], self.partials, partial_bias, self.amax, self.rows, self.hidden, stages),
+                shared=stages * stage,
+            ),
+            column_sums(
+                w,
+                (self.partials, partial_bias),
+                (self.grad_weight, self.grad_bias),
+                blocks,
+                self.hidden,
+            ),
+        ]
 
 
-def _plan_backward(
-    total: Pointer,
-    grad_normal: Pointer,
-    grad_total: Pointer | None,
-    weight: Pointer,
-    mean: Pointer | None,
-    rstd: Pointer,
-    grad: Pointer,
-    grad_delta: Pointer | None,
-    grad_weight: Pointer,
-    grad_bias: Pointer | None,
-    partials: Pointer,
-    amax: Pointer | None,
-    multiprocessors: int,
-    shared_memory: int,
-    rows: int,
-    hidden: int,
-    x_dtype: int,
-    w_dtype: int,
-) -> list[KernelLaunch]:
-    """Plan the backward pass: blocks that take rows in turn, then sums over the blocks.
-
-    Types are as in the forward pass; partials is fp32 [2 (or 1 without a bias), multiprocessors,
-    hidden] to work in. amax, zero before, rises to the largest magnitude of grad in w_dtype.
-    """
-    x, w = stream_types(x_dtype, w_dtype)
-    shape = row_shape(hidden, w, 16)
-    block = (shape.threads, row_threads(shape.elements) // shape.threads)
-    stage = block[0] * block[1] * shape.elements * (2 * SIZES[x] + SIZES[w])
-    stages = 2 if 2 * stage + _STATIC_SHARED <= shared_memory else 1
-    blocks = min(multiprocessors, divide_up(rows, block[1]))
-    partial_bias = None if grad_bias is None else partials.after(blocks * hidden * 4)
-    tensors = (total, grad_normal, grad_total, weight, mean, rstd, grad, grad_delta)
-    return [
-        KernelLaunch(
-            instance("add_norm_backward_kernel", x, w, shape.elements, grad_bias is not None),
-            (blocks,),
-            block,
-            (*tensors, partials, partial_bias, amax, rows, hidden, stages),
-            shared=stages * stage,
-        ),
-        column_sums(w, (partials, partial_bias), (grad_weight, grad_bias), blocks, hidden),
-    ]
+ADD_NORM_FORWARD = Kernel.of("add_norm_forward", _AddNormForward)
+ADD_NORM_BACKWARD = Kernel.of("add_norm_backward", _AddNormBackward)
 
 
-ADD_NORM_FORWARD = Kernel("add_norm_forward", "pppppppppiiiid", _plan_forward)
-ADD_NORM_BACKWARD = Kernel("add_norm_backward", "ppppppppppppiiiiii", _plan_backward)
-
-
-# (residual, delta, weight, bias, epsilon, handovers) -> (sum, its normalization): see `add_norm`
+# (residual, delta, weight, bias, epsilon, handovers) -> (sum, normalized sum), as in `add_norm`
 AddNorm = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -135,9 +143,9 @@ def choose_add_norm(library: KernelLibrary | None) -> AddNorm:
 
 
 def normalize_reference(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """Return the LayerNorm of x over the last dimension, or, without a bias, the RMSNorm.
+    """Return the LayerNorm of x over the last dimension or, without a bias, the RMSNorm.
 
-    LayerNorm is (x - mean) / sqrt(variance + epsilon) * weight + bias; RMSNorm takes the mean as 0
+    LayerNorm is (x - mean) / sqrt(variance + epsilon) * weight + bias. RMSNorm uses 0 as the mean
     and has no bias.
     """
     x = x.float()
@@ -165,7 +173,7 @@ def add_norm(
     epsilon: float,
     handovers: Handovers = NO_HANDOVERS,
 ) -> tuple[Tensor, Tensor]:
-    """Add to the residual stream and normalize the sum, using PyTorch's operations.
+    """Add to the residual stream and normalize the sum with PyTorch's operations.
 
     Args:
         residual: The residual stream [..., h], of the weights' type or fp32.
@@ -174,10 +182,10 @@ def add_norm(
         bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
         epsilon: The number added to the variance.
         handovers: The places for the amaxes of the normalized sum and of delta's gradient. Only the
-            kernel finds these amaxes.
+            kernel measures these amaxes.
 
     Returns:
-        The sum in the residual's type, and its normalization in the weights' type.
+        The sum in the residual's type, and the normalized sum in the weights' type.
     """
     total = residual if delta is None else residual + delta
     return total, normalize(total, weight, bias, epsilon)
@@ -192,11 +200,11 @@ def fused_add_norm(
     epsilon: float,
     handovers: Handovers = NO_HANDOVERS,
 ) -> tuple[Tensor, Tensor]:
-    """Add and normalize with one kernel; the arguments are those of `add_norm`.
+    """Add and normalize with one kernel, with the arguments of `add_norm`.
 
     The backward kernel takes the gradients of both results. It computes the gradients of the sum,
-    the weight and the bias, with the same bits every time. PyTorch's operations handle sizes that
-    the kernels do not support.
+    the weight and the bias deterministically. PyTorch's operations handle sizes that the kernels do
+    not support.
     """
     hidden, dtype = weight.numel(), weight.dtype
     fits = (
@@ -209,7 +217,8 @@ def fused_add_norm(
     if not fits:
         return add_norm(residual, delta, weight, bias, epsilon)
     total, normal, *_ = _apply(library, residual, delta, weight, bias, epsilon, handovers)
-    # Traced without a delta, the operator returns no sum: results may not be arguments.
+    # When traced without a delta, the operator returns no sum, because results may not be
+    # arguments.
     return total if total.numel() else residual, normal
 
 
@@ -236,9 +245,9 @@ def add_norm_forward(
             delta's gradient.
 
     Returns:
-        The sum (`None` without a delta), its normalization, and the moments of each row, fp32:
-        [2, rows] with the inverse standard deviation and the mean, or [1, rows] for RMSNorm, which
-        has no mean.
+        The sum (`None` without a delta), the normalized sum, and the moments of each row, fp32: [2,
+        rows] with the inverse standard deviation and the mean, or [1, rows] for RMSNorm, which has
+        no mean.
     """
     residual = residual.contiguous()
     delta = None if delta is None else delta.contiguous()
@@ -268,7 +277,7 @@ def add_norm_backward(
     round_for_delta: bool,
     handover: Handover | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Compute the gradients of `add_norm`'s arguments, with the same bits every time.
+    """Compute the gradients of `add_norm`'s arguments deterministically.
 
     Args:
         library: Compiled kernels.
@@ -282,7 +291,7 @@ def add_norm_backward(
 
     Returns:
         The gradients of the sum in its own type, of the sum in the weight's type (`None` unless
-        asked for), of the weight, and of the bias (`None` for RMSNorm).
+        requested), of the weight, and of the bias (`None` for RMSNorm).
     """
     hidden, (kinds, rows) = weight.numel(), moments.shape
     grad_normal, total = grad_normal.contiguous(), total.contiguous()
@@ -336,7 +345,7 @@ def _forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
     results = add_norm_forward.function(*inputs)
     _keep(ctx, inputs, results)
     total, normal, _ = results
-    # Without a delta the sum is the residual: the kernel then adds up both of its gradients.
+    # Without a delta the sum is the residual, and the kernel adds up both of its gradients.
     return inputs[1].view_as(inputs[1]) if total is None else total, normal
 
 

@@ -1,11 +1,11 @@
-"""NVRTC, the compiler of device code that every PyTorch for CUDA brings along.
+"""NVRTC, the compiler of device code that comes with every PyTorch for CUDA.
 
-`build.py` runs this module in processes of their own, which can be stopped and work in parallel:
+`build.py` runs this module in separate processes, which can be stopped and run in parallel:
 
     describe LIBRARY
     compile LIBRARY SOURCE ARCHITECTURE OUTPUT [FLAG...]
 
-It does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class CompileError(Exception):
 
 
 def find_libraries(release: str = "") -> list[Path]:
-    """Return the NVRTC libraries of this machine, the one to use first.
+    """Return the NVRTC libraries of this machine, the preferred one first.
 
     Args:
-        release: The major version of PyTorch's CUDA, such as "13". The packages that are installed
-            beside PyTorch may be of several.
+        release: The major version of PyTorch's CUDA, such as "13". Packages of several versions may
+            be installed next to PyTorch.
     """
     folders = dict.fromkeys((*sys.path, *(sysconfig.get_path(k) for k in ("purelib", "platlib"))))
     packages = [
@@ -69,9 +69,9 @@ class Nvrtc:
         """Load the library.
 
         Raises:
-            OSError: It cannot be loaded.
+            OSError: The library cannot be loaded.
         """
-        for part in Path(path).parent.glob("libnvrtc-builtins.so*"):  # it looks for it by name only
+        for part in Path(path).parent.glob("libnvrtc-builtins.so*"):  # looked up by name
             ctypes.CDLL(str(part))
         self._loaded = ctypes.CDLL(path)
         self._loaded.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -83,7 +83,7 @@ class Nvrtc:
         return f"{major.value}.{minor.value}"
 
     def architectures(self) -> list[int]:
-        """Return what it can compile for: 80, 90, ..."""
+        """Return the architectures that it can compile for: 80, 90, ..."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()
@@ -101,10 +101,10 @@ class Nvrtc:
             flags: Further flags.
 
         Returns:
-            The name of each kernel in the compiled code, the code, and what the compiler said.
+            The name of each kernel in the compiled code, the code, and the compiler's output.
 
         Raises:
-            CompileError: The source is wrong.
+            CompileError: The source has an error.
         """
         program = ctypes.c_void_p()
         text = source.read_bytes()
@@ -145,9 +145,9 @@ class Nvrtc:
 
 
 def main() -> int:
-    """Do what the command line says, and return the exit code.
+    """Run the command and return the exit code.
 
-    `compile` writes a line of JSON, the kernels' names in the compiled code, and then the code.
+    `compile` writes a line of JSON with the kernels' names in the compiled code, and then the code.
     """
     command, library, *words = sys.argv[1:]
     try:

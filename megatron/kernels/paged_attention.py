@@ -1,11 +1,11 @@
 """Attention from new tokens to a key-value cache that is stored in blocks.
 
-The cache of a layer is two tensors [slots, g, d]. Block i begins at slot i * block_size. A pass has
-s tokens of any number of sequences: first the tokens of sequences that add a single token each
-("singles"), then the chunks of prompts.
+A layer's cache consists of two tensors [slots, g, d]. Block i begins at slot i * block_size. A pass
+has s tokens of any number of sequences. First come the sequences that add a single token each
+("singles"), then chunks of prompts.
 
-In 16 bits on a GPU, the kernels go through the keys of a query in an order that depends only on the
-keys' positions. So the result has the same bits whatever the other sequences are and wherever a
+In 16 bits on a GPU, the kernels process the keys of a query in an order that depends only on the
+keys' positions. The bits of the result therefore do not depend on the other sequences or on where a
 prompt is cut.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from operator import add
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,98 +35,101 @@ from megatron.kernels.plans import WARP, KernelLaunch, Number, PlanError, Pointe
 from megatron.kernels.sources import FLOATS, constant, instance
 
 
-def _plan_paged(
-    query: Pointer,
-    keys: Pointer,
-    values: Pointer,
-    tables: Pointer,
-    lengths: Pointer,
-    partial: Pointer | None,
-    out: Pointer,
-    sinks: Pointer | None,
-    rows: int,
-    groups: int,
-    per_group: int,
-    head_size: int,
-    table_width: int,
-    block_size: int,
-    parts: int,
-    window: int,
-    dtype: int,
-    scale: Number,
-    softcap: Number,
-) -> list[KernelLaunch]:
-    """Plan attention of one query a row, in 16 bits on tensor cores, otherwise in fp32.
+class _PagedAttention(NamedTuple):
+    """Attention of one query per row, in 16 bits on tensor cores, otherwise in fp32.
 
-    query and out are [rows, groups * per_group, d]; keys and values [slots, groups, d]; tables
-    int32 [rows, table_width]; lengths int32 [rows], of which none is above parts * PART, and of
-    which the last and the `window` tokens before it are seen; partial
-    fp32 [rows, heads, parts, d + 2] is scratch, of which a single part needs none; sinks are fp32
-    [heads]; softcap bounds the scores, and 0 leaves them as they are.
+    A query sees the last of its `lengths` tokens and the `window` tokens before it.
     """
-    name = FLOATS[dtype]
-    if name == "float":
-        source, vectors = "paged_attention_fp32.cu", divide_up(head_size, 4)
-        if head_size % 4 or not 1 <= vectors <= WARP:
-            raise PlanError(f"heads of {head_size} channels in fp32")
-        lanes, most = 16 if vectors <= 16 else 32, constant(source, "kMostHeads")
-        heads, threads = per_group if per_group <= 2 else most, constant(source, "kThreads")
-        kernel = instance("paged_attention_fp32_kernel", lanes, heads)
-        shared = threads // lanes * heads * (head_size + 2) * 4
-    else:
-        if head_size % 8 or not 8 <= head_size <= 256:
-            raise PlanError(f"heads of {head_size} channels in 16 bits")
-        heads, warps = (
-            constant("paged_attention.cu", "kHeads"),
-            constant("paged_attention.cu", "kWarps"),
+
+    query: Pointer  # [rows, groups * per_group, head_size], like out
+    keys: Pointer  # [slots, groups, head_size], like values
+    values: Pointer
+    tables: Pointer  # int32 [rows, table_width]
+    lengths: Pointer  # int32 [rows], at most parts * PART
+    partial: (
+        Pointer | None
+    )  # scratch, fp32 [rows, heads, parts, head_size + 2]; unused for one part
+    out: Pointer
+    sinks: Pointer | None  # fp32 [heads]
+    rows: int
+    groups: int
+    per_group: int
+    head_size: int
+    table_width: int
+    block_size: int
+    parts: int
+    window: int
+    dtype: int
+    scale: Number
+    softcap: Number  # the bound of scores; 0 for none
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        name = FLOATS[self.dtype]
+        if name == "float":
+            source, vectors = "paged_attention_fp32.cu", divide_up(self.head_size, 4)
+            if self.head_size % 4 or not 1 <= vectors <= WARP:
+                raise PlanError(f"heads of {self.head_size} channels in fp32")
+            lanes, threads = 16 if vectors <= 16 else 32, constant(source, "kThreads")
+            heads = self.per_group if self.per_group <= 2 else constant(source, "kMostHeads")
+            kernel = instance("paged_attention_fp32_kernel", lanes, heads)
+            shared = threads // lanes * heads * (self.head_size + 2) * 4
+        else:
+            if self.head_size % 8 or not 8 <= self.head_size <= 256:
+                raise PlanError(f"heads of {self.head_size} channels in 16 bits")
+            source = "paged_attention.cu"
+            heads, warps = constant(source, "kHeads"), constant(source, "kWarps")
+            threads = warps * WARP
+            width = next(width for width in (64, 128, 256) if self.head_size <= width)
+            kernel = instance("paged_attention_kernel", name, width)
+            shared = warps * min(self.per_group, heads) * self.head_size * 4
+        sizes = (*self[9:14], self.window)  # from groups to block_size
+        grid = (self.parts, self.groups * divide_up(self.per_group, heads), self.rows)
+        given = (*self[:8], *sizes, self.scale, self.softcap)  # tensors first
+        launches = [KernelLaunch(kernel, grid, (threads,), given, shared=shared)]
+        if self.parts > 1:
+            join = instance("join_parts_kernel", name)
+            heads_and_rows = (self.groups * self.per_group, self.rows)
+            tensors = (self.partial, self.lengths, self.out, self.sinks)
+            joined = (*tensors, self.head_size, self.parts, self.window)
+            launches.append(KernelLaunch(join, heads_and_rows, (self.head_size,), joined))
+        return launches
+
+
+class _AppendToCache(NamedTuple):
+    """Copies of new keys and values to slots of the cache."""
+
+    key: Pointer  # [tokens, width], like value
+    value: Pointer
+    keys: Pointer
+    values: Pointer
+    slots: Pointer  # [tokens], the row of keys and values for each token
+    tokens: int
+    width: int  # in units of 16 bytes
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        threads = min(
+            divide_up(self.width, WARP) * WARP, constant("append_to_cache.cu", "kThreads")
         )
-        threads = warps * WARP
-        width = next(width for width in (64, 128, 256) if head_size <= width)
-        kernel = instance("paged_attention_kernel", name, width)
-        shared = warps * min(per_group, heads) * head_size * 4
-    tensors = (query, keys, values, tables, lengths, partial, out, sinks)
-    sizes = (groups, per_group, head_size, table_width, block_size, window)
-    grid = (parts, groups * divide_up(per_group, heads), rows)
-    numbers = (*sizes, scale, softcap)
-    launches = [KernelLaunch(kernel, grid, (threads,), (*tensors, *numbers), shared=shared)]
-    if parts > 1:
-        join, given = (
-            instance("join_parts_kernel", name),
-            (partial, lengths, out, sinks, head_size, parts, window),
-        )
-        launches.append(KernelLaunch(join, (groups * per_group, rows), (head_size,), given))
-    return launches
+        given = (self.key, self.value, self.keys, self.values, self.slots, self.width)
+        return [KernelLaunch("append_to_cache_kernel", (self.tokens,), (threads,), given)]
 
 
-def _plan_append(
-    key: Pointer,
-    value: Pointer,
-    keys: Pointer,
-    values: Pointer,
-    slots: Pointer,
-    tokens: int,
-    width: int,
-) -> list[KernelLaunch]:
-    """Plan copies of key and value [tokens, width] to rows slots[token]; width in 16 bytes."""
-    threads = min(divide_up(width, WARP) * WARP, constant("append_to_cache.cu", "kThreads"))
-    given = (key, value, keys, values, slots, width)
-    return [KernelLaunch("append_to_cache_kernel", (tokens,), (threads,), given)]
-
-
-PAGED_ATTENTION = Kernel("paged_attention", "ppppppppiiiiiiiiidd", _plan_paged)
-APPEND_TO_CACHE = Kernel("append_to_cache", "pppppii", _plan_append)
+PAGED_ATTENTION = Kernel.of("paged_attention", _PagedAttention)
+APPEND_TO_CACHE = Kernel.of("append_to_cache", _AppendToCache)
 _PLAIN = AttentionOptions()
-PART = 256  # keys that a block of threads goes through; paged_attention.cuh has the same
-LARGEST_VECTORS = 32  # of 16 bytes in a head; the .cu files have the same
+PART = 256  # keys that a block of threads processes, as in paged_attention.cuh
+LARGEST_VECTORS = 32  # of 16 bytes per head, as in the .cu files
 
 
 @dataclass(frozen=True)
 class Singles:
-    """The u sequences that add one token each. Sequences without tokens only pad the batch.
+    """The u sequences that add one token each. Sequences without tokens are padding of the batch.
 
     Attributes:
-        tables: The blocks of each sequence, int32 [u, m]; the entries after a sequence's last block
-            have no meaning.
+        tables: The blocks of each sequence, int32 [u, m]. Entries after a sequence's last block are
+            arbitrary.
         lengths: The number of tokens of each sequence, including the new one, int32 [u].
         longest: An upper bound on the lengths.
         block_size: The number of tokens in a block.
@@ -142,11 +146,11 @@ class Chunks:
     """The c sequences that add consecutive tokens of their prompts.
 
     Attributes:
-        starts: The number of tokens of each sequence that are already in the cache.
+        starts: The number of each sequence's tokens that are already in the cache.
         sizes: The number of new tokens of each sequence.
-        ends: Running totals over the sequences, in order, of new tokens and of all tokens: int32
-            [2, c + 1], each row beginning with 0.
-        slots: The slots of all tokens, sequence after sequence, int64 [l]; `None` if all tokens are
+        ends: Cumulative numbers of new tokens and of all tokens over the sequences, int32 [2, c +
+            1]. Each row begins with 0.
+        slots: The slots of all tokens, sequence by sequence, int64 [l]; `None` if all tokens are
             new.
     """
 
@@ -163,19 +167,19 @@ def choose_paged_attention(
     *,
     batch_invariant: bool = False,
 ) -> PagedAttention:
-    """Choose the kernels if a library exists and supports the head size, otherwise PyTorch."""
+    """Choose the kernels if there is a library that supports the head size, otherwise PyTorch."""
     if batch_invariant:
         return BatchInvariantPaged()
     vectors, rest = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
     if library is None:
-        return PagedAttention("no fused kernels here")
+        return PagedAttention("no fused kernels")
     if rest or vectors > LARGEST_VECTORS or dtype not in DTYPE_CODES:
         return PagedAttention(f"no fused kernel for heads of {head_size} in {dtype}")
     return FusedPaged(library)
 
 
 class PagedAttention:
-    """Attention for singles, and writes to a cache, in plain PyTorch.
+    """Attention over a cache, and writes to the cache, in plain PyTorch.
 
     Attributes:
         name: The name for the start-up panel, with the reason if there is a choice.
@@ -184,7 +188,7 @@ class PagedAttention:
 
     can_capture = False
 
-    def __init__(self, reason: str = "as asked for") -> None:
+    def __init__(self, reason: str = "as requested") -> None:
         """Store the reason for not using a kernel."""
         self.name = f"plain PyTorch ({reason})"
 
@@ -208,7 +212,7 @@ class PagedAttention:
         Returns:
             The results [u, n, d], which are undefined for sequences without tokens.
         """
-        # The heads of a group take the place of positions that share keys, so that none are
+        # The heads of a group are passed as positions, which share keys, so that no key is
         # repeated.
         key, value, seen = self._collected(keys, values, singles, options)
         by_group = query.unflatten(1, (keys.shape[1], -1))
@@ -222,9 +226,9 @@ class PagedAttention:
     def _collected(
         self, keys: Tensor, values: Tensor, singles: Singles, options: AttentionOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys and values [u, g, l, d] of sequences, and which are seen, [u, 1, 1, l].
+        """Return the sequences' keys and values [u, g, l, d] and which are visible [u, 1, 1, l].
 
-        As many are collected as the longest sequence has.
+        l is the length of the longest sequence.
         """
         size = singles.block_size
         blocks = singles.tables[:, : -(-singles.longest // size)].long()
@@ -270,7 +274,7 @@ class PagedAttention:
 
 
 class BatchInvariantPaged(PagedAttention):
-    """Attention with the bits that `batch_invariant_attention` gives in training."""
+    """Attention with the same bits as `batch_invariant_attention` in training."""
 
     def __init__(self) -> None:
         """Set the name."""
@@ -312,9 +316,9 @@ class BatchInvariantPaged(PagedAttention):
 
 
 class FusedPaged(PagedAttention):
-    """Attention in two kernels: one attends to parts of the cache, the other joins the results.
+    """Attention in two kernels. One attends to parts of the cache, the other merges the results.
 
-    The result of a sequence has the same bits whatever the other sequences are.
+    The bits of a sequence's result do not depend on the other sequences.
     """
 
     can_capture = True
@@ -358,7 +362,7 @@ def paged_attention(
     block_size: int,
     options: AttentionOptions = _PLAIN,
 ) -> Tensor:
-    """Attend with one query per sequence, as `PagedAttention.singles` does, using the kernels."""
+    """Attend with one query per sequence, like `PagedAttention.singles`, with the kernels."""
     query, sinks, window = query.contiguous(), options.sinks, options.window
     rows, heads, size = query.shape
     groups, parts = keys.shape[1], -(-longest // PART)
@@ -382,7 +386,7 @@ def paged_attention(
 def append_to_cache(
     library: KernelLibrary, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
 ) -> None:
-    """Use a kernel to write key and value [s, g, d] to `slots` of the cached keys and values."""
+    """Write key and value [s, g, d] to `slots` of the cached keys and values with a kernel."""
     key, value = key.contiguous(), value.contiguous()
     width = key[0].numel() * key.element_size() // VECTOR_BYTES
     library.launch(APPEND_TO_CACHE, key, value, keys, values, slots, len(slots), width)
@@ -421,7 +425,7 @@ def chunk_attention(
 
 
 def describe_chunks(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Describe for the start-up panel which kernels `chunk_attention` runs, and why."""
+    """Describe for the start-up panel which kernels `chunk_attention` uses, and why."""
     misfit = flash_misfit(head_size, dtype, device)
     return f"PyTorch's, one sequence at a time ({misfit})" if misfit else "flash, all in one"
 
@@ -452,7 +456,8 @@ def _flash_chunks(
     query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, options: AttentionOptions
 ) -> Tensor:
     longest = max(map(add, chunks.starts, chunks.sizes))
-    # If told that no sequence has more than one query, the kernel would take keys in another order.
+    # If the kernel knew that no sequence has more than one query, it would change the order of
+    # keys.
     most = max(2, *chunks.sizes)
     dropout, causal, debug = 0.0, True, False
     places = (*chunks.ends, most, longest)

@@ -1,24 +1,25 @@
-"""How operations are launched: which kernels run, with how many blocks and threads.
+"""Launch plans of operations: which kernels run, with how many blocks and threads.
 
-A plan is a function of an operation's arguments that returns a list of `KernelLaunch`. It is asked
-once for each combination of sizes, types and missing tensors; `driver.py` then repeats what it
-said. Tensors and floating-point numbers may differ from call to call, so a plan sees them as a
-`Pointer` and a `Number`, while integers are themselves.
+An operation's arguments are a named tuple whose `plan` returns a list of `KernelLaunch`. It is
+called once for each combination of sizes, types and missing tensors, and `driver.py` then repeats
+these launches. Tensors and floating-point numbers may differ between calls, so a plan sees only a
+`Pointer` or a `Number` for them. Integers are passed as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from megatron.kernels.sources import FLOATS, constant, instance
 
 WARP = 32
-SIZES = {"float": 4, "Half": 2, "BFloat16": 2}  # bytes of an element
+SIZES = {"float": 4, "Half": 2, "BFloat16": 2}  # bytes per element
 
 
 class PlanError(RuntimeError):
-    """An error for sizes or types that an operation's kernels do not take: a bug in our code."""
+    """Sizes or types that an operation's kernels do not support, which is a bug in our code."""
 
 
 @dataclass(frozen=True)
@@ -27,30 +28,37 @@ class Pointer:
 
     Attributes:
         place: Its place among the operation's arguments.
-        offset: The bytes from the tensor's first element to where a kernel begins.
+        offset: The number of bytes from the tensor's first element to the kernel's first.
     """
 
     place: int
     offset: int = 0
 
     def after(self, count: int) -> Pointer:
-        """Return the pointer to the byte `count` bytes later."""
+        """Return a pointer `count` bytes after this one."""
         return replace(self, offset=self.offset + count)
+
+
+class Strided(Pointer):
+    """A tensor argument that need not be contiguous."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A floating-point argument, by its place among the operation's arguments."""
+    """A floating-point argument, identified by its place among the operation's arguments."""
 
     place: int
 
+
+# The letters of an operation's arguments (`library.Kernel`), by the types of its record's fields.
+KINDS: dict[type, str] = {Pointer: "p", Strided: "v", int: "i", Number: "d"}
 
 Parameter = Pointer | Number | int | float | None
 
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel, with everything that the driver needs to know.
+    """A kernel and everything that the driver needs to launch it.
 
     Attributes:
         kernel: The kernel's C++ name, one of `sources.instances`.
@@ -58,8 +66,8 @@ class KernelLaunch:
         block: The number of threads of a block in up to three dimensions.
         parameters: The kernel's parameters.
         shared: The bytes of dynamic shared memory of a block.
-        early: Whether the kernel may start before the one ahead of it in the stream ends, because
-            it calls `wait_for_previous` (common.cuh).
+        early: Whether the kernel may start before the previous one in the stream ends, because it
+            calls `wait_for_previous` (common.cuh).
     """
 
     kernel: str
@@ -73,6 +81,14 @@ class KernelLaunch:
 Plan = Callable[..., Sequence[KernelLaunch]]
 
 
+class Arguments(Protocol):
+    """The arguments of an operation, as a named tuple."""
+
+    def plan(self) -> Sequence[KernelLaunch]:
+        """Return what to launch."""
+        ...
+
+
 def divide_up(a: int, b: int) -> int:
     """Return a / b, rounded up."""
     return -(-a // b)
@@ -84,24 +100,24 @@ def vector_size(kind: str) -> int:
 
 
 def stream_types(x_dtype: int, w_dtype: int) -> tuple[str, str]:
-    """Return the C++ types of a residual stream and of the weights beside it.
+    """Return the C++ types of a residual stream and of a layer's weights.
 
     Raises:
-        PlanError: The stream has neither the weights' type nor fp32.
+        PlanError: The stream is neither of the weights' type nor fp32.
     """
     if x_dtype not in {w_dtype, 0}:
-        raise PlanError(f"a stream of type {x_dtype} beside weights of type {w_dtype}")
+        raise PlanError(f"a stream of type {x_dtype} with weights of type {w_dtype}")
     return FLOATS[x_dtype], FLOATS[w_dtype]
 
 
 @dataclass(frozen=True)
 class RowShape:
-    """How a row is shared (rows.cuh).
+    """The division of rows among threads (rows.cuh).
 
     Attributes:
-        elements: The elements of a thread.
-        threads: The threads of a row (x).
-        rows: The rows of a block (y): more than one only if a single warp has the row.
+        elements: The number of elements per thread.
+        threads: The number of threads per row (x).
+        rows: The number of rows per block (y), more than one only if a single warp handles a row.
     """
 
     elements: int
@@ -110,22 +126,22 @@ class RowShape:
 
     @property
     def block(self) -> tuple[int, int]:
-        """The threads of a block."""
+        """The dimensions of a block."""
         return self.threads, self.rows
 
 
 def row_threads(elements: int) -> int:
-    """Return the most threads that share a row, as rows.cuh has it."""
+    """Return the largest number of threads that share a row, as in rows.cuh."""
     return 256 if elements == 8 else 512
 
 
 def row_shape(columns: int, weights: str, fewest: int) -> RowShape:
-    """Return how a row is shared.
+    """Return how rows are divided among threads.
 
     Args:
         columns: The number of elements in a row.
         weights: The weights' type.
-        fewest: The elements of a thread while the threads suffice, 8 or 16.
+        fewest: The number of elements per thread if there are enough threads, 8 or 16.
 
     Raises:
         PlanError: The row is too long.
@@ -141,10 +157,10 @@ def row_shape(columns: int, weights: str, fewest: int) -> RowShape:
 
 @dataclass(frozen=True)
 class ColumnShape:
-    """Blocks for kernels that treat [rows, columns] elementwise.
+    """Blocks for kernels that process [rows, columns] elementwise.
 
-    A thread keeps its columns, to which a bias and the sum of its gradient belong, and goes through
-    rows. Blocks of up to 256 threads in y cover the columns; blocks in x take some rows at a time.
+    A thread keeps its columns, with their biases and gradient sums, and loops over rows. Blocks of
+    up to 256 threads in y cover the columns; blocks in x process some rows at a time.
     """
 
     grid: tuple[int, int]
@@ -152,13 +168,13 @@ class ColumnShape:
 
 
 def column_shape(rows: int, vectors: int, at_once: int, row_blocks: int = 0) -> ColumnShape:
-    """Return the blocks.
+    """Return the blocks for a matrix.
 
     Args:
         rows: The number of rows.
         vectors: The number of 16-byte vectors in a row.
-        at_once: The number of rows that a block takes at a time.
-        row_blocks: The most blocks in x, which then loop. 0: as many as there are rows for.
+        at_once: The number of rows that a block processes at a time.
+        row_blocks: The largest number of blocks in x, which then loop over rows. 0 means no limit.
     """
     warps = divide_up(vectors, WARP)
     across = divide_up(warps, 8)
@@ -169,10 +185,10 @@ def column_shape(rows: int, vectors: int, at_once: int, row_blocks: int = 0) -> 
 
 
 def summing_blocks(vectors: int, resident: int, capacity: int) -> int:
-    """Return the blocks in x of a kernel that sums over rows.
+    """Return the number of blocks in x for a kernel that sums over rows.
 
-    They are all that the GPU holds at a time (`resident`), and no more than there are rows of
-    partial sums (`capacity`).
+    There are as many as the GPU can run at a time (`resident`), but no more than rows of partial
+    sums (`capacity`).
     """
     across = divide_up(divide_up(vectors, WARP), 8)
     return min(divide_up(resident, across), capacity)
@@ -185,7 +201,7 @@ def column_sums(
     count: int,
     columns: int,
 ) -> KernelLaunch:
-    """Return the launch that adds up partial sums that the kernel before it has left.
+    """Return the launch that adds up the previous kernel's partial sums.
 
     Args:
         kind: The type of the results.

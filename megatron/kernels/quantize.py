@@ -1,18 +1,18 @@
-"""Weights in 8 or 4 bits: codes, and a scale for each block of 64 neighbors in a row.
+"""Weights in 8 or 4 bits, stored as codes and a scale for each block of 64 neighbors in a row.
 
-A block's scale is its largest magnitude, which is exact in the weights' own number format. The
-code of an element is the nearest of 16 levels between -1 and 1 (nf4, two codes in a byte), or the
-nearest number of fp8 e4m3 as a share of the largest one; the element is its level times the scale.
-With bf16 scales that is 4.25 or 8.25 bits for each weight.
+A block's scale is its largest magnitude, which is exact in the weights' number format. An element
+is represented by its level, a number between -1 and 1, times the scale. Its code stands for the
+nearest of 16 levels (nf4, two codes per byte), or for the nearest fp8 e4m3 number divided by the
+largest one. With bf16 scales, a weight takes 4.25 or 8.25 bits.
 
-Every block has an element whose level is exactly 1 or -1. Quantizing a matrix that was read back
-therefore gives the same values and scales.
+Every block has an element with the level 1 or -1. Quantizing a matrix that was read back therefore
+gives the same values and scales.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,36 +27,45 @@ from megatron.kernels.sources import FLOATS, constant, instance
 FrozenFormat = Literal["fp8", "nf4"]
 
 BLOCK = FROZEN_BLOCK  # elements that share a scale, neighbors in a row
-# The 16 levels of NormalFloat: quantiles of a normal distribution, so that each is used about
-# equally often, scaled to [-1, 1]; the 8 lower ones include -1 and 0, the 8 upper ones 1.
+# The 16 levels of NormalFloat are quantiles of a normal distribution, scaled to [-1, 1], so that
+# each is used about equally often. The lower 8 levels include -1 and 0, the upper 8 include 1.
 _LEVELS = 16
-_OUTERMOST = 0.9677083  # the quantile of the largest magnitude: 1 - (1/30 + 1/32) / 2
+_OUTERMOST = 0.9677083  # quantile of the outermost level: 1 - (1/30 + 1/32) / 2
 
 
-def _plan_unpack(
-    codes: Pointer,
-    scales: Pointer,
-    levels: Pointer | None,
-    out: Pointer,
-    size: int,
-    dtype: int,
-) -> list[KernelLaunch]:
-    """Plan out [size] of codes with these levels; without levels, the codes are numbers of fp8."""
-    at_once = 8 * constant("unpack.cu", "kAtOnce") * constant("unpack.cu", "kThreads")
-    kernel = instance("unpack_fp8_kernel" if levels is None else "unpack_nf4_kernel", FLOATS[dtype])
-    read = (codes, scales) if levels is None else (codes, scales, levels)
-    block = (constant("unpack.cu", "kThreads"),)
-    return [KernelLaunch(kernel, (divide_up(size, at_once),), block, (*read, out, size))]
+class _Unpack(NamedTuple):
+    """The values of packed weights. Without levels, codes are fp8 numbers."""
+
+    codes: Pointer
+    scales: Pointer
+    levels: Pointer | None
+    out: Pointer  # [size]
+    size: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        at_once = 8 * constant("unpack.cu", "kAtOnce") * constant("unpack.cu", "kThreads")
+        kernel = instance(
+            "unpack_fp8_kernel" if self.levels is None else "unpack_nf4_kernel", FLOATS[self.dtype]
+        )
+        read = self[:2] if self.levels is None else self[:3]
+        block = (constant("unpack.cu", "kThreads"),)
+        return [
+            KernelLaunch(
+                kernel, (divide_up(self.size, at_once),), block, (*read, self.out, self.size)
+            )
+        ]
 
 
-UNPACK = Kernel("unpack", "ppppii", _plan_unpack)
+UNPACK = Kernel.of("unpack", _Unpack)
 
 
 @functools.cache
 def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the levels of nf4 in ascending order, [16].
 
-    The negative ones are 8 evenly spaced quantiles up to the median, the positive ones 9 from it.
+    The levels up to 0 are 8 evenly spaced quantiles up to the median, and those from 0 are 9.
 
     Args:
         dtype: The number format.
@@ -75,18 +84,18 @@ def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @functools.cache
 def _nf4_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two levels that each byte stands for, [256, 2]: its lower four bits first."""
+    """Return the two levels for each byte, [256, 2], the one of its lower four bits first."""
     levels = nf4_levels(dtype, device)
     return torch.stack((levels.repeat(_LEVELS), levels.repeat_interleave(_LEVELS)), dim=1)
 
 
 def bytes_of(parameters: int, form: FrozenFormat, scale_bytes: int) -> int:
-    """Return the bytes that weights take.
+    """Return the number of bytes that weights take.
 
     Args:
         parameters: The number of weights.
         form: Their format.
-        scale_bytes: The size of a scale, which has the weights' own number format.
+        scale_bytes: The size of a scale, which is in the weights' number format.
     """
     codes = parameters if form == "fp8" else parameters // 2
     return codes + parameters // BLOCK * scale_bytes
@@ -101,12 +110,12 @@ def quantize(matrix: Tensor, form: FrozenFormat) -> tuple[Tensor, Tensor]:
         form: The format of the codes.
 
     Returns:
-        The codes, uint8 [..., in] or for nf4 [..., in / 2], and the scales [..., in / BLOCK] in the
-        matrix's own number format.
+        The codes, uint8 [..., in], or [..., in / 2] for nf4, and the scales [..., in / BLOCK] in
+        the matrix's number format.
     """
     blocks = matrix.unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
-    # A block of zeros has the scale 0. Its codes are those of 0, whatever they are divided by.
+    # A block of zeros has the scale 0. Its codes stand for 0, whatever the divisor is.
     divisors = torch.where(scales > 0, scales, 1).float().unsqueeze(-1)
     values = (blocks.float() / divisors).flatten(-2)
     if form == "fp8":
@@ -118,7 +127,7 @@ def quantize(matrix: Tensor, form: FrozenFormat) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the largest number of fp8; GPUs multiply by the inverse of one that is on the host."""
+    """Return fp8's largest number as a tensor: GPUs multiply by the inverse of a host number."""
     return torch.tensor(torch.finfo(E4M3).max, dtype=dtype, device=device)
 
 
@@ -126,7 +135,7 @@ def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
 def dequantize(
     codes: Tensor, scales: Tensor, form: FrozenFormat, library: KernelLibrary | None = None
 ) -> Tensor:
-    """Return the matrix [..., in] that codes stand for, in the scales' number format.
+    """Return the matrix [..., in] of the codes, in the scales' number format.
 
     Args:
         codes: The codes of `quantize`.
@@ -150,11 +159,11 @@ def dequantize(
 def unpack_weight(
     library: KernelLibrary, codes: Tensor, scales: Tensor, levels: Tensor | None
 ) -> Tensor:
-    """Return the matrix that codes stand for with one kernel, which reads each code once.
+    """Return the matrix of the codes with one kernel, which reads each code once.
 
     Args:
         library: Compiled kernels.
-        codes: The codes, uint8 [..., in], or with levels [..., in / 2]; contiguous.
+        codes: The codes, uint8 [..., in], or [..., in / 2] with levels; contiguous.
         scales: The scales [..., in / BLOCK], contiguous.
         levels: The levels of nf4 [16], in the scales' format; `None` for fp8.
 
@@ -167,9 +176,9 @@ def unpack_weight(
 
 
 def prepare(form: FrozenFormat, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate now what every `dequantize` reads.
+    """Allocate the tables that `dequantize` reads.
 
-    A pass that is being recorded must not allocate what later ones read.
+    A pass that is being recorded must not allocate memory that later passes read.
 
     Args:
         form: The format of the codes.

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021) in the half-rotation form.
 
-The first r of a head's d channels rotate: channel i and channel i + r/2 form a plane that turns
-by position / base^(2i/r). The other channels stay as they are.
+The first r of a head's d channels rotate. Channels i and i + r/2 form a plane that rotates by
+position / base^(2i/r). The other channels do not change.
 """
 
 from __future__ import annotations
@@ -25,69 +25,93 @@ from megatron.kernels.library import (
     operator,
     takes,
 )
-from megatron.kernels.plans import KernelLaunch, PlanError, Pointer, divide_up, vector_size
+from megatron.kernels.plans import (
+    KernelLaunch,
+    PlanError,
+    Pointer,
+    Strided,
+    divide_up,
+    vector_size,
+)
 from megatron.kernels.sources import FLOATS, constant, instance
 
-_THREADS = 192  # of a block that has several rows, about
+_THREADS = 192  # per block with several rows, approximately
 
 
-def _plan_split_rotate(
-    fused: Pointer,
-    cosine: Pointer | None,
-    sine: Pointer | None,
-    query: Pointer,
-    key: Pointer | None,
-    value: Pointer | None,
-    amax: Pointer | None,
-    *numbers: int,
-) -> list[KernelLaunch]:
-    """Plan the split of fused [s, b, groups, per_group + others, d] into heads that are turned.
+class _SplitRotate(NamedTuple):
+    """The split of a fused projection into heads that are rotated, or the way back.
 
-    query is [s, b, groups * per_group, d], key and value [s, b, groups, d]; their strides of s, b
-    and n come first among the numbers. cosine and sine are fp32 [s, rotary], whose second half
-    repeats the first; without them nothing turns. Backward goes from heads into fused, turning
-    back, and amax, zero before, rises to the largest magnitude of fused. others is 2, or 0 if fused
-    has queries alone; there are no key and value then.
+    Without `others` there are only queries, and with neither cosine nor sine nothing rotates.
+    Backward goes from heads to `fused` and rotates back.
     """
-    strides, (positions, batch, groups, per_group, others) = numbers[:9], numbers[9:14]
-    head_size, rotary, backward, dtype = numbers[14:]
-    name = FLOATS[dtype]
-    most, heads_at_once = constant("rope.cu", "kMostThreads"), constant("rope.cu", "kHeadsAtOnce")
-    pairs = head_size // (2 * vector_size(name))
-    if not 1 <= pairs <= most:
-        raise PlanError(f"heads of {head_size} channels of type {name}")
-    rows = positions * batch
-    shares = divide_up(groups * (per_group + others), heads_at_once)
-    lanes = min(most // pairs, shares)
-    rows_at_once = max(1, _THREADS // (pairs * lanes))
-    sizes = (rows, batch, lanes, groups, per_group, others, head_size, rotary)
-    return [
-        KernelLaunch(
-            instance("split_rotate_kernel", name, bool(backward)),
-            (divide_up(rows, rows_at_once), divide_up(shares, lanes)),
-            (pairs, lanes * rows_at_once),
-            (fused, cosine, sine, query, key, value, amax, *strides, *sizes),
-        )
-    ]
+
+    fused: Pointer  # [positions, batch, groups, per_group + others, d]
+    cosine: Pointer | None  # fp32 [positions, rotary]; the second half repeats the first
+    sine: Pointer | None  # like cosine
+    query: Strided  # [positions, batch, groups * per_group, d]
+    key: Strided | None  # [positions, batch, groups, d]
+    value: Strided | None  # like key
+    amax: Pointer | None  # zero before; raised to the largest magnitude of fused
+    query_position: int  # strides
+    query_sample: int
+    query_head: int
+    key_position: int
+    key_sample: int
+    key_head: int
+    value_position: int
+    value_sample: int
+    value_head: int
+    positions: int
+    batch: int
+    groups: int
+    per_group: int
+    others: int  # 2 if there are keys and values, otherwise 0
+    head_size: int
+    rotary: int
+    backward: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launch."""
+        name = FLOATS[self.dtype]
+        most = constant("rope.cu", "kMostThreads")
+        pairs = self.head_size // (2 * vector_size(name))
+        if not 1 <= pairs <= most:
+            raise PlanError(f"heads of {self.head_size} channels of type {name}")
+        rows = self.positions * self.batch
+        heads = self.groups * (self.per_group + self.others)
+        shares = divide_up(heads, constant("rope.cu", "kHeadsAtOnce"))
+        lanes = min(most // pairs, shares)
+        rows_at_once = max(1, _THREADS // (pairs * lanes))
+        sizes = (self.groups, self.per_group, self.others, self.head_size, self.rotary)
+        return [
+            KernelLaunch(
+                instance("split_rotate_kernel", name, bool(self.backward)),
+                (divide_up(rows, rows_at_once), divide_up(shares, lanes)),
+                (pairs, lanes * rows_at_once),
+                (*self[:16], rows, self.batch, lanes, *sizes),  # tensors and strides first
+            )
+        ]
 
 
-SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 18, _plan_split_rotate)
-LARGEST_PAIRS = 256  # pairs of vectors in a head; rope.cu has the same
+SPLIT_ROTATE = Kernel.of("split_rotate", _SplitRotate)
+LARGEST_PAIRS = 256  # pairs of vectors per head, as in rope.cu
 _FIRST_CONTEXT = 8192  # tokens of the context that Llama 3.1 was first trained with
-# Turns within it up to which a frequency is slowed down, and from which it is kept.
+# Frequencies with up to _SLOWED_TURNS turns within it are slowed down; those with at least
+# _KEPT_TURNS are kept.
 _SLOWED_TURNS, _KEPT_TURNS = 1.0, 4.0
 
 
 class Yarn(NamedTuple):
-    """Frequencies for a longer context than the trained one (Peng et al., 2023, arXiv:2309.00071).
+    """YaRN: frequencies for a longer context than trained (Peng et al., 2023, arXiv:2309.00071).
 
     Attributes:
-        factor: The context to reach / the trained one.
+        factor: The extended context divided by the trained one.
         original: The trained context in tokens.
-        fast: Turns within it from which a frequency is kept.
-        slow: Turns up to which a frequency is divided by the whole factor.
+        fast: Number of turns within the trained context from which a frequency is kept.
+        slow: Number of turns up to which a frequency is divided by the whole factor.
         rounds: Whether these limits are rounded to whole planes.
-        concentration: Factor of cosines and sines, and so of queries and keys.
+        concentration: Factor applied to cosines and sines, and so to queries and keys.
     """
 
     factor: float
@@ -98,7 +122,7 @@ class Yarn(NamedTuple):
     concentration: float = 1.0
 
     def slow_down(self, frequency: Tensor, base: float) -> Tensor:
-        """Return frequencies [r/2] of which those of planes that turn seldom are divided.
+        """Return frequencies [r/2], with those of slowly rotating planes reduced.
 
         Args:
             frequency: The frequencies base^(-2i/r), in radians per token.
@@ -113,7 +137,7 @@ class Yarn(NamedTuple):
         if self.rounds:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * planes - 1)
-        last = last + 0.001 if last == first else last  # as the paper's program does
+        last = last + 0.001 if last == first else last  # as in the paper's code
         number = torch.arange(planes, dtype=frequency.dtype, device=frequency.device)
         slowed = ((number - first) / (last - first)).clamp(0, 1)
         return frequency * (1 - slowed + slowed / self.factor)
@@ -136,12 +160,12 @@ def rotation_table(
 
     Args:
         positions: The number of positions, counted from 0.
-        rotary_size: The number r of a head's channels that rotate, which is even.
+        rotary_size: The number r of a head's channels that rotate. It is even.
         base: The base of the frequencies.
-        interpolation: The divisor of the positions, which extends a trained context (Chen et al.,
+        interpolation: The divisor of the positions, to extend a trained context (Chen et al.,
             2023).
         scaling: The factor by which low frequencies are divided, as in Llama 3.1.
-        yarn: How YaRN divides them.
+        yarn: YaRN's changes to the frequencies.
         device: The device of the table.
     """
     assert rotary_size % 2 == 0, rotary_size
@@ -160,9 +184,9 @@ def rotation_table(
 def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:
     """Return frequencies [r/2] for a longer context, as in Llama 3.1 (Grattafiori et al., 2024).
 
-    Planes that turn often within the original context distinguish nearby positions, and keep their
-    frequency. The frequencies of planes that turn less than once are divided by `factor`, so that
-    distant positions look like known ones. The frequencies in between are a mixture of the two.
+    Planes that turn often within the original context distinguish nearby positions and keep their
+    frequency. Planes that turn less than once have their frequency divided by `factor`, so that
+    distant positions look like known ones. Frequencies in between are interpolated.
 
     Args:
         frequency: The frequencies in radians per token.
@@ -174,7 +198,7 @@ def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate queries or keys [s, b, n, d] by their position, in fp32; the type stays the same."""
+    """Rotate queries or keys [s, b, n, d] by their position in fp32, keeping their type."""
     cosine, sine = rotation
     size = cosine.shape[-1]
     turning, still = x[..., :size], x[..., size:]
@@ -184,7 +208,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return turned if still.shape[-1] == 0 else torch.cat((turned, still), dim=-1)
 
 
-# A form of rotating heads, which takes the arguments of `rotate`.
+# An implementation of `rotate`.
 Rotate = Callable[[Tensor, Rotation], Tensor]
 
 
@@ -200,7 +224,7 @@ def choose_rotate(model: ModelConfig, library: KernelLibrary | None) -> Rotate:
     return partial(fused_rotate, library)
 
 
-# A form of splitting and rotating, which takes the arguments of `split_rotate`.
+# An implementation of `split_rotate`.
 SplitRotate = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
@@ -225,7 +249,7 @@ def split_rotate(
     *,
     contiguous: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused projection into heads, and rotate queries and keys, in PyTorch.
+    """Split a fused projection into heads and rotate queries and keys, in PyTorch.
 
     Args:
         qkv: The projection [s, b, (n + 2g) d], ordered by group: its n/g query heads, its key, its
@@ -239,7 +263,7 @@ def split_rotate(
             heeds it.
 
     Returns:
-        Queries [s, b, n, d], keys and values [s, b, g, d]: views, or rotated copies.
+        Queries [s, b, n, d], keys and values [s, b, g, d]. They are views or rotated copies.
     """
     by_group = qkv.unflatten(2, (groups, -1, head_size))
     query = by_group[:, :, :, :-2].flatten(2, 3)
@@ -262,9 +286,9 @@ def fused_split_rotate(
     """Split and rotate with one kernel that writes contiguous heads.
 
     The arguments and results are those of `split_rotate`. The backward kernel gathers the gradients
-    of the heads, in whatever layout attention leaves them, into the gradient of the projection.
-    Heads that do not rotate are views of the projection if each has its own key, unless they are
-    to be `contiguous`. PyTorch's operations handle sizes that the kernel does not support.
+    of the heads, which attention may return in any layout, into the gradient of the projection.
+    Heads that do not rotate are views of the projection if each has its own key, unless they are to
+    be `contiguous`. PyTorch's operations handle sizes that the kernel does not support.
     """
     if not _fits(qkv, head_size, rotation or ()):
         return split_rotate(qkv, groups, head_size, rotation)
@@ -275,7 +299,7 @@ def fused_split_rotate(
 
 
 def _fits(x: Tensor, head_size: int, rotation: Sequence[Tensor]) -> bool:
-    """Return whether the kernel supports the heads in x, whose dimension 0 indexes positions."""
+    """Return whether the kernel supports the heads in x. Dimension 0 indexes positions."""
     pair = 2 * VECTOR_BYTES // x.element_size()
     fits = takes(x) and head_size % pair == 0 and head_size // pair <= LARGEST_PAIRS
     return fits and all(
@@ -283,13 +307,13 @@ def _fits(x: Tensor, head_size: int, rotation: Sequence[Tensor]) -> bool:
         and angles.dtype == torch.float32
         and angles.is_contiguous()
         and angles.shape[-1] % pair == 0
-        and angles.numel() == x.shape[0] * angles.shape[-1]  # one per position, for all samples
+        and angles.numel() == x.shape[0] * angles.shape[-1]  # one row per position, for all samples
         for angles in rotation
     )
 
 
 def fused_rotate(library: KernelLibrary, x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate queries or keys [s, b, n, d] with a kernel, or with PyTorch if they do not fit."""
+    """Rotate queries or keys [s, b, n, d] with a kernel, or with PyTorch for unsupported sizes."""
     if not _fits(x, x.shape[-1], rotation):
         return rotate(x, rotation)
     result: Tensor = _rotate(library, x, *rotation, False)
@@ -307,7 +331,7 @@ def rotate_heads(
         x: Heads [s, b, n, d].
         cosine: The cosines, fp32 [s, 1, 1, r].
         sine: The sines, of the same shape.
-        backward: Whether to rotate back, for gradients.
+        backward: Whether to rotate gradients back.
 
     Returns:
         The rotated heads, contiguous.
@@ -378,7 +402,7 @@ def split_rotate_backward(
     Returns:
         The gradient, in the shape of the projection.
     """
-    # The kernel takes any strides except for channels, where every head starts on a boundary.
+    # The kernel supports any strides, but channels must be contiguous and heads aligned.
     heads = [
         x
         if x.stride(-1) == 1

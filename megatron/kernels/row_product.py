@@ -1,13 +1,12 @@
-"""x W^T of 16-bit matrices, where the bits of a row do not depend on how many rows there are.
+"""Products x W^T in 16 bits, in which a row's bits do not depend on the number of rows.
 
 A library chooses its kernel by the sizes, and the kernel determines the order in which a row's
-products are added up: a generated text then depends, in its last bits and sometimes in its words,
-on what else was in the batch. However, all of cuBLASLt's kernels of one family add up in the same
-order, whatever their tiles are; only the number of parts that k is cut into makes a difference
-(measured on an H200: docs/benchmarks/generation.md). So each weight is assigned a family and a
-number of parts, and each number of rows uses the fastest kernel among these. Whether the bits are
-then the same is tested when a weight's shape is first met; if they are not, PyTorch multiplies, and
-one line says so.
+products are added. The last bits of a generated text, and sometimes its words, then depend on the
+rest of the batch. However, all cuBLASLt kernels of a family add in the same order, whatever their
+tiles are. Only the number of parts into which k is split matters (measured on an H200:
+docs/benchmarks/generation.md). So each weight is assigned a family and a number of parts, and for
+each number of rows the fastest of these kernels is used. When a weight's shape is first used, the
+results are tested for equal bits. If they differ, PyTorch multiplies, and a warning says so.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from megatron.kernels.cublaslt import ALIGNMENT, Algorithm, CublasLt, CublasLtEr
 # The library's choice for this many rows decides a weight's family. The number is small, because
 # splitting k pays off for few rows.
 _TYPICAL_ROWS = 16
-# If k is split, the partial sums take memory for each row: more rows are multiplied in pieces.
+# If k is split, partial sums take memory for each row, so more rows are multiplied in pieces.
 _PIECE = 512
 _CHOICES = 64
 _WORKSPACE_BYTES = 128 * 1024 * 1024
 _FORMATS = (torch.float16, torch.bfloat16)
-GRANULE = ALIGNMENT // 2  # elements of 16 bits: sizes of a weight are multiples of it
+GRANULE = ALIGNMENT // 2  # 16-bit elements; a weight's sizes must be multiples of this
 _TRIED_ROWS = (1, 3, 8, 16, 40, 64, 200, 256)
 
 logger = logging.getLogger(__name__)
 
 
 class KernelFamily(NamedTuple):
-    """Kernels that add up in the same order: the library's id for them, and the parts of k."""
+    """Kernels that add in the same order: the library's id for them and the parts of k."""
 
     kind: int
     cut: int
@@ -54,12 +53,12 @@ class _Shape(NamedTuple):
 
     @property
     def is_taken(self) -> bool:
-        """Whether each row of the matrices begins at an address that the library accepts."""
+        """Whether each row of the matrices starts at an address that the library accepts."""
         return self.n % GRANULE == 0 and self.k % GRANULE == 0
 
 
 def choose_row_product(device: torch.device) -> RowProduct | None:
-    """Return cuBLASLt's product, or `None` on CPUs and other vendors' GPUs, which have none."""
+    """Return cuBLASLt's product, or `None` without cuBLASLt (CPUs, other vendors' GPUs)."""
     if not Device(device).is_gpu:
         return None
     try:
@@ -112,7 +111,7 @@ class RowProduct:
         if family is None:
             logger.warning(
                 "text generation: products with weights [%d, %d] may differ in their last bits "
-                "between batches: cuBLASLt has no kernels for them that all add in the same order",
+                "between batches, because cuBLASLt has no kernels for them that add in one order",
                 shape.n,
                 shape.k,
             )

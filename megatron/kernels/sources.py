@@ -1,6 +1,6 @@
-"""The CUDA sources next to this file: which kernels they hold, and what they say about themselves.
+"""The CUDA sources next to this file: their kernels, and facts that are read from them.
 
-It does not import torch, so that `pip install` can compile the sources.
+This module does not import torch, so that `pip install` can compile the sources.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FLOATS = ("float", "Half", "BFloat16")  # the element types of common.cuh, in order of their codes
+FLOATS = ("float", "Half", "BFloat16")  # element types of common.cuh, ordered by code
 IN_16_BITS = FLOATS[1:]
 _FLAGS = (False, True)
-# A residual stream and the weights beside it: of one type, or a stream in fp32.
+# Types of a residual stream and of a layer's weights: the same type, or a stream in fp32.
 _STREAMS = (*((x, x) for x in FLOATS), *(("float", x) for x in IN_16_BITS))
 _FP8 = (0, 1)  # e4m3, e5m2
-_KINDS = range(4)  # of activations
+_KINDS = range(4)  # kinds of activations
 _TYPES = {"int64_t": "q", "int": "i", "unsigned": "I", "float": "f", "double": "d"}
 
 
@@ -29,12 +29,12 @@ def instance(kernel: str, *arguments: str | int) -> str:
 
 
 def _elements(weights: str, fewest: int) -> list[int]:
-    """Return how many elements of a row a thread may have (`rows.cuh`)."""
+    """Return the possible numbers of elements per thread (`rows.cuh`)."""
     return [e for e in (8, 16, 32) if e >= fewest and (e < 32 or weights in IN_16_BITS)]
 
 
 def instances() -> Mapping[str, Sequence[str]]:
-    """Return the kernels to compile of each source, by the source's name without suffix."""
+    """Return the kernels to compile in each source, keyed by the source's name without suffix."""
     name = instance
     return {
         "activation": [
@@ -124,10 +124,10 @@ def digest(flags: Sequence[str]) -> str:
 
 @cache
 def constant(source: str, name: str) -> int:
-    """Return the whole number that a source (such as "adam.cu") gives to a constant.
+    """Return the integer value of a constant in a source such as "adam.cu".
 
     Raises:
-        ValueError: It has no such constant.
+        ValueError: The source has no such constant.
     """
     found = re.search(rf"\b{name} = (\d+)\b", (HERE / f"cuda/{source}").read_text(encoding="utf-8"))
     if found is None:
@@ -137,10 +137,10 @@ def constant(source: str, name: str) -> int:
 
 @cache
 def parameters() -> Mapping[str, str]:
-    """Return the letters of each kernel's parameters, as the module `struct` has them, P: pointer.
+    """Return the letters of each kernel's parameters, as in the module `struct` (P is a pointer).
 
     Raises:
-        ValueError: A parameter is of another type.
+        ValueError: A parameter has an unknown type.
     """
     found = {}
     for file in source_files():
@@ -150,7 +150,9 @@ def parameters() -> Mapping[str, str]:
             for parameter in re.sub(r"<[^<>]*>", "", listed).split(","):
                 kind = parameter.replace("const ", "").split()[0]
                 if "*" not in parameter and kind not in _TYPES:
-                    raise ValueError(f"{file}: {kernel} has a parameter {parameter.strip()}")
+                    raise ValueError(
+                        f"{file}: {kernel} has a parameter of unknown type: {parameter.strip()}"
+                    )
                 letters.append("P" if "*" in parameter else _TYPES[kind])
             found[kernel] = "".join(letters)
     return found

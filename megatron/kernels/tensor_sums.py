@@ -1,6 +1,6 @@
-"""Many tensors in a single launch: the table of their addresses, and sums over them.
+"""Kernels over many tensors in one launch: the table of addresses, and sums over the tensors.
 
-The kernels here and in `adam` are not registered as PyTorch operators: they find their tensors by
+The kernels here and in `adam` are not registered as PyTorch operators. They find their tensors by
 address, so a compiler could not see what they read and write. No model contains them.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,32 +18,39 @@ from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
 from megatron.kernels.plans import KernelLaunch, Pointer
 from megatron.kernels.sources import FLOATS, constant, instance
 
-CHUNK = 2**16  # elements that a block takes; a multiple of what any access needs
+CHUNK = 2**16  # elements per block; a multiple of every access size
 
 
-def _plan_sums(
-    tensors: Pointer,
-    pieces: Pointer,
-    results: Pointer,
-    total: Pointer,
-    count: int,
-    chunk: int,
-    dtype: int,
-) -> list[KernelLaunch]:
-    """Plan total = (sum of squares, number of nonzero elements) over all pieces.
+class _TensorSums(NamedTuple):
+    """The sum of squares and the number of nonzero elements over all pieces."""
 
-    A piece (tensor, first element) has up to `chunk` elements, and two doubles in results.
-    """
-    block = (constant("tensor_sums.cu", "kThreads"),)
-    kernel, given = instance("pieces_kernel", FLOATS[dtype]), (tensors, pieces, chunk, results)
-    add = [KernelLaunch(kernel, (count,), block, given)] if count else []
-    return [*add, KernelLaunch("finish_kernel", (1,), block, (results, count, total))]
+    tensors: Pointer
+    pieces: Pointer  # (tensor, first element), of up to `chunk` elements each
+    results: Pointer  # scratch, two doubles per piece
+    total: Pointer  # both sums
+    piece_count: int
+    chunk: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        block = (constant("tensor_sums.cu", "kThreads"),)
+        kernel = instance("pieces_kernel", FLOATS[self.dtype])
+        given = (self.tensors, self.pieces, self.chunk, self.results)
+        add = [KernelLaunch(kernel, (self.piece_count,), block, given)] if self.piece_count else []
+        return [
+            *add,
+            KernelLaunch(
+                "finish_kernel", (1,), block, (self.results, self.piece_count, self.total)
+            ),
+        ]
 
 
-TENSOR_SUMS = Kernel("tensor_sums", "ppppiii", _plan_sums)
+TENSOR_SUMS = Kernel.of("tensor_sums", _TensorSums)
 
-# Elements whose squares are added in fp32. A CPU adds them almost one after another. Short rows
-# keep the relative error below 1e-5; with long rows it reaches 1e-2. Rows are added in fp64.
+# Number of elements whose squares are added in fp32. A CPU adds them almost one after another, so
+# short rows keep the relative error below 1e-5, while with long rows it reaches 1e-2. Rows are
+# added in fp64.
 ROW = 2**12
 
 Sums = Callable[[], Tensor]
@@ -50,12 +58,12 @@ Sums = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class TensorTable:
-    """The table in which a kernel finds its tensors, which must not move.
+    """The table in which a kernel finds its tensors. The tensors must not move.
 
     Attributes:
-        tensors: int64 [tensors, fields + 1]: addresses (0 for None), then the size in elements.
+        tensors: int64 [tensors, fields + 1]: addresses (0 for `None`), then the size in elements.
         pieces: int64 [pieces, 2]: the tensor and the first element of each block's part.
-        held: The tensors, which are kept alive.
+        held: The tensors, to keep them alive.
     """
 
     tensors: Tensor
@@ -92,14 +100,14 @@ def choose_tensor_sums(
     *,
     counts: bool = True,
 ) -> Sums:
-    """Choose a deterministic way to compute (sum of squares, number of nonzeros), fp64 [2].
+    """Return a deterministic function for (sum of squares, number of nonzeros), fp64 [2].
 
     Args:
-        tensors: Contiguous tensors that do not move.
+        tensors: Contiguous tensors that do not move in memory.
         device: The device of the tensors and of the result.
         library: The compiled kernels; `None` means plain PyTorch.
-        counts: Whether the second number is needed, for which plain PyTorch reads everything again.
-            Otherwise it may be 0.
+        counts: Whether the second number is needed. If not, it may be 0, because plain PyTorch
+            would read everything again for it.
     """
     if library is None:
         return partial(tensor_sums_reference, tensors, device, counts=counts)
@@ -115,8 +123,8 @@ def choose_tensor_sums(
 def tensor_sums_reference(
     tensors: Sequence[Tensor], device: torch.device, *, counts: bool = True
 ) -> Tensor:
-    """Compute (sum of squares, nonzero elements or 0) in PyTorch: fp64 [2] on `device`."""
-    nonzero = torch.zeros((), dtype=torch.float64, device=device)  # exact to 2**53
+    """Compute (sum of squares, number of nonzeros or 0) in PyTorch, fp64 [2] on `device`."""
+    nonzero = torch.zeros((), dtype=torch.float64, device=device)  # exact up to 2**53
     for tensor in tensors if counts else ():
         nonzero = nonzero + torch.count_nonzero(tensor)
     return torch.stack([sum_of_squares(tensors, device), nonzero])

@@ -1,13 +1,14 @@
 """Weight gradients, added directly to a gradient buffer.
 
-Without this, a linear layer or an embedding would write a 16-bit gradient as large as its
-weight, and another pass over memory would add it to the buffer.
+Otherwise a linear layer or an embedding would write a 16-bit gradient as large as its weight, and
+another pass over memory would add it to the buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,60 +19,66 @@ from megatron.kernels.plans import KernelLaunch, PlanError, Pointer, divide_up, 
 from megatron.kernels.sources import FLOATS, constant, instance
 
 
-def _plan_embedding(
-    entries: Pointer,
-    gradient: Pointer,
-    into: Pointer,
-    pairs: Pointer,
-    parts: Pointer,
-    count: int,
-    hidden: int,
-    table_rows: int,
-    dtype: int,
-) -> list[KernelLaunch]:
-    """Plan into [table_rows, hidden] += the rows of gradient [count, hidden] by entry.
+class _EmbeddingGradient(NamedTuple):
+    """A gradient's rows, which are sorted by entry (digit by digit) and added to a table's rows."""
 
-    pairs, 8 bytes [2, count], and parts, fp32 [chunks, 2, hidden], are to work in. The rows are
-    sorted by entry, digit by digit.
-    """
-    if count == 0 or table_rows == 0:
-        return []
-    if (count | table_rows) >> 30:
-        raise PlanError(f"{count} rows for {table_rows} entries")
-    source, name = "embedding_gradient.cu", FLOATS[dtype]
-    bits, threads = constant(source, "kBits"), constant(source, "kThreads")
-    sorters = 1 << bits
-    launches: list[KernelLaunch] = []
-    ordered, following, other = None, pairs, pairs.after(8 * count)
-    for shift in range(0, table_rows.bit_length(), bits):
-        given = (None if ordered else entries, ordered, following, count, table_rows, shift)
-        grid = (divide_up(count, sorters),)
-        launches.append(KernelLaunch("sort_kernel", grid, (sorters,), given, early=True))
-        ordered, following, other = following, other, following
-    sizes, block = (count, hidden, table_rows), (threads,)
-    launches.append(
-        KernelLaunch(
-            instance("rows_kernel", name),
-            (count, divide_up(hidden, threads * vector_size(name))),
-            block,
-            (ordered, gradient, parts, into, *sizes),
-            early=True,
-        )
-    )
-    if boundaries := (count - 1) // CHUNK:
-        across = divide_up(hidden, threads * 4)
-        given_parts = (ordered, parts, into, *sizes)
+    entries: Pointer  # [row_count]
+    gradient: Pointer  # [row_count, hidden]
+    into: Pointer  # fp32 [table_rows, hidden]
+    pairs: Pointer  # scratch, 8 bytes [2, row_count]
+    parts: Pointer  # scratch, fp32 [chunks, 2, hidden]
+    row_count: int
+    hidden: int
+    table_rows: int
+    dtype: int
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        if self.row_count == 0 or self.table_rows == 0:
+            return []
+        if (self.row_count | self.table_rows) >> 30:
+            raise PlanError(f"{self.row_count} rows for {self.table_rows} entries")
+        source, name = "embedding_gradient.cu", FLOATS[self.dtype]
+        bits, threads = constant(source, "kBits"), constant(source, "kThreads")
+        sorters = 1 << bits
+        launches: list[KernelLaunch] = []
+        ordered, following, other = None, self.pairs, self.pairs.after(8 * self.row_count)
+        for shift in range(0, self.table_rows.bit_length(), bits):
+            given = (
+                None if ordered else self.entries,
+                ordered,
+                following,
+                self.row_count,
+                self.table_rows,
+                shift,
+            )
+            grid = (divide_up(self.row_count, sorters),)
+            launches.append(KernelLaunch("sort_kernel", grid, (sorters,), given, early=True))
+            ordered, following, other = following, other, following
+        sizes, block = (self.row_count, self.hidden, self.table_rows), (threads,)
         launches.append(
-            KernelLaunch("parts_kernel", (boundaries, across), block, given_parts, early=True)
+            KernelLaunch(
+                instance("rows_kernel", name),
+                (self.row_count, divide_up(self.hidden, threads * vector_size(name))),
+                block,
+                (ordered, self.gradient, self.parts, self.into, *sizes),
+                early=True,
+            )
         )
-    return launches
+        if boundaries := (self.row_count - 1) // CHUNK:
+            across = divide_up(self.hidden, threads * 4)
+            given_parts = (ordered, self.parts, self.into, *sizes)
+            launches.append(
+                KernelLaunch("parts_kernel", (boundaries, across), block, given_parts, early=True)
+            )
+        return launches
 
 
-EMBEDDING_GRADIENT = Kernel("embedding_gradient", "pppppiiii", _plan_embedding)
-WIDTH = 8  # the kernel needs a hidden size that this divides
-CHUNK = 32  # sorted rows that are summed side by side; embedding_gradient.cu has the same
+EMBEDDING_GRADIENT = Kernel.of("embedding_gradient", _EmbeddingGradient)
+WIDTH = 8  # the kernel needs a hidden size that is a multiple
+CHUNK = 32  # sorted rows that are summed together, as in embedding_gradient.cu
 
-# (entries [n], where those outside the table are ignored; grad [n, h]; into [rows, h])
+# (entries [n], ignoring those outside the table; grad [n, h]; into [rows, h])
 EmbeddingGradient = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -79,7 +86,7 @@ def weight_gradient(grad: Tensor, x: Tensor, into: Tensor, *, accumulate: bool) 
     """Compute into = grad^T x, or into += grad^T x, summed in fp32.
 
     On a GPU this is one cuBLAS product with 16-bit inputs and fp32 output, which runs at full
-    speed; elsewhere the inputs are converted.
+    speed. Elsewhere the inputs are converted.
 
     Args:
         grad: The gradient of the layer's output, [..., out].
@@ -98,14 +105,14 @@ def weight_gradient(grad: Tensor, x: Tensor, into: Tensor, *, accumulate: bool) 
 
 
 def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> EmbeddingGradient:
-    """Choose how to add grad[i] to into[entries[i]] in fp32, with bitwise reproducible results."""
+    """Return a function that adds grad[i] to into[entries[i]] in fp32, bitwise reproducibly."""
     if library is None or hidden % WIDTH:
         return embedding_gradient_reference
     return partial(embedding_gradient, library)
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add in PyTorch, deterministically on a GPU too, where it adds entries in sorted order."""
+    """Add in PyTorch, which is deterministic on a GPU too: it adds entries in sorted order."""
     inside = (entries >= 0) & (entries < into.shape[0])
     rows = torch.where(inside, entries, 0)
     values = torch.where(inside[:, None], grad, 0).to(into.dtype)

@@ -116,7 +116,7 @@ def test_arguments_that_do_not_fit(fresh, monkeypatch):
     Machine(fresh, monkeypatch)
     for arguments, said in (
         ((on(0), on(0), 1), "takes 4 arguments"),
-        ((on(0), on(1), 1, 2.0), "tensors of"),
+        ((on(0), on(1), 1, 2.0), "tensors are on"),
         ((torch.zeros(2, 2).t(), None, 1, 2.0), "not contiguous"),
         ((1, None, 1, 2.0), "takes a tensor"),
         ((None, None, 1, 2.0), "takes tensors"),

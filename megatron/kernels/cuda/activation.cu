@@ -1,10 +1,10 @@
-// Non-linearities of the MLP with the bias of the projection before them.
+// Non-linearities of the MLP, which also add the bias of the projection before them.
 #include "amax.cuh"
 #include "column_sums.cuh"
 
 enum Activation : int64_t { kGeluTanh = 0, kGelu = 1, kSquaredRelu = 2, kSwiGLU = 3 };
 
-// The hardware's power of two and reciprocal, one instruction each, with an error far below a 16-bit
+// The hardware's power of two and reciprocal, one instruction each. Their error is far below 16-bit
 // rounding. Subnormal numbers count as zero.
 __device__ __forceinline__ float fast_power_of_two(float x) {
 #ifndef EMULATED
@@ -33,7 +33,7 @@ __device__ __forceinline__ float sigmoid(float x) {
 }
 
 struct Normal {
-  float below, density;  // the distribution function, and its slope times the root of 2 pi
+  float below, density;  // the distribution function, and its slope times sqrt(2 pi)
 };
 
 // Fast form: Abramowitz and Stegun 7.1.26 (error 7.5e-8), which contains the density.
@@ -68,7 +68,7 @@ __device__ __forceinline__ ValueAndSlope activation(float x) {
   return {positive * positive, 2.f * positive};
 }
 
-// Number of rows that a thread loads before it computes.
+// The number of rows that a thread loads before it computes.
 template <int KIND>
 constexpr int rows_at_once = KIND == kSwiGLU ? 2 : 4;
 
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(256)
   constexpr bool kExact = sizeof(T) == 4;
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
   const bool inside = column < columns;
-  if (!inside) rows = 0;  // nothing to do but to meet the others
+  if (!inside) rows = 0;  // has no work, but must reach the barriers
   const int64_t width = static_cast<int64_t>(columns) * P;
   Vector<T, V> b[P];
 #pragma unroll
@@ -122,12 +122,13 @@ __global__ void __launch_bounds__(256)
   if (amax) raise_by_block(amax, largest);
 }
 
-// Number of blocks that a multiprocessor has registers for in backward.
+// The number of blocks for which a multiprocessor has registers in the backward pass.
 template <int KIND, bool SUM>
 constexpr int residency = KIND == kSwiGLU && SUM ? 2 : 3;
 constexpr int kRowsAtOnceBackward = 2;
 
-// Computes the gradient of x and, with `partial` fp32 [gridDim.x, width], this block's sums of it.
+// Computes the gradient of x and, into `partial` fp32 [gridDim.x, width] if given, its sums over
+// this block's rows.
 template <typename T, int KIND, bool SUM>
 __global__ void __launch_bounds__(256, residency<KIND, SUM>)
     activation_backward_kernel(const T* __restrict__ x, const T* __restrict__ bias,
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(256, residency<KIND, SUM>)
   constexpr bool kExact = sizeof(T) == 4;
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
   const bool inside = column < columns;
-  if (!inside) rows = 0;  // nothing to do but to meet the others
+  if (!inside) rows = 0;  // has no work, but must reach the barriers
   const int64_t width = static_cast<int64_t>(columns) * P;
   Vector<T, V> b[P];
   float sums[P][V];

@@ -1,14 +1,14 @@
-// AdamW over many tensors in one launch: gradient, fp32 weight and moments are read once; weight,
-// moments and the 16-bit copy of the weight are written once: 30 bytes per parameter.
+// AdamW over many tensors in one launch. It reads gradient, fp32 weight and moments once, and
+// writes weight, moments and the weight's 16-bit copy once: 30 bytes per parameter.
 #include "common.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWidth = 4;     // elements of one access: 16 bytes of fp32
+constexpr int kWidth = 4;     // elements per access: 16 bytes of fp32
 constexpr int kInFlight = 2;  // accesses to each tensor before the first use
 
-struct AdamTensor {  // kernels/tensor_table.py packs it: 64-bit fields alone
+struct AdamTensor {  // packed by kernels/tensor_sums.py: only 64-bit fields
   const void* gradient;
   float* weight;
   float* first;
@@ -23,13 +23,13 @@ struct AdamNumbers {
   const float *step, *gradient_scale, *found_nonfinite;
 };
 
-struct Factors {  // of one step
+struct Factors {  // factors of one step
   float inverse_scale, step_size, root_correction, keep;
   float beta1, rest1, beta2, rest2;  // rest = 1 - beta
 };
 
 __device__ Factors factors_of(const AdamNumbers& numbers) {
-  // In double: 1 - beta2 loses digits in fp32.
+  // In double precision, because 1 - beta2 loses digits in fp32.
   const double step = *numbers.step;
   const double correction1 = 1. - pow(numbers.beta1, step);
   const double correction2 = 1. - pow(numbers.beta2, step);
@@ -93,7 +93,7 @@ __device__ __forceinline__ bool allows_vectors(const AdamTensor& tensor) {
   return places % 16 == 0;
 }
 
-// Block b updates `chunk` elements of tensor pieces[b].x, beginning at pieces[b].y.
+// Block b updates `chunk` elements of tensor pieces[b].x, beginning at element pieces[b].y.
 template <typename G, typename C>
 __global__ void __launch_bounds__(kThreads)
     adam_kernel(const AdamTensor* __restrict__ tensors, const longlong2* __restrict__ pieces,
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
       update_vectors<G, C, kWidth, kInFlight>(tensor, i, numbers.epsilon, factors);
     }
   }
-  for (; i + threadIdx.x < end; i += kThreads) {  // the rest, one by one
+  for (; i + threadIdx.x < end; i += kThreads) {  // the remaining elements, one by one
     update_vectors<G, C, 1, 1>(tensor, i, numbers.epsilon, factors);
   }
 }

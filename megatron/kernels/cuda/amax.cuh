@@ -1,13 +1,13 @@
-// Largest magnitudes, which a kernel finds while it writes a tensor that will be cast to fp8.
+// Largest magnitudes, measured by a kernel while it writes a tensor that will be cast to fp8.
 #pragma once
 
 #include "common.cuh"
 
-// Magnitudes order as their bits do; nan is above inf.
+// Magnitudes have the same order as their bits; nan is above inf.
 __device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// The magnitudes of N elements, as their own bits: one to a word, or two of 16 bits, which order as
-// well and are compared at once.
+// The magnitudes of N elements, as their bits: one per word, or two of 16 bits, which are compared
+// at once.
 template <typename T, int N>
 struct Magnitudes {
   static constexpr int kWords = N * sizeof(T) / 4;
@@ -22,7 +22,7 @@ struct Magnitudes {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) raise(i, bits[i]);
   }
-  // Magnitudes of element j of each vector.
+  // The magnitudes of element j of each vector.
   __device__ __forceinline__ unsigned of(int j) const {
     return magnitude(to_float(reinterpret_cast<const T*>(words)[j]));
   }
@@ -37,8 +37,8 @@ __device__ __forceinline__ unsigned magnitude_of(const Vector<T, N>& vector) {
   return sizeof(T) == 2 ? max(largest.of(0), largest.of(1)) : largest.of(0);
 }
 
-// *amax (bits, zero before the kernel) rises to the largest of a warp. The maximum is the same in
-// any order.
+// Raises *amax (bits, zero before the kernel) to the largest magnitude of a warp. The order does
+// not matter.
 __device__ __forceinline__ void raise_by_warp(unsigned* amax, unsigned largest) {
   largest = __reduce_max_sync(0xffffffffu, largest);
   if (threadIdx.x % 32 == 0) atomicMax(amax, largest);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void raise_by_warp(unsigned* amax, unsigned largest) 
 
 namespace {
 
-// The same of a block, whose threads all come here, once; the last warp may have fewer than 32.
+// The same for a block. All its threads must call this once; the last warp may have fewer than 32.
 __device__ __forceinline__ void raise_by_block(unsigned* amax, unsigned largest) {
   __shared__ unsigned of_warps[32];
   const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void raise_by_block(unsigned* amax, unsigned largest)
   __syncthreads();
   if (thread != 0) return;
   for (unsigned warp = 1; warp * 32 < threads; ++warp) largest = max(largest, of_warps[warp]);
-  // A stale value read here is too small, never too large: most of many blocks need no atomic.
+  // A stale value is too small, never too large. Most blocks therefore need no atomic operation.
   if (largest > *static_cast<volatile unsigned*>(amax)) atomicMax(amax, largest);
 }
 

@@ -3,7 +3,7 @@
 
 constexpr int kThreads = 256;
 
-// A block handles one token.
+// Each block handles one token.
 __global__ void __launch_bounds__(kThreads)
     append_to_cache_kernel(const Vector<float, 4>* __restrict__ key,
                            const Vector<float, 4>* __restrict__ value,

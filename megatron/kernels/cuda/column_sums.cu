@@ -3,7 +3,7 @@
 
 constexpr int kLanes = 32;
 
-// blockDim (32, kLanes); a block takes 32 columns, blockIdx.y one of two outputs.
+// blockDim is (32, kLanes). A block handles 32 columns of the output that blockIdx.y selects.
 template <typename T>
 __global__ void __launch_bounds__(32 * kLanes)
     column_sums_kernel(const float* __restrict__ partial, const float* __restrict__ partial_2,

@@ -1,10 +1,10 @@
-// Deterministic sums over rows. The first half, in a kernel of its own, leaves `count` partial sums of
-// every column; the second (column_sums.cu) adds them in a fixed order.
+// Deterministic sums over rows. A first kernel writes `count` partial sums of every column, and a
+// second one (column_sums.cu) adds them in a fixed order.
 #pragma once
 
 #include "common.cuh"
 
-// Writes a thread's V sums to its place in a row of partial sums.
+// Writes a thread's V sums to their place in a row of partial sums.
 template <int V>
 __device__ __forceinline__ void store_sums(float* to, const float (&sums)[V]) {
 #pragma unroll
@@ -13,9 +13,9 @@ __device__ __forceinline__ void store_sums(float* to, const float (&sums)[V]) {
   }
 }
 
-// Adds what the rows of a block (y) have summed, in their order, and writes it to the first `columns`
-// of a row of partial sums. A thread's K pieces of V sums, 32 * V apart, start at `mine`. Takes
-// 4 bytes a sum of dynamic shared memory, which nobody may need any more.
+// Adds the sums of a block's rows (y) in order, and writes the results to the first `columns`
+// entries of a row of partial sums. A thread's K pieces of V sums, 32 * V apart, start at `mine`.
+// Overwrites dynamic shared memory, 4 bytes per sum.
 template <int V, int K>
 __device__ __forceinline__ void store_block_sums(float* to, const float (&sums)[K][V], int mine,
                                                  int columns) {

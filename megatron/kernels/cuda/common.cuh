@@ -1,11 +1,11 @@
-// What every kernel file shares: types, 16-byte vectors, sums over warps and blocks.
-//
-// The files hold device code alone, without any header of CUDA's, so that NVRTC compiles them wherever
-// PyTorch is installed. Python launches the kernels (plans.py). A kernel's parameters are pointers,
-// int64_t, int, unsigned, float and double: sources.py reads their types here.
+// Code shared by all kernel files: types, 16-byte vectors, sums over warps and blocks.
+// The files contain only device code and include no CUDA headers, so that NVRTC compiles them
+// wherever PyTorch is installed. Python launches the kernels (plans.py). A kernel's parameters are
+// pointers, int64_t, int, unsigned, float and double. sources.py reads their types from these
+// files.
 #pragma once
 
-#ifndef EMULATED  // the emulator of the tests is C++ and has them
+#ifndef EMULATED  // the tests' emulator is C++ and has these types
 using int64_t = long long;
 using uint64_t = unsigned long long;
 using uint32_t = unsigned;
@@ -67,7 +67,8 @@ constexpr bool is_same<A, A> = true;
 
 // ---- vectors ------------------------------------------------------------------------------------
 
-// N elements moved by 16-byte accesses (or by one smaller access where they are fewer bytes).
+// N elements that are moved by 16-byte accesses (or by one smaller access if they have fewer
+// bytes).
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T at[N];
@@ -83,8 +84,8 @@ __device__ __forceinline__ void store(T* to, const Vector<T, N>& value) {
   *reinterpret_cast<Vector<T, N>*>(to) = value;
 }
 
-// Returns a vector in fp32. bf16 is converted in words of two elements: one instruction per element,
-// while single elements take three for two.
+// Returns a vector in fp32. bf16 is converted in words of two elements, with one instruction per
+// element. Converting single elements would take three instructions for two.
 template <typename T, int N>
 __device__ __forceinline__ Vector<float, N> to_floats(const Vector<T, N>& vector) {
   Vector<float, N> result;
@@ -102,8 +103,8 @@ __device__ __forceinline__ Vector<float, N> to_floats(const Vector<T, N>& vector
   return result;
 }
 
-// Marks what it stores as the first to leave the L2 cache, so that memory is written early and in
-// longer runs. Kernels that use it are 5 to 15% faster; the same for loads gained nothing.
+// Stores data marked as the first to leave the L2 cache, so that memory is written early and in
+// longer runs. This makes kernels 5 to 15% faster. The same for loads had no effect.
 template <typename T, int N>
 __device__ __forceinline__ void store_away(T* to, const Vector<T, N>& value) {
   static_assert(sizeof(T) * N % 16 == 0, "of 16 bytes");
@@ -113,7 +114,7 @@ __device__ __forceinline__ void store_away(T* to, const Vector<T, N>& value) {
   }
 }
 
-// Elements of T in 16 bytes.
+// The number of elements of T in 16 bytes.
 template <typename T>
 constexpr int vector_size = 16 / sizeof(T);
 
@@ -138,14 +139,14 @@ __device__ __forceinline__ float warp_reduce(float value) {
   return value;
 }
 
-// Reduces over the threads of one row of the block (threadIdx.x; blockDim.x a multiple of 32), and
-// gives every thread the result, always in the same order. `scratch` holds 32 floats a row, and
-// must be another one in the next call: one barrier a call is then enough.
+// Reduces over the threads of one row of the block (threadIdx.x; blockDim.x is a multiple of 32),
+// always in the same order, and returns the result in every thread. `scratch` holds 32 floats per
+// row. The next call must use another `scratch`, so that one barrier per call is enough.
 template <typename Op>
 __device__ __forceinline__ float row_reduce(float value, float* scratch) {
   value = warp_reduce<Op>(value);
   const int warps = blockDim.x >> 5;
-  if (warps == 1) return value;  // the same branch in the whole block
+  if (warps == 1) return value;  // all threads of the block take the same branch
   scratch += threadIdx.y * 32;
   const int lane = threadIdx.x & 31;
   if (lane == 0) scratch[threadIdx.x >> 5] = value;
@@ -154,7 +155,8 @@ __device__ __forceinline__ float row_reduce(float value, float* scratch) {
 }
 
 #ifndef EMULATED
-// Waits for the threads of one row of the block. Fewer than 16 rows may have several warps.
+// Waits for the threads of one row of the block. Rows may have several warps only if there are
+// fewer than 16 rows.
 __device__ __forceinline__ void row_barrier() {
   asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
 }
@@ -177,7 +179,7 @@ __device__ __forceinline__ void copy_async_commit() {
 #endif
 }
 
-// Waits until at most `pending` of this thread's groups are not complete.
+// Waits until at most `pending` of this thread's groups are incomplete.
 template <int pending>
 __device__ __forceinline__ void copy_async_wait() {
 #ifndef EMULATED
@@ -190,7 +192,7 @@ __device__ __forceinline__ void copy_async_wait() {
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 #ifndef EMULATED
-// This block's dynamic shared memory.
+// Returns this block's dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ T* dynamic_shared() {
   extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
@@ -198,9 +200,10 @@ __device__ __forceinline__ T* dynamic_shared() {
 }
 #endif
 
-// A kernel that is launched early (KernelLaunch.early in plans.py) is brought to the GPU once all blocks of the
-// kernel before it in the stream have called allow_next() or ended, and calls wait_for_previous()
-// before it touches memory. Hopper brought this (programmatic dependent launch).
+// A kernel that is launched early (KernelLaunch.early in plans.py) starts once all blocks of the
+// previous kernel in the stream have called allow_next() or ended. It calls wait_for_previous()
+// before it accesses memory. This is called programmatic dependent launch and needs Hopper or
+// later.
 __device__ __forceinline__ void allow_next() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

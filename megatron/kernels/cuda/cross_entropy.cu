@@ -1,15 +1,15 @@
-// Cross entropy over this rank's part of the vocabulary: one read forward, one read and one write
-// backward. A block handles a row of logits; sums have a fixed order.
+// Cross entropy over this rank's part of the vocabulary. Forward reads the logits once, backward
+// reads and writes them once. A block handles a row of logits, and sums have a fixed order.
 #include "common.cuh"
 
 namespace {
 
-constexpr int kThreads = 256;          // of a block that reads
-constexpr int kGradientThreads = 512;  // and of one that writes too
-constexpr int kInFlight = 4;  // independent 16-byte loads of a thread
+constexpr int kThreads = 256;          // per block of the kernel that only reads
+constexpr int kGradientThreads = 512;  // per block of the kernel that also writes
+constexpr int kInFlight = 4;  // independent 16-byte loads per thread
 
 __device__ __forceinline__ float exp_of_difference(float x, float shift) {
-  const float power = (x - shift) * 1.4426950408889634f;  // subtracting first keeps it exact
+  const float power = (x - shift) * 1.4426950408889634f;  // subtract first, for exactness
 #ifndef EMULATED
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power));
@@ -19,10 +19,11 @@ __device__ __forceinline__ float exp_of_difference(float x, float shift) {
 #endif
 }
 
-constexpr int kLine = 128;  // bytes of the cache: what a warp asks for should not straddle them
+constexpr int kLine = 128;  // bytes of a cache line, which a warp's requests should not straddle
 
-// Calls each(i) for the elements of a row outside of its aligned middle, and returns the start of
-// that middle and its number of vectors: rows of odd sizes start anywhere. THREADS is the block's.
+// Calls each(i) for the elements of a row outside its aligned middle, since rows of odd sizes can
+// start anywhere. Returns the start of the middle and its number of vectors. THREADS is the block's
+// size.
 template <int THREADS, typename T, typename Each>
 __device__ __forceinline__ int64_t aligned_middle(const T* row, int64_t size, int64_t* vectors,
                                                   Each each) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ int64_t aligned_middle(const T* row, int64_t size, in
   return first;
 }
 
-struct Running {  // a maximum, and the sum of exponentials of differences from it; nan stays nan
+struct Running {  // a maximum and the sum of exponentials of differences from it; nan stays nan
   float max = -INFINITY, sum = 0.f;
 
   __device__ __forceinline__ float shift() const { return max == -INFINITY ? 0.f : max; }

@@ -1,10 +1,10 @@
-// residual + dropout(x + bias). The mask is a function of (seed, element), so it is not kept.
+// residual + dropout(x + bias). The mask is a function of (seed, element), so it need not be kept.
 #include "column_sums.cuh"
 
-constexpr int kGroup = 8;        // elements that one block of random words serves, 16 bits each
+constexpr int kGroup = 8;        // elements per block of random words, 16 bits each
 constexpr int kRowsAtOnce = 2;
 constexpr int kRowsAtOnceBackward = 4;
-constexpr int kResidency = 4;  // times 256 threads that one multiprocessor has registers for in backward
+constexpr int kResidency = 4;  // times 256 threads have registers on a multiprocessor in backward
 
 // Philox4x32-10 (Salmon et al., 2011).
 __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
   return x;
 }
 
-// Returns which elements of a group stay. `drop` of 65536 values drop an element.
+// Returns which elements of a group are kept. `drop` of 65536 random values drop an element.
 struct Kept {
   unsigned words[4], high;
 
@@ -69,13 +69,13 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// With SUM the threads of a multiprocessor form one block, whose rows (y) add up their sums.
+// With SUM, all threads of a multiprocessor form one block, which adds up the sums of its rows (y).
 template <typename X, typename W, bool SUM>
 __global__ void __launch_bounds__(SUM ? 256 * kResidency : 256, SUM ? 1 : kResidency)
     bias_dropout_add_backward_kernel(const X* __restrict__ grad, const uint64_t* __restrict__ seed,
                                      W* __restrict__ grad_x, float* __restrict__ partial,
                                      int64_t rows, int columns, unsigned drop, float scale) {
-  constexpr int V = kGroup, R = kRowsAtOnceBackward * 2 / sizeof(X);  // registers for so many
+  constexpr int V = kGroup, R = kRowsAtOnceBackward * 2 / sizeof(X);  // limited by registers
   const int mine = threadIdx.x * V, left = blockIdx.y * blockDim.x * V, column = left + mine;
   const uint64_t key = *seed;
   float sums[1][V] = {};
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(SUM ? 256 * kResidency : 256, SUM ? 1 : kResid
   int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) * R;
   if (column >= columns) first = rows;
   for (; first < rows; first += step) {
-    Vector<X, V> incoming[R] = {};  // rows beyond the last add nothing
+    Vector<X, V> incoming[R] = {};  // rows after the last one add nothing
 #pragma unroll
     for (int r = 0; r < R; r++) {
       if (first + r < rows) incoming[r] = load<X, V>(grad + (first + r) * columns + column);

@@ -1,22 +1,23 @@
-// Gradient of an embedding table, added into its fp32 gradient: rows of one entry are brought together
-// by a stable sort and added up in that order, whichever block runs first. The sort is by digits of
-// an entry, with a kernel for each digit. A frequent entry has thousands of rows, so chunks of the
-// sorted rows are added up in parallel, and then the sums that belong to the same entry.
+// The gradient of an embedding table, added to its fp32 gradient buffer. A stable sort groups the
+// rows of each entry, which are then added in this order regardless of the order of blocks. The
+// sort goes through the digits of an entry, with a kernel for each digit. A frequent entry has
+// thousands of rows, so chunks of the sorted rows are added in parallel, and then the sums that
+// belong to the same entry.
 #include "common.cuh"
 
 namespace {
 
-constexpr int kBits = 10;  // of a digit
+constexpr int kBits = 10;  // bits per digit
 constexpr int kSorters = 1 << kBits;
 constexpr int kThreads = 128;
-constexpr int kChunk = 32;  // sorted places; weight_gradient.py has the same
+constexpr int kChunk = 32;  // sorted places, as in weight_gradient.py
 constexpr int kRowsInFlight = 2, kPartsInFlight = 8;
 
 struct alignas(8) Pair {
-  int entry, row;  // of the gradient
+  int entry, row;  // the row of the gradient
 };
 
-// The sum of `count` over the threads before this one.
+// Returns the sum of `count` over the threads before this one.
 __device__ __forceinline__ int sum_before(int count) {
   __shared__ int of_warps[kSorters / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -32,14 +33,15 @@ __device__ __forceinline__ int sum_before(int count) {
   return sum - count;
 }
 
-// One digit of a stable sort, beginning at bit `shift`: of `entries` if they are given, whose rows
-// are their places, otherwise of `from`. Every block counts all digits by itself, so that none waits for
-// another, and moves one pair a thread. Entries outside of the table come last, as entry table_rows.
+// One pass of a stable sort, by the digit that begins at bit `shift`. It sorts `entries` if they
+// are given (their rows are their places), otherwise `from`. Every block counts all digits by
+// itself, so that no block waits for another, and moves one pair per thread. Entries outside the
+// table come last, as entry table_rows.
 __global__ void __launch_bounds__(kSorters)
     sort_kernel(const int64_t* __restrict__ entries, const Pair* __restrict__ from,
                 Pair* __restrict__ to, int count, int table_rows, int shift) {
   constexpr int kBins = kSorters;
-  __shared__ int earlier[kBins], others[kBins];  // how often a digit is before this block's, and not
+  __shared__ int earlier[kBins], others[kBins];  // digits before this block, and others
   const int thread = threadIdx.x, lane = thread % 32, first = blockIdx.x * kSorters;
   const auto pair_at = [&](int i) {
     if (!entries) return from[i];
@@ -63,7 +65,7 @@ __global__ void __launch_bounds__(kSorters)
   __syncthreads();
   const int total = earlier[thread] + others[thread];
   earlier[thread] += sum_before(total);
-  for (int warp = 0; warp < kSorters / 32; warp++) {  // in their order
+  for (int warp = 0; warp < kSorters / 32; warp++) {  // in order
     __syncthreads();
     if (thread / 32 != warp) continue;
     if (moves) to[earlier[digit] + rank] = mine;
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(kSorters)
   }
 }
 
-// Adds N columns of M rows, in their order. row(k) points to them in such a row, or is null.
+// Adds N columns of M rows in order. row(k) points to the columns in row k, or is null.
 template <typename T, int M, int N, typename F>
 __device__ __forceinline__ void add_rows(float (&sums)[N], F row) {
   Vector<T, N> rows[M] = {};
@@ -96,9 +98,10 @@ __device__ __forceinline__ void add_to(float* target, Vector<float, N> total,
   store(target, total);
 }
 
-// Place blockIdx.x of `sorted`: if rows of an entry begin there, or a chunk does, this block adds up
-// those that lie in the chunk, for the columns of blockIdx.y. The table gets the sum, or, where the
-// entry has rows in other chunks too, parts [chunk][whether its rows begin in the chunk].
+// If the rows of an entry or a chunk begin at place blockIdx.x of `sorted`, this block adds those
+// rows of the entry that are in the chunk, for the columns of blockIdx.y. The sum goes to the table
+// or, if the entry also has rows in other chunks, to parts [chunk][whether its rows begin in the
+// chunk].
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const Pair* __restrict__ sorted, const T* __restrict__ gradient,
@@ -139,8 +142,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Chunk blockIdx.x: if its last entry begins in it and goes on in the next one, this block adds the
-// entry's parts to the table, for the columns of blockIdx.y.
+// If the last entry of chunk blockIdx.x begins in this chunk and continues in the next one, this
+// block adds the entry's parts to the table, for the columns of blockIdx.y.
 __global__ void __launch_bounds__(kThreads)
     parts_kernel(const Pair* __restrict__ sorted, const float* __restrict__ parts,
                  float* __restrict__ into, int count, int64_t hidden, int table_rows) {

@@ -1,5 +1,5 @@
-// Rows of tokens on their way to experts and back (grouped.py). A token has `chosen` rows; place says
-// which, or -1 for none.
+// Sums and gradients of the rows that tokens have at experts (grouped.py). A token has `chosen`
+// rows. `place` contains their indices, or -1 for no row.
 #include "common.cuh"
 
 namespace {
@@ -7,7 +7,7 @@ namespace {
 constexpr int kMostThreads = 256;
 constexpr int kRowsInFlight = 4;
 
-// out[t] = sum over j of weights[t, j] (or 1) x rows[place[t, j]], added up in this order in fp32.
+// out[t] = sum over j of weights[t, j] (or 1) x rows[place[t, j]], added in order of j in fp32.
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads)
     combine_rows_kernel(const T* __restrict__ rows, const int64_t* __restrict__ place,
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kMostThreads)
 }
 
 // The gradients of combine_rows: for the row of choice c, rows_grad = weights[c] x grad[c / chosen]
-// and weights_grad[c] = the product of the row with grad[c / chosen].
+// and weights_grad[c] = the inner product of the row and grad[c / chosen].
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads)
     combine_rows_backward_kernel(const T* __restrict__ grad, const T* __restrict__ rows,
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kMostThreads)
   constexpr int V = vector_size<T>;
   __shared__ float scratch[32];
   const int64_t row = blockIdx.x, choice = order[row];
-  const bool exists = place[choice] == row;  // otherwise it is the row of no expert
+  const bool exists = place[choice] == row;  // otherwise the row has no expert
   const float weight = exists ? weights[choice] : 0.f;
   const T* from = grad + choice / chosen * columns;
   float product = 0.f;

@@ -1,12 +1,12 @@
-// 16-bit or fp32 tensors to fp8: largest magnitudes and casts.
+// Largest magnitudes of 16-bit or fp32 tensors, and casts to fp8.
 #include "fp8.cuh"
 
 namespace {
 
-constexpr int kInFlight = 4;     // 16-byte loads of a thread
-constexpr int kCastInFlight = 2;  // 8 elements each
+constexpr int kInFlight = 4;     // 16-byte loads per thread
+constexpr int kCastInFlight = 2;  // loads per thread, 8 elements each
 
-// amax (bits, zero before) = largest magnitude.
+// Sets amax (bits, zero before) to the largest magnitude.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     amax_kernel(const T* __restrict__ x, int64_t size, unsigned* __restrict__ amax) {
@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(kThreads)
   raise_by_block(amax, largest);
 }
 
-// One scale for all; size is a multiple of 8. Blocks go from the end of x to its beginning, because
-// what was written or measured last is in the cache. While measuring, *found (bits) rises to the
-// largest magnitude.
+// A cast with one scale; size is a multiple of 8. Blocks go from the end of x to its beginning,
+// because the end was written or measured last and is still in the cache. If measuring, *found
+// (bits) is raised to the largest magnitude.
 template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads)
     cast_kernel(const T* __restrict__ x, unsigned char* __restrict__ y, int64_t size,
@@ -56,12 +56,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-constexpr int kRowVectors = sizeof(T) == 2 ? 8 : 3;  // of 8 elements, that a thread holds of a row
+constexpr int kRowVectors = sizeof(T) == 2 ? 8 : 3;  // vectors of 8 elements per thread
 constexpr int kMostRowThreads = 1024;
 
-// A scale for each row [columns], which threadIdx.x shares; blocks have several rows where one warp
-// has all of one. The part of a very long row that the threads cannot hold is read again from the
-// cache.
+// A cast with a scale for each row, which is divided along threadIdx.x. Blocks have several rows if
+// one warp handles a row. Of a very long row, the part that threads cannot hold is read again from
+// the cache.
 template <typename T, int64_t fp8>
 __global__ void __launch_bounds__(kMostRowThreads)
     cast_rows_kernel(const T* __restrict__ x, unsigned char* __restrict__ y, int64_t rows,
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
   constexpr int K = kRowVectors<T>;
   __shared__ unsigned of_warps[32];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= rows) return;  // whole warps, and only where blocks have no barrier
+  if (row >= rows) return;  // whole warps, and only in blocks without barriers
   const int64_t step = blockDim.x * 8, start = row * columns;
   int64_t column = threadIdx.x * 8;
   Vector<T, 8> held[K];

@@ -1,6 +1,6 @@
-// Scales and conversions to fp8, for the kernels that cast. Scales stay on the device: a cast reads
-// the largest magnitude and derives the scale itself. fp8 value = x * (largest fp8 / amax),
-// saturating. A cast by the largest magnitude of another tensor measures its own on the way.
+// Scales and conversions to fp8, for kernels that cast. Scales stay on the device: a cast reads the
+// largest magnitude and derives the scale itself. fp8 value = x * (largest fp8 / amax), saturating.
+// A cast that uses the largest magnitude of another tensor measures its own tensor on the way.
 #pragma once
 
 #include "amax.cuh"
@@ -8,30 +8,30 @@
 namespace {
 
 constexpr int kThreads = 256;        // of most blocks
-constexpr float kSmallest = 1e-12f;  // amax of a tensor of zeros
+constexpr float kSmallest = 1e-12f;  // amax that is used for a tensor of zeros
 
-enum Fp8 : int64_t { kE4M3 = 0, kE5M2 = 1 };  // kernels/fp8.py has the same
+enum Fp8 : int64_t { kE4M3 = 0, kE5M2 = 1 };  // as in kernels/fp8.py
 
 struct Scale {
   float forward, inverse;
 };
 
-// nan and inf stay: they make the whole tensor nan, as they should.
+// nan and inf are kept on purpose: they make the whole tensor nan.
 __device__ __forceinline__ Scale scale_of(float amax, int64_t fp8) {
   const float largest = fp8 == kE4M3 ? 448.f : 57344.f;
   const float held = amax < kSmallest ? kSmallest : amax;
   return {largest / held, held / largest};
 }
 
-// The nearest fp8 number, the even one of two, and the largest one where x is larger.
+// Returns the nearest fp8 number, ties to even, or the largest one if x is larger.
 __device__ __forceinline__ unsigned nearest_fp8(float x, int64_t fp8) {
   const int digits = fp8 == kE4M3 ? 3 : 2, bias = fp8 == kE4M3 ? 7 : 15;  // stored digits
-  const float least = fp8 == kE4M3 ? 0x1p-6f : 0x1p-14f;                  // normal number
+  const float least = fp8 == kE4M3 ? 0x1p-6f : 0x1p-14f;                  // smallest normal number
   const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
   const unsigned sign = __float_as_uint(x) >> 31 << 7;
   if (bits > 0x7f800000u) return 0x7f;
   const float size = fminf(__uint_as_float(bits), fp8 == kE4M3 ? 448.f : 57344.f);
-  if (size < least) {  // a sum with 2^23 has no digits after the point
+  if (size < least) {  // adding 2^23 rounds to an integer
     const float steps = size * (fp8 == kE4M3 ? 0x1p9f : 0x1p16f) + 0x1p23f;
     return sign | (__float_as_uint(steps) & 0xffu);
   }
@@ -40,7 +40,7 @@ __device__ __forceinline__ unsigned nearest_fp8(float x, int64_t fp8) {
   return sign | ((rounded >> dropped) - ((127u - bias) << digits));
 }
 
-// Two fp8 numbers, the first in the low byte.
+// Returns two fp8 numbers, the first in the low byte.
 __device__ __forceinline__ unsigned short fp8_pair(float x, float y, int64_t fp8) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   unsigned short pair;
@@ -64,8 +64,9 @@ __device__ __forceinline__ Vector<unsigned char, N> to_fp8(const float (&x)[N], 
   return result;
 }
 
-// 8 elements times their factor. Measuring, largest rises to their magnitudes, and what is not finite
-// becomes nan: the factor comes from another tensor, and would let an inf pass as the largest number.
+// Returns 8 elements times their factor. If measuring, raises `largest` to their magnitudes and
+// turns values that are not finite into nan. The factor comes from another tensor, with which inf
+// would become the largest number.
 template <bool measures, typename T>
 __device__ __forceinline__ Vector<unsigned char, 8> cast_8(const Vector<T, 8>& x, float factor,
                                                            int64_t fp8, unsigned& largest) {

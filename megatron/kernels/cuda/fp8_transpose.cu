@@ -1,19 +1,20 @@
-// 16-bit or fp32 tensors to fp8 with the transposed copy that the other products of a linear layer
-// need.
+// Casts of 16-bit or fp32 tensors to fp8, with the transposed copy that a linear layer's other
+// products need.
 #include "fp8.cuh"
 
 namespace {
 
-constexpr int kTile = 128;  // rows and columns of a block; a thread has 8 x 8 elements
+constexpr int kTile = 128;  // rows and columns per block; a thread has 8 x 8 elements
 constexpr int kGroups = kTile / 8;
 
-constexpr int kStripWarps = 2;  // side by side; the block's others lie below
+constexpr int kStripWarps = 2;  // warps side by side; the block's other warps are below them
 constexpr int kStripColumns = kStripWarps * 32 * 8;
-constexpr int kStripRows = 32;  // of a warp
+constexpr int kStripRows = 32;  // rows per warp
 constexpr int kStripTiers = kThreads / 32 / kStripWarps;
 
-// Largest magnitudes of all rows and of all columns (bits, zero before) of each matrix in a stack, in
-// one read. A thread keeps 8 columns and goes through rows, loading several of them before it uses one.
+// The largest magnitudes (bits, zero before) of all rows and columns of each matrix in a stack,
+// found in one read. A thread keeps 8 columns and loops over rows, loading several rows before it
+// uses one.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
     amax_both_kernel(const T* __restrict__ x, int64_t rows, int64_t columns,
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-// Byte j of each of 8 rows of 8 bytes.
+// Returns byte j of each of 8 rows of 8 bytes.
 __device__ __forceinline__ uint2 column_of(const uint2 (&rows)[8], int j) {
   unsigned bytes[8];
 #pragma unroll
@@ -90,8 +91,8 @@ __device__ __forceinline__ uint2 column_of(const uint2 (&rows)[8], int j) {
   return make_uint2(join(0), join(4));
 }
 
-// Stores 8 x 8 bytes of each thread of a block, turned, into transposed [columns, rows]. The
-// tile, [column][row group], is swizzled so that no access has a bank conflict.
+// Transposes 8 x 8 bytes of each thread of a block and stores them into transposed [columns, rows].
+// The tile, [column][row group], is swizzled so that no access has a bank conflict.
 __device__ __forceinline__ void store_turned(uint2 (&tile)[kTile][kGroups],
                                              const uint2 (&packed)[8],
                                              unsigned char* __restrict__ transposed, int64_t left,
@@ -112,7 +113,7 @@ __device__ __forceinline__ void store_turned(uint2 (&tile)[kTile][kGroups],
   }
 }
 
-// y [columns, rows] = x^T, bytes; rows and columns are multiples of 16.
+// y [columns, rows] = x^T for bytes; rows and columns are multiples of 16.
 __global__ void __launch_bounds__(kThreads)
     transpose_kernel(const unsigned char* __restrict__ x, unsigned char* __restrict__ y,
                      int64_t rows, int64_t columns) {
@@ -131,17 +132,18 @@ __global__ void __launch_bounds__(kThreads)
   store_turned(tile, packed, y, left, top, rows, columns);
 }
 
-struct Scales {  // what a cast with its transpose reads and writes
+struct Scales {  // read and written by a cast with its transpose
   const float *of_rows, *of_columns;    // largest magnitudes
   float *inverse_rows, *inverse_columns;
-  bool is_single;  // one for the whole tensor: the four have one element, used by both copies
+  bool is_single;  // one scale for the whole tensor, in all four pointers
 };
 
-// y [rows, columns] and its transpose, both from one read, for each matrix in a stack. rows and columns
-// are multiples of 16; a stack of more than one has its own scales for all rows and columns.
-// While measuring, *found (bits) rises to the largest magnitude of x. A thread's loads wait in
-// shared memory: registers for them would leave too few threads to keep memory busy. Blocks go from the
-// end of x to its beginning: what was written or measured last is in the cache.
+// Computes y [rows, columns] and its transpose from one read, for each matrix in a stack. rows and
+// columns are multiples of 16. A stack of several matrices has a scale for every row and column. If
+// measuring, *found (bits) is raised to the largest magnitude of x. A thread's loads go to shared
+// memory, because registers for them would leave too few threads to keep memory busy. Blocks go
+// from the end of x to its beginning, because the end was written or measured last and is still in
+// the cache.
 template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads, 4)
     cast_transpose_kernel(const T* __restrict__ x, unsigned char* __restrict__ y,
@@ -150,10 +152,10 @@ __global__ void __launch_bounds__(kThreads, 4)
                           float* inverse_columns, unsigned* __restrict__ found) {
   const Scales scales{of_rows, of_columns, inverse_rows, inverse_columns, of_columns == nullptr};
   using Eight = Vector<T, 8>;
-  __shared__ float factors[2][kTile];  // of the rows, of the columns
+  __shared__ float factors[2][kTile];  // of rows, of columns
   auto* memory = dynamic_shared<unsigned char>();
   auto& waiting = *reinterpret_cast<Eight(*)[8][kThreads]>(memory);
-  auto& tile = *reinterpret_cast<uint2(*)[kTile][kGroups]>(memory);  // once nothing waits
+  auto& tile = *reinterpret_cast<uint2(*)[kTile][kGroups]>(memory);  // once all loads are used
   const int group = threadIdx.x % kGroups, strip = threadIdx.x / kGroups;
   const int64_t left = (gridDim.x - 1 - blockIdx.x) * static_cast<int64_t>(kTile);
   const int64_t top = (gridDim.y - 1 - blockIdx.y) * static_cast<int64_t>(kTile);
@@ -179,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const Scale scale = scale_of(*scales.of_rows, fp8);
     if (threadIdx.x == 0 && left == 0 && top == 0) *scales.inverse_rows = scale.inverse;
     factor = scale.forward;
-  } else {  // a thread for each row and each column of the tile
+  } else {  // one thread per row and per column of the tile
     const bool of_column = threadIdx.x >= kTile;
     const int64_t place = (of_column ? left : top) + threadIdx.x % kTile;
     if (place < (of_column ? columns : rows)) {
@@ -204,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (!scales.is_single) factor = factors[0][strip * 8 + i];
     auto bytes = cast_8<measures>(values, factor, fp8, largest);
     store(y + (row + i) * columns + column, bytes);
-    if (!scales.is_single) {  // other scales: other bytes
+    if (!scales.is_single) {  // with other scales, the bytes differ
       auto scaled = to_floats(values);
 #pragma unroll
       for (int j = 0; j < 8; ++j) scaled.at[j] *= by_column[j];

@@ -1,14 +1,14 @@
-// Joins what paged attention has found in the parts of a sequence.
+// Merges the results of paged attention for the parts of a sequence.
 #include "paged_attention.cuh"
 
-// A block has one head of one row, a thread a channel.
+// A block handles one head of one row, and a thread one channel.
 template <typename T>
 __global__ void __launch_bounds__(256)
     join_parts_kernel(const float* __restrict__ partial, const int* __restrict__ lengths,
                       T* __restrict__ out, const float* __restrict__ sinks, int head_size,
                       int parts, int window) {
   const int length = lengths[blockIdx.y];
-  if (length <= kPart) return;  // nothing to join
+  if (length <= kPart) return;  // nothing to merge
   const int64_t row_head = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
   const int width = head_size + 2, channel = threadIdx.x, count = (length + kPart - 1) / kPart;
   const float* mine = partial + row_head * parts * width;

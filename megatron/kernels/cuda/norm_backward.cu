@@ -1,22 +1,23 @@
-// Gradients of add_norm. One block per multiprocessor stays and takes rows in turn, as many at a
-// time as its threads can share; asynchronous copies meanwhile bring the next row into shared memory.
-// Gradients of weight and bias are summed in registers, over the block's rows in shared memory, and
-// over blocks in a fixed order: no atomics, the same bits every time.
+// Gradients of add_norm. One block per multiprocessor loops over rows and processes as many at a
+// time as its threads can share. Meanwhile, asynchronous copies load the next rows into shared
+// memory. Gradients of weight and bias are summed in registers, then over the block's rows in
+// shared memory, and then over blocks in a fixed order. There are no atomic operations, so the bits
+// are the same every time.
 #include "amax.cuh"
 #include "column_sums.cuh"
 #include "rows.cuh"
 
-// Sums of each warp of a block, for two values. Unused entries stay zero.
+// Two sums for each warp of a block. Unused entries stay zero.
 struct WarpSums {
   float at[2][32];
 };
 
 // Sums two values (without LAYER only x) over the threads of a row, with one barrier of these
-// threads. `scratch` must be another one in the next call.
+// threads. The next call must use another `scratch`.
 template <bool LAYER>
 __device__ __forceinline__ float2 row_sums(float2 value, WarpSums& scratch) {
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  float mine = LAYER && lane >= 16 ? value.y : value.x;  // half of the lanes go on with each
+  float mine = LAYER && lane >= 16 ? value.y : value.x;  // one value per half of the lanes
   mine += __shfl_xor_sync(0xffffffffu, LAYER && lane < 16 ? value.y : value.x, 16);
 #pragma unroll
   for (int mask = 8; mask > 0; mask /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, mask);
@@ -36,16 +37,16 @@ __device__ __forceinline__ float2 row_sums(float2 value, WarpSums& scratch) {
   return total;
 }
 
-// Where the rows of a block wait in shared memory. A thread reads only what it copied itself, so that
-// no barrier is needed. Its pieces of V elements, a warp's width apart, start at column `mine`: a
-// warp has a run of the row.
+// The place of a block's next rows in shared memory. A thread reads only what it copied itself, so
+// no barrier is needed. Its pieces of V elements, a warp's width apart, start at column `mine`, so
+// a warp has a contiguous run of the row.
 template <typename X, typename W, int E>
 struct Stage {
   static constexpr int V = vector_size<W>, K = E / V, kApart = 32 * V;
   X *x, *grad_sum;
   W* grad;
 
-  static constexpr int kBytes = E * (2 * sizeof(X) + sizeof(W));  // a thread
+  static constexpr int kBytes = E * (2 * sizeof(X) + sizeof(W));  // per thread
   __device__ explicit Stage(unsigned char* memory) {
     const int row = blockDim.x * E;
     x = reinterpret_cast<X*>(memory);
@@ -64,7 +65,7 @@ struct Stage {
       for (int i = 0; i < V; i += vector_size<T>) copy_async_16(to + column + i, from + column + i);
     }
   }
-  // Columns that are never fetched are zero, so that sums need not check whether a column exists.
+  // Columns that are never loaded are zero, so that sums need not check whether a column exists.
   template <typename T>
   __device__ static void clear(T* to, int from) {
 #pragma unroll
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(row_threads<E>)
     if (grad_sum) stage.fetch(stage.grad_sum, grad_sum + row * hidden, hidden);
   };
 
-  constexpr bool kKeep = E < 32 || !LAYER;  // the weights in registers; else they come from the cache
+  constexpr bool kKeep = E < 32 || !LAYER;  // weights in registers, not in the cache
   Vector<W, V> kept[K];
   float weight_sum[K][V], bias_sum[K][V];
   const auto weights = [&](int k) {
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(row_threads<E>)
     }
     const Row stage(memory + place * stage_bytes);
 
-    float2 total = make_float2(0.f, 0.f);  // of weight * grad * distance, and of weight * grad
+    float2 total = make_float2(0.f, 0.f);  // sums of weight * grad * distance and of weight * grad
 #pragma unroll
     for (int k = 0; k < K; k++) {
       const int column = mine + k * Row::kApart;

@@ -1,14 +1,15 @@
-// residual + delta, and its LayerNorm or RMSNorm, in one pass.
+// Computes residual + delta and its LayerNorm or RMSNorm in one pass.
 #include "amax.cuh"
 #include "rows.cuh"
 
-// Statistics of the elements of a warp, and then of a row.
+// Statistics of a warp's elements, and then of a row's.
 struct Moments {
-  float sum, squares, count;  // squares: of the distances from the mean
+  float sum, squares, count;  // squares: sum of squared distances from the mean
 };
 
-// Mean and mean squared distance from it of a row, for every thread, with one barrier: each warp
-// takes the distances from its own mean, and the warps' are then put together (Chan et al., 1979).
+// Returns a row's mean and mean squared distance from it in every thread, with one barrier. Each
+// warp uses distances from its own mean, and the warps' results are then merged (Chan et al.,
+// 1979).
 template <typename X, int V, int K>
 __device__ __forceinline__ float2 row_moments(const Vector<X, V> (&x)[K], float sum, int hidden,
                                               Moments* scratch) {
@@ -41,8 +42,8 @@ __device__ __forceinline__ float2 row_moments(const Vector<X, V> (&x)[K], float 
   return {centre, warp_reduce<Sum>(mine.squares + mine.count * away * away) / hidden};
 }
 
-// Number of blocks of row_threads<E> that a multiprocessor should have registers for, so that enough
-// loads are in flight: otherwise the compiler keeps more numbers unpacked.
+// The number of blocks of row_threads<E> for which a multiprocessor should have registers, so that
+// enough loads are in flight. Without this bound, the compiler keeps more numbers unpacked.
 template <typename X, int E>
 constexpr int residency = E == 8 ? 1 : (E == 16 ? 3 : 2) - (sizeof(X) == 4);
 
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(row_threads<E>, residency<X, E>)
   __shared__ float scratch[32];
   __shared__ Moments moments[32];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= rows) return;  // whole warps, and only where blocks have no barrier
+  if (row >= rows) return;  // whole warps, and only in blocks without barriers
   const int64_t start = row * hidden;
 
   Vector<X, V> x[K];
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(row_threads<E>, residency<X, E>)
     if (amax) largest = max(largest, magnitude_of(out));
   }
   if (!amax) return;
-  if (blockDim.y > 1) {  // rows of one warp, some of which may have left
+  if (blockDim.y > 1) {  // rows of one warp each, some of which may have returned
     raise_by_warp(amax, largest);
   } else {
     raise_by_block(amax, largest);

@@ -1,18 +1,18 @@
-// Attention of one new token a sequence over a key-value cache in blocks, in 16 bits, on tensor
-// cores. The heads that share a key are the columns of a product of which keys are the rows, so a
-// key is read once for all of them, from memory into the registers that the product takes it from:
-// channels may be summed in any order, and values be in any row of the result.
+// Attention of one new token per sequence over a key-value cache in blocks, in 16 bits on tensor
+// cores. In the product, keys are the rows and the heads that share a key are the columns, so a key
+// is read once for all of them, from memory directly into the product's registers. This works
+// because channels may be summed in any order and values may be in any row of the result.
 #include "paged_attention.cuh"
 #include "tensor_cores.cuh"
 
 constexpr int kWarps = 8, kThreads = kWarps * 32;
-constexpr int kTiles = 2;  // of 16 keys, that a warp has: with 32 lanes, a key a lane
+constexpr int kTiles = 2;  // tiles of 16 keys per warp, so that each of 32 lanes has a key
 constexpr int kHeads = 8;  // columns of a product
 static_assert(kWarps * kTiles * 16 == kPart, "a block goes through its part once");
 
 using Registers = Vector<uint32_t, 4>;  // 8 elements
 
-// 8 channels of a slot; zeros where there is none, or no such channels.
+// Loads 8 channels of a slot, or zeros if the slot or the channels do not exist.
 template <typename T>
 __device__ __forceinline__ Registers load_or_zero(const T* from, int64_t slot, int64_t stride,
                                                   int channel, int head_size) {
@@ -20,13 +20,14 @@ __device__ __forceinline__ Registers load_or_zero(const T* from, int64_t slot, i
   return *reinterpret_cast<const Registers*>(from + slot * stride + channel);
 }
 
-// scores[t] += keys (rows) times heads (columns) of this warp's tiles; `query` is the first head's.
+// scores[t] += keys (rows) times heads (columns) of this warp's tiles. `query` points to the first
+// head.
 template <typename T, int D>
 __device__ __forceinline__ void score(float (&scores)[kTiles][4], const T* query, int heads,
                                       const T* keys, int64_t own_slot, int64_t stride,
                                       int head_size) {
   const int r = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  // Of 32 channels a lane has 8q and on, of query and keys alike.
+  // Of each 32 channels, a lane holds the 8 from 8q on, for query and keys alike.
   Registers of_query[D / 32], of_keys[kTiles][2][D / 32];
 #pragma unroll
   for (int t = 0; t < kTiles; t++) {
@@ -58,8 +59,9 @@ __device__ __forceinline__ void score(float (&scores)[kTiles][4], const T* query
   }
 }
 
-// sums[j][i] += values (channels are rows) times weights (heads are columns) of a tile. Row r of
-// product i of 64 channels j is channel 64 j + 8 r + 2 i, row r + 8 the one after it.
+// sums[j][i] += values (channels are rows) times weights (heads are columns) of a tile. In product
+// i of channel group j (64 channels), row r is channel 64 j + 8 r + 2 i, and row r + 8 is the
+// channel after it.
 template <typename T, int D>
 __device__ __forceinline__ void add_values(float (&sums)[D / 64][4][4], const uint32_t (&weights)[2],
                                            const T* values, int64_t own_slot, int tile,
@@ -88,7 +90,7 @@ __device__ __forceinline__ void add_values(float (&sums)[D / 64][4][4], const ui
   }
 }
 
-template <typename Op>  // over the lanes of the same q
+template <typename Op>  // over the lanes with the same q
 __device__ __forceinline__ float reduce_rows(float value) {
 #pragma unroll
   for (int mask = 4; mask < 32; mask <<= 1) {
@@ -97,8 +99,8 @@ __device__ __forceinline__ float reduce_rows(float value) {
   return value;
 }
 
-// A block has one row, one part of its keys, and up to kHeads of the heads that share a key; a warp
-// 32 of the keys. D is no less than head_size.
+// A block handles one row, one part of its keys, and up to kHeads of the heads that share a key. A
+// warp handles 32 of the keys. D is at least head_size.
 template <typename T, int D>
 __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
     paged_attention_kernel(const T* __restrict__ query, const T* keys, const T* values,

@@ -1,21 +1,20 @@
-// A key-value cache in blocks, and what the kernels that read it share.
-//
-// A sequence's keys are cut into parts of kPart, each a block's work; another kernel joins the parts.
-// Every sum has an order that depends on the sequence's own length alone: the same bits come out
-// whatever else is in the batch.
+// A key-value cache in blocks, and code shared by the kernels that read it.
+// A sequence's keys are divided into parts of kPart keys. A thread block handles a part, and
+// another kernel merges the parts. The order of every sum depends only on the sequence's own
+// length, so the bits of a result do not depend on the rest of the batch.
 #pragma once
 
 #include "common.cuh"
 
-constexpr int kPart = 256;  // paged_attention.py has the same
+constexpr int kPart = 256;  // as in paged_attention.py
 constexpr float kLog2E = 1.4426950408889634f;
 
-// [slots, groups, d]; block i is slots i * block_size and on.
+// Tensors are [slots, groups, d]. Block i begins at slot i * block_size.
 template <typename T>
 struct Cache {
   const T* keys;
   const T* values;
-  const int* tables;  // [rows, table_width]: blocks of each row
+  const int* tables;  // [rows, table_width]: the blocks of each row
   int table_width, block_size;
 
   __device__ __forceinline__ int64_t slot(int row, int key) const {
@@ -25,8 +24,8 @@ struct Cache {
   }
 };
 
-// The first key that the last token sees: its own and those of `window` tokens before it. Blocks of
-// parts that end before it do nothing.
+// Returns the first key that the last token sees, which is `window` tokens before its own. Thread
+// blocks of parts that end before it do nothing.
 __device__ __forceinline__ int first_seen(int length, int window) {
   return max(0, length - 1 - window);
 }
@@ -41,9 +40,9 @@ __device__ __forceinline__ float sink_weight(const float* sinks, int head, float
   return sinks == nullptr ? 0.f : exp2f(sinks[head] * kLog2E - largest);
 }
 
-// One channel of what a part's block has found: the attention itself where the row has no other
-// part, else in `partial` [rows * heads, parts, d + 2] weighted values, largest score (of powers of
-// two), sum of weights.
+// Stores one channel of a part's result. If the row has no other part, this is the attention
+// itself. Otherwise `partial` [rows * heads, parts, d + 2] gets weighted values, the largest score
+// (for powers of two) and the sum of weights.
 template <typename T>
 __device__ __forceinline__ void tell(T* out, float* partial, int64_t row_head, int head_size,
                                      int channel, int length, float value, float largest,

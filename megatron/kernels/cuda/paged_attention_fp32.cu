@@ -1,13 +1,13 @@
-// Attention of one new token a sequence over a key-value cache in blocks, in fp32, for which tensor
-// cores have no products.
+// Attention of one new token per sequence over a key-value cache in blocks, in fp32, which tensor
+// cores do not support.
 #include "paged_attention.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kKeysAtOnce = 4;  // that a team has under way
-constexpr int kMostHeads = 4;   // of a block: 8 do not fit in the registers
+constexpr int kKeysAtOnce = 4;  // keys that a team loads at once
+constexpr int kMostHeads = 4;   // heads per block; 8 do not fit into the registers
 
-// A block has one row, one part of its keys, and up to H of the heads that share a key. A team of L
-// threads has four channels each, and goes through every teams-th key.
+// A block handles one row, one part of its keys, and up to H of the heads that share a key. The
+// threads of a team of L have four channels each, and the team loops over every teams-th key.
 template <int L, int H>
 __global__ void __launch_bounds__(kThreads)
     paged_attention_fp32_kernel(const float* __restrict__ query, const float* keys,
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  for (int first = begin; first < end; first += teams * U) {  // as often for every team of a warp
+  for (int first = begin; first < end; first += teams * U) {  // equally often for every team
     Vector<float, V> k[U], v[U];
     bool has_key[U];
 #pragma unroll
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads)
         score[u] = has_key[u] ? bounded(score[u], softcap) : -INFINITY;
         largest = fmaxf(largest, score[u]);
       }
-      if (largest == -INFINITY) continue;  // no key for this team yet
+      if (largest == -INFINITY) continue;  // this team has no key yet
       const float shrink = exp2f(most[h] - largest);
       most[h] = largest;
       total[h] *= shrink;

@@ -1,8 +1,8 @@
 // Splits the fused product of queries, keys and values into heads and rotates queries and keys, in
-// one pass; backward gathers the three gradients and rotates them back, in one pass.
+// one pass. Backward gathers the three gradients and rotates them back, also in one pass.
 #include "amax.cuh"
 
-// Heads [s, b, n, d] with any strides (in elements) but that of d, which is 1.
+// Heads [s, b, n, d] with any strides, in elements; the stride of d is 1.
 template <typename T>
 struct Heads {
   T* at;
@@ -12,10 +12,10 @@ struct Heads {
 constexpr int kHeadsAtOnce = 2;
 constexpr int kMostThreads = 256;
 
-// threadIdx.x is a pair of vectors of a head: of channels that turn together (i and i + rotary / 2),
-// or two neighbors among the others. threadIdx.y takes one row (a position of a sample) and in it one of
-// `lanes` shares of the heads, kHeadsAtOnce; blockIdx.y tells apart parts of a row too large for a
-// block. A thread loads everything that it moves before it uses any.
+// threadIdx.x selects a pair of vectors of a head: channels that rotate together (i and i + rotary
+// / 2), or two neighbors among the other channels. threadIdx.y selects a row (a position of a
+// sample) and one of `lanes` shares of its heads, kHeadsAtOnce each. blockIdx.y divides rows that
+// are too large for a block. A thread loads all its data before it uses any of it.
 template <typename T, bool BACKWARD>
 __global__ void __launch_bounds__(kMostThreads, 4)
     split_rotate_kernel(T* __restrict__ fused, const float* __restrict__ cosine,
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kMostThreads, 4)
   const int turning = rotary / (2 * V);
   const bool turns = threadIdx.x < turning;
   const int low = turns ? threadIdx.x * V : rotary + 2 * (threadIdx.x - turning) * V;
-  const int apart = turns ? rotary / 2 : V;  // of the two vectors
+  const int apart = turns ? rotary / 2 : V;  // distance of the two vectors
   const int heads = groups * (per_group + others);
   const int turn = threadIdx.y / lanes;
   const int first = blockIdx.y * lanes * H + threadIdx.y - turn * lanes;

@@ -1,5 +1,5 @@
 // Products of small matrices by a warp (mma, movmatrix: compute capability 8.0), and how its lanes
-// hold them. With r = lane / 4, q = lane % 4, and two 16-bit elements a register, low half first:
+// hold them. With r = lane / 4, q = lane % 4, and two 16-bit elements per register, low half first:
 //
 //   a 16 x 16: a[0] row r, columns 2q, 2q + 1; a[1] row r + 8; a[2], a[3] the same, columns + 8
 //   b 16 x 8:  b[0] rows 2q, 2q + 1 of column r; b[1] rows + 8
@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return reinterpret_cast<const uint32_t&>(both);
 }
 
-// The low halves of two registers, and their high halves.
+// Returns the low halves of two registers, and their high halves.
 __device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
   return __byte_perm(a, b, 0x5410);
 }
@@ -39,13 +39,13 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// An 8 x 8 matrix of 16-bit elements, of which a lane holds row r, columns 2q and 2q + 1.
+// Transposes an 8 x 8 matrix of 16-bit elements. A lane holds row r, columns 2q and 2q + 1.
 __device__ __forceinline__ uint32_t transposed(uint32_t x) {
   uint32_t y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
-#else  // the emulator of the tests: the same by shuffles
+#else  // in the tests' emulator, the same by shuffles
 template <typename T>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], T) {
   const int r = threadIdx.x % 32 / 4, q = threadIdx.x % 4;

@@ -1,13 +1,13 @@
-// Sum of squares and number of nonzero elements over many tensors: every block adds up one piece,
-// a second kernel the blocks' results, both in a fixed order, in fp64.
+// The sum of squares and number of nonzero elements of many tensors. Every block adds up one piece,
+// and a second kernel adds the blocks' results, both in a fixed order and in fp64.
 #include "common.cuh"
 
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kInFlight = 4;  // independent 16-byte loads of a thread
+constexpr int kInFlight = 4;  // independent 16-byte loads per thread
 
-struct ReadTensor {  // kernels/tensor_table.py packs it
+struct ReadTensor {  // packed by kernels/tensor_sums.py
   const void* data;
   int64_t size;
 };
@@ -16,13 +16,13 @@ struct Totals {
   double squares, nonzeros;
 };
 
-struct Running {  // of one thread
+struct Running {  // sums of one thread
   double squares = 0.;
   int nonzeros = 0;
 
   template <typename T, int N>
   __device__ __forceinline__ void take(const Vector<T, N>& values) {
-    float sum = 0.f;  // of one access: fp32 loses nothing that counts
+    float sum = 0.f;  // of one access, for which fp32 is precise enough
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const float x = to_float(values.at[j]);
@@ -33,7 +33,7 @@ struct Running {  // of one thread
   }
 };
 
-// The block's sum of a double, in thread 0.
+// Returns a block's sum of a double in thread 0.
 __device__ double block_sum(double value, double* scratch) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask >>= 1) value += __shfl_xor_sync(0xffffffffu, value, mask);

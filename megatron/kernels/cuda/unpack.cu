@@ -1,14 +1,14 @@
-// Weights in 8 or 4 bits to the format that products take: the level of each code times the scale of
-// its block. Both factors and the result are rounded as PyTorch's operations round them.
+// Converts weights in 8 or 4 bits to the format of the products: the level of each code times the
+// scale of its block. Both factors and the result are rounded like in PyTorch's operations.
 #include "common.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kAtOnce = 4;       // times 8 elements that a thread unpacks
-constexpr int kScaleBlock = 64;  // elements that share a scale; config/adapters.py has the same
+constexpr int kAtOnce = 4;       // times 8 elements per thread
+constexpr int kScaleBlock = 64;  // elements that share a scale, as in config/adapters.py
 
-// The 8 values from `first` on: of one block.
+// Unpacks the 8 values from `first` on, which are in one block.
 template <typename T, typename Level>
 __device__ __forceinline__ void put(T* __restrict__ out, const T* __restrict__ scales, int64_t first,
                                     const Level& level) {
@@ -19,12 +19,12 @@ __device__ __forceinline__ void put(T* __restrict__ out, const T* __restrict__ s
   store(out + first, values);
 }
 
-// Two codes in a byte, the first in its lower half; levels [16].
+// There are two codes per byte, the first in the lower half; levels is [16].
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     unpack_nf4_kernel(const unsigned char* __restrict__ codes, const T* __restrict__ scales,
                       const T* __restrict__ levels, T* __restrict__ out, int64_t size) {
-  __shared__ float table[16];  // in 16 banks: threads that read different levels do not wait
+  __shared__ float table[16];  // in 16 banks, so that reads of different levels do not conflict
   if (threadIdx.x < 16) table[threadIdx.x] = to_float(levels[threadIdx.x]);
   __syncthreads();
   const int64_t first = (blockIdx.x * static_cast<int64_t>(kAtOnce * kThreads) + threadIdx.x) * 8;
@@ -42,9 +42,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The number of an e4m3 code as a share of the largest one, 448, in the format T. The digits of a
-// code are moved to those of a number 2^120 times smaller. Not a number becomes one beyond the
-// largest: its scale is not a number either.
+// Returns the number of an e4m3 code divided by the largest one, 448, in the format T. The digits
+// of the code are moved to a number that is 2^120 times smaller. nan becomes a number above the
+// largest, which is fine because its scale is nan too.
 template <typename T>
 __device__ __forceinline__ float share_of_448(unsigned code) {
   const float size = __uint_as_float((code & 0x7fu) << 20) * 0x1p120f / 448.f;
