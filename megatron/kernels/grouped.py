@@ -121,14 +121,12 @@ class Grouping(NamedTuple):
     ends: Tensor
 
     @classmethod
-    def of(cls, choices: Tensor, experts: int, rows: int | None = None) -> Grouping:
-        """Group the choices of tokens.
+    def of(cls, choices: Tensor, experts: int) -> Grouping:
+        """Group the choices of tokens. Every choice has a row.
 
         Args:
             choices: Experts, int64 [T, k]; negative for no expert.
             experts: Number of experts.
-            rows: Number of choices that are not negative, if known. `None` gives every choice a
-                row.
         """
         # A sort takes time in proportion to the bytes of a key.
         dtype = torch.int16 if experts < 2**15 else torch.int64
@@ -139,10 +137,14 @@ class Grouping(NamedTuple):
         place = place.masked_fill_(choices < 0, -1)
         every = torch.arange(experts, device=order.device, dtype=dtype)
         ends = torch.searchsorted(keys, every, right=True)
-        return cls(order[:rows], place, ends.int())
+        return cls(order, place, ends.int())
 
     def first(self, rows: int) -> Grouping:
-        """Return this grouping with only its first rows, after which no choice has one."""
+        """Return this grouping without the rows of choices of no expert.
+
+        Args:
+            rows: Number of choices of an expert.
+        """
         return self._replace(order=self.order[:rows])
 
     @property

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.kernels.grouped import Grouping, collect, spread
+from megatron.kernels.grouped import collect, spread
 from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.mlp import MLP
 from megatron.models.plan import MixturePlan, MLPPlan
@@ -35,8 +35,8 @@ class Mixture(nn.Module):
         """Build the router, the experts and, if the plan has them, the shared experts."""
         super().__init__()
         self.router = Router(plan.router, context)
-        library = context.kernels.library
-        self._exchange = ExpertExchange(context.layout, plan.router.experts, library)
+        router, library = plan.router, context.kernels.library
+        self._exchange = ExpertExchange(context.layout, router.experts, router.chosen, library)
         self.experts = Experts(plan.expert, plan.router.experts, context)
         self.shared = None if plan.shared is None else MLP(plan.shared, context)
         self.recomputes_shared = "shared_experts" in context.recomputed
@@ -126,13 +126,15 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
         routing: Routing = self.router(x)
-        arrived = self._exchange.send(x.flatten(0, 1), *routing)
-        returning = self._exchange.bring_back(self.experts(arrived), arrived)
+        # Samples for training have the same length on all processes.
+        tokens = x.flatten(0, 1)
+        arrived = self._exchange.send(tokens, *routing, equally_many=self.training)
+        wait = self._exchange.bring_back(self.experts(arrived), arrived)
         if self.shared is None:
-            return returning.wait().view_as(x)
+            return wait().view_as(x)
         # The shared experts compute while the outputs of the others travel.
         shared = computed_again(self.shared, x) if self.recomputes_shared else self.shared(x)
-        out = returning.wait().view_as(x)
+        out = wait().view_as(x)
         if self.coefficient is not None:
             of_experts, of_shared = self.coefficient(x).unbind(-1)
             return out * of_experts.unsqueeze(-1) + shared * of_shared.unsqueeze(-1)
@@ -197,9 +199,8 @@ class Experts(nn.Module):
 
     def forward(self, arrived: Arrived) -> Tensor:
         """Return the weighted sum of each token's experts on this process, [R, h]."""
-        # Tokens travel meanwhile.
-        grouping = Grouping.of(arrived.choices, self._local, arrived.rows)
-        rows = spread(arrived.wait(), grouping, self._library)  # [n, h]
+        tokens, grouping = arrived.group(self._local)
+        rows = spread(tokens, grouping, self._library)  # [n, h]
         before = self.up(rows, grouping, arrived.later)  # [n, f], or [n, 2 f] if gated
         inner = self.activation(before)  # [n, f]
         if self.recomputes_activation and torch.is_grad_enabled():

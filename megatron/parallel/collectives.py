@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,92 +111,128 @@ def all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int])
     return start_all_to_all_rows(x, axis, sent, received).wait()
 
 
-class RowsInTransit:
-    """Rows on their way between ranks, and later their gradients on the way back.
+def start_all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> InTransit:
+    """Start the exchange of `all_to_all_rows`."""
+    forth = partial(_start_all_to_all, axis=axis, sent=sent, received=received)
+    back = partial(_start_all_to_all, axis=axis, sent=received, received=sent)
+    return InTransit(x, Way(forth), Way(back))
 
-    Work between the start and `wait` overlaps with the exchange, in both directions: autograd runs
-    its operations in reverse order, so what the forward pass computes here, the backward pass
-    differentiates between the start of the gradients' exchange and its end.
+
+def start_gather_rows(x: Tensor, axis: Axis) -> InTransit:
+    """Start joining parts along dimension 0: [T, ...] -> [t T, ...].
+
+    The backward pass adds up the ranks' gradients of a part in fp32, in the order of the ranks.
+    """
+    return InTransit(x, Way(partial(start_all_gather, axis=axis)), _way_of_sums(axis))
+
+
+def start_sum_rows(x: Tensor, axis: Axis) -> InTransit:
+    """Start adding up the ranks' values in fp32, and keep this rank's part: [t T, ...] -> [T, ...].
+
+    The backward pass joins the gradients of the parts.
+    """
+    return InTransit(x, _way_of_sums(axis), Way(partial(start_all_gather, axis=axis)))
+
+
+class Way(NamedTuple):
+    """One direction of a communication.
 
     Attributes:
-        later: Functions that the backward pass calls while the gradients travel.
-        has_gradient: Whether the backward pass will send gradients back.
+        start: Starts sending a tensor.
+        finish: What to do with the received tensor.
     """
 
-    def __init__(self, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> None:
-        """Start the exchange of `all_to_all_rows`."""
+    start: Callable[[Tensor], Pending]
+    finish: Callable[[Tensor], Tensor] = lambda received: received
+
+
+def _start_all_to_all(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Pending:
+    into = x.new_empty(sum(received), *x.shape[1:])
+    work = dist.all_to_all_single(
+        into, x.contiguous(), received, sent, group=axis.group, async_op=True
+    )
+    return Pending(into, axis.transfer("all-to-all", work))
+
+
+def _way_of_sums(axis: Axis) -> Way:
+    def start(x: Tensor) -> Pending:
+        sizes = [len(x) // axis.size] * axis.size
+        return _start_all_to_all(x, axis, sizes, sizes)
+
+    return Way(start, lambda parts: parts.unflatten(0, (axis.size, -1)).sum(0))
+
+
+class InTransit:
+    """A tensor on its way between ranks, and later its gradient on the way back.
+
+    Work between the start and `wait` overlaps with the communication, in both directions: autograd
+    runs its operations in reverse order, so what the forward pass computes here, the backward pass
+    differentiates between the start of the gradient's communication and its end.
+
+    Args:
+        x: The tensor to send.
+        forth: The communication of the tensor.
+        back: The communication of its gradient.
+
+    Attributes:
+        later: Functions that the backward pass calls while the gradient travels.
+        has_gradient: Whether the backward pass will send a gradient back.
+    """
+
+    def __init__(self, x: Tensor, forth: Way, back: Way) -> None:
+        """Start the communication."""
         self.later: list[Callable[[], None]] = []
-        self._axis, self._sent, self._received = axis, sent, received
-        self._pending: Pending | None = None
-        self._handle: Tensor | None = _SendRows.apply(x, self)
+        self.forth, self.back = forth, back
+        self.pending: Pending | None = None
+        self._handle: Tensor | None = _Send.apply(x, self)
         self.has_gradient = self._handle.requires_grad
 
     def wait(self) -> Tensor:
-        """Return the received rows. Call it once."""
+        """Return the received tensor. Call it once."""
         handle, self._handle = self._handle, None  # its graph refers to this object
-        rows: Tensor = _ReceiveRows.apply(handle, self)
-        return rows
-
-    def send(self, x: Tensor) -> None:
-        """Start sending rows."""
-        self._pending = self._start(x, self._sent, self._received)
-
-    def send_back(self, grad: Tensor) -> Tensor:
-        """Start sending gradients. Return their destination, which `arrived` fills."""
-        self._pending = self._start(grad, self._received, self._sent)
-        return self._pending.result
+        received: Tensor = _Receive.apply(handle, self)
+        return received
 
     def arrived(self) -> Tensor:
         """Wait for what was sent last."""
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         assert pending is not None
         return pending.wait()
 
-    def _start(self, x: Tensor, sent: list[int], received: list[int]) -> Pending:
-        axis = self._axis
-        into = x.new_empty(sum(received), *x.shape[1:])
-        if axis.size == 1:
-            return Pending(into.copy_(x))
-        work = dist.all_to_all_single(
-            into, x.contiguous(), received, sent, group=axis.group, async_op=True
-        )
-        return Pending(into, axis.transfer("all-to-all", work))
+
+def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
+    """Return a tensor of any shape that takes no memory."""
+    return like.new_empty(1).expand(shape)
 
 
-def start_all_to_all_rows(
-    x: Tensor, axis: Axis, sent: list[int], received: list[int]
-) -> RowsInTransit:
-    """Start the exchange of `all_to_all_rows`, and return while rows travel."""
-    return RowsInTransit(x, axis, sent, received)
-
-
-class _SendRows(torch.autograd.Function):
-    """Starts an exchange. Its result has the shape of its input, and no memory."""
+class _Send(torch.autograd.Function):
+    """Starts a communication. Its result and that result's gradient are placeholders."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: RowsInTransit) -> Tensor:
-        ctx.rows = rows
-        rows.send(x)
-        return x.new_empty(1).expand(x.shape)
+    def forward(ctx: Any, x: Tensor, transit: InTransit) -> Tensor:
+        ctx.transit = transit
+        transit.pending = transit.forth.start(x)
+        return _placeholder(x, x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.rows.arrived(), None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        transit: InTransit = ctx.transit
+        return transit.back.finish(transit.arrived()), None
 
 
-class _ReceiveRows(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, rows: RowsInTransit) -> Tensor:
-        ctx.rows = rows
-        return rows.arrived()
+    def forward(ctx: Any, handle: Tensor, transit: InTransit) -> Tensor:
+        ctx.transit, ctx.shape = transit, handle.shape
+        return transit.forth.finish(transit.arrived())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        rows: RowsInTransit = ctx.rows
-        destination = rows.send_back(grad)
-        while rows.later:
-            rows.later.pop()()
-        return destination, None
+        transit: InTransit = ctx.transit
+        transit.pending = transit.back.start(grad)
+        while transit.later:
+            transit.later.pop()()
+        return _placeholder(grad, ctx.shape), None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """The exchange of tokens between the processes that divide the experts.
 
 A token is sent once to every process that has some of its experts. That process returns the
-weighted sum of their outputs, and the token's own process adds the sums up.
+weighted sum of their outputs, and the token's own process adds up the sums. If nearly every token
+goes to nearly every process, all tokens are gathered on all of them instead: then no process has to
+know in advance how many tokens come from another.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,34 +20,20 @@ from megatron.device import Reading
 from megatron.kernels.grouped import Grouping, spread, unite
 from megatron.kernels.library import KernelLibrary
 from megatron.parallel.collectives import (
-    RowsInTransit,
+    InTransit,
     all_to_all_rows,
     copy_to,
     gather_rows_to,
     reduce_from,
     reduce_scatter_from,
     start_all_to_all_rows,
+    start_gather_rows,
+    start_sum_rows,
 )
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Axis, Layout
 
-
-@dataclass(frozen=True)
-class Exchanged:
-    """An exchange of tokens between processes.
-
-    Attributes:
-        tokens: The tokens that come here, [R, h].
-        rows: Number of choices of experts on this process.
-        sent: Number of tokens that this process sends to each process.
-        received: Number of tokens that come from each process.
-        grouping: The sent tokens, grouped by process.
-    """
-
-    tokens: RowsInTransit
-    rows: int
-    sent: list[int]
-    received: list[int]
-    grouping: Grouping
+# Share of the tokens that must need a process for all of them to be sent there.
+_NEARLY_ALL = 0.75
 
 
 @dataclass(frozen=True)
@@ -52,66 +41,60 @@ class Arrived:
     """The tokens that use experts of this process. They may still be in transit.
 
     Attributes:
+        tokens: The tokens, [R, h].
         choices: The experts that each token uses, numbered from this process's first, int64 [R, k];
             -1 for experts of other processes.
         weights: Their weights, fp32 [R, k].
-        here: The tokens, [R, h], if they do not travel.
-        exchanged: The exchange, if they do.
+        count: Returns the number of choices of experts on this process, and may wait for the
+            device; `None` if that may be all of them.
+        send_back: Starts returning the outputs for these tokens, [R, h]. The function that it
+            returns waits for the sums of this process's tokens, [T, h]. `None` if nothing travels.
     """
 
+    tokens: Tensor | InTransit
     choices: Tensor
     weights: Tensor
-    here: Tensor | None = None
-    exchanged: Exchanged | None = None
-
-    @property
-    def rows(self) -> int | None:
-        """Number of choices of experts on this process; `None` if it is not known in advance."""
-        return None if self.exchanged is None else self.exchanged.rows
+    count: Callable[[], int] | None = None
+    send_back: Callable[[Tensor], Callable[[], Tensor]] | None = None
 
     @property
     def later(self) -> list[Callable[[], None]] | None:
         """The list of functions that run while the tokens' gradients travel; `None` if none do."""
-        if self.exchanged is None or not self.exchanged.tokens.has_gradient:
-            return None
-        return self.exchanged.tokens.later
+        if isinstance(self.tokens, InTransit) and self.tokens.has_gradient:
+            return self.tokens.later
+        return None
 
-    def wait(self) -> Tensor:
-        """Return the tokens, [R, h], when they have arrived. Call it once."""
-        if self.exchanged is not None:
-            return self.exchanged.tokens.wait()
-        assert self.here is not None
-        return self.here
+    def group(self, experts: int) -> tuple[Tensor, Grouping]:
+        """Return the tokens, [R, h], and their rows. Call it once.
+
+        Args:
+            experts: Number of experts on this process.
+        """
+        grouping = Grouping.of(self.choices, experts)  # while tokens travel
+        if self.count is not None:
+            grouping = grouping.first(self.count())
+        tokens = self.tokens.wait() if isinstance(self.tokens, InTransit) else self.tokens
+        return tokens, grouping
 
 
-class Returning:
-    """The outputs of experts on their way back to the tokens' processes.
+def share_reached(experts: int, chosen: int, ranks: int) -> float:
+    """Return the share of tokens that use experts of a certain process, if all are equally likely.
 
     Args:
-        outputs: The sums of the outputs on this process, [R, h].
-        arrived: The tokens that they belong to.
-        exchange: The exchange.
+        experts: Number of experts in all.
+        chosen: Number of experts of a token.
+        ranks: Number of processes that divide the experts.
     """
+    elsewhere = experts - experts // ranks
+    return 1 - math.comb(elsewhere, chosen) / math.comb(experts, chosen)
 
-    def __init__(self, outputs: Tensor, arrived: Arrived, exchange: ExpertExchange) -> None:
-        """Start the exchange."""
-        self._exchange, self._outputs, self._rows = exchange, outputs, None
-        there = arrived.exchanged
-        if there is not None:
-            self._grouping = there.grouping
-            axis = exchange.layout.expert
-            self._rows = start_all_to_all_rows(outputs, axis, there.received, there.sent)
 
-    def wait(self) -> Tensor:
-        """Return the sum of each token's outputs, [T, h]. Collective as `send` is; call it once."""
-        layout, outputs = self._exchange.layout, self._outputs
-        if self._rows is not None:
-            outputs = unite(self._rows.wait(), self._grouping, self._exchange.library)
-        if layout.sequence_parallel:
-            outputs = reduce_scatter_from(outputs, layout.expert_tensor)
-        else:
-            outputs = reduce_from(outputs, layout.expert_tensor)
-        return _scale_gradient(outputs, self._exchange.share)
+def gathers_all(experts: int, chosen: int, ranks: int) -> bool:
+    """Return whether all tokens are sent to all processes if these have equally many.
+
+    The arguments are those of `share_reached`.
+    """
+    return share_reached(experts, chosen, ranks) >= _NEARLY_ALL
 
 
 class ExpertExchange:
@@ -123,35 +106,36 @@ class ExpertExchange:
     Args:
         layout: The grid of processes.
         experts: Total number of experts.
+        chosen: Number of experts of a token.
         library: Compiled kernels; `None` means PyTorch's operations.
 
     Attributes:
-        layout: The grid of processes.
-        library: Compiled kernels, if any.
         local: Number of experts on each process.
-        share: The factor of the gradients inside.
     """
 
-    def __init__(self, layout: Layout, experts: int, library: KernelLibrary | None = None) -> None:
-        """Count the experts of a process."""
-        self.layout, self.library = layout, library
+    def __init__(
+        self, layout: Layout, experts: int, chosen: int, library: KernelLibrary | None = None
+    ) -> None:
+        """Count the experts of a process, and choose how tokens travel."""
+        self._layout, self._library = layout, library
         self.local = experts // layout.expert.size
-        self.share = layout.tensor.size / (layout.expert.size * layout.expert_tensor.size)
+        self._share = layout.tensor.size / (layout.expert.size * layout.expert_tensor.size)
+        self._gathers = gathers_all(experts, chosen, layout.expert.size)
 
-    def send(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> Arrived:
+    def send(
+        self, tokens: Tensor, choices: Tensor, weights: Tensor, *, equally_many: bool
+    ) -> Arrived:
         """Start bringing tokens to their experts. Collective over expert and expert tensor ranks.
-
-        The host waits once, for the number of tokens that each process sends. It queues the order
-        of the rows first, so that the device has work while the host queues the rest.
 
         Args:
             tokens: [T, h].
             choices: The experts of each token, int64 [T, k]; -1 for none.
             weights: The weights of the choices, fp32 [T, k].
+            equally_many: Whether T is the same on all processes.
         """
-        layout, axis = self.layout, self.layout.expert
-        tokens = _scale_gradient(tokens, 1 / self.share)
-        weights = _scale_gradient(weights, 1 / self.share)
+        layout, axis = self._layout, self._layout.expert
+        tokens = _scale_gradient(tokens, 1 / self._share)
+        weights = _scale_gradient(weights, 1 / self._share)
         if layout.sequence_parallel:
             tokens = gather_rows_to(tokens, layout.expert_tensor)
             weights = gather_rows_to(weights, layout.expert_tensor)
@@ -160,7 +144,54 @@ class ExpertExchange:
             tokens = copy_to(tokens, layout.expert_tensor)
             weights = copy_to(weights, layout.expert_tensor)
         if axis.size == 1:
-            return Arrived(choices, weights, here=tokens)
+            return Arrived(tokens, choices, weights)
+        send = self._send_to_all if self._gathers and equally_many else self._send_where_needed
+        return send(axis, tokens, choices, weights)
+
+    def bring_back(self, outputs: Tensor, arrived: Arrived) -> Callable[[], Tensor]:
+        """Start returning the sums of the outputs on this process.
+
+        Args:
+            outputs: The weighted sum of each token's outputs, [R, h].
+            arrived: The tokens.
+
+        Returns:
+            A function that waits for the sum of each token's outputs, [T, h]. It is collective as
+            `send` is.
+        """
+        finish = None if arrived.send_back is None else arrived.send_back(outputs)
+
+        def wait() -> Tensor:
+            sums = outputs if finish is None else finish()
+            if self._layout.sequence_parallel:
+                sums = reduce_scatter_from(sums, self._layout.expert_tensor)
+            else:
+                sums = reduce_from(sums, self._layout.expert_tensor)
+            return _scale_gradient(sums, self._share)
+
+        return wait
+
+    def _send_to_all(self, axis: Axis, tokens: Tensor, choices: Tensor, weights: Tensor) -> Arrived:
+        """Gather all tokens. The host waits for the number of rows, when it asks for it.
+
+        Before that, it queues everything that does not depend on the number, so that the device has
+        work while the host wakes up.
+        """
+        choices = gather_rows_to(choices, axis)
+        choices = self._here(choices, axis.rank)
+        reading = Reading((choices >= 0).sum().view(1))
+        return Arrived(
+            start_gather_rows(tokens, axis),
+            choices,
+            gather_rows_to(weights, axis),
+            count=lambda: int(reading.wait()[0]),
+            send_back=lambda outputs: start_sum_rows(outputs, axis).wait,
+        )
+
+    def _send_where_needed(
+        self, axis: Axis, tokens: Tensor, choices: Tensor, weights: Tensor
+    ) -> Arrived:
+        """Send each token to the processes of its experts, once the host knows their numbers."""
         owners = torch.where(choices >= 0, choices // self.local, -1)
         ranks = torch.arange(axis.size, device=choices.device)
         goes = (owners.unsqueeze(-1) == ranks).sum(1)  # [T, ranks], a token's experts per rank
@@ -173,25 +204,28 @@ class ExpertExchange:
             numbers[start : start + axis.size] for start in range(0, len(numbers), axis.size)
         )
         grouping = grouping.first(sum(sent))
-        # The rank that each row is sent to, and its experts there.
-        to = (grouping.order % axis.size).unsqueeze(1)
-        choices = spread(choices, grouping) - to * self.local
-        choices = torch.where((choices >= 0) & (choices < self.local), choices, -1)
+        to = (grouping.order % axis.size).unsqueeze(1)  # the rank that each row is sent to
+        choices = self._here(spread(choices, grouping), to)
+
+        def send_back(outputs: Tensor) -> Callable[[], Tensor]:
+            transit = start_all_to_all_rows(outputs, axis, received, sent)
+            return lambda: unite(transit.wait(), grouping, self._library)
+
+        choices = all_to_all_rows(choices, axis, sent, received)
+        weights = all_to_all_rows(spread(weights, grouping), axis, sent, received)
+        rows_of_tokens = spread(tokens, grouping, self._library)
         return Arrived(
-            all_to_all_rows(choices, axis, sent, received),
-            all_to_all_rows(spread(weights, grouping), axis, sent, received),
-            exchanged=Exchanged(
-                start_all_to_all_rows(spread(tokens, grouping, self.library), axis, sent, received),
-                rows=sum(rows),
-                sent=sent,
-                received=received,
-                grouping=grouping,
-            ),
+            start_all_to_all_rows(rows_of_tokens, axis, sent, received),
+            choices,
+            weights,
+            count=lambda: sum(rows),
+            send_back=send_back,
         )
 
-    def bring_back(self, outputs: Tensor, arrived: Arrived) -> Returning:
-        """Start returning the sum of each token's outputs on this process, [R, h]."""
-        return Returning(outputs, arrived, self)
+    def _here(self, choices: Tensor, rank: Tensor | int) -> Tensor:
+        """Return choices, numbered from a rank's first expert; -1 for other ranks' experts."""
+        choices = choices - rank * self.local
+        return torch.where((choices >= 0) & (choices < self.local), choices, -1)
 
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:

@@ -5,13 +5,13 @@ Everything follows from the flags, so it can be printed for any number of proces
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron.command import PanelRow
 from megatron.config import RunConfig
 from megatron.models.mixture import Mixture
 from megatron.models.plan import MixturePlan, ModelPlan
+from megatron.parallel.expert_exchange import gathers_all, share_reached
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import amount, largest_process, micro_batch
 
@@ -71,20 +71,20 @@ def plan_exchange(config: RunConfig, mixture: MixturePlan, world_size: int) -> E
         if not any(rank in group for group in groups):
             groups.append(Layout.at(rank, world_size, **sizes).expert.ranks)
         rank += 1
-    local = router.experts // ranks
-    # The chance that a token chooses none of the experts of a certain process.
-    spared = math.comb(router.experts - local, router.chosen)
-    reached = 1 - spared / math.comb(router.experts, router.chosen)
+    others, most_others = float(ranks - 1), ranks - 1
+    if not gathers_all(router.experts, router.chosen, ranks):
+        others *= share_reached(router.experts, router.chosen, ranks)
+        most_others = min(most_others, router.chosen)
     batch = micro_batch(config, layout)
     # There: tokens, choices, weights. Back: results. Then the gradients of all but the choices.
     vectors, scalars = 4 * mixture.hidden * batch.width, router.chosen * (_CHOICE + 2 * _WEIGHT)
     return ExchangePlan(
-        local=local,
+        local=router.experts // ranks,
         groups=tuple(groups),
         group_count=world_size // ranks,
         tokens=batch.expert_tokens,
-        others=(ranks - 1) * reached,
-        most_others=min(ranks - 1, router.chosen),
+        others=others,
+        most_others=most_others,
         bytes_per_copy=vectors + scalars,
     )
 

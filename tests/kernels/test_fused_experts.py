@@ -14,8 +14,8 @@ def routed(tokens, chosen, experts, device, *, dropped=0.0, known=False):
     generator = fresh()
     choices = torch.rand(tokens, experts, generator=generator).topk(chosen, dim=1).indices
     choices[torch.rand(tokens, chosen, generator=generator) < dropped] = -1
-    rows = int((choices >= 0).sum()) if known else None
-    return Grouping.of(choices.to(device), experts, rows), generator
+    grouping = Grouping.of(choices.to(device), experts)
+    return grouping.first(int((choices >= 0).sum())) if known else grouping, generator
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])

@@ -29,7 +29,9 @@ def rows_of(choices, experts):
 @pytest.mark.parametrize("choices", [CHOICES, CHOICES.clamp(min=0), CHOICES[:0], CHOICES[4:5]])
 def test_rows_are_sorted_by_expert_then_token(choices, known):
     expected = rows_of(choices, EXPERTS)
-    grouping = Grouping.of(choices, EXPERTS, len(expected) if known else None)
+    grouping = Grouping.of(choices, EXPERTS)
+    if known:
+        grouping = grouping.first(len(expected))
     assert len(grouping.order) == (len(expected) if known else choices.numel())
     found = [(c // 2, c % 2) for c in grouping.order.tolist()]
     assert found[: len(expected)] == expected
@@ -46,7 +48,9 @@ def test_rows_are_sorted_by_expert_then_token(choices, known):
 def test_tokens_go_to_their_rows_and_come_back_weighted(choices, known):
     torch.manual_seed(1)
     expected = rows_of(choices, EXPERTS)
-    grouping = Grouping.of(choices, EXPERTS, len(expected) if known else None)
+    grouping = Grouping.of(choices, EXPERTS)
+    if known:
+        grouping = grouping.first(len(expected))
     x = torch.randn(len(choices), HIDDEN, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(choices.shape, dtype=torch.float64, requires_grad=True)
     factors = torch.randn(len(grouping.order), HIDDEN, dtype=torch.float64)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.kernels.grouped import Grouping, collect, spread
+from megatron.kernels.grouped import collect, spread
 from megatron.parallel.collectives import all_gather
-from megatron.parallel.expert_exchange import ExpertExchange
+from megatron.parallel.expert_exchange import ExpertExchange, gathers_all
 from tests.distributed import run_sharing_memory
 
 EXPERTS, TOKENS, HIDDEN, CHOSEN = 8, 6, 4, 3
@@ -49,7 +49,7 @@ def _naive(tokens, choices, weights, factors):
     return torch.stack(rows)
 
 
-def _exchanged(layout, kind, sequence_parallel):
+def _exchanged(layout, kind, sequence_parallel, equally_many):
     """Outputs, gradients, and the number of tokens that came; with the replicas' division."""
     layout = replace(layout, sequence_parallel=sequence_parallel)
     # Without sequence parallelism tensor ranks have the same tokens.
@@ -58,18 +58,17 @@ def _exchanged(layout, kind, sequence_parallel):
         rank -= layout.tensor.rank
     tokens, choices, weights = _inputs(rank, kind)
     tokens, weights = tokens.requires_grad_(), weights.requires_grad_()
-    exchange = ExpertExchange(layout, EXPERTS)
-    arrived = exchange.send(tokens, choices, weights)
+    exchange = ExpertExchange(layout, EXPERTS, CHOSEN)
+    arrived = exchange.send(tokens, choices, weights, equally_many=equally_many)
     first = layout.expert.rank * exchange.local
     here = _factors()[first : first + exchange.local].requires_grad_()
-    grouping = Grouping.of(arrived.choices, exchange.local, arrived.rows)
-    tokens_here = arrived.wait()
+    tokens_here, grouping = arrived.group(exchange.local)
     rows = spread(tokens_here, grouping)
     # Of an expert that is split, each part gives a part of the sum.
     experts = grouping.expert_of_row().clamp(max=len(here) - 1)  # rows without one count nothing
     scale = here[experts] / layout.expert_tensor.size
     outputs = collect((rows * scale).float(), arrived.weights.float(), grouping).double()
-    out = exchange.bring_back(outputs, arrived).wait()
+    out = exchange.bring_back(outputs, arrived)()
     out.square().sum().backward()
     received = len(tokens_here)
     return out.detach(), tokens.grad, weights.grad, here.grad, received, first
@@ -89,12 +88,15 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize("equally_many", [False, True])
 @pytest.mark.parametrize("kind", ["usual", "dropped", "one process", "nothing"])
 @pytest.mark.parametrize(("processes", "sizes", "sequence_parallel"), LAYOUTS, ids=str)
-def test_every_token_meets_its_experts(kind, processes, sizes, sequence_parallel):
+def test_every_token_meets_its_experts(kind, processes, sizes, sequence_parallel, equally_many):
     tensor = sizes.get("tensor", 1)
     parts = sizes.get("expert_tensor", tensor)
-    results = run_sharing_memory(processes, _exchanged, kind, sequence_parallel, **sizes)
+    results = run_sharing_memory(
+        processes, _exchanged, kind, sequence_parallel, equally_many, **sizes
+    )
     factors = _factors().requires_grad_()
     for rank, (out, tokens_grad, weights_grad, *_) in enumerate(results):
         source = rank if sequence_parallel else rank - rank % tensor
@@ -120,17 +122,23 @@ def test_every_token_meets_its_experts(kind, processes, sizes, sequence_parallel
 def _count_sent(layout):
     """Tokens that came; their experts here, and the numbers that say how many there are."""
     tokens, choices, weights = _inputs(layout.world.rank, "dropped")
-    arrived = ExpertExchange(layout, EXPERTS).send(tokens, choices, weights)
-    assert arrived.rows == (arrived.choices >= 0).sum()
-    assert sum(arrived.exchanged.received) == len(arrived.wait())
+    exchange = ExpertExchange(layout, EXPERTS, CHOSEN)
+    arrived = exchange.send(tokens, choices, weights, equally_many=False)
+    assert arrived.count() == (arrived.choices >= 0).sum()
     assert (arrived.choices >= 0).any(1).all()
     assert (arrived.choices < EXPERTS // layout.expert.size).all()
-    return arrived.exchanged.sent, all_gather(choices, layout.expert)
+    return len(arrived.tokens.wait()), all_gather(choices, layout.expert)
 
 
 def test_a_token_is_sent_once_to_each_process_with_its_experts():
     local = EXPERTS // 4
-    for rank, (sent, choices) in enumerate(run_sharing_memory(4, _count_sent, expert=4)):
-        mine = choices[rank * TOKENS : (rank + 1) * TOKENS].tolist()
-        goes = [{e // local for e in row if e >= 0} for row in mine]
-        assert sent == [sum(owner in owners for owners in goes) for owner in range(4)]
+    for rank, (received, choices) in enumerate(run_sharing_memory(4, _count_sent, expert=4)):
+        owners = [{expert // local for expert in row if expert >= 0} for row in choices.tolist()]
+        assert received == sum(rank in each for each in owners)
+
+
+def test_all_tokens_are_gathered_where_nearly_all_of_them_go_anyway():
+    assert gathers_all(128, 8, 2)  # 99.7% of the tokens
+    assert gathers_all(64, 8, 4)  # 91%
+    assert not gathers_all(64, 8, 8)  # 67%
+    assert not gathers_all(8, 1, 2)

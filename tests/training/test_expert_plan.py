@@ -14,7 +14,9 @@ from megatron.models.mixture import Mixture
 from megatron.models.plan import MixturePlan
 from megatron.models.plans import model_plan
 from megatron.models.router import Routing
+from megatron.parallel import collectives, expert_exchange
 from megatron.parallel.build import BuildContext
+from megatron.parallel.expert_exchange import gathers_all
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
 from megatron.planner.memory import estimate_memory
@@ -36,8 +38,10 @@ def _mixture(plan) -> MixturePlan:
 
 
 def _bytes_sent(layout, words):
-    """Bytes that went to other processes in all-to-all exchanges."""
+    """Bytes that a process sent to others for the experts."""
     sent, exchange = [0], dist.all_to_all_single
+    gather, scatter = collectives.all_gather_single, collectives.reduce_scatter_single
+    share = (layout.expert.size - 1) / layout.expert.size
 
     def counted(received, x, *sizes, **options):
         if x.ndim == 2 and x.shape[1] > 2:  # not the numbers of rows
@@ -46,13 +50,28 @@ def _bytes_sent(layout, words):
             sent[0] += others * x[0].numel() * x.element_size()
         return exchange(received, x, *sizes, **options)
 
+    def gathered(result, x, **options):
+        if options["group"] is layout.expert.group:
+            sent[0] += int(result.numel() * share) * x.element_size()
+        return gather(result, x, **options)
+
+    def scattered(result, x, **options):
+        if options["group"] is layout.expert.group:
+            sent[0] += int(x.numel() * share) * x.element_size()
+        return scatter(result, x, **options)
+
     dist.all_to_all_single = counted
+    collectives.all_gather_single = gathered
+    collectives.reduce_scatter_single = scattered
     train_toy(layout, words)
     return sent[0]
 
 
-def test_as_many_bytes_are_sent_as_the_plan_says():
+@pytest.mark.parametrize("gathers", [True, False])
+def test_as_many_bytes_are_sent_as_the_plan_says(gathers, monkeypatch):
     """Every token goes to all experts, so the plan is no average."""
+    if not gathers:
+        monkeypatch.setattr(expert_exchange, "_NEARLY_ALL", 1.1)
     case = MixtureCase(2, expert=2, iterations=1, network="--moe-router-topk 8")
     config, plan = _config(case.words, 2)
     exchange = plan_exchange(config, _mixture(plan), 2)
@@ -73,7 +92,10 @@ def test_a_token_reaches_as_many_processes_on_average(experts, chosen, ranks):
     generator = torch.Generator().manual_seed(1)
     choices = torch.rand(20_000, experts, generator=generator).topk(chosen).indices
     owners = torch.nn.functional.one_hot(choices // exchange.local, ranks).amax(1)
-    assert exchange.others == pytest.approx(owners[:, 1:].sum(1).double().mean().item(), rel=0.02)
+    expected = owners[:, 1:].sum(1).double().mean().item()
+    if gathers_all(experts, chosen, ranks):
+        expected = ranks - 1
+    assert exchange.others == pytest.approx(expected, rel=0.02)
 
 
 def test_groups_are_those_of_the_layout():
@@ -128,8 +150,9 @@ def _saved_bytes(layout, plan, tokens, choices, recomputed):
     x = torch.randn(tokens, plan.hidden, requires_grad=True)
     factors = torch.rand(choices.shape, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        arrived = mixture._exchange.send(x, *Routing(choices, factors))
-        mixture._exchange.bring_back(mixture.experts(arrived), arrived).wait()
+        routing = Routing(choices, factors)
+        arrived = mixture._exchange.send(x, *routing, equally_many=True)
+        mixture._exchange.bring_back(mixture.experts(arrived), arrived)()
     return sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
