@@ -1,8 +1,8 @@
 """Distillation: a GPT learns from a teacher's distribution of every token.
 
-The teacher is a second model on the same processes, or its most likely tokens are read beside each
-sample (`megatron.data.logits`). The loss is (1 - A) * cross entropy + A * divergence, with A given
-by --kd-loss-alpha.
+The teacher is a second model on the same processes. Alternatively, its most likely tokens are read
+together with each sample (`megatron.data.logits`). The loss is (1 - A) * cross entropy + A *
+divergence, with A given by --kd-loss-alpha.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ LOSS_NAMES = ("lm loss", DIVERGENCE)
 
 
 class GPTInputs(NamedTuple):
-    """What a GPT reads of a micro-batch on this context rank.
+    """The part of a micro-batch that a GPT reads on this context rank.
 
     Attributes:
         mine: This rank's tokens, labels, loss mask and positions.
-        documents: The documents of the batch, if they are kept apart.
+        documents: The documents of the batch, if attention does not cross their boundaries.
         counted: The number of labels that count in the whole micro-batch, at least 1.
         ahead: The same as `mine`, for each depth of multi-token prediction.
         counted_ahead: The same as `counted`, for each of them.
@@ -60,14 +60,15 @@ class GPTTeacher(NamedTuple):
     """A trained model in evaluation mode, split over the same processes as its student.
 
     In a pipeline, each part of the teacher computes in the same forward pass as a part of the
-    student, and their hidden states travel side by side in one message. So the schedule is that of
-    the student alone, and at most one micro-batch's logits exist at a time.
+    student, and their hidden states travel side by side in one message. The schedule is therefore
+    the same as without a teacher, and at most one micro-batch's logits exist at a time.
 
     Attributes:
         parts: This process's parts of the model, without gradients.
         name: The checkpoint, for messages.
         description: Its size, for messages.
-        students: The part of the student beside each part; empty if there is no student.
+        students: The part of the student that runs together with each part; empty if there is no
+            student.
     """
 
     parts: list[GPTModel]
@@ -99,7 +100,7 @@ class GPTTeacher(NamedTuple):
     def run_beside(
         self, student: nn.Module, inputs: GPTInputs, hidden: Tensor | None = None
     ) -> Tensor:
-        """Run the part beside a part of the student. The arguments are otherwise those of `run`."""
+        """Run the teacher's part that belongs to a part of the student. See `run` for the rest."""
         return self.run(self.parts[list(self.students).index(student)], inputs, hidden)
 
 
@@ -112,14 +113,14 @@ class LearningRecipe(Recipe, Protocol):
     def inputs(
         self, batch: Batch, config: RunConfig, tokenizer: Tokenizer, layout: Layout
     ) -> GPTInputs:
-        """Return what a GPT reads of a micro-batch on this context rank."""
+        """Return the part of a micro-batch that a GPT reads on this context rank."""
 
 
 class Distillation(Extras):
     """The steps that distillation adds to training.
 
     Args:
-        recipe: The recipe, which gets the teacher.
+        recipe: The recipe to which the teacher is attached.
     """
 
     def __init__(self, recipe: LearningRecipe) -> None:
@@ -195,14 +196,14 @@ def student_losses(
 ) -> dict[str, Tensor]:
     """Return the sums of both losses over the labels that count, by log name.
 
-    The values are not weighted, because they are logged. The gradients are: the gradient of the sum
-    is that of (1 - A) * cross entropy + A * divergence. A token without known entries, because its
-    logits could not be read, has the whole cross entropy and no divergence.
+    The values are logged and therefore not weighted, but their gradients are: the gradient of the
+    sum equals the gradient of (1 - A) * cross entropy + A * divergence. A token whose logits could
+    not be read contributes its full cross entropy and no divergence.
 
     Args:
         logits: The student's logits [b, s, v/t]. Their gradient overwrites them.
         batch: This context rank's labels and loss mask.
-        knowledge: What is known of the teacher's distributions.
+        knowledge: The known entries of the teacher's distributions.
         vocabulary: The part of the vocabulary on this tensor rank.
         options: The weights and the temperature.
     """

@@ -1,6 +1,6 @@
 """Log-probabilities of the documents of packed rows in every layout, and models that give them.
 
-b rows of s tokens hold k segments, the padding of rows among them. Every context rank gets the sums
+b rows of s tokens hold k segments, including the padding of rows. Every context rank gets the sums
 over whole documents, although it computes the losses of only a part of their tokens.
 """
 
@@ -58,8 +58,8 @@ class DocumentSums(NamedTuple):
 def document_sums(losses: Tensor, trained: Tensor, ends: Tensor, axis: Axis) -> DocumentSums:
     """Return the log-probability of each segment. Collective over the context axis.
 
-    All context ranks return the same numbers, and each may compute the same loss from them: the
-    gradients' mean over context ranks, which training takes, is then that of the loss.
+    All context ranks return the same numbers, and each may compute the same loss from them. The
+    mean of their gradients, which training computes, is then the gradient of the loss.
 
     Args:
         losses: The loss of each label on this context rank, [b, s/C].

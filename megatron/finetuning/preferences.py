@@ -61,11 +61,11 @@ class Pairs(NamedTuple):
 
     @property
     def difference(self) -> Tensor:
-        """The number of the chosen answer minus that of the rejected one, [P]."""
+        """The number of the chosen answer minus the number of the rejected one, [P]."""
         return self.chosen - self.rejected
 
     def over(self, divisors: Pairs) -> Pairs:
-        """Return the numbers divided by others, of which none counts as less than 1."""
+        """Return the numbers divided by other numbers, where divisors below 1 count as 1."""
         return Pairs(*(x / n.clamp(min=1) for x, n in zip(self, divisors, strict=True)))
 
 
@@ -90,7 +90,7 @@ def pair_losses(
         options: The name of the loss and its numbers.
         policy: The log-probabilities of the answers, sums over their tokens.
         tokens: The number of tokens in each answer.
-        reference: What `policy` is for the reference model; `None` if the loss has none.
+        reference: The same sums under the reference model; `None` if the loss has no reference.
     """
     beta, smoothing = options.preference_beta, options.preference_label_smoothing
     if reference is None:
@@ -112,22 +112,22 @@ def pair_losses(
         case "orpo":
             losses = -scores.chosen - beta * F.logsigmoid(log_odds(scores))
         case loss:
-            raise AssertionError(f"{loss} is no loss of log-probabilities")
+            raise AssertionError(f"{loss} is not a loss of log-probabilities")
     return PairLosses(losses, Pairs(*(beta * score.detach() for score in scores)))
 
 
 def smoothed(margin: Tensor, smoothing: float) -> Tensor:
-    """Return -log sigmoid(margin), or its mean under labels of which some are wrong.
+    """Return -log sigmoid(margin), or its mean if some labels are wrong.
 
     Direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and, with smoothing,
-    conservative DPO (Mitchell, 2023). Minus a target margin it is SimPO (Meng et al., 2024,
-    arXiv:2405.14734).
+    conservative DPO (Mitchell, 2023). With a target margin subtracted, it is SimPO (Meng et al.,
+    2024, arXiv:2405.14734).
     """
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
 def robust(margin: Tensor, smoothing: float) -> Tensor:
-    """Return the unbiased estimate of DPO's loss under labels of which some are wrong.
+    """Return the unbiased estimate of DPO's loss if some labels are wrong.
 
     Chowdhury et al., 2024, arXiv:2403.00409.
     """
@@ -200,7 +200,7 @@ class PreferenceRecipe(ComparingRecipe):
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        """Run one micro-batch through a part of the model; at its end return loss and metrics."""
+        """Run one micro-batch through a part of the model. The last part returns the losses."""
         found = run_documents(part, batch, hidden, tokenizer, layout)
         if isinstance(found, Tensor):
             return found
@@ -234,7 +234,7 @@ class RewardRecipe(PreferenceRecipe):
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        """Run one micro-batch through a part of the model; at its end return loss and metrics."""
+        """Run one micro-batch through a part of the model. The last part returns the losses."""
         found = run_part(part, batch, hidden, tokenizer, layout)
         if not part.part.head:
             return found
@@ -281,7 +281,7 @@ def run_documents(
         layout: The ranks of this process.
 
     Returns:
-        Hidden states, or at the end of the model the log-probability of each segment.
+        Hidden states, or the log-probability of each segment if the part ends the model.
     """
     result = run_part(part, batch, hidden, tokenizer, layout)
     if not part.part.head:
@@ -319,9 +319,9 @@ def at_segments(batch: Batch, name: str) -> Tensor:
 
 
 def pairs_of(values: Tensor, is_pair: Tensor) -> Pairs:
-    """Return the numbers of pairs from those of k segments, in tensors of constant shape [k - 1].
+    """Return the numbers of pairs from the numbers of k segments, in tensors of shape [k - 1].
 
-    Counting pairs first would make the host wait for the device.
+    The shape does not depend on the number of pairs, for which the host would wait for the device.
 
     Args:
         values: The number of each segment, [k].

@@ -96,7 +96,7 @@ class ReferenceLogProbs(Extras):
 
 
 def file_of(config: RunConfig, folder: str | None) -> Path | None:
-    """Return the file of the log-probabilities beside the checkpoints in `folder`, if any."""
+    """Return the file of the log-probabilities next to the checkpoints in `folder`, if any."""
     named = config.preferences.reference_log_probs
     if named is not None:
         return Path(named)
@@ -106,7 +106,7 @@ def file_of(config: RunConfig, folder: str | None) -> Path | None:
 def data_digest(config: RunConfig, members: Sequence[PreferenceDataset]) -> str:
     """Return a digest of the answers and of the number format.
 
-    The layout does not count: it changes only the rounding.
+    The layout is not included, because it changes only the rounding.
     """
     digest = hashlib.sha256(str(config.precision.stream_dtype).encode())
     for source in dict.fromkeys(member.source for member in members):
@@ -121,8 +121,8 @@ def _is_base(run: Run, source: Path | None) -> bool:
 
     Args:
         run: The run.
-        source: For a run that resumes, the file of the log-probabilities. Without it the adapters
-            are taken to have started from zero.
+        source: For a run that resumes, the file of the log-probabilities. Without it, the adapters
+            are assumed to have started from zero.
     """
     if run.config.model.lora_rank is None:
         return False
@@ -145,7 +145,7 @@ def weights_checksum(run: Run, counts: Callable[[str], bool]) -> int:
 
     Args:
         run: The run.
-        counts: Whether the parameter of a name counts.
+        counts: A function that returns whether the parameter of a name counts.
     """
     shards = run.gradients.shares_weights
     total = torch.zeros(1, dtype=torch.int64, device=run.device.torch_device)
@@ -159,7 +159,7 @@ def weights_checksum(run: Run, counts: Callable[[str], bool]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _OnePass:
-    """All rows of a dataset once, and the first ones again until whole batches are full."""
+    """All rows of a dataset once, followed by the first rows again until the last batch is full."""
 
     dataset: PreferenceDataset
     batch: int
@@ -176,7 +176,7 @@ class _OnePass:
 def reference_of(run: Run, dataset: PreferenceDataset) -> NDArray[np.float64]:
     """Return the log-probabilities of a dataset's answers under the run's weights, [P, 2].
 
-    Collective. The weights are those of now.
+    Collective. The current weights are used.
     """
     found = np.zeros((dataset.pairs, 3))  # chosen, rejected, and how often they were computed
     contributes = run.layout.tensor.is_first and run.layout.context.is_first
@@ -233,17 +233,17 @@ def _read(path: Path | None, data: str, weights: str, pairs: int) -> NDArray[np.
         return None
     held = _load(path)
     if held is None:
-        say(f"WARNING: {path}: not a file of log-probabilities: it is replaced")
+        say(f"WARNING: {path}: not a file of log-probabilities; it will be replaced")
         return None
     fits = held.values.shape == (pairs, 2) and held.values.dtype == np.float64
     if not fits or held.data != data or (weights and held.weights != weights):
-        say(f"  {path} is for other data or weights: it is replaced")
+        say(f"  {path} is for other data or weights; it will be replaced")
         return None
     return held.values
 
 
 class _Held(NamedTuple):
-    """What a file holds: the log-probabilities, and the checksums of data and weights."""
+    """The contents of a file: the log-probabilities, and the checksums of data and weights."""
 
     values: NDArray[np.float64]
     data: str
@@ -251,7 +251,7 @@ class _Held(NamedTuple):
 
 
 def _load(path: Path) -> _Held | None:
-    """Return what a file holds, or `None` if it is no file of log-probabilities."""
+    """Return the contents of a file, or `None` if it is not a file of log-probabilities."""
     try:
         with np.load(path, allow_pickle=False) as held:
             return _Held(held["values"], str(held["data"]), str(held["weights"]))

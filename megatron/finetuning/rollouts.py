@@ -1,8 +1,8 @@
-"""Reinforcement learning: the model in training answers prompts, and learns from its answers.
+"""Reinforcement learning: during training, the model answers prompts and learns from its answers.
 
 A sample is a row of `--seq-length` tokens with all answers to one prompt, each after a copy of it.
-`Rollouts` fills rows shortly before they are needed; a `RolloutRecipe` trains on them. What an
-answer is worth, and the loss of a token, are the user's: examples/grpo/grpo.py has both.
+`Rollouts` fills rows shortly before they are needed; a `RolloutRecipe` trains on them. The user
+defines the reward of an answer and the loss of a token, as examples/grpo/grpo.py does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron.training.run import Run
 OLD_LOG_PROBS = "old_log_probs"
 ADVANTAGES = "advantages"
 WEIGHTS = "weights"
-# What a batch holds besides, with a reference model: its log-probabilities of the same tokens.
+# With a reference model, a batch also holds its log-probabilities of the same tokens.
 REFERENCE_LOG_PROBS = "reference_log_probs"
 # A part of a row, fp64 [s]: the rewards of its answers, each divided by their number. The sum is
 # the mean reward.
@@ -73,11 +73,11 @@ class Group(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What the loss needs to know of an answer.
+    """The numbers of an answer that the loss needs.
 
     Attributes:
-        reward: What it is worth, for the log.
-        advantage: How much better it is than others.
+        reward: The reward of the answer, for the log.
+        advantage: How much better the answer is than others.
         weight: The factor of the losses of its tokens. The loss of an update is the mean over its
             rows of the sum over their tokens of weight * loss.
     """
@@ -124,7 +124,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     """Return the lines of a file of prompts.
 
     Raises:
-        DataError: It cannot be read, holds no lines, or a line has no "prompt".
+        DataError: The file cannot be read or holds no lines, or a line has no "prompt".
     """
     records = []
     for line in read_objects(Path(path), "--data-path"):
@@ -143,8 +143,8 @@ class RolloutRecipe(ComparingRecipe):
     """A recipe that trains on rows of answers. A subclass states the loss.
 
     Attributes:
-        reference: A second model on the same processes, of which the loss wants log-probabilities;
-            `None` for none.
+        reference: A second model on the same processes, whose log-probabilities the loss uses, or
+            `None`.
     """
 
     program = "rollouts"
@@ -158,8 +158,8 @@ class RolloutRecipe(ComparingRecipe):
         """Return the loss of a micro-batch, and other numbers for the log without a gradient.
 
         Args:
-            log_probs: The log-probabilities of the answers' tokens under the model in training, at
-                the positions that predict them, and 0 elsewhere: fp64 [b, s].
+            log_probs: The log-probabilities of the answers' tokens under the model that is being
+                trained, at the positions that predict them, and 0 elsewhere: fp64 [b, s].
             batch: The rows: `TRAINED`, `OLD_LOG_PROBS`, `ADVANTAGES`, `WEIGHTS`, `REWARDS` and,
                 with a reference model, `REFERENCE_LOG_PROBS`, [b, s].
         """
@@ -205,8 +205,8 @@ class RolloutRecipe(ComparingRecipe):
 def token_log_probs(part: GPTModel, batch: Batch, tokenizer: Tokenizer, layout: Layout) -> Tensor:
     """Return the log-probability of each token that is trained on, at the position before it.
 
-    It is 0 at all other positions: fp64 [b, s]. The distribution is that of generation: padding
-    entries of the vocabulary have no part in it.
+    It is 0 at all other positions: fp64 [b, s]. The distribution is the same as in generation: it
+    excludes the padding entries of the vocabulary.
 
     Args:
         part: The whole model, perhaps split over tensor ranks.
@@ -246,7 +246,7 @@ def log_probs_of(
         logits = logits[..., :real]
     elif real < logits.shape[-1]:
         is_padding = torch.arange(logits.shape[-1], device=logits.device) >= real
-        # A number, because a rank may hold nothing but padding, and infinities have no difference.
+        # Use a finite number, because a rank may hold nothing but padding, and inf - inf is nan.
         logits = logits.masked_fill(is_padding, torch.finfo(logits.dtype).min / 2)
     losses = vocabulary_cross_entropy(
         logits.transpose(0, 1), labels.t(), axis, form=form, reuse_logits=True
@@ -258,8 +258,8 @@ class Rollouts(Extras):
     """The steps that fill a run's micro-batches with the model's own answers.
 
     Args:
-        sampling: How answers are drawn. Temperature 1 without limits draws from the distribution
-            that is trained.
+        sampling: How answers are drawn. Temperature 1 without top-k or top-p draws from the
+            distribution that is trained.
         group: The number of answers to each prompt.
         updates: The number of updates that learn from answers of the same weights.
         at_once: The number of answers that a process writes at once (`AnswerGenerator`).
@@ -273,7 +273,7 @@ class Rollouts(Extras):
         self._at_once = at_once
 
     def judge(self, run: Run, groups: Sequence[Group]) -> list[list[Judged]]:
-        """Return what the loss needs to know of each answer. Collective over the data axis.
+        """Return the numbers that the loss needs for each answer. Collective over the data axis.
 
         Args:
             run: The run.
@@ -285,7 +285,7 @@ class Rollouts(Extras):
         """Check the flags.
 
         Raises:
-            ConfigError: The model in training cannot generate with these flags.
+            ConfigError: The model cannot generate during training with these flags.
         """
         problems = find_problems(config, layout.world.size, rules=[rules_finetuning.rollouts])
         if problems:
@@ -293,7 +293,7 @@ class Rollouts(Extras):
         return False
 
     def begin(self, run: Run) -> None:
-        """Let the run's micro-batches come from the model. Collective."""
+        """Make the model produce the run's micro-batches. Collective."""
         self._generator = AnswerGenerator(run, at_once=self._at_once)
         self._sampling = replace(self._sampling, stop_tokens=self._generator.ends, logprobs=True)
         run.train_batches = self._batches(run)
@@ -305,12 +305,15 @@ class Rollouts(Extras):
         place = (len(prompts), run.progress.consumed_samples, run.batches.micro_batch)
         passes = iter(SingleSampler(*place, axis.rank, axis.size))
         while True:
-            # A resumed run goes on to where the uninterrupted one would have written the next.
+            # A resumed run continues until the point at which an uninterrupted run would write new
+            # answers.
             updates = self._updates - run.progress.iteration % self._updates
             count = run.batches.micro_batches_at(run.progress.consumed_samples)
             mine = list(islice(passes, updates * count))
             if not mine:
-                raise DataError(f"all {len(prompts)} samples of the run are used: raise its length")
+                raise DataError(
+                    f"all {len(prompts)} samples of the run have been used: make the run longer"
+                )
             numbers = [number for one in mine for number in one]
             groups = self._answer(run, [(i, prompts.record(i)) for i in numbers])
             judged = self.judge(run, groups)
@@ -364,7 +367,7 @@ def row_of(run: Run, number: int, group: Group, verdicts: Sequence[Judged]) -> S
         run: The run.
         number: The number of the sample.
         group: The prompt and its answers, which fit a row.
-        verdicts: What the loss needs to know of each answer.
+        verdicts: The numbers of each answer that the loss needs.
     """
     length = run.config.data.seq_length
     text = np.full(length + 1, padding_token(run.tokenizer), np.int64)

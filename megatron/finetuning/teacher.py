@@ -108,12 +108,12 @@ def load_teacher(
     *,
     flag: str = "--teacher-load",
 ) -> GPTTeacher:
-    """Load a GPT beside the run's own, split over the same processes.
+    """Load a second GPT, split over the same processes as the run's own.
 
     Tensor and context ranks split it as they split the run's model. It has as many pipeline parts,
-    with equally many layers in each as far as possible, whatever the student's stages hold. The
-    network is that of the checkpoint. Number format and attention kernels are those of the run,
-    without FP8. Each process holds its whole tensor shard, even if the run shards its weights over
+    with as equal numbers of layers as possible, whatever the student's stages hold. The checkpoint
+    defines the network. Number format and attention kernels are the same as in the run, without
+    FP8. Each process holds its whole tensor shard, even if the run shards its weights over
     replicas. Collective.
 
     Args:
@@ -155,12 +155,12 @@ def load_teacher(
         parallel=parallel,
         training=replace(config.training, recompute_granularity=None),
     )
-    # Recorded passes (CUDA graphs) include those of the teacher.
+    # Recorded passes (CUDA graphs) include the teacher's passes.
     shapes = (rules_parallel.layout, rules_parallel.tensor_parallel, rules_model.positions)
     rules = (*shapes, rules_parallel.graphs)
     problems = find_problems(theirs, layout.world.size, rules=rules)
     if problems:
-        remedy = "change the layout or length of this run, or take another teacher"
+        remedy = "change the layout or length of this run, or use another teacher"
         found = (line.rpartition(": ")[0] for line in problems)  # without the student's remedy
         raise ConfigError(
             [
@@ -187,15 +187,15 @@ def load_teacher(
 def _check_tokenizer(reader: Reader, theirs: TokenizerConfig, ours: Tokenizer, shown: str) -> None:
     """Refuse a teacher with another tokenizer.
 
-    Checkpoints that this package trained have a fingerprint. Of others, the entries are compared,
-    if the checkpoint names its tokenizer at all.
+    Checkpoints that this package trained have a fingerprint. For other checkpoints, the entries are
+    compared if the checkpoint names its tokenizer at all.
 
     Raises:
         CheckpointError: The tokenizers differ.
     """
     remedy = (
-        "a student learns the distribution of the same tokens: give the teacher's tokenizer, or "
-        "another teacher"
+        "student and teacher must share a tokenizer: give the teacher's tokenizer, or another "
+        "teacher"
     )
     fingerprint = reader.meta.get("tokenizer")
     if fingerprint is not None:
@@ -244,7 +244,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     dataset = recipe.build_datasets(config, tokenizer, counts, layout)[0]
     if dataset is None:
         raise ConfigError(f"--split {config.data.split}: the training split is empty")
-    # In another order than that of the samples, a run reads all of them.
+    # If their order differs from the order of the samples, a run reads all files.
     samples = len(dataset) if config.data.dataloader_type == "cyclic" else counts[0]
     header = new_header(config, tokenizer, samples=samples, teacher=teacher.name)
     begin_folder(folder, header)  # on every process: all of them write the same
@@ -281,7 +281,7 @@ class _Writer(NamedTuple):
     ) -> tuple[list[dict[str, Tensor]], list[int]]:
         """Return the top k of each sample of a file, on the CPU, and digests of the tokens.
 
-        Other pipeline stages than the last return nothing. Collective over the tensor, context and
+        Pipeline stages other than the last return nothing. Collective over the tensor, context and
         pipeline ranks.
 
         Args:
@@ -346,7 +346,7 @@ def _write_missing(
     device = next(writer.teacher.parts[0].parameters())
     files = header.files()
     here = {samples.start for samples in missing_files(folder, header)}
-    # All go by what the first process sees, because those of a model work together.
+    # All processes follow what the first one sees, because the processes of a model work together.
     is_missing = torch.tensor([samples.start in here for samples in files], device=device.device)
     broadcast(is_missing, layout.world)
     missing = [one for one, lacks in zip(files, is_missing.tolist(), strict=True) if lacks]

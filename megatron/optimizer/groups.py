@@ -19,7 +19,7 @@ class ParameterGroup:
     Attributes:
         rule: Update rule of the group.
         is_decayed: Whether weight decay applies.
-        is_decoupled: Whether the learning rate is that of --decoupled-lr.
+        is_decoupled: Whether the learning rate is set by --decoupled-lr.
         names: Names of the parameters.
         parameters: The parameters themselves.
     """
@@ -62,8 +62,8 @@ def split_groups(
     Args:
         named_parameters: Parameters of the model on this process.
         choose_rule: Function that returns a parameter's update rule.
-        decouples: Whether the word embedding and the output layer have their own learning rate, and
-            so form separate groups after the other groups of each rule.
+        decouples: Whether the word embedding and the output layer have their own learning rate.
+            They then form separate groups, which follow the other groups of each rule.
     """
     members: dict[tuple[UpdateRule, bool, bool], dict[str, nn.Parameter]] = {}
     for name, p in named_parameters:

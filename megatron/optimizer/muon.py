@@ -5,10 +5,10 @@ which holds its momentum and orthogonalizes it. Under stage 3 every process hold
 matrix; the rows of an update travel to one process and come back orthogonalized (`RowExchange`).
 Matrices that tensor ranks divide follow --muon-tp-mode.
 
-Newton-Schulz iterations orthogonalize matrices with products alone. For a matrix X = U S V^T, an
-iteration computes a X + (b G + c G G) X with G = X X^T: it maps every singular value s to
-a s + b s^3 + c s^5 and leaves U and V alone. A few of them bring all singular values of a
-normalized matrix close to 1.
+Newton-Schulz iterations orthogonalize matrices with matrix products only. For a matrix X = U S V^T,
+an iteration computes a X + (b G + c G G) X with G = X X^T: it maps every singular value s to a s +
+b s^3 + c s^5 and leaves U and V alone. A few of them bring all singular values of a normalized
+matrix close to 1.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class Muon:
     Attributes:
         momentum: The decay rate beta.
         nesterov: Whether the update looks ahead by one gradient.
-        split_qkv: Whether projections whose rows alternate are matrices by themselves.
-        scale_mode: What the scale depends on; see `scale_of`.
+        split_qkv: Whether the projections in one weight (queries, keys, values) are orthogonalized
+            separately.
+        scale_mode: How the scale depends on the matrix's size; see `scale_of`.
         extra_scale: A factor of every scale.
         steps: The number of Newton-Schulz iterations.
         coefficients: The name of their coefficients.
@@ -165,7 +166,8 @@ class _Chunk:
 
     Attributes:
         tensors: The tensors of this process.
-        exchange: What brings the rows of each matrix together; `None` if they are together.
+        exchange: The exchange that gathers the rows of each matrix; `None` if this process has all
+            rows.
         orthogonalize: The function that orthogonalizes whole matrices in place.
     """
 
@@ -175,10 +177,7 @@ class _Chunk:
 
 
 def _chunks(places: Sequence[MatrixPlace]) -> list[list[int]]:
-    """Return runs of parameters that are exchanged alike, of at most `CHUNK` elements or of one.
-
-    An exchange takes as many elements on each process.
-    """
+    """Return lists of parameters that are exchanged in the same way."""
     by_rows: dict[Axis | None, list[int]] = {}
     for i, place in enumerate(places):
         by_rows.setdefault(place.rows, []).append(i)
@@ -197,16 +196,16 @@ def _chunks(places: Sequence[MatrixPlace]) -> list[list[int]]:
 
 
 def cost_of(spec: ParameterSpec) -> int:
-    """Return what orthogonalizing a parameter costs: the multiplications of its X X^T."""
+    """Return the cost of orthogonalizing a parameter: the multiplications of its X X^T."""
     *_, rows, columns = spec.shape
     return torch.Size(spec.shape).numel() * min(rows, columns)
 
 
 class RowExchange:
-    """Messages that bring together the rows of matrices, and send them back.
+    """An exchange that gathers the rows of matrices on one process each, and sends them back.
 
-    Every matrix goes to one process, the most expensive first and each to the process with the
-    least to do so far.
+    Every matrix goes to one process. Matrices are assigned in order of decreasing cost, each to the
+    process with the least work so far.
 
     Args:
         places: The parameters, the same on all processes of the axis.
@@ -236,12 +235,12 @@ class RowExchange:
 
     @classmethod
     def plan(cls, places: Sequence[MatrixPlace]) -> RowExchange | None:
-        """Return the exchange of these parameters; `None` if their rows are together."""
+        """Return the exchange of these parameters, or `None` if each process has all of them."""
         axis = places[0].rows
         return None if axis is None else cls(places, axis)
 
     def __call__(self, parts: Sequence[Tensor], change: Callable[[list[Tensor]], None]) -> None:
-        """Bring whole parameters together, let `change` change them, and send the rows back.
+        """Gather whole parameters, let `change` change them, and send the rows back.
 
         Collective over the axis.
 
@@ -252,7 +251,7 @@ class RowExchange:
         counts = [sum(sizes) for sizes in self._sizes]
         sent = torch.cat([parts[i] for i in self._order])
         arrived = all_to_all_rows(sent, self._axis, self._sent, counts)
-        # Views of what arrived, by sender and then by parameter.
+        # Views of the received data, by sender and then by parameter.
         pieces = arrived.split([size for sizes in self._sizes for size in sizes])
         by_parameter = [pieces[i :: len(self.owned)] for i in range(len(self.owned))]
         wholes = [torch.cat(pieces) for pieces in by_parameter]
@@ -268,7 +267,7 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the matrices of a batch have in common.
+    """The properties that the matrices of a batch share.
 
     Attributes:
         rows: Their rows on this process.
@@ -392,7 +391,7 @@ class _Orthogonalization:
 
     @staticmethod
     def _gather(tensor: Tensor, place: MatrixPlace) -> Tensor:
-        """Return the whole of a tensor that tensor ranks divide. Collective over them."""
+        """Return the whole tensor from the parts of the tensor ranks. Collective over them."""
         dim = place.spec.split_dim
         assert dim is not None
         joined = all_gather(tensor.movedim(dim, 0).contiguous(), place.tensor)
@@ -414,14 +413,14 @@ def orthogonalize(
 
     Args:
         x: Equally shaped matrices, [k, rows, columns]; bf16 if `precision` is medium, or fp32.
-        coefficients: Those of the first iterations; they repeat.
+        coefficients: The coefficients of the first iterations; later iterations repeat them.
         steps: The number of iterations.
         precision: "medium" computes in bf16. "high" and "highest" compute in fp32, with PyTorch's
-            setting of that name for products.
+            setting of the same name for matrix products.
         split_dim: The dimension of a matrix, 0 or 1, that the processes divide.
         axis: The processes that divide it.
     """
-    # X^T X or X X^T: the smaller product, or the one that adds over the divided dimension.
+    # Use X^T X or X X^T: the smaller product, or the one that sums over the divided dimension.
     is_turned = x.shape[1] > x.shape[2] if axis is None else split_dim == 0
     x = x.mT if is_turned else x
     if axis is None:

@@ -10,7 +10,7 @@ and the sums are added over these ranks too.
 If processes divide the experts, expert weights are replicated over different ranks from the rest.
 The first replica of each weight then counts it, and the sums are added over all processes.
 
-Everything stays on the device: only `parameters_norm` and `state_sizes` wait for it.
+Everything stays on the device. Only `parameters_norm` and `state_sizes` wait for it.
 """
 
 from __future__ import annotations

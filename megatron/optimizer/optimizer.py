@@ -231,7 +231,7 @@ class _OwnPart:
 
 
 def _place(parameter: nn.Parameter, layout: Layout, *, rows: bool) -> MatrixPlace:
-    """Return where the rest of a parameter is, of which processes may hold some rows each."""
+    """Return which processes hold the other parts of a parameter."""
     spec = spec_of(parameter)
     tensor = layout.expert_tensor if spec.is_expert else layout.tensor
     replicas = layout.expert_replica if spec.is_expert else layout.replica
@@ -333,14 +333,14 @@ class Optimizer:
             lr: Learning rate.
             weight_decay: Weight decay of the groups that decay.
             decoupled_lr: Learning rate of the decoupled groups; `None` means `lr`.
-            divisor: Factor, besides the loss scale, by which the gradients are too large: a scalar
-                fp64 on the device, the same on all ranks. `None` means 1.
+            divisor: Factor by which the gradients are too large, in addition to the loss scale: a
+                scalar fp64 on the device, the same on all ranks. `None` means 1.
 
         Returns:
             The input of `end_step`, fp64 [3] on the device.
         """
         if self._shared_weights is not None:
-            self._shared_weights.settle()  # gathers of modules that no forward pass has used since
+            self._shared_weights.settle()  # waits for gathers that no forward pass has used
         scale = self.loss_scale if divisor is None else self.loss_scale * divisor
         norm, zeros, nonfinite = self._measure(scale)
         excess = torch.ones_like(norm)  # divisor that brings the norm down to the limit
@@ -429,7 +429,7 @@ class Optimizer:
             members = [
                 (i, name, parameter)
                 for i, (name, parameter) in enumerate(zip(own.names, own.parameters, strict=True))
-                if own.parts[i].numel()  # a rule that joins rows has parameters without any here
+                if own.parts[i].numel()  # a rule that joins rows may own no rows of a parameter
             ]
             for i, name, parameter in members:
                 for kind, state in own.state.items():
@@ -456,7 +456,7 @@ class Optimizer:
                     for kind, state in own.state.items():
                         counted[_CURVES.get(kind, kind)].append(state[i])
         tensors: dict[str, Iterable[Tensor]] = dict(counted)
-        if "variance" in counted:  # one root at a time is in memory
+        if "variance" in counted:  # so that only one root at a time is in memory
             tensors["variance_sqrt"] = (variance.sqrt() for variance in counted["variance"])
         return state_sizes(tensors, self._layout, self._device, over_replicas=is_sharded)
 

@@ -1,7 +1,7 @@
 """Update rules: Adam with decoupled weight decay, SGD with momentum, and the choice of rules.
 
 A rule consists of a few numbers and an in-place update. Its state tensors belong to the optimizer.
-The rules here run one fused kernel per group, on CPU and GPU. The kernel also divides the
+The rules in this module run one fused kernel per group, on CPU and GPU. The kernel also divides the
 gradients by a scale and changes nothing if non-finite gradients were found, so neither rule needs
 the host.
 
@@ -104,7 +104,7 @@ class SGD:
 
 
 RuleChoice = Callable[[str, nn.Parameter], UpdateRule]
-"""A function that returns the update rule of a parameter, given that and its name."""
+"""A function that returns the update rule of a parameter, given its name and the parameter."""
 
 
 def _everywhere(rule: UpdateRule) -> RuleChoice:
@@ -129,7 +129,7 @@ def _muon(c: OptimizerConfig) -> RuleChoice:
 
 
 def has_matrices(parameter: nn.Parameter) -> bool:
-    """Return whether a layer multiplies by the parameter: no vector, embedding or output layer."""
+    """Return whether layers multiply by the parameter. Embeddings and output layers do not count."""
     spec = getattr(parameter, "spec", None)
     return spec is not None and spec.matrices is not None
 
@@ -143,7 +143,7 @@ RULES: dict[str, Callable[[OptimizerConfig], RuleChoice]] = {
 
 
 def rules_of(config: OptimizerConfig) -> RuleChoice:
-    """Return the choice of rules that the flags ask for."""
+    """Return the function that chooses each parameter's rule, as the flags ask."""
     return RULES[config.optimizer](config)
 
 

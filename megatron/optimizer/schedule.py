@@ -1,9 +1,9 @@
 """Learning rate and weight decay as functions of the samples that successful updates consumed.
 
-Update k uses the values at the samples consumed before it, so the first update of a warm-up has
-the warm-up's first learning rate. All lengths are in samples, so they hold for any batch size. With
---lr-decay-tokens, samples are replaced by tokens, and as in Megatron-DeepSpeed those of all updates
-count: a sequence that a curriculum shortens takes the schedule less far than a whole one.
+Update k uses the values at the samples consumed before it, so the first update of a warm-up has the
+warm-up's first learning rate. All lengths are in samples, so they hold for any batch size. With
+--lr-decay-tokens, lengths are in tokens. As in Megatron-DeepSpeed, the tokens of all updates count,
+and a sequence that a curriculum shortens advances the schedule less than a whole one.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class LearningRateSchedule:
         return self.minimum * exp(min(power, _LARGEST_POWER))
 
 
-_LARGEST_POWER = 200.0  # of e; a rate far beyond use, so that no long test overflows
+_LARGEST_POWER = 200.0  # power of e, far beyond useful rates, so that no long test overflows
 
 
 # Share of the way from minimum to peak, by the share of the decay that is done (0 to 1).
@@ -225,8 +225,8 @@ class Schedules:
     def to_dict(self, samples: int) -> dict[str, Any]:
         """Return the schedules and their position under Megatron's `opt_param_scheduler` names.
 
-        Values that Megatron does not save are included only if the run has them: WSD's decay, and
-        the learning rate of the word embeddings and the output layer, and that lengths are in
+        Values that Megatron does not save are included only if the run has them: WSD's decay, the
+        learning rate of the word embeddings and the output layer, and whether lengths are in
         tokens.
         """
         values = {
@@ -249,9 +249,9 @@ class Schedules:
 
         Raises:
             CheckpointError: Neither was chosen and the two differ; or the saved schedule is WSD and
-                neither the checkpoint nor the flags give its final decay; or it has a
-                learning rate for the word embeddings and the output layer, and the flags ask for
-                none; or it holds a value that no schedule has.
+                neither the checkpoint nor the flags give its final decay; or it has a learning rate
+                for the word embeddings and the output layer, and the flags do not; or it holds an
+                invalid value.
         """
         given = saved
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
@@ -286,19 +286,19 @@ class Schedules:
             _check_equal(self, other)
         elif self.decoupled is None and other.decoupled is not None:
             raise CheckpointError(
-                "the checkpoint's schedule has a learning rate for the word embeddings "
-                "and the output layer, and this run has none: give "
-                f"--decoupled-lr {other.decoupled.peak:g}"
+                "the checkpoint's schedule has a learning rate for the word embeddings and the "
+                "output layer, but this run has none: give --decoupled-lr "
+                "{other.decoupled.peak:g}"
             )
         return other, samples
 
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
         """Return these schedules with every saved value in place of ours."""
         changes: dict[str, dict[str, Any]] = {
-            # Not saved means off.
+            # Switches that were not saved are off.
             "learning_rate": {_FIELDS[key][1]: False for key in _SWITCHES} | {"log_update": None},
             "weight_decay": {},
-            "decoupled": {"peak": None, "minimum": None},  # not saved means not decoupled
+            "decoupled": {"peak": None, "minimum": None},  # unless saved, the rate is not decoupled
         }
         for key, (part, field, _) in _FIELDS.items():
             if key in saved:
@@ -311,7 +311,7 @@ class Schedules:
         return Schedules(
             learning_rate,
             replace(self.weight_decay, **changes["weight_decay"]),
-            # We write both or neither; other programs may write only one.
+            # We write both rates or neither. Other programs may write only one of them.
             _decoupled(learning_rate, **changes["decoupled"]),
         )
 
@@ -369,7 +369,7 @@ _OLD_NAMES = {  # before 2022
 }
 
 
-# What is saved only if it is on.
+# Switches that are saved only if they are on.
 _SWITCHES = ("lr_in_tokens", "lr_range_test_staircase", "lr_range_test_exponential")
 _STYLES = {  # the flags that list the valid values
     "lr_decay_style": "schedule.lr_decay_style",
@@ -434,7 +434,7 @@ def _range_test(schedule: ScheduleConfig, global_batch: int) -> LearningRateSche
     return LearningRateSchedule(
         peak=first,
         minimum=first,
-        initial=0.0,  # without a warm-up it has no meaning
+        initial=0.0,  # unused, because there is no warm-up
         warmup=0,
         decay=0,
         style="range-test",
@@ -454,7 +454,7 @@ def _weight_decay(optimizer: OptimizerConfig, length: float) -> WeightDecaySched
 def _decoupled(
     common: LearningRateSchedule, peak: float | None, minimum: float | None
 ) -> LearningRateSchedule | None:
-    """Return the decoupled schedule, or `None` without a peak. `minimum` may be the common one."""
+    """Return the decoupled schedule, or `None` without a peak. `minimum` defaults to the common one."""
     if peak is None:
         return None
     return replace(common, peak=peak, minimum=common.minimum if minimum is None else minimum)

@@ -1,4 +1,4 @@
-"""What an update rule is: the numbers and tensors that it gets, and what it returns."""
+"""The interface of update rules: the numbers and tensors that a rule receives, and its result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Step:
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """What a rule that looks at whole matrices must know about a parameter.
+    """The facts about a parameter that a rule for whole matrices needs.
 
     Attributes:
         spec: The position of this process's part in the whole tensor.
@@ -63,7 +63,7 @@ class UpdateTensors:
         copies: 16-bit copies of the weights, written with each update; `None` where there is none.
         gradients: Gradients in fp32 or 16 bits. An update may change them.
         state: State tensors by name, in the weights' shapes, fp32, zero at the start.
-        places: What is known about the parameters, for a rule with `joins_rows`. Otherwise empty.
+        places: The places of the parameters, for a rule with `joins_rows`; otherwise empty.
     """
 
     weights: Sequence[Tensor]

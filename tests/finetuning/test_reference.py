@@ -39,7 +39,7 @@ def test_the_file_is_read_by_runs_of_the_same_weights_and_data(
     assert "computing" not in capsys.readouterr().out
     for changed in (["--seed", "5"], ["--preference-loss", "ipo", "--hidden-size", "16"]):
         other = values(Layout.single(), *words, *changed)
-        assert "is for other data or weights: it is replaced" in capsys.readouterr().out
+        assert "is for other data or weights; it will be replaced" in capsys.readouterr().out
         assert other != first
     (tmp_path / "kept" / "file.npz").write_bytes(b"PK damaged")
     assert values(Layout.single(), *words) == first
