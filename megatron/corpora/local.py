@@ -1,4 +1,4 @@
-"""datatrove's local executor on this package's own processes."""
+"""datatrove's local executor, running on this package's worker processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _REMEDY = "To reduce memory, use fewer --workers"
 
 
 class LocalExecutor(LocalPipelineExecutor):
-    """A local executor that leaves no process behind and reports a worker that was killed.
+    """A local executor that leaves no processes behind and reports a worker that was killed.
 
-    datatrove's own executor starts a manager process, which outlives a run that is killed and takes
-    0.1 s for each stage. It also waits forever for a worker that the system kills for lack of
-    memory.
+    datatrove's own executor starts a manager process, which survives when the run is killed and
+    costs 0.1 s per stage. It also waits forever for a worker that the system has killed for lack
+    of memory.
     """
 
     pipeline: Any
@@ -31,7 +31,7 @@ class LocalExecutor(LocalPipelineExecutor):
 
         Raises:
             UserError: A task failed for a reason that the user can fix.
-            ShortageError: A worker was killed, or has too little memory.
+            ShortageError: A worker was killed or ran out of memory.
         """
         ranks = self.get_incomplete_ranks()
         if not ranks:

@@ -1,14 +1,14 @@
-"""Near-duplicates: MinHash signatures of documents, and the search for equal bands.
+"""Near-duplicate detection: MinHash signatures of documents and the search for matching bands.
 
 A signature has one value per bin. A single hash sends each n-gram to a bin, which keeps the
-smallest value ("one permutation hashing"), so that a signature costs one operation per n-gram
-instead of one per n-gram and bin. Empty bins of short documents borrow from others in an order that
-depends only on the seed (optimal densification), so the share of equal values estimates the Jaccard
-similarity of two documents' n-grams as in plain MinHash.
+smallest value ("one permutation hashing"). A signature therefore costs one operation per n-gram
+instead of one per n-gram and bin. Empty bins of short documents borrow values from other bins in an
+order that depends only on the seed ("optimal densification"), so the share of equal values
+estimates the Jaccard similarity of two documents' n-grams, as in plain MinHash.
 
-Two documents are compared if all values of one band agree. They are near-duplicates if the share of
-equal values reaches the threshold. Groups are the connected components; the first document of each
-stays.
+Two documents are compared if all values of some band agree. They are near-duplicates if the share
+of equal values reaches the threshold. The groups are the connected components of near-duplicates,
+and the first document of each group is kept.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from megatron.corpora.words import batches, hash_ngrams, mix, split_words
 from megatron.errors import ConfigError
 
 _EMPTY = np.uint32(0xFFFFFFFF)
-NO_WORDS = np.uint16(0)  # every value of a document without words, which equals no other document
+NO_WORDS = np.uint16(0)  # the value in all bins of a document without words, which matches no other
 
 
 @dataclass(frozen=True)
 class MinHash:
     """The settings for making and comparing signatures.
 
-    With the defaults, 72% of the pairs of similarity 0.5, 96% of those of 0.6 and 99.9% of those of
-    0.7 become candidates. The estimate from 200 values, whose standard deviation is at most 0.035,
-    then decides.
+    With the defaults, the pairs that become candidates are 72% of those with similarity 0.5, 96%
+    with 0.6 and 99.9% with 0.7. Candidates are then judged by an estimate from all 200 values,
+    whose standard deviation is at most 0.035.
 
     Attributes:
-        ngram: The number of words of an n-gram.
+        ngram: The number of words in an n-gram.
         bands: The number of bands.
         rows: The number of values in a band.
-        similarity: The smallest share of equal values in two signatures that makes documents
-            near-duplicates.
+        similarity: The share of equal values from which two documents count as near-duplicates.
         seed: The seed of the hash.
     """
 
@@ -51,7 +50,7 @@ class MinHash:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        """Refuse settings without values."""
+        """Refuse settings below 1."""
         for name in ("ngram", "bands", "rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"steps.duplicates.{name} {getattr(self, name)}: give at least 1")
@@ -71,7 +70,7 @@ def sign(texts: Sequence[bytes], settings: MinHash) -> NDArray[np.uint16]:
 
 @cache
 def _lenders(settings: MinHash) -> NDArray[np.intp]:
-    """Return the bins that an empty bin borrows from, in order, `[values - 1, values]`."""
+    """Return the bins from which each empty bin borrows, in order, `[values - 1, values]`."""
     generator = np.random.default_rng(settings.seed)
     bins = settings.values
     shifts = np.arange(1, bins)
@@ -87,7 +86,7 @@ def _sign_batch(
     grams, _ = hash_ngrams(words, settings.ngram)
     grams = mix(grams ^ np.uint64(settings.seed * 0x9E3779B97F4A7C15 & ((1 << 64) - 1)))
     bins = settings.values
-    # The upper half of the hash chooses the bin, the lower half is the value.
+    # The upper half of the hash selects the bin, and the lower half is the value.
     chosen = (grams >> np.uint64(32)) * np.uint64(bins) >> np.uint64(32)
     least = np.full(words.batch * bins, _EMPTY, np.uint32)
     place = words.documents * bins + chosen.astype(np.int64)
@@ -129,7 +128,7 @@ def group(signatures: NDArray[np.uint16], settings: MinHash) -> NDArray[np.int64
 def similar_pairs(
     signatures: NDArray[np.uint16], settings: MinHash
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return pairs of near-duplicates, through which all of a group are connected.
+    """Return pairs of near-duplicates, enough to connect all the documents of each group.
 
     Returns:
         The first and the second document of each pair, `[pairs]` each, in order.
@@ -157,7 +156,7 @@ def _pairs_by_band(
 
 
 def _candidates(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pair each document with the first and with the previous one that has the same key."""
+    """Pair each document with the first and with the previous document that has the same key."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     same = np.zeros(len(keys), np.bool_)
@@ -172,7 +171,7 @@ def _candidates(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np
 def similarity(
     signatures: NDArray[np.uint16], first: NDArray[np.int64], second: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return the share of equal values of each pair, `[pairs]`."""
+    """Return the share of equal values in each pair, `[pairs]`."""
     equal = np.zeros(len(first), np.int64)
     for row in signatures:
         equal += row[first] == row[second]

@@ -1,4 +1,4 @@
-"""Overlaps of a corpus with the files of evaluation tasks, found by hashed n-grams of words."""
+"""Overlaps between a corpus and the files of evaluation tasks, found by hashing word n-grams."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SENTENCE_END = re.compile(f"[{_SENTENCE_ENDS}]")
 
 
 class Overlap(NamedTuple):
-    """A run of words that also occurs in a task.
+    """A sequence of words that also occurs in a task.
 
     Attributes:
-        start: The offset of its first character.
-        end: The offset after its last character.
-        ngram: The hash of its words.
+        start: The offset of the first character.
+        end: The offset after the last character.
+        ngram: The hash of the words.
     """
 
     start: int
@@ -38,11 +38,11 @@ class TaskNgrams:
     """The n-grams of task files.
 
     Args:
-        hashes: The hashes of the n-grams of each size, sorted.
+        hashes: The sorted hashes of the n-grams, by the number of words.
     """
 
     def __init__(self, hashes: dict[int, NDArray[np.uint64]]) -> None:
-        """Make a table that rejects most n-grams of other texts in a single lookup."""
+        """Build a table that rejects most n-grams of other texts with a single lookup."""
         self.hashes = dict(sorted(hashes.items()))
         self.count = sum(map(len, hashes.values()))
         self._shift = np.uint64(64 - max(16, (16 * self.count).bit_length()))
@@ -52,11 +52,11 @@ class TaskNgrams:
 
     @classmethod
     def of_texts(cls, texts: Sequence[str], longest: int, shortest: int) -> TaskNgrams:
-        """Collect all n-grams of `longest` words, and texts with fewer words as a whole.
+        """Collect all n-grams of `longest` words, and each shorter text as a single n-gram.
 
         Args:
             texts: The texts of the tasks.
-            longest: The number of words of an n-gram.
+            longest: The number of words in an n-gram.
             shortest: The number of words below which a text is ignored.
         """
         sizes = range(shortest, longest + 1)
@@ -89,46 +89,35 @@ class TaskNgrams:
                     number = first + int(words.documents[at])
                     start, end = int(words.starts[at]), int(words.ends[at + size - 1])
                     found[number].append(Overlap(start, end, int(hashes[at])))
-        return [sorted(_in_characters(*both)) for both in zip(data, found, strict=True)]
-
-
-def _in_characters(data: bytes, overlaps: list[Overlap]) -> list[Overlap]:
-    """Turn offsets of UTF-8 bytes into those of characters."""
-    if not overlaps or data.isascii():
-        return overlaps
-    begins = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
-    before = np.concatenate([[0], np.cumsum(begins)])
-    return [Overlap(int(before[a]), int(before[b]), ngram) for a, b, ngram in overlaps]
+        for number, text in enumerate(data):
+            if found[number] and not text.isascii():  # convert bytes to characters
+                begins = (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
+                before = np.concatenate([[0], np.cumsum(begins)])
+                found[number] = [
+                    Overlap(int(before[a]), int(before[b]), ngram) for a, b, ngram in found[number]
+                ]
+        return [sorted(overlaps) for overlaps in found]
 
 
 def cut_out(text: str, overlaps: Sequence[Overlap], step: TasksStep) -> list[str]:
-    """Return the parts of a text that are left without its overlaps.
+    """Return the parts of a text that remain when its overlaps are cut out.
 
-    A cut reaches from the end of the sentence before the margin to the end of the sentence after
-    it. Cuts that touch become one. Parts of at most `min_characters` characters are left out,
-    unless nothing was cut.
+    A cut includes a margin on both sides and extends it to the nearest ends of sentences. Cuts that
+    touch are merged. Parts of at most `min_characters` characters are dropped, unless nothing was
+    cut.
     """
     if not overlaps:
         return [text]
     parts, begin = [], 0
     for overlap in overlaps:
-        if overlap.start >= begin:
-            parts.append(text[begin : _last_end(text, begin, overlap.start - step.margin)])
+        if overlap.start >= begin:  # cut after the last sentence that ends before the margin
+            last = max(overlap.start - step.margin + 1, begin)
+            parts.append(text[begin : max(text.rfind(e, begin, last) for e in _SENTENCE_ENDS) + 1])
         if overlap.end + step.margin >= begin:
-            begin = _next_end(text, overlap.end + step.margin)
+            sentence_end = _SENTENCE_END.search(text, overlap.end + step.margin)
+            begin = len(text) if sentence_end is None else sentence_end.end()
     parts.append(text[begin:])
     return [part for part in parts if len(part) > step.min_characters]
-
-
-def _last_end(text: str, begin: int, end: int) -> int:
-    """Return the offset after the last end of a sentence before or at `end`."""
-    return max(text.rfind(mark, begin, max(end + 1, begin)) for mark in _SENTENCE_ENDS) + 1
-
-
-def _next_end(text: str, start: int) -> int:
-    """Return the offset after the first end of a sentence from `start` on."""
-    found = _SENTENCE_END.search(text, start)
-    return len(text) if found is None else found.end()
 
 
 def read_tasks(files: Sequence[str], keys: Sequence[str]) -> list[str]:
@@ -136,7 +125,7 @@ def read_tasks(files: Sequence[str], keys: Sequence[str]) -> list[str]:
 
     Args:
         files: The files, which may end in .gz.
-        keys: The keys or columns to read, or none for all text.
+        keys: The keys or columns to read. If empty, all text is read.
 
     Raises:
         DataError: A file cannot be read, or has none of the keys.
@@ -150,7 +139,9 @@ def _read_task(path: str, keys: Sequence[str]) -> list[str]:
         with (gzip.open if name != path else open)(path, "rb") as file:
             lines = file.read().decode("utf-8-sig").split("\n")
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise DataError(f"task file {path}: cannot be read as UTF-8 text: {error}") from None
+        raise DataError(
+            f"task file {path}: cannot be read as UTF-8 text ({error}): give a readable file"
+        ) from None
     if not name.endswith((".jsonl", ".json", ".ndjson", ".tsv")):
         return lines
     records: list[Any] = []
@@ -166,7 +157,7 @@ def _read_task(path: str, keys: Sequence[str]) -> list[str]:
                 raise DataError(f"task file {path}:{number}: {error}: fix the line") from None
     texts = [text for record in records for text in _texts(record, keys)]
     if keys and not texts:
-        raise DataError(f"task file {path}: no {' or '.join(keys)} in any line: fix keys")
+        raise DataError(f"task file {path}: no line has {' or '.join(keys)}: fix the keys")
     return texts
 
 

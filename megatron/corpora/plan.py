@@ -1,7 +1,8 @@
-"""The plan of a corpus: which steps its documents go through, as plain data.
+"""The plan of a corpus: the steps that its documents go through, as plain data.
 
-A plan is read from YAML or made from flags, printed, compared and stored beside the corpus. Nothing
-here does any work: `stages` turns a plan into blocks for datatrove.
+A plan is read from YAML or made from flags. It can be printed and compared, and it is stored next
+to the corpus. This module only describes the work: `run.stages_of` turns a plan into datatrove
+blocks.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from megatron.config.fields import suggestion
 from megatron.corpora.minhash import MinHash
 from megatron.errors import ConfigError
 
-# Written without spaces between words, so rules about words do not apply.
+# Languages written without spaces between words, so rules about words do not apply.
 _UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "bo"))
 
 
 @dataclass(frozen=True)
 class UrlStep:
-    """Leave out pages whose address shows that they hold no text worth reading.
+    """Drop pages whose URL shows that they have no text worth reading.
 
-    Documents without an address pass.
+    Documents without a URL are kept.
 
     Attributes:
-        also_domains: Domains to leave out in addition, without their suffix ("example").
+        also_domains: Further domains to drop, without their suffix (such as "example").
     """
 
     also_domains: tuple[str, ...] = ()
@@ -39,7 +40,7 @@ class UrlStep:
 
 @dataclass(frozen=True)
 class ExtractStep:
-    """Take the main text out of HTML, which only WARC files hold.
+    """Extract the main text from HTML, which only WARC files contain.
 
     Attributes:
         min_characters: The length below which a page counts as empty.
@@ -50,10 +51,10 @@ class ExtractStep:
 
 @dataclass(frozen=True)
 class FixStep:
-    """Fix text that was decoded wrongly, HTML entities and curly quotes, as ftfy does.
+    """Fix wrongly decoded text, HTML entities and curly quotes, as ftfy does.
 
     Attributes:
-        newlines: Whether several empty lines in a row become one.
+        newlines: Whether to replace several empty lines in a row by one.
     """
 
     newlines: bool = True
@@ -61,18 +62,18 @@ class FixStep:
 
 @dataclass(frozen=True)
 class LanguageStep:
-    """Keep documents in some languages.
+    """Keep only documents in certain languages.
 
     Attributes:
-        keep: The codes of the languages (ISO 639).
-        probability: The smallest probability of the language.
+        keep: The ISO 639 codes of the languages.
+        probability: The smallest probability of the language for a document to be kept.
     """
 
     keep: tuple[str, ...] = ("en",)
     probability: float = 0.3
 
     def __post_init__(self) -> None:
-        """Refuse names and regions, which would leave out every document."""
+        """Refuse language names and regions, which would drop every document."""
         for code in self.keep:
             if not re.fullmatch("[a-z]{2,3}", code):
                 raise ConfigError(f"--language {code}: give ISO 639 codes such as en or de")
@@ -80,7 +81,7 @@ class LanguageStep:
 
 @dataclass(frozen=True)
 class QualityStep:
-    """Keep documents that look like prose. A limit of 0 turns a rule off.
+    """Keep documents that look like prose. A limit of 0 disables a rule.
 
     Attributes:
         min_words: The smallest number of words.
@@ -89,10 +90,11 @@ class QualityStep:
         max_word_length: The largest mean length.
         max_symbols: The largest number of "#" and ellipses per word.
         min_letters: The smallest share of words with a letter.
-        stop_words: How many of "the", "be", "to", "of", "and", "that", "have", "with" must occur.
+        stop_words: The number of different words among "the", "be", "to", "of", "and", "that",
+            "have" and "with" that must occur.
         max_bullets: The largest share of lines that begin with a bullet point.
         max_ellipses: The largest share of lines that end with an ellipsis.
-        max_repeated: The largest share of lines that occurred before.
+        max_repeated: The largest share of lines that repeat an earlier line.
     """
 
     min_words: int = 50
@@ -114,20 +116,20 @@ class DuplicatesStep(MinHash):
 
 @dataclass(frozen=True)
 class TasksStep:
-    """Cut out whatever also occurs in the files of evaluation tasks.
+    """Cut out passages that also occur in the files of evaluation tasks.
 
-    A run of `max_ngram` words that also occurs in a task is cut out with its surroundings, up to
-    the ends of sentences. A text of a task that is shorter counts as a whole, if it has at least
-    `min_ngram` words. What is left on either side becomes a document of its own.
+    An n-gram of `max_ngram` words that also occurs in a task is cut out with its surroundings, up
+    to the ends of sentences. A shorter text of a task is matched as a whole if it has at least
+    `min_ngram` words. The remaining parts of the document become separate documents.
 
     Attributes:
         files: The task files: JSON lines, TSV or plain text.
-        keys: The keys or columns to read. All text is read if there are none.
-        max_ngram: The number of words of a run.
+        keys: The keys or columns to read. If empty, all text is read.
+        max_ngram: The number of words in an n-gram.
         min_ngram: The number of words below which a text of a task is ignored.
-        margin: The number of characters to cut on each side of a run.
-        min_characters: The length below which a remaining part is left out.
-        max_parts: The number of remaining parts above which the document is left out.
+        margin: The number of characters to cut on each side of an n-gram.
+        min_characters: Remaining parts with at most this many characters are dropped.
+        max_parts: The number of remaining parts above which the whole document is dropped.
     """
 
     files: tuple[str, ...] = ()
@@ -144,7 +146,7 @@ class TokenizeStep:
     """Encode the documents as a `.bin`/`.idx` dataset for training.
 
     Attributes:
-        tokenizer: The tokenizer, as in the flags of training.
+        tokenizer: The tokenizer, with the same settings as the flags of training.
         append_eod: Whether each document ends with the end-of-document id.
     """
 
@@ -167,14 +169,14 @@ STEPS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """A corpus: where its documents come from, and what happens to them.
+    """The input of a corpus and the steps that its documents go through.
 
     Attributes:
         input: Files, globs and folders.
         steps: The settings of each step by name, in the order of `STEPS`.
         text_key: The key of a document's text in JSON lines and parquet files.
-        id_key: The key of its name. Documents without one are named by file and line.
-        on_error: What to do with a line that is not a document: "stop", or "skip" to leave it out.
+        id_key: The key of a document's name. Documents without one are named by file and byte.
+        on_error: What to do with a line that is not a document: "stop" the run, or "skip" the line.
     """
 
     input: tuple[str, ...]
@@ -192,7 +194,7 @@ class CorpusPlan:
 
 
 def default_steps(languages: tuple[str, ...] = ("en",), seed: int = 1234) -> dict[str, Any]:
-    """Return the usual steps from a crawl to its text.
+    """Return the usual steps for turning a crawl into text.
 
     Args:
         languages: The languages to keep.
@@ -212,21 +214,21 @@ def default_steps(languages: tuple[str, ...] = ("en",), seed: int = 1234) -> dic
 
 
 def plan_from_dict(data: Any, source: str) -> CorpusPlan:
-    """Return the plan of a YAML file's values.
+    """Build a plan from the values in a YAML file.
 
     Args:
-        data: The values, as `CorpusPlan.to_dict` returns them; missing ones have their defaults.
-        source: The file, to be named in messages.
+        data: The values, as returned by `CorpusPlan.to_dict`. Missing values get their defaults.
+        source: The file name to show in messages.
 
     Raises:
-        ConfigError: Steps, keys or values are unknown or do not fit.
+        ConfigError: A step or key is unknown, or a value is invalid.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{source}: expected keys such as `input:` and `steps:`")
     values = dict(data)
     steps = values.pop("steps", None)
     if not isinstance(steps, Mapping):
-        raise ConfigError(f"{source}: steps: expected one step per key, of {', '.join(STEPS)}")
+        raise ConfigError(f"{source}: steps: expected keys among {', '.join(STEPS)}")
     for name in steps:
         _expect(name, STEPS, f"{source}: steps")
     built = {
@@ -242,12 +244,12 @@ def plan_from_dict(data: Any, source: str) -> CorpusPlan:
 
 def _expect(name: Any, known: Any, where: str) -> None:
     if name not in known:
-        hint = suggestion(str(name), known) or f": known are {', '.join(known)}"
+        hint = suggestion(str(name), known) or f": choose one of {', '.join(known)}"
         raise ConfigError(f"{where}: unknown {name!r}{hint}")
 
 
 def _build(kind: type[Any], data: Any, where: str) -> Any:
-    """Make a record from plain values, checking their names and types."""
+    """Build a dataclass from plain values, after checking their names and types."""
     if data is None:
         data = {}
     if not isinstance(data, Mapping):
@@ -276,9 +278,9 @@ def _fit(kind: Any, value: Any, where: str) -> Any:
         many = [value] if isinstance(value, str) else value
         if isinstance(many, list | tuple) and all(isinstance(one, str) for one in many):
             return tuple(many)
-        raise ConfigError(f"{where}: expected a list of texts, got {value!r}")
+        raise ConfigError(f"{where}: expected a list of strings, got {value!r}")
     if origin is not None:
-        return value  # the steps, which are built already
+        return value  # the steps, which have been built already
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:

@@ -1,4 +1,4 @@
-"""JSON lines in, JSON lines out: what the commands for single steps have in common."""
+"""Input and output of JSON lines, shared by the commands that run a single step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron.durable import renamed_when_done, writing_to
 from megatron.errors import ConfigError, DataError
 
 Record = dict[str, Any]
-# Takes the records of a block, and returns those for each output, and counts.
+# A function that takes the records of a block, and returns the records for each output and counts.
 Transform = Callable[[list[Record]], tuple[list[list[Record]], Counter[str]]]
-_SMALL = 1 << 20  # bytes; smaller files need no further processes
+_SMALL = 1 << 20  # bytes; smaller files are processed without worker processes
 _LESS_MEMORY = "To reduce memory, use fewer processes"
 
 
@@ -29,7 +29,7 @@ def parse_records(block: TextBlock, keys: Sequence[str] = ()) -> list[Record]:
 
     Args:
         block: The lines.
-        keys: Keys that every object must have, with a text.
+        keys: Keys that every object must have, with a string as the value.
 
     Raises:
         DataError: A line is not a JSON object, or lacks a key.
@@ -54,7 +54,7 @@ def parse_records(block: TextBlock, keys: Sequence[str] = ()) -> list[Record]:
 
 
 def read_records(path: str, keys: Sequence[str] = ()) -> Iterator[Record]:
-    """Yield the JSON objects of a file of JSON lines.
+    """Yield the JSON objects of a JSON lines file.
 
     Raises:
         DataError: The file cannot be read, or `parse_records` refuses a line.
@@ -66,20 +66,20 @@ def read_records(path: str, keys: Sequence[str] = ()) -> Iterator[Record]:
 def transform_records(
     path: str, outputs: Sequence[str], transform: Transform, keys: Sequence[str], workers: int
 ) -> Counter[str]:
-    """Write what a function makes of the records of a file, in order.
+    """Apply a function to the records of a file and write the results, in order.
 
     Args:
-        path: A file of JSON lines.
-        outputs: The files to write. They get their names when everything is written.
-        transform: The function. It runs in several processes, on a block of lines at a time.
-        keys: Keys that every record must have, with a text.
+        path: A JSON lines file.
+        outputs: The files to write. They get their names once everything is written.
+        transform: The function. It runs in several processes, on one block of lines at a time.
+        keys: Keys that every record must have, with a string as the value.
         workers: The number of processes. The output does not depend on it.
 
     Returns:
         The sum of the function's counts.
 
     Raises:
-        DataError: The file cannot be read, or a line is bad. No output is left.
+        DataError: The file cannot be read, or a line is bad. No output files remain.
         StorageError: An output cannot be written.
     """
     counts: Counter[str] = Counter()
@@ -113,7 +113,7 @@ def map_records(
 
 
 def write_records(path: str, records: Iterator[Record]) -> int:
-    """Write JSON lines into a file that gets its name when it is complete; return their number."""
+    """Write JSON lines to a file, which gets its name when it is complete; return their number."""
     count = 0
     with writing_to("output", path), renamed_when_done(Path(path)) as file:
         for record in records:
@@ -126,7 +126,7 @@ def dump_record(record: Record) -> bytes:
     """Return a record as a line of JSON."""
     try:
         return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # a number of more than 64 bits
+    except TypeError:  # a number has more than 64 bits
         return f"{json.dumps(record, ensure_ascii=False)}\n".encode()
 
 
@@ -138,7 +138,7 @@ def _transform_block(
 
 def _blocks(path: str) -> Iterator[TextBlock]:
     if not Path(path).is_file():
-        raise ConfigError(f"{path}: no such file: check the name")
+        raise ConfigError(f"{path}: no such file: fix the name")
     if path.lower().endswith((".txt", ".parquet")):
         raise ConfigError(f"{path}: expected JSON lines: give a .json or .jsonl file")
     yield from read_blocks([path], ["text"])

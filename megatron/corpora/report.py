@@ -1,4 +1,4 @@
-"""What a pipeline left out and why: counts, samples, a picture, and the speed of each step."""
+"""Reports on a pipeline: what was dropped and why, samples, a chart, and the speed of each step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 from megatron.corpora.blocks import CorpusBlock, Document, output, shard
 from megatron.corpora.plan import STEPS
 
-_SAMPLES = 5  # of each reason
+_SAMPLES = 5  # samples of each reason
 
 
 def summarize(ledgers: list[Path], pieces: int) -> dict[str, Any]:
-    """Add up what the stages wrote about each piece.
+    """Add up what the stages recorded about each piece.
 
     Args:
-        ledgers: The folder of each stage that writes documents, in order.
+        ledgers: The folder for dropped documents of each stage that writes documents, in order.
         pieces: The number of pieces.
 
     Returns:
-        The number of documents read; those kept and their bytes; those changed by each step; the
-        counts and samples of those dropped, in the order of the steps.
+        The number of documents that were read, the number and bytes of those that were kept, the
+        number that each step changed, and counts and samples of those that were dropped, in the
+        order of the steps.
     """
     changed: Counter[str] = Counter()
     kept: Counter[str] = Counter()
@@ -61,7 +62,7 @@ def summarize(ledgers: list[Path], pieces: int) -> dict[str, Any]:
 
 
 def draw(summary: dict[str, Any]) -> bytes:
-    """Draw how many documents were left out for each reason, as a PNG image."""
+    """Draw a chart of how many documents were dropped for each reason, as a PNG image."""
     from matplotlib.figure import Figure
 
     rows = [(f"{one['step']}: {one['reason']}", one["documents"]) for one in summary["dropped"]]
@@ -82,7 +83,7 @@ def draw(summary: dict[str, Any]) -> bytes:
 
 
 def as_text(summary: dict[str, Any]) -> str:
-    """Return the counts as aligned lines."""
+    """Return the counts as lines with aligned columns."""
     rows = [("read", summary["read"], "")]
     rows += [
         (f"  {one['step']}: {one['reason']}", -one["documents"], f"{-one['bytes'] / 1e6:.2f} MB")
@@ -97,12 +98,12 @@ def as_text(summary: dict[str, Any]) -> str:
 
 
 def measured_seconds(logs: Path) -> dict[str, float]:
-    """Return the seconds of work in each block, added up over all pieces and processes."""
+    """Return the seconds spent in each block, summed over all pieces and processes."""
     seconds: dict[str, float] = {}
     for file in sorted(logs.glob("*/stats/*.json")):
         for block in json.loads(file.read_bytes()):
             name = block["name"].partition(": ")[2]
-            spent = block["time_stats"]  # a plain number if it was measured once
+            spent = block["time_stats"]  # a plain number if it was measured only once
             spent = spent["total"] if isinstance(spent, dict) else spent
             seconds[name] = seconds.get(name, 0.0) + float(spent)
     return seconds
@@ -113,12 +114,12 @@ class ReportWriter(CorpusBlock):
 
     Args:
         folder: The folder of the corpus.
-        ledgers: The folder of each stage that writes documents, in order.
+        ledgers: The folder for dropped documents of each stage that writes documents, in order.
         pieces: The number of pieces.
     """
 
     def __init__(self, folder: Path, ledgers: list[Path], pieces: int) -> None:
-        """Keep the settings."""
+        """Store the settings."""
         super().__init__("report")
         self.folder, self.ledgers, self.pieces = folder, ledgers, pieces
 

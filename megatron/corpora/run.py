@@ -1,4 +1,4 @@
-"""From a plan to datatrove's executors: stages, their tasks, and what a folder already holds."""
+"""Execution of a plan by datatrove: its stages, their tasks, and continuing in a folder."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ EXECUTORS = ("local", "slurm", "ray")
 PLAN_FILE = "plan.json"
 DATASET = "corpus_text_document"
 TASKS_FILE = "tasks.npz"
-# In the order of their removal: without its log, a task counts as not done; the plan says whose
-# the other files are.
+# Files that a run writes, in the order in which --overwrite removes them. The logs go first,
+# because a task without a log counts as not done. The plan goes last, because it shows that the
+# folder holds a corpus.
 _REPORT = ("report.json", "report.png")
 _OURS = ("logs", "text", "work", "dropped", *_REPORT, f"{DATASET}.idx", f"{DATASET}.bin", PLAN_FILE)
 
 
 class Stage(NamedTuple):
-    """Blocks that run one after the other on each document, and the number of tasks."""
+    """Blocks that process each document one after the other, and the number of tasks."""
 
     name: str
     blocks: list[CorpusBlock]
@@ -60,10 +61,10 @@ class Cluster:
 
     Attributes:
         executor: "local", "slurm" or "ray".
-        workers: The number of tasks at a time. Results do not depend on it.
-        partition: SLURM's partition.
-        time: SLURM's time limit of a task, "hh:mm:ss".
-        memory_gb: The memory of a task for SLURM and Ray, in GB.
+        workers: The number of tasks that run at the same time. Results do not depend on it.
+        partition: The SLURM partition.
+        time: The time limit of a SLURM task, "hh:mm:ss".
+        memory_gb: The memory that SLURM and Ray reserve for a task, in GB.
     """
 
     executor: str = "local"
@@ -74,11 +75,11 @@ class Cluster:
 
 
 def stages_of(plan: CorpusPlan, pieces: list[Piece], folder: Path) -> list[Stage]:
-    """Return the stages of a plan. Each needs the complete result of the one before.
+    """Return the stages of a plan. Each needs the complete result of the previous one.
 
     Args:
         plan: The plan.
-        pieces: The pieces of its input.
+        pieces: The pieces of the plan's input.
         folder: The folder of the corpus.
     """
     work, dropped, text = folder / "work", folder / "dropped", folder / "text"
@@ -111,24 +112,26 @@ def stages_of(plan: CorpusPlan, pieces: list[Piece], folder: Path) -> list[Stage
 
 
 def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite: bool) -> None:
-    """Carry out a plan, continuing where an interrupted run of it ended.
+    """Execute a plan, continuing where an earlier run was interrupted.
 
-    SLURM's jobs may still be waiting when this function returns.
+    With SLURM, jobs may still be waiting when this function returns.
 
     Args:
         plan: The plan.
         folder: The folder of the corpus.
         cluster: Where the tasks run.
-        overwrite: Whether to start again if the folder holds a corpus with another plan.
+        overwrite: Whether to start again if the folder holds a corpus with a different plan.
 
     Raises:
         ConfigError: The folder holds something else, or a package is missing.
         DataError: The input is missing or damaged.
-        StorageError: The folder cannot be written.
+        StorageError: The folder cannot be written to.
     """
     pieces = cut_pieces(plan.input)
     if not pieces:
-        raise DataError(f"--input {' '.join(plan.input)}: all files are empty")
+        raise DataError(
+            f"--input {' '.join(plan.input)}: all files are empty: give files with documents"
+        )
     if "tokenize" in plan.steps:
         build_tokenizer(plan.steps["tokenize"].tokenizer)
     ngrams = _task_ngrams(plan) if "tasks" in plan.steps else None
@@ -140,13 +143,13 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
     previous = None
     for stage in stages_of(plan, pieces, folder):
         logs = folder / "logs" / stage.name
-        with writing_to("--output", logs):  # datatrove makes the folder
+        with writing_to("--output", logs):  # datatrove creates the folder
             previous = _executor(stage, logs, cluster, previous)
         try:
             previous.run()
         except subprocess.CalledProcessError as error:
             raise ConfigError(
-                f"--executor slurm: {error.cmd[0]} refused the jobs of {stage.name} with the "
+                f"--executor slurm: {error.cmd[0]} refused the jobs of stage {stage.name} with the "
                 "message above: change --slurm-partition, --slurm-time or --memory-gb"
             ) from None
 
@@ -176,11 +179,11 @@ def _claim(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite: bool)
             return
         what = _difference(there, wanted)
         raise ConfigError(
-            f"--output {folder}: holds a corpus that was made differently ({what}): choose another "
-            "folder, or give --overwrite to start again"
+            f"--output {folder}: holds a corpus with a different plan or input ({what}): choose "
+            "another folder, or give --overwrite to start again"
         )
     if folder.exists() and any(folder.iterdir()) and not file.exists():
-        raise ConfigError(f"--output {folder}: holds other files: choose another or a new folder")
+        raise ConfigError(f"--output {folder}: holds other files: choose an empty or new folder")
     for ours in (folder / name for name in _OURS):
         if ours.is_dir():
             shutil.rmtree(ours)
@@ -203,13 +206,13 @@ def _tokenizer_files(plan: CorpusPlan) -> list[str]:
 
 
 def _difference(there: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """Return the first setting or file that differs."""
+    """Describe the first settings or files that differ."""
     for name in ("inputs", "pieces"):
         if there.get(name) != wanted[name]:
             return "the input files have changed"
     old, new = _flat(there.get("plan", {})), _flat(wanted["plan"])
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return ", ".join(f"{name} was {old.get(name)}, is {new.get(name)}" for name in names[:2])
+    return ", ".join(f"{name} was {old.get(name)}, now {new.get(name)}" for name in names[:2])
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -226,18 +229,18 @@ def _task_ngrams(plan: CorpusPlan) -> TaskNgrams:
     ngrams = TaskNgrams.of_texts(read_tasks(step.files, step.keys), step.max_ngram, step.min_ngram)
     if not ngrams.count:
         raise DataError(
-            f"--tasks {' '.join(step.files)}: no text of at least {step.min_ngram} words: check "
+            f"--tasks {' '.join(step.files)}: no text has at least {step.min_ngram} words: check "
             "the files and keys"
         )
     return ngrams
 
 
 def _executor(stage: Stage, logs: Path, cluster: Cluster, previous: Any) -> Any:
-    """Return datatrove's executor of a stage."""
+    """Return datatrove's executor for a stage."""
     with packages_of("corpora"):
         from loguru import logger
 
-    # Errors end the command with one line; the log of each task would repeat them.
+    # An error ends the command with a one-line message, which the log of each task would repeat.
     logger.disable("datatrove")
     common = {"pipeline": stage.blocks, "tasks": stage.tasks, "logging_dir": str(logs)}
     workers = min(cluster.workers, stage.tasks)
@@ -254,7 +257,7 @@ def _executor(stage: Stage, logs: Path, cluster: Cluster, previous: Any) -> Any:
     from datatrove.executor.slurm import SlurmPipelineExecutor
 
     if shutil.which("sbatch") is None:
-        raise ConfigError("--executor slurm: there is no sbatch here: run on a login node of SLURM")
+        raise ConfigError("--executor slurm: sbatch was not found: run on a SLURM login node")
     activate = Path(sys.prefix) / "bin" / "activate"  # jobs need datatrove's commands
     return SlurmPipelineExecutor(
         time=cluster.time,

@@ -1,7 +1,7 @@
-"""Crawl files and corpora as documents: WARC, WET, JSON lines, parquet, text.
+"""Readers of crawl files and corpora: WARC, WET, JSON lines, parquet, text.
 
-The input is cut into pieces, the units of work. The cuts depend only on the files, so nothing that
-is computed from a piece depends on the number of processes.
+The input is divided into pieces, the units of work. The division depends only on the files, so no
+result depends on the number of processes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron.errors import DataError
 from megatron.extras import packages_of
 
 ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
-_WHOLE = (*PACKED_SUFFIXES, ".parquet", ".txt", *ARCHIVES)  # read from front to back
+_WHOLE = (*PACKED_SUFFIXES, ".parquet", ".txt", *ARCHIVES)  # files that are never split
 _SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 256 << 20
-_PIECES = 64  # for an input between 64 MiB and 16 GiB
+_PIECES = 64  # the number of pieces for an input between 64 MiB and 16 GiB
 _PAGES = ("text/html", "application/xhtml+xml")
 _MAX_PAGE = MAX_LINE_MB << 20
 _END = 4  # bytes after a record: two line ends
 
 
 class FilePart(NamedTuple):
-    """A file, or whole lines of it.
+    """A file, or some of its lines.
 
     Attributes:
         path: The file.
@@ -59,7 +59,7 @@ class Raw(NamedTuple):
     Attributes:
         place: The file and the line or byte offset.
         text: The text, or "" if there is a problem.
-        name: The record's own name, or the place.
+        name: The name given in the record, or else the place.
         fields: The other fields of the record.
         is_html: Whether the text is HTML.
         problem: The reason why the record is not a document, or "".
@@ -76,16 +76,16 @@ class Raw(NamedTuple):
 
 
 def cut_pieces(patterns: Sequence[str]) -> list[Piece]:
-    """Cut the input into pieces, in order.
+    """Divide the input into pieces, in order.
 
-    A large file of JSON lines becomes several pieces, and small files share one. A file that can
-    only be read from front to back is never cut.
+    A large JSON lines file becomes several pieces, and small files share one. A file that can only
+    be read sequentially is never split.
 
     Args:
         patterns: Files, globs and folders.
 
     Raises:
-        DataError: There is no such file, or one of an unknown format.
+        DataError: A file does not exist or has an unknown format.
     """
     paths = find_inputs(patterns, ARCHIVES)
     for path in paths:
@@ -128,7 +128,7 @@ def _read_lines(part: FilePart, plan: CorpusPlan) -> Iterator[Raw]:
     keys = [plan.text_key]
     blocks: Iterator[TextBlock]
     if part.size >= 0:
-        # The file's first line may follow a byte order mark.
+        # A byte order mark may precede the file's first line.
         first = part.offset if part.offset > len(BYTE_ORDER_MARK) else 0
         blocks = read_blocks([part.path], keys, bounds=(first, part.offset + part.size))
     else:
@@ -154,12 +154,14 @@ def _read_line(line: bytes, place: str, plan: CorpusPlan) -> Raw:
     if not isinstance(record, dict) or not isinstance(record.get(plan.text_key), str):
         return Raw(place, "", place, {}, problem=f"no text under the key {plan.text_key!r}")
     text = record.pop(plan.text_key)
-    name = record.get(plan.id_key)  # it stays a field: --id-key url must not hide the address
+    name = record.get(
+        plan.id_key
+    )  # kept as a field too, so that --id-key url does not hide the URL
     return Raw(place, text, place if name in (None, "") else str(name), record)
 
 
 def _columns(path: str, text_key: str) -> list[str]:
-    """Return the columns of a parquet file that have a JSON form, the text column first."""
+    """Return a parquet file's string and integer columns, with the text column first."""
     import pyarrow
     from pyarrow import parquet
 
@@ -184,8 +186,12 @@ def _read_archive(path: str) -> Iterator[Raw]:
         from resiliparse.parse.encoding import bytes_to_str, detect_encoding, map_encoding_to_html5
 
     found = False
-    with _damage(path), open(path, "rb") as raw, _unpacked(path, raw) as stream:
-        if stream is raw and os.path.getsize(path):
+    with _damage(path), open(path, "rb") as raw:
+        stream: BinaryIO = raw
+        if path.lower().endswith(".gz"):
+            # Python's gzip reports a truncated file, where FastWARC's would stop silently.
+            stream = io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
+        elif os.path.getsize(path):
             raw.seek(-min(_END, os.path.getsize(path)), os.SEEK_END)
             if raw.read().replace(b"\r", b"")[-2:] != b"\n\n":
                 raise EOFError("it ends in the middle of a record")
@@ -198,7 +204,7 @@ def _read_archive(path: str) -> Iterator[Raw]:
                 continue
             place = f"{path}:byte {record.stream_pos}"
             fields = {
-                key: value.removeprefix("<").removesuffix(">")  # wget's addresses have brackets
+                key: value.removeprefix("<").removesuffix(">")  # wget puts URLs in brackets
                 for key, header in (("url", "WARC-Target-URI"), ("date", "WARC-Date"))
                 if (value := record.headers.get(header))
             }
@@ -208,13 +214,13 @@ def _read_archive(path: str) -> Iterator[Raw]:
             elif record.record_type == WarcRecordType.conversion:
                 yield Raw(place, data.decode("utf-8", "replace"), name, fields)
             elif record.is_http and (record.http_content_type or _PAGES[0]) in _PAGES:
-                # Servers name encodings that do not exist; they get the same as no name.
+                # Some servers name encodings that do not exist. Detect the encoding then.
                 named = map_encoding_to_html5(record.http_charset or "", fallback_utf8=False)
                 encoding = named or detect_encoding(data) or "utf-8"
                 text = bytes_to_str(data, encoding, fallback_encodings=("utf-8", "windows-1252"))
                 yield Raw(place, text, name, fields, is_html=True)
     if not found and os.path.getsize(path):
-        raise DataError(f"--input {path}: holds no WARC record: rename or remove the file")
+        raise DataError(f"--input {path}: contains no WARC record: rename or remove the file")
 
 
 @contextmanager
@@ -224,10 +230,3 @@ def _damage(path: str) -> Iterator[None]:
     except (OSError, EOFError, ValueError, zlib.error) as error:
         remedy = "copy or download it again, or remove it"
         raise DataError(f"--input {path}: damaged or truncated ({error}): {remedy}") from error
-
-
-def _unpacked(path: str, raw: BinaryIO) -> BinaryIO:
-    """Decompress with Python's gzip, which reports a truncated file; FastWARC stops silently."""
-    if path.lower().endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
-    return raw

@@ -1,13 +1,13 @@
 """Words and n-grams of many documents at once, as 64-bit hashes in numpy arrays.
 
-Near-duplicates and overlaps with task files are both found by hashed n-grams of words. Splitting
-and hashing text word by word in Python reaches about 5 MB/s; whole batches of UTF-8 bytes in numpy
-reach about 100 MB/s.
+Hashed word n-grams are used to find both near-duplicates and overlaps with task files. Splitting
+and hashing text word by word in Python processes about 5 MB/s; doing it with numpy on batches of
+UTF-8 bytes processes about 100 MB/s.
 
-A word is a run of letters, digits, underscores and two-byte characters. ASCII is compared in lower
-case. A character of three or four bytes (Chinese, Japanese, Korean, Thai, ...) is a word of its
-own, because those scripts write no spaces, but U+2000 to U+2FFF (dashes, curly quotes) separate
-words as ASCII punctuation does.
+A word is a sequence of letters, digits, underscores and two-byte characters. ASCII is compared in
+lower case. A character of three or four bytes (Chinese, Japanese, Korean, Thai, ...) is a word by
+itself, because those scripts do not separate words by spaces. The exception is U+2000 to U+2FFF
+(dashes, curly quotes), which separate words as ASCII punctuation does.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
-_STRIDE = 0xD6E8FEB86659FD93  # between the words of an n-gram
+_STRIDE = 0xD6E8FEB86659FD93  # the factor between the words of an n-gram
 _MASK = (1 << 64) - 1
-_BATCH_BYTES = 1 << 18  # each takes 8 bytes in an array; the array fits in a core's cache
+_BATCH_BYTES = 1 << 18  # an array with 8 bytes for each fits in a core's cache
 
 _PUNCTUATION, _WIDE, _REST = 1, 2, 4
 
 
 def _classes() -> NDArray[np.uint8]:
-    """Return the class of each byte: part of a word, the first of a wide character, or neither."""
+    """Return the class of each byte. Bytes of class 0 separate words."""
     table = np.full(256, 0, np.uint8)
     for byte in (*range(0x30, 0x3A), *range(0x41, 0x5B), *range(0x61, 0x7B), 0x5F):
         table[byte] = _REST
@@ -38,30 +38,27 @@ def _classes() -> NDArray[np.uint8]:
     return table
 
 
-def _lower() -> U64:
-    table = np.arange(256, dtype=np.uint64)
-    table[0x41:0x5B] += 0x20
-    return table + np.uint64(1)  # so that no byte counts as 0
-
-
 def _powers(base: int, count: int) -> U64:
     """Return `base ** i` modulo 2**64 for each i below `count`."""
     powers = np.empty(count, np.uint64)
     powers[0] = 1
     done = 1
-    while done < count:  # doubling: the second half is the first, times base ** done
+    while done < count:  # doubling: the second half is the first half times base ** done
         more = min(done, count - done)
         powers[done : done + more] = powers[:more] * np.uint64(pow(base, done, 1 << 64))
         done += more
     return powers
 
 
-_CLASSES, _LOWER = _classes(), _lower()
+_CLASSES = _classes()
+# The value of each byte, in lower case. Values begin at 1, so that every byte changes the hash.
+_LOWER = np.arange(1, 257, dtype=np.uint64)
+_LOWER[0x41:0x5B] += 0x20
 _UP, _DOWN = _powers(_BASE, _BATCH_BYTES), _powers(pow(_BASE, -1, 1 << 64), _BATCH_BYTES)
 
 
 class Words(NamedTuple):
-    """The words of a batch of documents in order.
+    """The words of a batch of documents, in order.
 
     Attributes:
         hashes: The hash of each word, `[words]`.
@@ -79,10 +76,10 @@ class Words(NamedTuple):
 
 
 def batches(texts: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Cut a sequence of documents into batches of about `_BATCH_BYTES`.
+    """Divide a sequence of documents into batches of about `_BATCH_BYTES`.
 
     Returns:
-        The first document of each batch, and the one after its last.
+        The indexes of each batch's first document and of the one after its last.
     """
     cuts, size = [0], 0
     for number, text in enumerate(texts):
@@ -96,8 +93,8 @@ def batches(texts: Sequence[bytes]) -> list[tuple[int, int]]:
 def split_words(texts: Sequence[bytes]) -> Words:
     """Split UTF-8 documents into words and hash them.
 
-    The hash of a word is the sum of `byte * _BASE ** place` over its bytes, taken from running
-    sums over the whole batch and divided by `_BASE ** start`.
+    The hash of a word is the sum of `byte * _BASE ** place` over its bytes. It is computed as the
+    difference of two running sums over the whole batch, divided by `_BASE ** start`.
     """
     joined = np.frombuffer(b"\n".join([*texts, b""]), np.uint8)
     sizes = np.fromiter(map(len, texts), np.int64, len(texts))
@@ -109,14 +106,14 @@ def split_words(texts: Sequence[bytes]) -> Words:
     in_word = kinds >= _WIDE
     begins = in_word.copy()
     begins[1:] &= ~in_word[:-1] | (kinds[1:] == _WIDE)
-    # A wide character is a whole word: what follows its two or three other bytes begins another.
+    # A wide character is a whole word, so the byte after its last one begins another word.
     (wide,) = np.nonzero(kinds == _WIDE)
     if len(wide):
         after = wide + np.where(joined[wide] >= 0xF0, 4, 3)
         after = after[after < len(joined)]
         begins[after] |= in_word[after]
     (starts,) = np.nonzero(begins)
-    # A word ends after a byte that no byte of the same word follows, so ends pair with starts.
+    # A word ends after a byte that is not followed by another byte of the same word.
     (ends,) = np.nonzero(np.append(in_word[:-1] & (~in_word[1:] | begins[1:]), in_word[-1:]))
     ends += 1
     hashes = _sums(joined, starts, ends)
@@ -140,7 +137,7 @@ def _sums(joined: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np
 
 
 def count_words(texts: Sequence[bytes]) -> NDArray[np.int64]:
-    """Return the number of words of each document, `[documents]`."""
+    """Return the number of words in each document, `[documents]`."""
     counts = [np.empty(0, np.int64)]
     for first, last in batches(texts):
         words = split_words(texts[first:last])
@@ -161,20 +158,20 @@ def mix(values: U64) -> U64:
 def hash_ngrams(words: Words, size: int) -> tuple[U64, NDArray[np.bool_]]:
     """Hash the n-gram that begins at each word.
 
-    An n-gram ends with its document, so the last ones of each document are shorter.
+    N-grams do not extend beyond their document, so the last ones of each document are shorter.
 
     Args:
         words: The words of a batch.
-        size: The number of words of an n-gram.
+        size: The number of words in an n-gram.
 
     Returns:
-        The hash of the n-gram at each word, and whether it has all of its words, `[words]` each.
+        The hash of the n-gram at each word, and whether it has its full size, `[words]` each.
     """
     return next(hash_ngrams_of(words, [size]))
 
 
 def hash_ngrams_of(words: Words, sizes: Sequence[int]) -> Iterator[tuple[U64, NDArray[np.bool_]]]:
-    """Yield the result of `hash_ngrams` for each of several ascending sizes, in one pass."""
+    """Yield the result of `hash_ngrams` for each of several ascending sizes in a single pass."""
     total = words.hashes.copy()
     whole = np.ones(len(total), np.bool_)
     for size in range(1, max(sizes) + 1):

@@ -2,8 +2,8 @@
 
     [CLS] segment A [SEP] segment B [SEP] [PAD] ...
 
-The model predicts the masked tokens, and whether B came before A in the text. Without the binary
-head there is a single segment and no second [SEP]. In shapes, s is the sequence length.
+The model predicts the masked tokens, and whether B preceded A in the text. Without the binary head,
+there is a single segment and no second [SEP]. In shapes, s is the sequence length.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.data.tfrecord import TFRecordDataset, TFRecordOptions
 from megatron.tokenizer.base import Tokenizer
 
 _ADDED_TOKENS = 3  # [CLS] and two [SEP]
-# A run has 1, 2 or 3 words, with probabilities in proportion to 1, 1/2, 1/3. They are computed with
-# the floating-point operations of numpy's choice(), so that the draws are the same as its draws.
+# A masked run has 1, 2 or 3 words, with probabilities in the ratio 1 : 1/2 : 1/3. They are computed
+# with the same floating-point operations as in numpy's choice(), so that the draws are identical.
 _SHARES = 1.0 / np.arange(1, 4)
 _SHARES /= _SHARES.sum()
 _CUMULATIVE = (_SHARES / _SHARES.sum()).cumsum()
@@ -38,7 +38,7 @@ class BertOptions(NamedTuple):
     Attributes:
         seq_length: The sequence length s, special tokens included.
         mask_prob: The fraction of tokens to mask.
-        seed: The seed of all draws. The draws of sample i are seeded with `seed + i`.
+        seed: The base of the random seeds. Sample i is drawn with the seed `seed + i`.
         binary_head: Whether a sample has two segments, which are swapped in half of the samples.
     """
 
@@ -50,9 +50,9 @@ class BertOptions(NamedTuple):
 
 @dataclass(eq=False)
 class BertDataset(SentenceSamples):
-    """BERT samples, made from runs of sentences. A sample holds int64 arrays `[s]`.
+    """BERT samples, made from consecutive sentences. A sample holds int64 arrays `[s]`.
 
-    `text`: The tokens, some of them replaced.
+    `text`: The tokens, with the masked ones replaced.
     `types`: 0 in segment A and in padding, 1 in segment B.
     `labels`: The original token at masked positions, -1 at all others.
     `is_random`: A single number: 1 if the segments are swapped, otherwise 0.
@@ -105,11 +105,11 @@ class BertDataset(SentenceSamples):
 def _segments(
     sentences: list[Tokens], random: np.random.RandomState, *, two: bool
 ) -> tuple[Tokens, Tokens, bool]:
-    """Return segments A and B, and whether they are swapped."""
+    """Split sentences into segments A and B; return them, and whether they are swapped."""
     if not two:
         return np.concatenate(sentences), np.empty(0, np.int64), False
     count = len(sentences)
-    first = random.randint(1, count) if count > 2 else 1  # sentences of the first segment
+    first = random.randint(1, count) if count > 2 else 1  # number of sentences in the first segment
     a, b = np.concatenate(sentences[:first]), np.concatenate(sentences[first:])
     is_swapped = random.random_sample() < 0.5
     return (b, a, True) if is_swapped else (a, b, False)
@@ -120,14 +120,14 @@ def truncate(
 ) -> tuple[Tokens, Tokens]:
     """Remove tokens until at most `limit` are left.
 
-    Each token is taken from the longer segment, or from B if both are equally long. A random draw
-    decides whether the segment's first or last token is removed.
+    Each token is removed from the longer segment, or from B if both are equally long. A random draw
+    decides whether it is the segment's first or last token.
     """
     excess = len(a) + len(b) - limit
     if excess <= 0:
         return a, b
     lead = len(a) - len(b)
-    from_a = np.arange(excess) % 2 != lead % 2  # alternating, once the lengths are equal
+    from_a = np.arange(excess) % 2 != lead % 2  # alternate once the lengths are equal
     from_a[: abs(lead)] = lead > 0
     at_front = random.random_sample(excess) < 0.5
     cuts = []
@@ -142,7 +142,7 @@ def build_bert_datasets(
 ) -> Datasets:
     """Build the BERT datasets that the flags name. Every process calls this function.
 
-    A word of --data-path may also name TFRecords, which hold ready-made samples.
+    An entry of --data-path may also name TFRecords, which hold ready-made samples.
 
     Args:
         request: The data that the run needs.
@@ -153,7 +153,7 @@ def build_bert_datasets(
     Raises:
         ConfigError: The sequence has no room for text, the vocabulary lacks a special token, no
             data is named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or from another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
     """
     options = BertOptions(seq_length, request.data.mask_prob, request.seed, binary_head)
     fewest = 2 if binary_head else 1

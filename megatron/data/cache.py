@@ -1,15 +1,15 @@
-"""Index arrays kept on disk, named by the md5 of a text that describes them.
+"""Index arrays cached on disk, named by the md5 of a text that describes them.
 
 The files have the names and contents that Megatron-LM uses, `<md5>.dsc` and `<md5>_<suffix>.npy`,
-so Megatron-LM can read our caches. A file appears under its name complete or not at all: it is
-written under a temporary name, flushed and renamed. Any number of processes and jobs may therefore
+so Megatron-LM can read our caches. No incomplete file ever appears under its final name: a file is
+written under a temporary name, flushed and renamed. Any number of processes and jobs can therefore
 build the same arrays at the same time; they write the same bytes.
 
-Nothing in these files distinguishes a sound permutation from one with swapped entries. A further
-file, `<md5>.sha256`, therefore holds a digest of the arrays and of everything that they are made
-from. Arrays on disk are used only if they match it, are not older than the dataset, and were
-written by this user, by root or by the owner of the dataset, with nobody else allowed to write to
-them. Otherwise they are built again, even those that Megatron-LM wrote, which have no digest.
+A permutation with two swapped entries looks as valid as the correct one. An additional file,
+`<md5>.sha256`, therefore holds a digest of the arrays and of everything from which they were built.
+Cached arrays are used only if they match the digest, are not older than the dataset, were written
+by this user, root or the owner of the dataset, and cannot be changed by anyone else. Otherwise they
+are built again. This includes arrays that Megatron-LM wrote, because they have no digest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.environment import cores_per_process
 from megatron.errors import DataError, warn
 
 Arrays = tuple[NDArray[Any], ...]
-_PIECE = 1 << 24  # bytes that a core hashes at a time
+_PIECE = 1 << 24  # bytes hashed by a core at a time
 _HEX_DIGITS = 64
 
 
@@ -45,12 +45,12 @@ class ArraySpec(NamedTuple):
 
 
 class IndexCache(NamedTuple):
-    """The folders in which index arrays are kept.
+    """The folders in which index arrays are cached.
 
     Attributes:
-        folders: The folders, searched in order. New arrays are written to the last one. If there
-            are none, nothing is kept.
-        warns: Whether this process reports a folder that cannot be written to.
+        folders: The folders, searched in order. New arrays are written to the last one. Without
+            folders, nothing is cached.
+        warns: Whether this process warns about a folder that cannot be written to.
     """
 
     folders: tuple[Path, ...]
@@ -65,14 +65,14 @@ class IndexCache(NamedTuple):
         inputs: Sequence[NDArray[Any]] = (),
         source: Path | None = None,
     ) -> Arrays:
-        """Return the arrays that `description` names, memory-mapped or newly built.
+        """Return the arrays that `description` identifies, memory-mapped or newly built.
 
         Args:
             description: The text whose md5 names the files.
             specs: The expected arrays, in the order in which `build` returns them.
-            build: A function that makes the arrays. It is called only if they are not found.
-            inputs: The arrays that determine the result together with the description.
-            source: The file that the arrays are made from. Arrays older than it are not used.
+            build: A function that builds the arrays. It is called only if they are not found.
+            inputs: Further arrays that determine the result, in addition to the description.
+            source: The file from which the arrays are built. Arrays older than it are not used.
 
         Raises:
             DataError: The arrays do not fit in memory.
@@ -89,9 +89,9 @@ class IndexCache(NamedTuple):
         except MemoryError:
             size = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs)
             raise DataError(
-                f"an index of {size / 1e9:,.1f} GB does not fit in memory; it lists every sample "
-                "of the run: give fewer --train-iters or --train-samples, fewer --eval-iters or a "
-                "larger --eval-interval"
+                f"an index of {size / 1e9:,.1f} GB does not fit in memory, because it lists every "
+                "sample of the run: give fewer --train-iters or --train-samples, fewer "
+                "--eval-iters or a larger --eval-interval"
             ) from None
         for files in places[-1:]:
             with saving(f"index cache {files.stem.parent}", warns=self.warns):
@@ -104,7 +104,7 @@ class IndexCache(NamedTuple):
 
 @contextlib.contextmanager
 def saving(what: str, *, warns: bool) -> Iterator[None]:
-    """Run the body, and turn an OSError in it into a warning.
+    """Run the body of the `with` statement, and turn an OSError in it into a warning.
 
     The warning names the consequence and the remedy.
 
@@ -124,15 +124,15 @@ def saving(what: str, *, warns: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[None]:
-    """Run the body in one process first, then in the others, which find its files.
+    """Run the body in one process first, and then in the others, which find the files it wrote.
 
-    If they find none, because disks are local to a node, each process builds its own.
+    A process that finds no files, because disks are local to a node, builds its own.
 
     Args:
         is_builder: True in exactly one process.
-        barrier: A function that waits until every process has called it. It is called once per
-            process, even after an error, so that the other processes run into the same error
-            instead of waiting forever.
+        barrier: A function that waits until every process has called it. Each process calls it
+            once, even after an error, so that the other processes run into the same error instead
+            of waiting forever.
     """
     if not is_builder:
         barrier()
@@ -147,8 +147,8 @@ def open_array(path: Path, source: Path | None) -> NDArray[Any] | None:
     """Map the array in `path`; return `None` if it cannot be trusted or read.
 
     Args:
-        path: The file, which this user, root or the owner of `source` has written.
-        source: The file that the array is made from. An older array is not used.
+        path: The file. It must have been written by this user, root or the owner of `source`.
+        source: The file from which the array is built. An array older than it is not used.
     """
     try:
         made = source.stat() if source is not None else None
@@ -161,25 +161,21 @@ def open_array(path: Path, source: Path | None) -> NDArray[Any] | None:
             if is_fortran or dtype.hasobject:
                 return None
             return np.memmap(file, dtype, "r", file.tell(), shape).view(np.ndarray)
-    except Exception:  # numpy parses the header as Python; a damaged one can raise anything
+    except Exception:  # numpy parses the header as Python, so a damaged one can raise any error
         return None
 
 
 def digest_of(text: str, arrays: Sequence[NDArray[Any]]) -> str:
-    """Return a digest of a text, and of arrays with their types and shapes.
+    """Return a digest of a text and of arrays, including their types and shapes.
 
-    This process's cores share the work, at one to two GB/s each.
+    The work is spread over the cores of this process, which hash one to two GB/s each.
     """
     layout = repr([text, *((array.dtype.str, array.shape) for array in arrays)])
     flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     pieces = [data[i : i + _PIECE].data for data in flat for i in range(0, len(data), _PIECE)]
     with ThreadPoolExecutor(cores_per_process()) as pool:
-        digests = pool.map(_sha256, [layout.encode(), *pieces])
-        return hashlib.sha256(b"".join(digests)).hexdigest()
-
-
-def _sha256(data: bytes | memoryview) -> bytes:
-    return hashlib.sha256(data).digest()
+        hashes = pool.map(hashlib.sha256, [layout.encode(), *pieces])
+        return hashlib.sha256(b"".join(each.digest() for each in hashes)).hexdigest()
 
 
 class ArrayFiles(NamedTuple):
@@ -189,9 +185,9 @@ class ArrayFiles(NamedTuple):
         stem: The path of the files without their suffixes.
         suffixes: The suffix of each array.
         origin: The digest of everything that determines the arrays (`digest_of`), so that files
-            that were renamed or made from other data are not used.
-        source: The file that the arrays are made from. Arrays that its owner wrote are used too,
-            but none older than the file.
+            that were renamed or built from other data are not used.
+        source: The file from which the arrays are built. Arrays written by its owner are accepted.
+            Arrays older than the file are not used.
     """
 
     stem: Path
@@ -216,12 +212,12 @@ class ArrayFiles(NamedTuple):
         return tuple(arrays) if expected == digest_of(self.origin, arrays).encode() else None
 
     def save(self, arrays: Arrays) -> Arrays:
-        """Write the arrays, the digest last, and return them mapped.
+        """Write the arrays, then their digest, and return the arrays memory-mapped.
 
-        The processes of a node share mapped pages, but not newly built arrays.
+        The processes of a node share memory-mapped pages, but not newly built arrays.
 
         Raises:
-            OSError: The files cannot be written, or other users may write to them.
+            OSError: The files cannot be written, or other users can write to them.
         """
         self.stem.parent.mkdir(parents=True, exist_ok=True)
         for suffix, array in zip(self.suffixes, arrays, strict=True):
@@ -231,5 +227,5 @@ class ArrayFiles(NamedTuple):
             file.write(digest_of(self.origin, arrays).encode())
         mapped = self.load()
         if mapped is None:
-            raise PermissionError(errno.EPERM, "other users may write to its files")
+            raise PermissionError(errno.EPERM, "other users can write to its files")
         return mapped

@@ -1,14 +1,14 @@
-"""Samples for finetuning: examples that are packed into rows of s tokens.
+"""Finetuning samples: examples that are packed into rows of s tokens.
 
-A sample holds the examples of a row one after the other in the first s tokens of `text`, then
-padding, which is a segment of its own. `TRAINED` is 1 where the label counts: never where the next
-token begins another example, and never in the padding.
+The first s tokens of a sample's `text` hold the examples of a row one after the other, followed by
+padding, which forms a separate segment. `TRAINED` is 1 where the label counts in the loss. It is 0
+where the next token begins another example, and in the padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from megatron.data.datasets import (
     Datasets,
     build_datasets,
 )
-from megatron.data.packing import EpochPlan, Packing, one_each, pack
+from megatron.data.packing import Packing, one_each, pack
 from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample, SampleDataset
 from megatron.errors import ConfigError
 from megatron.tokenizer import Tokenizer
@@ -37,18 +37,18 @@ from megatron.tokenizer.chat_template import find_template
 
 @dataclass(frozen=True, eq=False)
 class ExampleSource:
-    """Examples as a source of data, which --split divides and a blend draws from."""
+    """Examples as a source of data that --split divides and from which a blend draws."""
 
     examples: TokenizedExamples
 
     @property
     def prefix(self) -> str:
-        """The path that a flag names."""
+        """The path, as given in the flag."""
         return self.examples.name
 
     @property
     def size(self) -> int:
-        """The number of tokens, which decides its share of a blend without weights."""
+        """The number of tokens, which determines the share of a blend without weights."""
         return int(self.examples.lengths.sum())
 
     def __len__(self) -> int:
@@ -62,11 +62,11 @@ class PackedDataset:
 
     Attributes:
         examples: The examples of the whole file.
-        first: The first example of this split.
-        packing: How the split's examples share rows.
-        num_samples: The number of samples that the run needs; the rows repeat as often as needed.
-        seed: The seed of the order of rows.
-        filler: The id in the padding.
+        first: The index of the first example of this split.
+        packing: The assignment of the split's examples to rows.
+        num_samples: The number of samples that the run needs. Rows are repeated as often as needed.
+        seed: The seed for the order of rows.
+        filler: The padding id.
     """
 
     examples: TokenizedExamples
@@ -75,11 +75,10 @@ class PackedDataset:
     num_samples: int
     seed: int
     filler: int
-    _plans: dict[int, EpochPlan] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
-        """A text that differs whenever the samples differ."""
+        """A text that differs if the samples differ."""
         packing = self.packing
         return (
             f"Packed examples\n\n{self.examples.summary()}\n"
@@ -93,14 +92,10 @@ class PackedDataset:
 
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i`."""
-        epoch, row = divmod(i, self.packing.rows)
-        if epoch not in self._plans:
-            self._plans.clear()  # samples are read in order, and a plan is large
-            self._plans[epoch] = self.packing.epoch(epoch, self.seed)
         length = self.packing.seq_length
         text, trained = np.full(length + 1, self.filler, np.int64), np.zeros(length, np.int64)
         ends, at = [], 0
-        for number in self._plans[epoch].row(row):
+        for number in self.packing.row(i, self.seed):
             tokens, counts = self.examples[self.first + int(number)]
             end = at + len(tokens)
             text[at:end] = tokens
@@ -124,9 +119,9 @@ def build_packed_datasets(
 
     Args:
         request: The data that the run needs.
-        open_examples: A function that reads the file that a flag names, and tokenizes it.
-        seq_length: The number of tokens of a row, s.
-        filler: The id in the padding.
+        open_examples: A function that reads and tokenizes the file that a flag names.
+        seq_length: The number of tokens in a row, s.
+        filler: The padding id.
         packs: Whether several examples share a row.
 
     Raises:
@@ -157,17 +152,17 @@ def build_chat_datasets(
     seq_length: int,
     tokenizer: tuple[TokenizerConfig, Tokenizer],
 ) -> Datasets:
-    """Build samples of the conversations that the flags name. Every process calls this function.
+    """Build samples from the conversations that the flags name. Every process calls this function.
 
     Args:
         request: The data that the run needs.
-        options: The flags of finetuning.
-        seq_length: The number of tokens of a row, s.
+        options: The finetuning flags.
+        seq_length: The number of tokens in a row, s.
         tokenizer: The tokenizer's flags, and the tokenizer.
 
     Raises:
-        ConfigError: A flag names no file, or the template cannot be used.
-        DataError: A file has mistakes, or its examples cannot be used.
+        ConfigError: No data is named, or the template cannot be used.
+        DataError: A file has errors, or its examples cannot be used.
     """
     return build_packed_datasets(
         request,
@@ -186,12 +181,12 @@ def conversation_reader(
     tokenizer: tuple[TokenizerConfig, Tokenizer],
     preferences: bool = False,
 ) -> Callable[[str, str], TokenizedExamples]:
-    """Return a function that reads the file that a flag names, and tokenizes it.
+    """Return a function that reads and tokenizes the file that a flag names.
 
     Args:
         request: The data that the run needs.
-        options: The flags of finetuning.
-        seq_length: The number of tokens that an example may have.
+        options: The finetuning flags.
+        seq_length: The largest number of tokens in an example.
         tokenizer: The tokenizer's flags, and the tokenizer.
         preferences: Whether each record has a chosen and a rejected answer.
 
@@ -215,7 +210,7 @@ def conversation_reader(
     def open_examples(prefix: str, flag: str) -> TokenizedExamples:
         if Path(f"{prefix}.idx").is_file():
             raise ConfigError(
-                f"{flag} {prefix}: this is an indexed dataset of documents, and --sft reads "
+                f"{flag} {prefix}: this is an indexed dataset of documents, but --sft reads "
                 "JSON lines with conversations: name such a file, or give --no-sft"
             )
         cache = request.cache(Path(prefix).parent / "index-cache")
@@ -226,24 +221,24 @@ def conversation_reader(
 
 
 def padding_token(tokenizer: Tokenizer) -> int:
-    """Return the id that fills rows up."""
+    """Return the id used for padding."""
     return next(iter(tokenizer.special_ids("pad") or tokenizer.special_ids("eod") or (0,)))
 
 
 def packed_members(dataset: SampleDataset | None) -> list[PackedDataset]:
-    """Return the packed datasets of a split, which may be a blend; none for other samples."""
+    """Return the packed datasets of a split, which may be a blend; empty for other samples."""
     if isinstance(dataset, BlendedDataset):
         return [found for member in dataset.datasets for found in packed_members(member)]
     return [dataset] if isinstance(dataset, PackedDataset) else []
 
 
 def rows_per_epoch(dataset: SampleDataset | None) -> int:
-    """Return the number of samples that hold every example of a split once."""
+    """Return the number of samples in one pass over the examples of a split."""
     return sum(member.packing.rows for member in packed_members(dataset))
 
 
 def describe_packing(dataset: SampleDataset | None) -> str:
-    """Return how full the rows of a split are, for the start-up panel."""
+    """Describe how full the rows of a split are, for the start-up panel."""
     members = packed_members(dataset)
     if not members:
         return ""

@@ -1,15 +1,15 @@
-"""Records of conversations as other programs write them, checked and brought into one form.
+"""Conversation records in the formats of other programs, checked and converted to a common form.
 
-A record is told by its keys:
+The keys of a record determine its format:
 
     messages                        OpenAI and TRL: a list of {"role", "content"}
     conversations                   ShareGPT: a list of {"from", "value"}
     prompt, completion              two strings, or two lists of messages
-    prompt, chosen, rejected        preferences; without a prompt, or with a text beside messages,
-                                    the prompt is what both answers begin with
-    text                            a text, all of which is trained
+    prompt, chosen, rejected        preferences; if the prompt is missing, or is a string while the
+                                    answers are messages, the prompt is the answers' common start
+    text                            a text, all of which is trained on
 
-Every function raises a ValueError that says what is wrong and how to fix it; the caller adds the
+Every function raises a ValueError that says what is wrong and how to fix it. The caller adds the
 file and the line.
 """
 
@@ -38,7 +38,7 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
-# A later message may only follow these.
+# The roles that may precede each role.
 _FOLLOWS = {"user": {"system", "assistant"}, "assistant": {"user", "tool"}}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _FORMATS = (
@@ -48,7 +48,7 @@ _FORMATS = (
     ("sharegpt", {"conversations"}),
     ("text", {"text"}),
 )
-# Keys of a record that are read; tables have others too.
+# The keys of a record that are read. Tables may have further columns.
 COLUMNS = (
     *("messages", "conversations", "system", "prompt", "completion", "chosen", "rejected", "text"),
     *("tools", "documents", "chat_template_kwargs"),
@@ -60,11 +60,11 @@ _KNOWN = (
 
 
 class Plain(NamedTuple):
-    """A text without a chat template, which the end-of-text token follows.
+    """A text without a chat template, followed by the end-of-text token.
 
     Attributes:
-        prompt: The text before the trained one.
-        completion: The trained text.
+        prompt: The text to condition on.
+        completion: The text to train on.
     """
 
     prompt: str
@@ -78,29 +78,29 @@ def parse_record(line: bytes) -> Record:
     """Return the JSON object in a line.
 
     Raises:
-        ValueError: It is not a JSON object, or a key occurs twice in an object.
+        ValueError: The line is not a JSON object, or a key occurs twice in an object.
     """
+
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> Record:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"the key {twice!r} occurs twice in an object: remove one")
+        return found
+
     record = load_line(line)
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, found {json_kind(record)}: write one record")
-    json.loads(line.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    json.loads(line.decode("utf-8"), object_pairs_hook=refuse_duplicates)
     return record
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> Record:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} occurs twice in an object: remove one")
-    return found
 
 
 def format_of(record: Record) -> str:
     """Return the format of a record: preference, completion, messages, sharegpt or text.
 
     Raises:
-        ValueError: The keys are those of no format.
+        ValueError: The keys do not match any format.
     """
     keys = {key for key, value in record.items() if value is not None}
     for name, needed in _FORMATS:
@@ -111,11 +111,11 @@ def format_of(record: Record) -> str:
 
 
 def read_examples(record: Record, *, preferences: bool) -> list[Example]:
-    """Return a record's example, or two examples of a preference: the chosen, then the rejected.
+    """Return the example in a record, or two for a preference: the chosen, then the rejected.
 
     Args:
         record: The record.
-        preferences: Whether preferences are wanted, or examples to imitate.
+        preferences: Whether the run needs preferences, as opposed to examples to imitate.
 
     Raises:
         ValueError: The record is malformed.
@@ -131,12 +131,16 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
     if name == "messages":
         return [_chat(_messages(record, "messages"), record)]
     answers = ("chosen", "rejected") if preferences else ("completion",)
-    if preferences and (record.get("prompt") is None or _has_text_beside_messages(record)):
+    # UltraFeedback's prompts are strings, while both of its answers are lists of messages.
+    kinds_of_values = [type(record.get(key)) for key in ("prompt", "chosen", "rejected")]
+    if preferences and (record.get("prompt") is None or kinds_of_values == [str, list, list]):
         record = _with_prompt(record)
     kinds = {isinstance(record[key], str) for key in ("prompt", *answers)}
     if len(kinds) > 1:
         names = ", ".join(map(repr, ("prompt", *answers)))
-        raise ValueError(f"{names}: some are strings, some are lists of messages: write one kind")
+        raise ValueError(
+            f"{names}: some are strings, some are lists of messages: use one form for all"
+        )
     if kinds == {True}:
         prompt = record["prompt"]
         return [Plain(prompt, _text(record, key)) for key in answers]
@@ -153,28 +157,24 @@ def _text(record: Record, key: str) -> str:
     return value
 
 
-def _has_text_beside_messages(record: Record) -> bool:
-    """Return whether the prompt is a text and both answers are messages, as in UltraFeedback."""
-    kinds = [type(record[key]) for key in ("prompt", "chosen", "rejected")]
-    return kinds == [str, list, list]
-
-
 def _with_prompt(record: Record) -> Record:
-    """Return a preference with the prompt that its two answers have in common.
+    """Return a preference whose prompt is the common beginning of its two answers.
 
-    A prompt that is a text repeats it, or is the user's turn if they have nothing in common.
+    If they have no common beginning, a prompt given as a string becomes the user's turn.
     """
     chosen, rejected = record["chosen"], record["rejected"]
     if not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
-        raise ValueError("'chosen' and 'rejected' are of two kinds: write two strings or two lists")
+        raise ValueError(
+            "'chosen' and 'rejected' differ in type: write two strings or two lists of messages"
+        )
     pairs = zip(chosen, rejected, strict=False)
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if common == len(chosen) == len(rejected):
         raise ValueError("'chosen' and 'rejected' are the same: remove the line")
     if isinstance(chosen, str) and chosen[:common].endswith(" "):
-        common -= 1  # tokens begin with the space before their word
+        common -= 1  # a token includes the space before its word
     prompt = chosen[:common]
-    if not common and record.get("prompt"):  # the answers alone, and the question as a text
+    if not common and record.get("prompt"):  # the answers do not repeat the question
         prompt = [{"role": "user", "content": record["prompt"]}]
     parts = {"prompt": prompt, "chosen": chosen[common:], "rejected": rejected[common:]}
     return {**record, **parts}
@@ -182,43 +182,44 @@ def _with_prompt(record: Record) -> Record:
 
 def _completed(prompt: list[Message], answer: list[Message], record: Record, key: str) -> Chat:
     if not answer or answer[0]["role"] != "assistant":
-        raise ValueError(f"{key!r} does not begin with the assistant: move the other turns")
+        raise ValueError(
+            f"{key!r} does not begin with a turn of the assistant: move earlier turns to 'prompt'"
+        )
     chat = _chat([*prompt, *answer], record)
     if chat.untrained:
-        raise ValueError(f"'weight' and 'train' in {key!r}: use them in 'messages' only")
+        raise ValueError(f"{key!r} has 'weight' or 'train': use them only in 'messages'")
     return chat._replace(prompt=len(prompt))
 
 
 def _chat(messages: list[Message], record: Record) -> Chat:
-    """Return the conversation in the messages, once their order is checked."""
+    """Return the conversation that consists of the messages, after checking their order."""
     _check_order(messages)
     turns = [message for message in messages if message["role"] == "assistant"]
     if not turns:
         raise ValueError("no turn of the assistant: add an answer, or remove the line")
-    untrained = frozenset(turn for turn, message in enumerate(turns) if not _is_trained(message))
+    untrained = set()
+    for turn, message in enumerate(turns):
+        weight, train = message.get("weight", 1), message.get("train", True)
+        if weight not in (0, 1) or isinstance(weight, bool):
+            raise ValueError(f"the 'weight' of a turn is {weight!r}: give 0 or 1")
+        if not isinstance(train, bool):
+            raise ValueError(f"'train' of a turn is {train!r}: give true or false")
+        if not (weight and train):
+            untrained.add(turn)
     if len(untrained) == len(turns):
-        raise ValueError("every turn of the assistant has weight 0: train one, or remove the line")
+        raise ValueError(
+            "every turn of the assistant has weight 0: give one weight 1, or remove the line"
+        )
     inputs = record.get("chat_template_kwargs") or {}
     if not isinstance(inputs, dict):
-        raise ValueError(
-            f"'chat_template_kwargs' is {json_kind(inputs)}, expected an object: write one"
-        )
+        raise ValueError(f"'chat_template_kwargs' is {json_kind(inputs)}: write an object instead")
     given = {key: _list_of_objects(record, key) for key in ("tools", "documents")}
     given = {key: value for key, value in given.items() if value is not None}
     kept = [
         {key: value for key, value in message.items() if key not in ("weight", "train")}
         for message in messages
     ]
-    return Chat(kept, {**inputs, **given}, untrained=untrained)
-
-
-def _is_trained(message: Message) -> bool:
-    weight, train = message.get("weight", 1), message.get("train", True)
-    if weight not in (0, 1) or isinstance(weight, bool):
-        raise ValueError(f"'weight' is {weight!r} in a turn: give 0 or 1")
-    if not isinstance(train, bool):
-        raise ValueError(f"'train' is {train!r} in a turn: give true or false")
-    return weight == 1 and train
+    return Chat(kept, {**inputs, **given}, untrained=frozenset(untrained))
 
 
 def _check_order(messages: list[Message]) -> None:
@@ -245,7 +246,7 @@ def _messages(record: Record, key: str) -> list[Message]:
     """Return the messages under a key, each with a role and its content as a string."""
     value = record[key]
     if not isinstance(value, list):
-        raise ValueError(f"{key!r} is {json_kind(value)}, expected a list of messages: write one")
+        raise ValueError(f"{key!r} is {json_kind(value)}: write a list of messages instead")
     if not value:
         raise ValueError(f"{key!r} is an empty list: add messages, or remove the line")
     return [_message(message, f"{key!r}, message {at + 1}") for at, message in enumerate(value)]
@@ -253,8 +254,10 @@ def _messages(record: Record, key: str) -> list[Message]:
 
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is {json_kind(value)}, expected an object: write role, content")
-    # Files of tables have every key in every message, most of them null.
+        raise ValueError(
+            f"{where} is {json_kind(value)}: write an object with 'role' and 'content' instead"
+        )
+    # In tables, every message has every key, and most values are null.
     message = {key: entry for key, entry in value.items() if entry is not None}
     role = message.get("role")
     if role is None:
@@ -270,34 +273,37 @@ def _message(value: Any, where: str) -> Message:
     if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
         raise ValueError(f"{where} ({role}) is empty: write its text, or remove the turn")
     reasoning = next((message[key] for key in _REASONING if key in message), None)
-    if reasoning is not None:  # templates read it under several names
+    if reasoning is not None:  # templates use several names for it
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
 
 
 def _content(value: Any, where: str) -> str:
-    """Return the text of a string, or of a list of parts that are text."""
+    """Return the text of a message, which is a string or a list of text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise ValueError(f"{where}: 'content' is {json_kind(value)}, expected a string: write one")
+        raise ValueError(f"{where}: 'content' is {json_kind(value)}: write a string instead")
     texts = []
     for part in value:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else json_kind(part)
             raise ValueError(
-                f"{where}: a part of 'content' is {kind!r}: only text can be trained on, written "
-                'as {"type": "text", "text": "..."}'
+                f"{where}: a part of 'content' is {kind!r}, but only text can be trained on: write "
+                '{"type": "text", "text": "..."}'
             )
         texts.append(text)
     return "".join(texts)
 
 
 def _tool_calls(value: Any, role: str, where: str) -> list[Any]:
-    """Return calls of tools, with their arguments as objects, as templates expect them."""
+    """Return tool calls with their arguments parsed into objects, as templates expect them."""
     if role != "assistant":
-        raise ValueError(f"{where}: 'tool_calls' of role {role!r}: only the assistant calls tools")
+        raise ValueError(
+            f"{where}: role {role!r} has 'tool_calls', but only the assistant calls tools: remove "
+            "them"
+        )
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
         raise ValueError(f"{where}: 'tool_calls' is not a list of objects: write a list")
     calls = []
@@ -314,11 +320,11 @@ def _tool_calls(value: Any, role: str, where: str) -> list[Any]:
 
 
 def _json_in(text: str, what: str) -> Any:
-    """Return the value in a string of JSON."""
+    """Return the value of a string that holds JSON."""
     try:
         return load_line(text.encode())
     except ValueError as error:
-        raise ValueError(f"{what}: {error}: write JSON in the string") from None
+        raise ValueError(f"{what}: {error}: write valid JSON in the string") from None
 
 
 def _list_of_objects(record: Record, key: str) -> list[Any] | None:
@@ -345,7 +351,7 @@ def _from_sharegpt(record: Record) -> list[Message]:
     for number, turn in enumerate(turns):
         where = f"'conversations', turn {number + 1}"
         if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
-            raise ValueError(f"{where} has no 'from' or no 'value': write both")
+            raise ValueError(f"{where} lacks 'from' or 'value': write both")
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
             known = ", ".join(_SHAREGPT_ROLES)
@@ -362,12 +368,12 @@ def _from_sharegpt(record: Record) -> list[Message]:
 
 
 def for_template(chat: Chat, *, knows_developers: bool) -> Chat:
-    """Return the conversation with roles that the template knows.
+    """Return the conversation with only roles that the template supports.
 
     Args:
         chat: The conversation.
-        knows_developers: Whether the template knows the role `developer`, OpenAI's newer name of
-            the system.
+        knows_developers: Whether the template supports the role `developer`, OpenAI's newer name
+            for `system`.
     """
     if knows_developers or chat.messages[0]["role"] != "developer":
         return chat

@@ -1,11 +1,11 @@
-"""Examples of finetuning: files of conversations as token ids, and which of them are trained.
+"""Finetuning examples: the token ids of conversations, and which of them to train on.
 
     read_blocks  ->  ConversationEncoder, in several processes  ->  TokenizedExamples, cached
 
-Files are read when a run starts, without a step before it. The ids are kept like an index
-(`data.cache`): complete or not at all, and used again only if the files, the template, the
-tokenizer and the options are the same. The chat template comes with the model and may be hostile,
-so it is rendered in processes with limited time and memory.
+Files are read when a run starts, without a preprocessing step. The ids are cached like an index
+(`data.cache`). They are used again only if the files, the template, the tokenizer and the options
+are the same. The chat template comes with the model and may be malicious, so it is rendered in
+processes with limited time and memory.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from megatron.tokenizer.chat_template import (
     trained_text,
 )
 
-_VERSION = 1  # of the ids that this module makes; a new one makes caches invalid
+_VERSION = 1  # the version of the ids that this module makes; a change invalidates caches
 _FORMATS = ("messages", "sharegpt", "completion", "preference", "text")
 _COUNTS = ("records", "bad", "too_long", "cut", "untrained", "tokens", "trained", *_FORMATS)
-_RENDER_SECONDS = 10.0  # in which a template must write one record
-_MEMORY = 2 << 30  # bytes that a process may need in addition to the library's
+_RENDER_SECONDS = 10.0  # the time limit for rendering one record
+_MEMORY = 2 << 30  # bytes that a process may use in addition to those of the loaded libraries
 _LESS_MEMORY = "Shorten records of many megabytes, or use a machine with more memory"
 _BLOCK_BYTES = 1 << 19
-_TOLD = 3  # bad lines of a file that are reported one by one
+_REPORTED = 3  # the number of bad lines that are reported one by one for each file
 
 
-Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]  # ids, and which of them are trained
+Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]  # ids, and which of them to train on
 
 
 class ConversationOptions(NamedTuple):
@@ -69,13 +69,13 @@ class ConversationOptions(NamedTuple):
     Attributes:
         tokenizer: The tokenizer's flags.
         template: The text of the chat template, or `None` if there is none.
-        max_length: The number of tokens that an example may have.
-        truncation: What happens to a longer example, one of config.finetuning's `TRUNCATIONS`.
-        train_on_inputs: Whether every token is trained, not only the assistant's.
-        last_turn_only: Whether only the assistant's last turn of a conversation is trained.
+        max_length: The largest number of tokens in an example.
+        truncation: What to do with a longer example, one of config.finetuning's `TRUNCATIONS`.
+        train_on_inputs: Whether to train on every token rather than only on the assistant's.
+        last_turn_only: Whether to train only on the assistant's last turn of a conversation.
         preferences: Whether records are preferences, each of which becomes two examples.
-        special: Texts of the special tokens that the template may write, by name. `None` stands for
-            those of the file next to the tokenizer.
+        special: The texts of the special tokens that the template may write, by name. `None` takes
+            them from the tokenizer_config.json next to the tokenizer.
     """
 
     tokenizer: TokenizerConfig
@@ -94,11 +94,11 @@ class EncodedExamples(NamedTuple):
     Attributes:
         block: The block, without its text.
         tokens: The ids of all examples, one after the other, `[tokens]`.
-        trained: Whether each is trained, `[tokens]`.
-        lengths: The number of tokens of each example.
+        trained: Whether to train on each token, `[tokens]`.
+        lengths: The number of tokens in each example.
         lines: The number of lines.
-        bad: The lines without an example.
-        counts: What happened to the records, by the names in `_COUNTS`.
+        bad: The lines that are not valid records.
+        counts: The number of records with each outcome in `_COUNTS`.
     """
 
     block: TextBlock
@@ -111,17 +111,17 @@ class EncodedExamples(NamedTuple):
 
 
 class _TooSlowError(Exception):
-    """A template that takes too long for one record."""
+    """Raised when a template takes too long to render a record."""
 
 
 class ConversationEncoder:
     """A callable that reads, parses, renders and encodes a block of lines.
 
-    If it is sent to another process, it is built again there.
+    When it is sent to another process, it is built again there.
 
     Args:
         options: The settings that determine the examples.
-        tokenizer: The tokenizer of `options`. It is built from its flags if it is not given.
+        tokenizer: The tokenizer of `options`. By default it is built from the flags.
 
     Raises:
         ConfigError: The template or the tokenizer cannot be used.
@@ -140,8 +140,8 @@ class ConversationEncoder:
             self._template = ChatTemplate(options.template, dict(special), TRAINING_DATE)
             if "eos_token" in options.template and "eos_token" not in dict(special):
                 raise ConfigError(
-                    "the chat template writes eos_token, but the tokenizer does not name one, so "
-                    "answers would not end: name it in tokenizer_config.json next to "
+                    "the chat template writes eos_token, but the tokenizer does not define it, so "
+                    "answers would not end: define it in tokenizer_config.json next to "
                     "--tokenizer-model, or write the token itself in the file of --chat-template"
                 )
             self._check_special_tokens(options.template)
@@ -150,7 +150,8 @@ class ConversationEncoder:
         self._is_limited = False
         if options.preferences and options.truncation == "split":
             raise ConfigError(
-                "--truncation split would tear preferences apart: use keep-start, keep-end or drop"
+                "--truncation split would separate the two answers of a preference: use "
+                "keep-start, keep-end or drop"
             )
 
     def _check_special_tokens(self, template: str) -> None:
@@ -160,12 +161,12 @@ class ConversationEncoder:
         for token in sorted(named | {text for text in added if text in template}):
             try:
                 is_known = len(self.tokenizer.tokenize_spelled(token)) == 1
-            except DataError:  # a tokenizer of numbers, for records without messages
+            except DataError:  # e.g. NullTokenizer, used for records without messages
                 continue
             if not is_known:
                 raise ConfigError(
                     f"the chat template writes the special token {token!r}, which --tokenizer-type "
-                    f"{self.tokenizer.kind} splits into letters: give the template's own "
+                    f"{self.tokenizer.kind} splits into several tokens: give the template's own "
                     "tokenizer.json with --tokenizer-type HuggingFaceTokenizer, or another "
                     "template with --chat-template"
                 )
@@ -175,7 +176,7 @@ class ConversationEncoder:
         return ConversationEncoder, (self.options,)
 
     def fingerprint(self) -> str:
-        """Return a text that identifies everything but the files that determines the examples."""
+        """Return a text that identifies everything, except the files, that determines examples."""
         options = self.options._replace(tokenizer=TokenizerConfig(), special=None)
         tokenizer = (self.tokenizer.fingerprint(), self.tokenizer.spelling)
         known = (_VERSION, tuple(options)[1:], self.special, *tokenizer)
@@ -213,39 +214,43 @@ class ConversationEncoder:
         return _packed(block, found, len(lines), bad, counts)
 
     def encode_record(self, line: bytes, counts: Counter[str]) -> list[Encoded]:
-        """Return the examples of a record: none if they are dropped, two of a preference.
+        """Return the examples of a record: two for a preference, none if they are dropped.
 
         Args:
-            line: The record's line.
-            counts: What happened to the records so far, to which this one is added.
+            line: The line that holds the record.
+            counts: The counts of outcomes so far. The outcome of this record is added.
 
         Raises:
             ValueError: The record is malformed.
-            DataError: The template or the tokenizer refuses it, or it is too long.
+            DataError: The template or the tokenizer refuses the record, or it is too long.
         """
         record = parse_record(line)
         examples = read_examples(record, preferences=self.options.preferences)
         encoded = [self._encode(example) for example in examples]
-        if self.options.preferences:  # both answers follow the same tokens
+        if self.options.preferences:  # both answers must follow the same tokens
             first = min(len(trained) - int(trained.sum()) for _, trained in encoded)
             encoded = [(tokens, np.arange(len(tokens)) >= first) for tokens, _ in encoded]
         fitted: list[Encoded] = []
-        told: Counter[str] = Counter(records=1)
+        outcome: Counter[str] = Counter(records=1)
         for tokens, trained in encoded:
-            fitted += self._fit(tokens, trained, told)
-        # The first token of an example is no label.
+            fitted += self._fit(tokens, trained, outcome)
+        # The first token of an example is never a label.
         useful = [pair for pair in fitted if pair[1][1:].any()]
-        told["untrained"] += len(fitted) - len(useful)
+        outcome["untrained"] += len(fitted) - len(useful)
         if self.options.preferences and len(useful) < 2:
             useful = []
-        counts += told
+        counts += outcome
         counts[format_of(record)] += 1
         return useful
 
     def _encode(self, example: Example) -> Encoded:
-        """Return the ids of an example, and which of them are trained."""
+        """Return the ids of an example, and which of them to train on."""
         if isinstance(example, Plain):
-            tokens, trained = self._encode_plain(example)
+            ids = list(self.tokenizer.tokenize(example.prompt + example.completion))
+            if self._end is not None and (not ids or ids[-1] != self._end):
+                ids.append(self._end)
+            prompt = self.tokenizer.tokenize(example.prompt) if example.prompt else ()
+            tokens, trained = _completed(prompt, ids)
         else:
             if self._template is None:
                 raise DataError(
@@ -270,30 +275,22 @@ class ConversationEncoder:
             wrong = tokens[(tokens >= self.tokenizer.vocab_size) | (tokens < 0)][0]
             raise DataError(
                 f"token id {wrong} is outside the vocabulary (0 to "
-                f"{self.tokenizer.vocab_size - 1}): change the text, or give the tokenizer that it "
-                "is written for"
+                f"{self.tokenizer.vocab_size - 1}): change the text, or give the tokenizer for "
+                "which it was written"
             )
         return tokens, trained
-
-    def _encode_plain(self, plain: Plain) -> Encoded:
-        """Return the ids of a text and of its end; trained is what follows the prompt."""
-        tokens = list(self.tokenizer.tokenize(plain.prompt + plain.completion))
-        if self._end is not None and (not tokens or tokens[-1] != self._end):
-            tokens.append(self._end)
-        prompt = self.tokenizer.tokenize(plain.prompt) if plain.prompt else ()
-        return _completed(prompt, tokens)
 
     def _fit(
         self, tokens: NDArray[np.int32], trained: NDArray[np.bool_], counts: Counter[str]
     ) -> list[Encoded]:
-        """Return the parts of an example that have at most `max_length` tokens."""
+        """Apply --truncation to an example, and return parts of at most `max_length` tokens."""
         most, way = self.options.max_length, self.options.truncation
         if len(tokens) <= most:
             return [(tokens, trained)]
         if way == "error":
             raise DataError(
                 f"the example has {len(tokens):,} tokens, more than --seq-length {most}: raise "
-                "--seq-length, or say what to do with --truncation"
+                "--seq-length, or choose with --truncation how to shorten examples"
             )
         if way == "drop":
             counts["too_long"] += 1
@@ -303,16 +300,17 @@ class ConversationEncoder:
             return [(tokens[:most], trained[:most])]
         if way == "keep-end":
             return [(tokens[-most:], trained[-most:])]
-        # The last token of a part begins the next one, whose first label would be lost otherwise.
+        # The last token of a part also begins the next part, whose first label would otherwise be
+        # lost.
         starts = range(0, len(tokens) - 1, most - 1)
         return [(tokens[at : at + most], trained[at : at + most]) for at in starts]
 
 
 def _completed(prompt: Sequence[int], tokens: Sequence[int]) -> Encoded:
-    """Return the ids of a prompt with its completion, and which of them are the completion's.
+    """Return the ids of a prompt and its completion, and which of them belong to the completion.
 
-    A model that reads the ids of the prompt goes on with the first token that differs from them.
-    This need not be the first after the prompt, because tokens may reach across its end.
+    The completion begins at the first token that differs from the ids of the prompt alone. This may
+    be before the end of the prompt, because a token can extend across it.
     """
     pairs = enumerate(zip(prompt, tokens, strict=False))
     shorter = min(len(prompt), len(tokens))
@@ -341,7 +339,7 @@ def _packed(
 
 @contextmanager
 def _limited_time(seconds: float) -> Iterator[None]:
-    """Interrupt the body after some time, once `_limit_process` has prepared it."""
+    """Interrupt the body after some time. `_limit_process` must have been called before."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -350,12 +348,12 @@ def _limited_time(seconds: float) -> Iterator[None]:
 
 
 def _limit_process() -> None:
-    """Limit the memory of this process, and let its timer interrupt a template."""
+    """Limit the memory of this process, and make its timer interrupt a template."""
 
     def stop(*_: object) -> None:
         raise _TooSlowError(
-            f"the chat template takes longer than {_RENDER_SECONDS:.0f} s for this record: does it "
-            "loop? Give another one with --chat-template"
+            f"the chat template takes longer than {_RENDER_SECONDS:.0f} s for this record and may "
+            "loop forever: give another one with --chat-template"
         )
 
     signal.signal(signal.SIGALRM, stop)
@@ -373,12 +371,12 @@ class TokenizedExamples:
     """The examples of one dataset.
 
     Attributes:
-        name: The file, folder or glob that they are from.
+        name: The file, folder or glob that holds the examples.
         tokens: The ids of all examples, one after the other, int32 `[tokens]`.
-        trained: Whether each token is trained, `[tokens]`. The first of an example is no label.
-        lengths: The number of tokens of each example, int64 `[examples]`.
-        starts: The first token of each example, int64 `[examples]`.
-        counts: What happened to the records.
+        trained: Whether to train on each token, `[tokens]`. An example's first token is no label.
+        lengths: The number of tokens in each example, int64 `[examples]`.
+        starts: The index of each example's first token, int64 `[examples]`.
+        counts: The number of records with each outcome.
     """
 
     name: str
@@ -389,17 +387,17 @@ class TokenizedExamples:
     counts: Counter[str]
 
     def __len__(self) -> int:
-        """Return the number of examples. A preference is two: the chosen, then the rejected."""
+        """Return the number of examples. A preference counts as two: the chosen, the rejected."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the ids of an example, and which of them are trained."""
+        """Return the ids of an example, and which of them to train on."""
         start = int(self.starts[index])
         end = start + int(self.lengths[index])
         return self.tokens[start:end], self.trained[start:end]
 
     def summary(self) -> str:
-        """Return a line that says what was read, and what was left out or cut."""
+        """Return a one-line summary of what was read, skipped and cut."""
         counts = self.counts
         kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in _FORMATS if counts[kind])
         share = counts["trained"] / max(counts["tokens"], 1)
@@ -410,10 +408,10 @@ class TokenizedExamples:
         others = {
             "cut": "cut to --seq-length",
             "too_long": "dropped because longer than --seq-length",
-            "untrained": "dropped without a trained token",
-            "bad": "bad lines left out",
+            "untrained": "dropped because no token is trained",
+            "bad": "bad lines skipped",
         }
-        parts += [f"{said}: {counts[key]:,}" for key, said in others.items() if counts[key]]
+        parts += [f"{label}: {counts[key]:,}" for key, label in others.items() if counts[key]]
         return "; ".join(parts)
 
 
@@ -428,15 +426,15 @@ def load_examples(
 ) -> TokenizedExamples:
     """Return the examples of a dataset, from the cache or newly tokenized.
 
-    Call it within `cache.builder_first`, so that other processes find what one has built.
+    Call it within `cache.builder_first`, so that a single process builds what the others then find.
 
     Args:
         name: A file, folder or glob of JSON lines (also with .gz, .bz2 or .zst) or parquet.
-        encoder: The encoder of its records.
+        encoder: The encoder for the records.
         cache: The cache for the ids.
         flag: The flag that names the dataset, for messages.
         workers: The number of processes that encode. Default: one per core, fewer for small files.
-        skip_bad_lines: Whether malformed records are left out, instead of an error.
+        skip_bad_lines: Whether to skip malformed records instead of raising an error.
 
     Raises:
         DataError: A file is missing or damaged, a record is malformed, or no example is left.
@@ -446,14 +444,18 @@ def load_examples(
         for file in files:
             if file.lower().endswith(".txt"):
                 raise DataError(
-                    f"--input {file}: conversations are JSON lines or parquet: write one JSON "
+                    f"--input {file}: conversations must be JSON lines or parquet: write one JSON "
                     "object per line, and name the file .jsonl"
                 )
             if not os.path.getsize(file):
                 raise DataError(f"--input {file}: the file is empty: give conversations")
 
         def build() -> tuple[NDArray[Any], ...]:
-            folder = _writable(cache.folders)
+            folder = None
+            with suppress(OSError):
+                for last in cache.folders[-1:]:
+                    last.mkdir(parents=True, exist_ok=True)
+                    folder = last if os.access(last, os.W_OK) else None
             return _build(files, encoder, workers, skip_bad_lines, flag, folder)
 
         specs = [
@@ -482,12 +484,12 @@ def load_examples(
         remedy = "give other data"
         if found.counts["untrained"]:
             remedy += ", or another --chat-template if this one does not write the answers"
-        raise DataError(f"{flag} {found.summary()}; no example is left: {remedy}")
+        raise DataError(f"{flag} {found.summary()}; no examples are left: {remedy}")
     return found
 
 
 def _blocks(files: Sequence[str]) -> Iterator[TextBlock]:
-    """Yield the blocks of lines of all files; a row of a parquet file is a line."""
+    """Yield the blocks of lines of all files. A row of a parquet file counts as a line."""
     for file in files:
         columns = list(COLUMNS)
         if file.lower().endswith(".parquet"):
@@ -504,13 +506,13 @@ def _build(
     flag: str,
     folder: Path | None,
 ) -> tuple[NDArray[Any], ...]:
-    """Tokenize the files: the ids, whether each is trained, the lengths, the counts.
+    """Tokenize the files; return ids, whether to train on each, lengths of examples, and counts.
 
-    Ids are collected in files in `folder`, because they may be larger than the memory.
+    Ids are collected in files in `folder`, because they may not fit in memory.
     """
     counts: Counter[str] = Counter()
-    lines: Counter[str] = Counter()  # those before the block, by file
-    told: Counter[str] = Counter()
+    lines: Counter[str] = Counter()  # the number of lines before the block, by file
+    reported: Counter[str] = Counter()
     number = max(1, choose_workers(files) if workers is None else workers)
     with (
         shortage_errors(_LESS_MEMORY),
@@ -525,11 +527,12 @@ def _build(
             for bad in encoded.bad:
                 what = f"{flag} {path}:{lines[path] + 1 + bad.line}: {bad.reason}"
                 if not skip_bad_lines:
-                    raise DataError(f"{what} (or leave bad lines out with --skip-bad-lines)")
-                told[path] += 1
-                if told[path] <= _TOLD:
-                    last = "; further ones are only counted" if told[path] == _TOLD else ""
-                    warn(f"{what}; left out{last}")
+                    raise DataError(f"{what} (or skip bad lines with --skip-bad-lines)")
+                reported[path] += 1
+                if reported[path] <= _REPORTED:
+                    is_last = reported[path] == _REPORTED
+                    last = "; further bad lines are only counted" if is_last else ""
+                    warn(f"{what}; line skipped{last}")
             tokens.add(encoded.tokens)
             trained.add(encoded.trained)
             lengths.add(encoded.lengths)
@@ -542,11 +545,11 @@ def _build(
 
 
 class _Collected:
-    """An array that grows in a file without a name, which ends with the last view of the array.
+    """An array that grows in an unnamed file. The file exists as long as a view of the array does.
 
     Args:
-        dtype: The type of its items.
-        folder: The file's folder, or `None` for that of temporary files.
+        dtype: The type of the items.
+        folder: The file's folder, or `None` for the default folder of temporary files.
     """
 
     def __init__(self, dtype: type[np.generic], folder: Path | None) -> None:
@@ -555,11 +558,11 @@ class _Collected:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - see __exit__
 
     def __enter__(self) -> _Collected:
-        """Return the array itself."""
+        """Return the array."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file; the array stays."""
+        """Close the file. The array remains usable."""
         self._file.close()
 
     def add(self, items: NDArray[Any]) -> None:
@@ -567,18 +570,8 @@ class _Collected:
         self._file.write(np.ascontiguousarray(items, self._dtype).data)
 
     def whole(self) -> NDArray[Any]:
-        """Return all items, mapped."""
+        """Return all items as a memory-mapped array."""
         self._file.flush()
         if not self._file.tell():
             return np.empty(0, self._dtype)
         return np.memmap(self._file, self._dtype, "r").view(np.ndarray)
-
-
-def _writable(folders: Sequence[Path]) -> Path | None:
-    """Return the last folder, which is made if needed, or `None` if it cannot be written to."""
-    with suppress(OSError):
-        for folder in folders[-1:]:
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return folder
-    return None

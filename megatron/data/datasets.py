@@ -4,11 +4,11 @@ Each kind of sample (`gpt`, `bert`, `t5`) calls `build_datasets` with a function
 samples of one part of one indexed dataset.
 
 A blend draws from several datasets in fixed proportions. Its sample i comes from the dataset that
-lags furthest behind its share: with weights w and t samples taken from each so far, the one whose
-`w * max(i, 1) - t` is largest, or the first of several with the same value. The order is that of
-Megatron-LM, computed with the same floating-point operations. With --blend-schedule the weights
-change during the run; each phase is then such a blend, which continues in every dataset where the
-phase before it stopped.
+lags furthest behind its share. If a dataset has weight w, and t samples have been taken from it so
+far, that is the dataset with the largest `w * max(i, 1) - t`, or the first of several with the same
+value. The order is the same as in Megatron-LM, computed with the same floating-point operations.
+With --blend-schedule, the weights change during the run. Each phase is then a blend that continues
+in every dataset where the previous phase stopped.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from megatron.data.tfrecord import TFRecords, find_tfrecords
 from megatron.errors import ConfigError, DataError, warn
 
 _BLOCKS, _BLOCK = 64, 4096  # blocks of each file that a fingerprint reads, and bytes per block
-_ADDRESS = "://"  # is part of an address, and of no path
+_ADDRESS = "://"  # part of every URL, and of no path
 _MAX_DATASETS = np.iinfo(np.int16).max
-_BLEND_BLOCK = 4096  # samples of the shortest block of a blend
-_MAX_ELEMENTS = 1 << 20  # limit for the arrays of a step, so that they stay in a processor's cache
+_BLEND_BLOCK = 4096  # samples in the shortest block of a blend
+_MAX_ELEMENTS = 1 << 20  # limit for the arrays of a step, so that they stay in the processor cache
 
 
 class DataRequest(NamedTuple):
@@ -57,9 +57,9 @@ class DataRequest(NamedTuple):
         is_builder: True in exactly one process, which writes caches before the others look for them
             and prints the warnings.
         barrier: A function that waits until every process has called it. It is called once.
-        unit: The number of samples in a unit of --blend-schedule: those of an iteration, or 1.
-        blends_one: Whether a single dataset is a blend, too, with a half percent of extra samples,
-            as in Megatron-LM if it has a weight. That changes the order of samples.
+        unit: The number of samples in a unit of --blend-schedule: the global batch size, or 1.
+        blends_one: Whether a single dataset also counts as a blend, with half a percent of extra
+            samples, as in Megatron-LM if it has a weight. This changes the order of samples.
     """
 
     data: DataConfig
@@ -71,7 +71,7 @@ class DataRequest(NamedTuple):
     blends_one: bool = False
 
     def cache(self, *folders: Path) -> IndexCache:
-        """Return the cache in `folders`, and in that of --data-cache-path if it is given."""
+        """Return the cache in `folders`, and in --data-cache-path if it is given."""
         further = self.data.data_cache_path
         if further is not None:
             folders = (*folders, Path(further))
@@ -84,7 +84,7 @@ class DatasetPart(NamedTuple):
     Attributes:
         split: The split: train, valid or test.
         data: The whole dataset: an indexed one, or TFRecords if the kind of sample reads them.
-        bounds: The first document of the part, and the document after its last.
+        bounds: The part's first document and its end (exclusive).
         num_samples: The number of samples that the split needs from this part.
     """
 
@@ -95,8 +95,8 @@ class DatasetPart(NamedTuple):
 
 
 BuildPart = Callable[[DatasetPart], DescribedDataset]
-# Makes the samples of text, from the corpus, the bounds of the split's pieces, the number of
-# samples and the number of the dataset in its blend.
+# A function that makes the samples of text from the corpus, the bounds of the split's pieces, the
+# number of samples and the index of the dataset in its blend.
 BuildText = Callable[[TextCorpus, tuple[int, int], int, int], DescribedDataset]
 
 
@@ -108,27 +108,27 @@ class Datasets(NamedTuple):
     test: SampleDataset | None
 
     def map(self, wrap: Callable[[SampleDataset], SampleDataset]) -> Datasets:
-        """Return the datasets, each wrapped."""
+        """Apply a function to each dataset."""
         return Datasets(*(None if split is None else wrap(split) for split in self))
 
 
 class DataSource(Protocol):
-    """What a word of --data-path names."""
+    """The data that an entry of --data-path names."""
 
     @property
     def prefix(self) -> str:
-        """The word."""
+        """The entry."""
 
     @property
     def size(self) -> int:
-        """The size in tokens, records or bytes, which decides its share of a blend."""
+        """The size in tokens, records or bytes, which determines the share of a blend."""
 
     def __len__(self) -> int:
         """Return the number of documents that --split divides."""
 
 
 class _Member(NamedTuple):
-    """One dataset of a split's blend; `documents` counts the whole dataset's documents."""
+    """One dataset in the blend of a split. `documents` is the number in the whole dataset."""
 
     weight: float
     data: DataSource
@@ -157,14 +157,14 @@ def build_datasets(
             the index of the split.
         count_documents: A function that counts the documents that --split divides. By default each
             sequence is a document, as in Megatron's GPT.
-        build_text: A function that makes the samples of text. Without one, text is refused.
+        build_text: A function that makes the samples of text. Without it, text is refused.
         reads_tfrecords: Whether `build_part` also makes samples from TFRecords, one per record.
-        open_source: A function that opens a path, which a flag names, as a source of its own kind,
-            instead of as any of the above. `build_part` makes the samples.
+        open_source: A function that opens the path in a flag as a custom source, instead of any of
+            the above. `build_part` makes the samples.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or from another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
     """
     if request.data.mock_data:
         counts = enumerate(request.samples)
@@ -190,7 +190,7 @@ def build_datasets(
 def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float | None, str]]:
     """Parse weights and prefixes from `PREFIX PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
 
-    Without weights, which are then `None`, datasets are blended in proportion to their sizes.
+    Without weights (`None`), datasets are blended in proportion to their sizes.
 
     Raises:
         ConfigError: A weight is missing or not a positive number.
@@ -218,16 +218,16 @@ def _only_path(word: str, flag: str) -> str:
     if len(paths) > 1:
         raise ConfigError(
             f"{flag} {word}: this name stands for {len(paths)} paths: give the prefix of the "
-            "dataset that was made of them"
+            "dataset that was made from them"
         )
     return paths[0]
 
 
 class BlendPhase(NamedTuple):
-    """A part of a run with a blend of its own.
+    """A part of a run that has its own blend.
 
     Attributes:
-        start: The first sample.
+        start: The first sample of the phase.
         weights: The proportions in which to draw from the datasets, `[d]`. Some may be 0.
     """
 
@@ -244,8 +244,8 @@ def parse_blend_schedule(words: Sequence[str], datasets: int, unit: int) -> list
         unit: The number of samples in a unit of START.
 
     Raises:
-        ConfigError: A word has another form, the starts do not ascend from 0, or a phase does not
-            have a weight for each dataset.
+        ConfigError: A word has a different form, the starts do not ascend from 0, or a phase does
+            not have a weight for each dataset.
     """
     phases: list[BlendPhase] = []
     for word in words:
@@ -262,9 +262,9 @@ def parse_blend_schedule(words: Sequence[str], datasets: int, unit: int) -> list
             or not (min(weights) >= 0 and 0 < sum(weights) < math.inf)
         ):
             raise ConfigError(
-                f"--blend-schedule: {word!r} is not a phase of {datasets} datasets: write "
+                f"--blend-schedule: {word!r} is not a phase for {datasets} datasets: write "
                 "START:WEIGHT,WEIGHT,... with a weight for each dataset, none negative and at "
-                "least one above 0; the first START is 0, and each is above the one before"
+                "least one above 0; the first START is 0, and each is above the previous one"
             )
         phases.append(BlendPhase(int(start) * unit, weights))
     return phases
@@ -308,12 +308,12 @@ def split_bounds(text: str, num_documents: int) -> tuple[int, ...]:
 
 
 def corpus_fingerprint(data: DataConfig) -> str | None:
-    """Return a digest of the training datasets, in their order; `None` for generated tokens.
+    """Return a digest of the training datasets, in order; `None` for generated tokens.
 
     A position in the data is a count of samples, which has no meaning for another corpus. A corpus
     that was preprocessed again has the same name and often the same size. The digest covers the
-    size and 256 KiB of each file. That is enough to notice other text, another tokenizer or
-    another order of documents, but not a few tokens that were changed in place.
+    size and 256 KiB of each file. This detects different text, a different tokenizer and a
+    different order of documents, but not a change of a few tokens in place.
 
     Raises:
         DataError: A file cannot be read.
@@ -324,7 +324,11 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
     whole = hashlib.sha256()
     flag = "--train-data-path" if data.train_data_path else "--data-path"
     for _, name in parse_weighted_paths(paths, flag):
-        for path in _files_of(_local(name, flag, data), flag, data):
+        prefix = _local(name, flag, data)
+        files: Sequence[Path] = find_tfrecords(prefix)
+        if not files and is_text(prefix):
+            files = [Path(file) for file in TextCorpus(prefix, data.text_key, flag).files]
+        for path in files or (idx_path(prefix), bin_path(prefix)):
             try:
                 with path.open("rb", buffering=0) as file:
                     size = os.fstat(file.fileno()).st_size
@@ -340,20 +344,12 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
 
 
 def _local(name: str, flag: str, data: DataConfig) -> str:
-    """Return a path for a word of --data-path, which may be an address of object storage."""
+    """Return a local path for an entry of --data-path, which may be a URL of object storage."""
     if _ADDRESS not in name:
         return name
     from megatron.data.remote import local_copy  # few runs need its libraries
 
     return local_copy(name, flag, data.data_cache_path)
-
-
-def _files_of(prefix: str, flag: str, data: DataConfig) -> Sequence[Path]:
-    """Return the files behind a word of --data-path."""
-    records = find_tfrecords(prefix)
-    if not records and is_text(prefix):
-        return [Path(path) for path in TextCorpus(prefix, data.text_key, flag).files]
-    return records or (idx_path(prefix), bin_path(prefix))
 
 
 def _open_members(
@@ -364,7 +360,7 @@ def _open_members(
     reads_tfrecords: bool,
     open_source: Callable[[str, str], DataSource] | None,
 ) -> tuple[list[_Member], list[_Member], list[_Member]]:
-    """Open the datasets of training, validation and test, and split those of --data-path."""
+    """Open the training, validation and test datasets, and split those of --data-path."""
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if data.data_path is None and not any(paths):
         raise ConfigError(
@@ -406,7 +402,7 @@ def _open_members(
 def _open(
     prefix: str, flag: str, data: DataConfig, *, reads_text: bool, reads_tfrecords: bool
 ) -> DataSource:
-    """Open one dataset, or list one text's files."""
+    """Open a dataset, or list the files of a text."""
     if reads_tfrecords and (records := find_tfrecords(prefix)):
         return TFRecords(prefix, records)
     if not is_text(prefix):
@@ -422,8 +418,8 @@ def _open(
         )
     if data.dataloader_type == "cyclic":
         raise ConfigError(
-            f"--dataloader-type cyclic: {flag} {prefix} is text, which is read in streams with an "
-            "order of their own: drop --dataloader-type"
+            f"--dataloader-type cyclic: {flag} {prefix} is text, which is read in streams that "
+            "have their own order: drop --dataloader-type"
         )
     return TextCorpus(prefix, data.text_key, flag)
 
@@ -444,17 +440,17 @@ def _build_split(
             return None
         sizes = ", ".join(f"{member.data.prefix}: {member.documents}" for member in members)
         raise DataError(
-            f"{num_samples} training samples are requested, but the training split has no document "
-            f"(documents in {sizes}; --split {flag!r}): change --split or give more data"
+            f"{num_samples} training samples are requested, but the training split has no "
+            f"documents (documents in {sizes}; --split {flag!r}): change --split or give more data"
         )
     if len(kept) < len(members) and request.is_builder:
         left_out = ", ".join(m.data.prefix for m in members if m not in kept)
-        warn(f"--split {flag!r} leaves no {split} document in {left_out}: not part of the blend")
+        warn(f"--split {flag!r} leaves no {split} documents in {left_out}: not part of the blend")
     if len(members) == 1 and not request.blends_one:
         try:
             return build(split, kept[0], num_samples, 0)
         except NoTokensError as error:
-            # As above, if it is only a share: the default --split leaves little of a small text.
+            # As above, if the split is only a share: --split leaves little of a small text.
             if split == "train" or kept[0].bounds == (0, kept[0].documents):
                 raise
             if request.is_builder:
@@ -493,8 +489,8 @@ class BlendIndex(NamedTuple):
 def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
     """Return weights divided by their sum, `[d]`.
 
-    They are divided twice, first by Python's sum and then by numpy's, as in Megatron, because the
-    last bit decides ties.
+    As in Megatron, they are divided twice, first by Python's sum and then by numpy's, because the
+    last bit breaks ties.
     """
     total = sum(weights, 0.0)
     shares = np.array([weight / total for weight in weights], np.float64)
@@ -504,8 +500,8 @@ def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
 def samples_of_each(phases: Sequence[BlendPhase], num_samples: int) -> list[int]:
     """Return the number of samples to prepare from each dataset: its share plus half a percent.
 
-    A dataset lags behind its share or is less than a sample ahead of it. In each phase it may gain
-    such a part of a sample, so there are at least as many as in its shares, each rounded up.
+    A dataset is never a whole sample ahead of its share. It may gain a fraction of a sample in each
+    phase, so the result is at least the sum of its shares of the phases, each rounded up.
     """
     ends = [*(phase.start for phase in phases[1:]), num_samples]
     shares = [0.0] * len(phases[0].weights)
@@ -523,11 +519,11 @@ def samples_of_each(phases: Sequence[BlendPhase], num_samples: int) -> list[int]
 def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
     """Return the first `size` samples of the blend.
 
-    Each choice depends on all choices before it. To make many at a time, the sequence of samples is
+    Each choice depends on all previous choices. To make many at a time, the sequence of samples is
     cut into blocks that advance in parallel from guessed counts. The guess is the counts nearest to
-    the shares, which are nearly always the true ones. A block whose guess differs from the counts
-    at the end of the previous block is computed again from those counts, until all blocks agree.
-    The result is exact for any guess.
+    the shares, which are nearly always correct. A block whose guess differs from the counts at the
+    end of the previous block is computed again from those counts, until all blocks agree. The
+    result is exact for any guess.
 
     Args:
         weights: The shares, which add up to one, `[d]`.
@@ -546,7 +542,7 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
         wrong = 1 + np.flatnonzero((counts[1:] != ends[:-1]).any(axis=1))
         counts[wrong] = ends[wrong - 1]
     flat = datasets.reshape(-1)[:size]
-    # A sample's number in its dataset is how often that dataset occurred before.
+    # A sample's index in its dataset is the number of earlier samples from that dataset.
     numbers = np.empty(size, np.int64)
     sizes = np.bincount(flat, minlength=count)
     firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -578,10 +574,7 @@ def build_phases(phases: Sequence[BlendPhase], size: int) -> BlendIndex:
 
 
 def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return, for each total, the integers that add up to it and are nearest to its shares.
-
-    The result is `[blocks, d]`.
-    """
+    """Return the integers nearest to the shares of each total that add up to it, `[blocks, d]`."""
     exact = weights * totals[:, None]
     counts = np.floor(exact)
     missing = totals - counts.sum(axis=1)
@@ -600,7 +593,7 @@ def _advance(
     Args:
         weights: The shares of the datasets, `[d]`.
         starts: The index of each block's first sample, `[blocks]`.
-        counts: The samples taken from each dataset before that sample, `[blocks, d]`.
+        counts: The number of samples taken from each dataset before that sample, `[blocks, d]`.
         length: The number of choices to make in each block.
 
     Returns:
@@ -619,10 +612,10 @@ def _advance(
 
 @dataclass(eq=False)
 class BlendedDataset:
-    """Several datasets, drawn from in the order of a blend index.
+    """Several datasets that are drawn from in the order of a blend index.
 
-    Only the requested samples are certain to exist in every dataset. In the extra half percent
-    after them, a dataset that has run out starts again.
+    Only the requested samples are certain to exist in every dataset. In the extra half percent that
+    follows, a dataset that has run out starts again.
     """
 
     datasets: Sequence[SampleDataset]
@@ -639,7 +632,7 @@ class BlendedDataset:
         return {**sample, "id": i}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the members that read text, each with its number of samples (`ReadsText`)."""
+        """Return the members that read text, with the number of samples of each (`ReadsText`)."""
         if not any(text_members(dataset, 0) for dataset in self.datasets):
             return []
         counts = np.zeros(len(self.datasets), np.int64)
@@ -659,7 +652,7 @@ def blend(
         datasets: The datasets to draw from. Their descriptions are part of the index's name.
         phases: The proportions in which to draw from the datasets, phase by phase.
         size: The number of samples in the blend.
-        cache: The cache for the index. Without a folder, the index is kept in memory only.
+        cache: The cache for the index. If it has no folder, the index is kept only in memory.
 
     Raises:
         ConfigError: There are too many datasets.
@@ -677,7 +670,7 @@ def blend(
         description += f"Starts: {starts}\n"
     dtype = np.dtype(np.uint8 if len(datasets) < 255 else np.int16)
     specs = [ArraySpec("index", dtype, (size,)), ArraySpec("sample_index", np.dtype("i8"), (size,))]
-    # The description gives the shares to eight digits, as in Megatron; ties depend on all of them.
+    # As in Megatron, the description gives the shares to eight digits, but ties depend on them all.
     arrays = cache.load_or_build(
         description, specs, lambda: build_phases(phases, size), inputs=(*shares, starts)
     )

@@ -1,14 +1,14 @@
-"""Fill in the middle: samples in which a model learns to write what stands between two texts.
+"""Fill in the middle: samples that teach a model to write the text between two other texts.
 
-A document is cut at two random characters into prefix, middle and suffix, which are put in another
-order and marked with special tokens (Bavarian et al., 2022, arXiv:2207.14255):
+A document is cut at two random characters into prefix, middle and suffix. They are reordered and
+marked with special tokens (Bavarian et al., 2022, arXiv:2207.14255):
 
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
-The rules and the order of random draws are those of Megatron Core's `GPTFIMDataset`. There, a
-process draws from one stream for all of its samples; here, each sample has a stream of its own, so
-that it does not depend on which process loads it.
+The rules and the order of random draws are the same as in Megatron Core's `GPTFIMDataset`. There, a
+process uses one random stream for all of its samples. Here, each sample has its own stream, so it
+does not depend on which process loads it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """How samples are rearranged.
+    """The rearrangement of samples.
 
     Attributes:
-        tokenizer: The run's tokenizer: texts are cut at characters and encoded again.
+        tokenizer: The run's tokenizer. Texts are cut between characters and tokenized again.
         rate: The probability of rearranging a document, 0 to 1.
         spm_rate: The probability of SPM instead of PSM, 0 to 1.
         ids: The ids of the tokens "prefix", "middle", "suffix", "pad" and "eod".
         fragment_end: The id of the token that divides a document into fragments, which are
-            rearranged one by one. `None` for whole documents.
-        fragment_rate: The probability of rearranging a fragment of a chosen document, 0 to 1.
-        kept_beginning: Texts that begin so are left as they are; `None` for no such text.
+            rearranged separately. `None` to rearrange whole documents.
+        fragment_rate: The probability of rearranging a fragment of a selected document, 0 to 1.
+        kept_beginning: Texts that begin with this string are not changed. `None` if there are none.
     """
 
     tokenizer: Tokenizer
@@ -54,7 +54,7 @@ class FillInMiddle:
 
     @classmethod
     def from_config(cls, data: DataConfig, tokenizer: Tokenizer) -> FillInMiddle:
-        """Return what the --fim flags ask for.
+        """Return the rearrangement that the --fim flags ask for.
 
         Raises:
             ConfigError: The tokenizer has no entry for one of the tokens.
@@ -77,11 +77,10 @@ class FillInMiddle:
         )
 
     def rearrange(self, tokens: Tokens, random: np.random.RandomState) -> Tokens:
-        """Return a sample, `[s + 1]`, with each of its documents rearranged or not.
+        """Return a sample, `[s + 1]`, after rearranging some of its documents at random.
 
-        As in Megatron, an end-of-document token that no token precedes is left out. What becomes
-        too long is cut off at the end of the sample; what becomes too short is filled up with the
-        padding token.
+        As in Megatron, an end-of-document token is removed if its document is empty. The result is
+        cut or padded at the end to the length of the sample.
         """
         eod = self.ids["eod"]
         parts: list[Any] = []
@@ -129,8 +128,8 @@ class FillInMiddleDataset:
 
     Attributes:
         dataset: The dataset, whose samples have `text`, `[s + 1]`.
-        how: How samples are rearranged.
-        seed: The seed of all draws; each sample's also depend on its `id`.
+        how: The rearrangement.
+        seed: The seed of all random draws, which also depend on the index of the sample.
     """
 
     dataset: SampleDataset
@@ -148,12 +147,12 @@ class FillInMiddleDataset:
         return {**sample, "text": self.how.rearrange(np.asarray(sample["text"]), random)}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the datasets that read text: see `text_stream.ReadsText`."""
+        """Return the datasets that read text, as in `text_stream.ReadsText`."""
         return text_members(self.dataset, samples)
 
 
 def _split(tokens: Tokens, end: int) -> Iterator[Tokens]:
-    """Yield the runs of tokens between the tokens `end`, which are left out."""
+    """Yield the parts of `tokens` between the tokens `end`, without these tokens."""
     start = 0
     for position in np.flatnonzero(tokens == end).tolist():
         yield tokens[start:position]
@@ -165,7 +164,7 @@ def _entry(tokenizer: Tokenizer, flag: str, token: str) -> int:
     found = tokenizer.vocab.get(token)
     if found is None:
         raise ConfigError(
-            f"{flag} {token}: the tokenizer has no such entry: name one that it has, or use a "
+            f"{flag} {token}: the tokenizer has no such entry: name an existing one, or use a "
             "tokenizer that was trained for filling in the middle"
         )
     return found

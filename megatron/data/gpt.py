@@ -1,17 +1,17 @@
-"""GPT samples: `sequence length + 1` tokens each, cut from documents laid end to end.
+"""GPT samples: `sequence length + 1` tokens each, cut from concatenated documents.
 
 The tokens of sample k are a pure function of lengths, seed and counts. All documents of a split
-are repeated for as many epochs as the run needs, shuffled, and laid end to end. With S the sequence
+are repeated for as many epochs as the run needs, shuffled, and concatenated. With S the sequence
 length, row k covers the tokens from `k * S` to `(k + 1) * S` inclusive: S inputs and, shifted by
-one, S labels. The last token of a row is the first token of the next. A second shuffle then decides
-the order in which rows are trained on. Three arrays hold the plan:
+one, S labels. The last token of a row is the first token of the next. A second shuffle then
+determines the order in which rows are trained on. Three arrays hold the plan:
 
     documents [E * D]   int32         the document at each place, shuffled
     samples   [N + 1, 2] int32        place in `documents` and token offset where each row starts
     shuffle   [N]       uint32/int64  the row of sample k
 
-The order of random draws and the array types are those of Megatron-LM, so both build the same
-files.
+The order of random draws and the array types are the same as in Megatron-LM, so both build
+identical files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ from megatron.parallel.layout import Axis
 from megatron.tokenizer.base import Tokenizer
 
 _INT32_MAX = np.iinfo(np.int32).max
-_CHUNK = 1 << 16  # places per step: the work fits a processor's cache, and memory stays flat
+_CHUNK = (
+    1 << 16
+)  # places per step, so that the work fits in a processor cache and memory stays flat
 
 
 class GPTIndex(NamedTuple):
@@ -63,7 +65,7 @@ class GPTIndexPlan(NamedTuple):
 
     Attributes:
         num_documents: The number of documents in the split.
-        seq_length: The sequence length S, in tokens.
+        seq_length: The sequence length S in tokens.
         epochs: The number of passes over the split's documents.
         samples: The number of rows in the sample index, at least as many as requested.
         samples_before_last_epoch: The row at which the separately shuffled last epoch starts. It
@@ -111,12 +113,12 @@ def plan_gpt_index(
     epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
     if epochs * num_documents > _INT32_MAX:
         raise DataError(
-            f"{num_samples} samples of {seq_length} tokens take {epochs} epochs of the split's "
-            f"{num_documents} documents ({tokens} tokens), more than {_INT32_MAX} documents in "
-            "total: request fewer samples, give more data, or divide the dataset into several"
+            f"{num_samples} samples of {seq_length} tokens need {epochs} epochs of the split's "
+            f"{num_documents} documents ({tokens} tokens), which makes more than {_INT32_MAX} "
+            "documents in total: request fewer samples, give more data, or divide the dataset"
         )
     together = samples = (epochs * tokens - 1) // seq_length
-    if epochs > 1:  # if less than 80% of the last epoch is used, it is shuffled by itself
+    if epochs > 1:  # if less than 80% of the last epoch is used, it is shuffled separately
         before = ((epochs - 1) * tokens - 1) // seq_length
         if num_samples - before < int(0.80 * ((tokens - 1) // seq_length)):
             together = before
@@ -148,11 +150,11 @@ def build_gpt_index(
 def build_sample_index(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], num_samples: int, seq_length: int
 ) -> NDArray[np.int32]:
-    """Return where each row starts: its place in `documents` and offset there, `[N + 1, 2]`.
+    """Return the start of each row: its place in `documents` and the offset there, `[N + 1, 2]`.
 
-    Row k starts at token `k * S` of the documents laid end to end. A document that covers the
-    tokens `[a, b)` therefore holds the starts of rows `ceil(a / S)` to `ceil(b / S)`: no search is
-    needed, and an empty document holds none.
+    Row k starts at token `k * S` of the concatenated documents. A document that covers the tokens
+    `[a, b)` therefore contains the starts of rows `ceil(a / S)` to `ceil(b / S)`, the latter
+    excluded. No search is needed, and an empty document contains no start.
 
     Args:
         lengths: The number of tokens in each sequence, `[sequences]`.
@@ -186,7 +188,7 @@ class GPTDataset:
         index: The index, which determines the tokens of each sample.
         seq_length: The number of tokens in a sample without the last label, s.
         description: The text from which Megatron derives the index's file names.
-        vocab_size: The size of the vocabulary. Token ids of this value or above are refused.
+        vocab_size: The size of the vocabulary. Larger or equal token ids are refused.
     """
 
     data: IndexedDataset
@@ -200,7 +202,7 @@ class GPTDataset:
         return len(self.index.shuffle)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`: the tokens from the start of its row to that of the next, inclusive.
+        """Return sample `i`: the tokens from the start of its row to the start of the next one.
 
         Raises:
             DataError: A token id is outside the vocabulary, or index and data do not match.
@@ -228,8 +230,9 @@ class GPTDataset:
 
     def _misfit(self, at: int, what: str) -> DataError:
         return DataError(
-            f"{self.data.prefix}: index and data do not match at {at}: {what}; delete the index "
-            "cache (index-cache next to the dataset, or --data-cache-path) so that it is rebuilt"
+            f"{self.data.prefix}: the index does not match the data at {at}: {what}; delete the "
+            "index cache (index-cache next to the dataset, or --data-cache-path), so that it is "
+            "rebuilt"
         )
 
 
@@ -246,13 +249,13 @@ def build_gpt_part(
     tokens = int(data.sequence_lengths[start:end].sum(dtype=np.int64))
     if tokens == 0:
         raise DataError(
-            f"{data.prefix}: the {part.split} split is documents {start} to {end - 1} of "
+            f"{data.prefix}: the {part.split} split consists of documents {start} to {end - 1} of "
             f"{len(data)}, which hold no tokens, but {count} samples of {seq_length} tokens are "
             "requested: change --split or give more data"
         )
     plan = plan_gpt_index(end - start, tokens, count, seq_length)
-    # Megatron's text, whose md5 names the cached arrays. The path and --split are spelled as the
-    # user gave them.
+    # Megatron's text, whose md5 names the cached arrays. It contains the path and --split exactly
+    # as the user gave them.
     description = (
         f"GPT Dataset\n\nData prefix {data.prefix}\nDataset name {part.split}\n"
         f"Number of samples {count}\nSequence length {seq_length}\n"
@@ -266,7 +269,7 @@ def build_gpt_part(
         source=idx_path(data.prefix),
     )
     dataset = GPTDataset(data, GPTIndex(*arrays), seq_length, description, vocab_size)
-    _ = dataset[0]  # fail now, not at some later step, if another tokenizer made the dataset
+    _ = dataset[0]  # fail now rather than at a later step if another tokenizer made the dataset
     return dataset
 
 
@@ -282,13 +285,13 @@ def build_gpt_datasets(
     Args:
         request: The data that the run needs.
         seq_length: The number of tokens in a sample, not counting the last label.
-        vocab_size: The number of entries of the tokenizer. Ids of this value or above are refused.
-        tokenizer: The tokenizer and its flags. Text files, --fim-data and --reset-attention-mask
-            need it; text is refused without one.
+        vocab_size: The number of entries of the tokenizer. Larger or equal ids are refused.
+        tokenizer: The tokenizer's flags, and the tokenizer. Text files, --fim-data and
+            --reset-attention-mask need it. Without it, text is refused.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or from another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
     """
 
     def build_part(part: DatasetPart) -> GPTDataset:
@@ -299,12 +302,12 @@ def build_gpt_datasets(
     ) -> TextDataset:
         from megatron.data.preprocess import BlockEncoder, EncodingOptions  # as in text_stream
 
-        assert tokenizer is not None, "without one, text is refused"
+        assert tokenizer is not None, "without a tokenizer, text is refused"
         options = EncodingOptions(tokenizer[0], (request.data.text_key,), append_eod=True)
         encoder = BlockEncoder(options, tokenizer[1])
         skip = request.data.skip_bad_lines
         text = TextDataset(corpus, pieces, count, seq_length, request.seed, encoder, skip, number)
-        text.require_tokens()  # fail now, not at some later evaluation
+        text.require_tokens()  # fail now rather than at a later evaluation
         return text
 
     def build_mock(count: int, split: int) -> MockDataset:
@@ -327,7 +330,7 @@ def build_gpt_datasets(
 class DocumentEnds:
     """A dataset whose samples also hold the ends of the documents in their inputs.
 
-    The ends are stored as `SEGMENT_ENDS`. The last of them is s. An end-of-document token belongs
+    The ends are stored as `SEGMENT_ENDS`, and the last one is s. An end-of-document token belongs
     to the document that it ends.
 
     Attributes:
@@ -351,12 +354,12 @@ class DocumentEnds:
         return {**sample, SEGMENT_ENDS: np.append(ends, length)}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the datasets that read text, each with its number of samples (`ReadsText`)."""
+        """Return the datasets that read text, with the number of samples of each (`ReadsText`)."""
         return text_members(self.dataset, samples)
 
 
 class TokenBatch(NamedTuple):
-    """One GPT micro-batch in the form that the model takes (b micro-batch, s sequence).
+    """A GPT micro-batch in the form that the model expects (b micro-batch, s sequence).
 
     Attributes:
         tokens: The inputs, `[b, s]` int64.
@@ -378,17 +381,17 @@ def make_batch(
     reset_position_ids: bool = False,
     eod_mask_loss: bool = False,
 ) -> TokenBatch:
-    """Cut text into inputs and labels, and number the positions.
+    """Split text into inputs and labels, and number the positions.
 
-    An end-of-document token belongs to the document that it ends. Samples of examples, which have
-    `TRAINED`, say themselves where these end: positions are counted from 0 in each.
+    An end-of-document token belongs to the document that it ends. Finetuning samples, which have
+    `TRAINED`, list the ends of their examples, and positions are counted from 0 in each example.
 
     Args:
-        batch: The micro-batch: `text`, `[b, s + 1]`, and in samples of examples also `TRAINED`,
+        batch: The micro-batch: `text`, `[b, s + 1]`, and in finetuning samples also `TRAINED`,
             `[b, s]`, and `SEGMENT_ENDS`.
         eod: The id of the end-of-document token.
-        reset_position_ids: Whether positions are counted from 0 in every document.
-        eod_mask_loss: Whether inputs that are end-of-document tokens are left out of the loss.
+        reset_position_ids: Whether to count positions from 0 in every document.
+        eod_mask_loss: Whether to exclude inputs that are end-of-document tokens from the loss.
     """
     text = batch["text"]
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
@@ -399,7 +402,7 @@ def make_batch(
         segment = torch.searchsorted(ends[1:].contiguous(), places, right=True)
         positions = (places - ends[segment]).view_as(tokens)
     elif reset_position_ids:
-        # Whether each token is the first after an end, `[b, s]`.
+        # Whether each token is the first after the end of a document, `[b, s]`.
         is_start = torch.nn.functional.pad((tokens == eod)[:, :-1], (1, 0))
         positions = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
     loss_mask = make_loss_mask(batch, eod=eod, eod_mask_loss=eod_mask_loss)
@@ -407,11 +410,12 @@ def make_batch(
 
 
 def shorten(batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
-    """Return the beginnings of a micro-batch's samples.
+    """Return a micro-batch with its samples shortened to their first tokens.
 
     Args:
-        batch: The micro-batch, with `text`, `[b, s + 1]`, and perhaps `SEGMENT_ENDS` and `TRAINED`.
-        length: The number of tokens to keep of each sample; the next one remains as a label.
+        batch: The micro-batch, with `text`, `[b, s + 1]`, and optionally `SEGMENT_ENDS` and
+            `TRAINED`.
+        length: The number of tokens to keep of each sample. The next token is kept as a label.
     """
     shorter = dict(batch, text=batch["text"][:, : length + 1])
     if TRAINED in batch:
@@ -419,7 +423,7 @@ def shorten(batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
     if SEGMENT_ENDS in batch:
         whole, ends = batch["text"].shape[1] - 1, batch[SEGMENT_ENDS]
         sample = torch.div(ends - 1, whole, rounding_mode="floor")
-        # Documents that begin beyond the length stay as empty segments.
+        # Documents that begin beyond the length become empty segments.
         shorter[SEGMENT_ENDS] = sample * length + (ends - sample * whole).clamp(max=length)
         if LONGEST_SEGMENT in batch:
             shorter[LONGEST_SEGMENT] = batch[LONGEST_SEGMENT][:length]
@@ -429,7 +433,7 @@ def shorten(batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
 def make_loss_mask(batch: Mapping[str, Tensor], *, eod: int, eod_mask_loss: bool) -> Tensor:
     """Return the loss mask, `[b, s]` float32: 1 for labels that count, otherwise 0.
 
-    The arguments are those of `make_batch`.
+    The arguments are the same as for `make_batch`.
     """
     if TRAINED in batch:
         return batch[TRAINED].float()
@@ -438,11 +442,11 @@ def make_loss_mask(batch: Mapping[str, Tensor], *, eod: int, eod_mask_loss: bool
 
 
 def context_part(batch: TokenBatch, axis: Axis) -> TokenBatch:
-    """Return this rank's tokens of a whole micro-batch, `[b, s/C]` each, for C context ranks.
+    """Return this rank's part of a whole micro-batch, `[b, s/C]` each, for C context ranks.
 
-    Gradients and losses are averaged over context ranks. For a mean over the whole batch, a rank's
-    loss is therefore C * (loss * loss_mask).sum() / whole loss_mask.sum(). The denominator comes
-    from `batch`, which every context rank holds, not from the part.
+    Gradients and losses are averaged over context ranks. To obtain a mean over the whole batch, a
+    rank's loss must be C * (loss * loss_mask).sum() / whole loss_mask.sum(). The denominator is
+    computed from `batch`, which every context rank has, and not from the part.
     """
     if axis.size == 1:
         return batch

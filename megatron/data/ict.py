@@ -1,42 +1,142 @@
-"""Samples of the inverse cloze task: a sentence as the query, and the block around it.
+"""Samples of the inverse cloze task: a sentence as the query, and the block that contains it.
 
     query    [CLS] sentence [SEP] [PAD] ...
     context  [CLS] title [SEP] other sentences of the block [SEP] [PAD] ...
 
-The sentence stays in its block with a small probability, so that the model also learns to match
+With a small probability, the sentence is kept in its block, so that the model also learns to match
 words. In shapes, s is the sequence length.
+
+A block consists of consecutive sentences of a document and ends when block and title together reach
+a target length. Documents that are too short, or that have a sentence of more than 512 tokens, are
+dropped. A pass over the documents always gives the same blocks. Passes are repeated until there are
+enough samples, and then all samples are shuffled. The map of blocks has a row `first sentence, last
+sentence + 1, document, number of the block` per sample, `[n, 4]`.
+
+The rules, the order of random draws and the maps on disk are the same as in Megatron-LM's
+`build_blocks_mapping`, with one exception: a row has the document's index in the whole dataset, so
+that validation and test blocks get their own titles. Megatron counts documents from the start of
+the split and therefore takes the titles of other documents.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.retriever import RetrieverConfig
-from megatron.data.block_map import BlockMapPlan, TitledDocuments, build_block_map
 from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
 from megatron.data.indexed import IndexedDataset, bin_path
 from megatron.data.masking import SpecialIds
 from megatron.data.mock import MockSentences
 from megatron.data.sample import DescribedDataset, Sample, filled_up, outside_vocabulary
-from megatron.data.sentence_map import LONGEST_SENTENCE, SentenceMapPlan
-from megatron.data.sentences import Tokens, kept_map
-from megatron.errors import ConfigError, DataError, warn
+from megatron.data.sentence_map import LONGEST_SENTENCE, SentenceMapPlan, shuffled
+from megatron.data.sentences import Tokens, kept_map, warn_of_overlong
+from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 
 _ADDED_TOKENS = 3  # [CLS] and two [SEP]
-_SHORTEST = 2  # the fewest tokens of text in a context, whatever its title
+_SHORTEST = 2  # the smallest number of text tokens in a context, however long its title is
+
+
+class BlockMapPlan(NamedTuple):
+    """The settings that, together with the lengths, determine a map of blocks.
+
+    Attributes:
+        num_samples: The smallest number of rows. Passes over the documents are always completed, so
+            there may be more.
+        max_length: The length of a block and its title in tokens, without special tokens.
+        seed: The seed of the shuffle.
+        min_sentences: The smallest number of sentences in a block.
+    """
+
+    num_samples: int
+    max_length: int
+    seed: int
+    min_sentences: int
+
+
+class TitledDocuments(NamedTuple):
+    """The sentences and titles of some documents of a dataset.
+
+    Attributes:
+        documents: The first sentence of each document, followed by the end of the last document,
+            `[D + 1]`.
+        lengths: The number of tokens in each sentence of the whole dataset.
+        titles: The number of tokens in the title of each of these documents, `[D]`.
+        first: The index of the first of these documents in the whole dataset, `[1]`.
+    """
+
+    documents: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+    titles: NDArray[np.int64]
+    first: NDArray[np.int64]
+
+    def overlong(self, min_sentences: int) -> NDArray[np.bool_]:
+        """Return which documents have enough sentences but also one above 512 tokens, `[D]`."""
+        start, end = int(self.documents[0]), int(self.documents[-1])
+        is_long = self.lengths[start:end] > LONGEST_SENTENCE
+        long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - start]
+        return (np.diff(long_so_far) > 0) & (np.diff(self.documents) >= min_sentences)
+
+    def usable(self, min_sentences: int) -> NDArray[np.bool_]:
+        """Return which documents can yield blocks of at least `min_sentences` sentences, `[D]`."""
+        return (np.diff(self.documents) >= min_sentences) & ~self.overlong(min_sentences)
+
+
+def build_block_map(plan: BlockMapPlan, text: TitledDocuments) -> NDArray[Any]:
+    """Build the map, `[n, 4]`, with at least `plan.num_samples` rows.
+
+    Its type is uint32, or uint64 for 2^32 sentences and more.
+
+    Args:
+        plan: The settings of the map.
+        text: The documents. At least one must be usable.
+    """
+    once = blocks_of(plan, text)
+    passes = max(1, -(-plan.num_samples // len(once)))
+    order = shuffled(passes * len(once), plan.seed + 1) % len(once)
+    dtype = np.uint64 if len(text.lengths) > np.iinfo(np.uint32).max else np.uint32
+    return once.astype(dtype)[order]
+
+
+def blocks_of(plan: BlockMapPlan, text: TitledDocuments) -> NDArray[np.int64]:
+    """Return the blocks of one pass over the documents, in order, `[n, 4]`."""
+    fewest = plan.min_sentences
+    usable = np.flatnonzero(text.usable(fewest))
+    assert len(usable), "without a usable document there are no blocks"
+    start, end = int(text.documents[0]), int(text.documents[-1])
+    # before[i] is the number of tokens before sentence start + i. after[i] is the end (exclusive)
+    # of a block that starts at this sentence and reaches its target length.
+    lengths = text.lengths[start:end].astype(np.int64)
+    before = np.concatenate([[0], np.cumsum(lengths)])
+    counts = np.diff(text.documents)
+    target = np.repeat(plan.max_length - text.titles, counts)
+    after = np.searchsorted(before, before[:-1] + target)
+    after = np.maximum(after, np.arange(len(lengths)) + fewest)
+    hops, starts, ends = after.data, text.documents[:-1], text.documents[1:]
+    rows: list[tuple[int, int, int, int]] = []
+    for document in usable.tolist():
+        place, last = int(starts[document]) - start, int(ends[document]) - start
+        while place < last:
+            stop = hops[place]
+            if last - stop < fewest:  # the rest is too short to form a separate block
+                stop = last
+            rows.append((place + start, stop + start, document, len(rows)))
+            place = stop
+    found = np.array(rows, np.int64)
+    found[:, 2] += text.first[0]
+    return found
 
 
 class TitledBlock(NamedTuple):
     """A block of text.
 
     Attributes:
-        title: The title of its document.
-        sentences: Its sentences.
+        title: The title of the document.
+        sentences: The sentences of the block.
         place: First sentence, last sentence + 1, document, number of the block.
     """
 
@@ -56,9 +156,9 @@ class ICTOptions(NamedTuple):
     """The settings of the samples.
 
     Attributes:
-        seq_length: The sequence length s of queries and of contexts, special tokens included.
-        query_in_block_prob: The probability that the query stays in its block.
-        seed: The seed of all draws. The draws of sample i are seeded with `seed + i`.
+        seq_length: The sequence length s of queries and contexts, including special tokens.
+        query_in_block_prob: The probability that the query is kept in its block.
+        seed: The base of the random seeds. Sample i is drawn with the seed `seed + i`.
     """
 
     seq_length: int
@@ -70,7 +170,7 @@ class ICTOptions(NamedTuple):
 class ICTDataset:
     """Samples of the inverse cloze task. A sample holds int64 arrays `[s]`.
 
-    `query_tokens`, `context_tokens`: The texts.
+    `query_tokens`, `context_tokens`: The tokens of query and context.
     `query_pad_mask`, `context_pad_mask`: 0 at padding, otherwise 1.
     `block_data`: `[4]`, the block's `place`.
     `id`: The sample's index.
@@ -82,7 +182,7 @@ class ICTDataset:
 
     @property
     def description(self) -> str:
-        """A text that differs whenever the samples differ."""
+        """A text that differs if the samples differ."""
         return f"ICT Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:
@@ -120,14 +220,14 @@ class ICTDataset:
 
 @dataclass(eq=False)
 class MappedBlocks:
-    """The blocks that a map lists in an indexed dataset.
+    """The blocks of an indexed dataset that a map lists.
 
     Attributes:
         data: The dataset of sentences.
-        titles: The dataset of titles, whose document i is the title of document i.
-        rows: The map, as `build_block_map` returns it.
+        titles: The dataset of titles, where document i is the title of document i in `data`.
+        rows: The map, as returned by `build_block_map`.
         description: The text that describes the map.
-        vocab_size: The size of the vocabulary. Token ids of this value or above are refused.
+        vocab_size: The size of the vocabulary. Larger or equal token ids are refused.
     """
 
     data: IndexedDataset
@@ -163,13 +263,13 @@ class MappedBlocks:
 
 @dataclass(eq=False)
 class MockBlocks:
-    """Generated blocks. All tokens of a sample count up by one step, which identifies the block."""
+    """Generated blocks. The tokens of each sample count up by a fixed step, which identifies it."""
 
     sentences: MockSentences
 
     @property
     def description(self) -> str:
-        """A text that differs whenever the samples differ."""
+        """A text that differs if the samples differ."""
         return self.sentences.description
 
     def __len__(self) -> int:
@@ -190,14 +290,14 @@ def build_ict_datasets(
 
     Args:
         request: The data that the run needs.
-        retriever: The flags that name titles and say how blocks are used.
-        seq_length: The number of tokens in a query and in a context, special tokens included.
+        retriever: The flags that name the titles and determine how blocks are used.
+        seq_length: The number of tokens in a query and in a context, including special tokens.
         tokenizer: The tokenizer, which supplies the special ids.
 
     Raises:
-        ConfigError: The sequence has no room for text, the vocabulary lacks a special token, no
-            data or no titles are named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or from another tokenizer.
+        ConfigError: The sequence has no room for text, the vocabulary lacks a special token, data
+            or titles are not named, or --data-path or --split cannot be parsed.
+        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
     """
     if seq_length < _ADDED_TOKENS + _SHORTEST:
         raise ConfigError(
@@ -214,7 +314,7 @@ def build_ict_datasets(
         plan = BlockMapPlan(part.num_samples, room, request.seed, fewest)
         titles = IndexedDataset(retriever.titles_data_path or "")
         dataset = ICTDataset(map_blocks(part, titles, plan, request, ids.size), ids, options)
-        _ = dataset[0]  # fail now, not at some later step, if another tokenizer made the data
+        _ = dataset[0]  # fail now rather than at a later step if another tokenizer made the data
         return dataset
 
     def build_mock(count: int, split: int) -> ICTDataset:
@@ -238,18 +338,17 @@ def map_blocks(
 ) -> MappedBlocks:
     """Load or build the map of a part's blocks.
 
-    The map is kept under Megatron-LM's name next to the dataset, or in the folder of
-    --data-cache-path.
+    The map is saved under Megatron-LM's name next to the dataset, or in --data-cache-path.
 
     Args:
         part: The documents.
         titles: The dataset of titles.
-        plan: The plan of the map.
+        plan: The settings of the map.
         request: The data that the run needs.
         vocab_size: The size of the vocabulary.
 
     Raises:
-        DataError: The titles belong to another dataset, or no document can be used.
+        DataError: The titles belong to another dataset, or no document is usable.
     """
     data, (start, end) = part.data, part.bounds
     counts = [len(one.document_indices) - 1 for one in (data, titles)]
@@ -274,13 +373,8 @@ def map_blocks(
             f"{end - 1}: a document needs at least {need}, none of more than {LONGEST_SENTENCE} "
             "tokens. Preprocess the text with --split-sentences, change --split or give more data"
         )
-    lost = int(text.overlong(fewest).sum())
-    if request.is_builder and lost:  # Megatron leaves them out silently
-        warn(
-            f"{data.prefix}: {lost} of the {end - start} {part.split} documents are left out, "
-            f"because they hold a sentence of more than {LONGEST_SENTENCE} tokens: to keep them, "
-            "split the text into shorter sentences when preprocessing"
-        )
+    if request.is_builder:
+        warn_of_overlong(part, int(text.overlong(fewest).sum()))
     longest = plan.max_length + _ADDED_TOKENS
     description = (
         f"Block map\n\nDataset name {part.split}\nDocuments {start} to {end}\n"

@@ -1,13 +1,13 @@
 """The memory-mapped indexed dataset: `<prefix>.bin` (token ids) and `<prefix>.idx` (positions).
 
-A *sequence* is a run of tokens (a sentence, or a whole document for GPT); a *document* is a run of
-sequences. The bytes are those of Megatron-LM's MMIDIDX format, little-endian:
+A *sequence* consists of consecutive tokens (a sentence, or a whole document for GPT), and a
+*document* of consecutive sequences. The format is Megatron-LM's MMIDIDX, little-endian:
 
     9s magic | u64 version | u8 dtype code | u64 N sequences | u64 D = documents + 1
     i32 [N] tokens of each sequence | i64 [N] byte offset of each in .bin | i64 [D] first sequence
 
-An .idx file of the older TNTIDX format (`--dataset-impl lazy` and `cached`, 2019 to 2023) is read
-in place, too; it is never written. Its .bin file is the same:
+An .idx file in the older TNTIDX format (`--dataset-impl lazy` and `cached`, 2019 to 2023) can also
+be read in place, but is never written. Its .bin file is the same:
 
     8s magic | u64 version | u64 dtype code | u64 bytes of a token | u64 N | u64 S = N | u64 D
     i64 [N + 1] 0, 1, 2, ... | i64 [N + 1] first token of each in .bin | i64 [N] tokens of each
@@ -15,10 +15,10 @@ in place, too; it is never written. Its .bin file is the same:
 
 The oldest files of this format have no D and no first sequences: an empty sequence ends a document.
 
-The formats have no checksum. The values that they hold twice (file sizes, and offsets against
+The formats have no checksum. Values that are stored redundantly (file sizes, and offsets versus
 lengths) are compared when a dataset is opened, so a truncated file or a damaged header, length or
-offset is refused before training starts. The values that they hold once cannot be checked: a
-flipped bit in a token id or a moved document boundary goes unnoticed.
+offset is refused before training starts. All other values cannot be checked: a flipped bit in a
+token id or a moved document boundary goes unnoticed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _CACHED_MAGIC = b"TNTIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-_CACHED_HEADER = struct.Struct("<8sQQQQQ")  # the oldest; D follows in the others
+_CACHED_HEADER = struct.Struct("<8sQQQQQ")  # of the oldest files; in the others, D follows
 _WRITE_BEHIND = 1 << 20  # bytes of .bin between two calls that start writing to the disk
-_LONGEST = np.iinfo(np.int32).max  # tokens in a sequence
-_DOCUMENTS = 1 << 16  # largest number read at a time
+_LONGEST = np.iinfo(np.int32).max  # the largest number of tokens in a sequence
+_DOCUMENTS = 1 << 16  # the largest number of documents read at a time
 _CHUNK = 1 << 22  # elements per step, so that memory stays flat for any number of sequences
 _INTEGERS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 _DTYPES = {code: np.dtype(name) for code, name in _INTEGERS.items()}
@@ -67,10 +67,10 @@ def best_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class DocumentTokens(NamedTuple):
-    """Documents in the form in which `IndexedDatasetBuilder.add_documents` takes them.
+    """Documents in the form that `IndexedDatasetBuilder.add_documents` expects.
 
     Attributes:
-        tokens: The ids of all documents, back to back, `[tokens]`.
+        tokens: The concatenated ids of all documents, `[tokens]`.
         lengths: The number of tokens in each sequence, `[sequences]`.
         sequences_per_document: The number of sequences in each document, `[documents]`.
     """
@@ -86,14 +86,14 @@ class IndexedDataset:
     It is cheap to send to another process, because only the prefix is sent.
 
     Args:
-        prefix: The path without `.bin` and `.idx`.
+        prefix: The path without `.bin` or `.idx`.
 
     Raises:
         DataError: A file is missing, in another format, truncated or inconsistent.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        """Open the files, and check that values which the format stores twice are equal."""
+        """Open the files and compare the values that the format stores redundantly."""
         self._open(os.fspath(prefix))
         self._check()
 
@@ -123,7 +123,7 @@ class IndexedDataset:
 
     @property
     def size(self) -> int:
-        """The number of tokens, which decides its share of a blend without weights."""
+        """The number of tokens, which determines the share of a blend without weights."""
         return self.num_tokens
 
     @property
@@ -132,7 +132,7 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def documents(self, first: int, end: int) -> Iterator[DocumentTokens]:
-        """Yield the documents from `first` up to `end`, about `_CHUNK` tokens at a time.
+        """Yield the documents from `first` to `end` (exclusive), about `_CHUNK` tokens at a time.
 
         Raises:
             DataError: A token id is negative.
@@ -152,17 +152,17 @@ class IndexedDataset:
             first, start = first + count, start + len(tokens)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return `length` tokens of sequence `i` from `offset` on, by default up to its end.
+        """Return `length` tokens of sequence `i` starting at `offset`, by default up to its end.
 
         Raises:
             DataError: A token id is negative, so the file is damaged or has a different dtype.
-            IndexError: The range is not inside the sequence.
+            IndexError: The range extends beyond the sequence.
         """
         size = int(self.sequence_lengths[i])
         length = size - offset if length is None else length
         if not 0 <= offset <= offset + length <= size:
             raise IndexError(
-                f"{self.prefix}: sequence {i} has {size} tokens, not {length} from {offset} on"
+                f"{self.prefix}: sequence {i} has {size} tokens, too few for {length} from {offset}"
             )
         start = int(self.pointers[i]) // self._index.unit + offset
         tokens = self._tokens[start : start + length]
@@ -172,22 +172,22 @@ class IndexedDataset:
 
     def _negative(self, tokens: NDArray[Any], where: str) -> DataError:
         return DataError(
-            f"{bin_path(self.prefix)}: negative token id {tokens.min()} in {where}: this "
-            "file or the dtype in its .idx is damaged: restore it, or preprocess the text again"
+            f"{bin_path(self.prefix)}: negative token id {tokens.min()} in {where}: this file, or "
+            "the dtype in its .idx file, is damaged: copy both again or preprocess the text again"
         )
 
     def _check(self) -> None:
-        """Compare all values that the format holds twice.
+        """Compare all values that the format stores redundantly.
 
         Raises:
-            DataError: Two values differ. The message gives file, position, expected and actual
-                value of the first difference.
+            DataError: Two values differ. The message gives the file, the position, and the expected
+                and actual values of the first difference.
         """
         path, itemsize = idx_path(self.prefix), self.dtype.itemsize
         total, unit = 0, self._index.unit
         for start in range(0, len(self), _CHUNK):
             lengths = self.sequence_lengths[start : start + _CHUNK].astype(np.int64)
-            wrong = (lengths < 0) | (lengths > _LONGEST)  # longer ones could overflow the sum
+            wrong = (lengths < 0) | (lengths > _LONGEST)  # larger values could overflow the sum
             _refuse_first(f"{path}: length of sequence", start, lengths, wrong, f"0 to {_LONGEST}")
             ends = total + np.cumsum(lengths * unit)
             found, want = self.pointers[start : start + len(ends)], ends - lengths * unit
@@ -204,20 +204,20 @@ class IndexedDataset:
         if actual != total:
             raise DataError(
                 f"{bin_path(self.prefix)}: {actual} bytes, expected {total} ({total // itemsize} "
-                f"tokens of {self.dtype}) according to {path}: one of the two is truncated, "
+                f"tokens of {self.dtype}) according to {path}: one of the two files is truncated, "
                 "damaged or from another dataset; copy both again or preprocess the text again"
             )
         previous = 0
         for start in range(0, len(self.document_indices), _CHUNK):
             bounds = self.document_indices[start : start + _CHUNK]
             falls = bounds < np.concatenate([[previous], bounds[:-1]])
-            _refuse_first(f"{path}: document bound", start, bounds, falls, "not to fall")
+            _refuse_first(f"{path}: document bound", start, bounds, falls, "at least the previous")
             previous = int(bounds[-1])
         found, wanted = self.document_indices[[0, -1]].tolist(), [0, len(self)]
         if found != wanted:
             raise DataError(
-                f"{path}: first and last document bound {found}, expected {wanted}: the file is "
-                "damaged; copy it again or preprocess the text again"
+                f"{path}: the first and last document bounds are {found}, expected {wanted}: the "
+                "file is damaged; copy it again or preprocess the text again"
             )
 
 
@@ -225,7 +225,9 @@ def _require_files(prefix: str) -> None:
     try:
         missing = [path for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
     except OSError as error:  # the name is too long, or a folder cannot be searched
-        raise DataError(f"dataset {prefix}: cannot be looked up: {error.strerror}") from None
+        raise DataError(
+            f"dataset {prefix}: cannot be accessed ({error.strerror}): fix the path"
+        ) from None
     if not missing:
         return
     if prefix.endswith((".bin", ".idx")):
@@ -245,7 +247,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     if not count:  # mmap refuses an empty file, which is valid for a corpus without tokens
         return np.empty(0, dtype)
     mapped = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
-    # A plain array over the same mapping: slicing np.memmap's subclass costs ten times as much.
+    # A plain array over the same mapping, because slicing an np.memmap takes ten times as long.
     return mapped.view(np.ndarray)
 
 
@@ -255,11 +257,11 @@ class _Index(NamedTuple):
     Attributes:
         dtype: The type of a token.
         lengths: The number of tokens in each sequence, `[N]` int32, or int64 in TNTIDX.
-        pointers: The offset of each sequence in the .bin file, in bytes, or in tokens in TNTIDX,
-            `[N]`. In TNTIDX, the end of the last follows.
-        bounds: The first sequence of each document, and the end of the last, `[D]`.
-        unit: What one token adds to a pointer: its size in bytes, or 1 in TNTIDX.
-        dimensions: The number of dimensions before each sequence in TNTIDX, `[N + 1]`, which must
+        pointers: The offset of each sequence in the .bin file, `[N]`, in bytes, or in tokens in
+            TNTIDX. In TNTIDX, the end of the last sequence follows.
+        bounds: The first sequence of each document, and the end of the last document, `[D]`.
+        unit: The amount that one token adds to a pointer: its size in bytes, or 1 in TNTIDX.
+        dimensions: In TNTIDX, the number of dimensions before each sequence, `[N + 1]`, which must
             be 0, 1, 2, ...; otherwise empty.
     """
 
@@ -284,13 +286,13 @@ def _read_index(path: Path) -> _Index:
         return _read_cached_index(path, raw)
     if not start.startswith(_MAGIC):
         raise DataError(
-            f"{path}: not an index file: starts with {start[:9]!r}, not {_MAGIC!r}; give the "
+            f"{path}: not an index file: it starts with {start[:9]!r}, not {_MAGIC!r}; give the "
             "prefix of a dataset that tools/preprocess_data.py wrote"
         )
     if len(start) < _HEADER.size:
         raise DataError(
-            f"{path}: {len(raw)} bytes, shorter than the header of {_HEADER.size}: the file is "
-            "truncated; copy it again or preprocess the text again"
+            f"{path}: {len(raw)} bytes, shorter than the header ({_HEADER.size} bytes): the file "
+            "is truncated; copy it again or preprocess the text again"
         )
     _, version, code, sequences, documents = _HEADER.unpack(start)
     dtype = _token_type(path, version, code)
@@ -298,7 +300,7 @@ def _read_index(path: Path) -> _Index:
     if actual == expected + sequences and sequences > 0:
         raise DataError(
             f"{path}: {sequences} bytes of modes follow the index: this is a multimodal dataset, "
-            "which text training does not read; use a text dataset"
+            "which is not supported; use a text dataset"
         )
     if actual != expected or documents == 0:
         raise _wrong_size(path, actual, expected, sequences, documents)
@@ -309,7 +311,7 @@ def _read_index(path: Path) -> _Index:
 
 
 def _read_cached_index(path: Path, raw: NDArray[np.uint8]) -> _Index:
-    """Return the content of an .idx file of the format TNTIDX.
+    """Return the content of an .idx file in the TNTIDX format.
 
     Raises:
         DataError: The file is damaged, or has sequences of several dimensions.
@@ -317,7 +319,7 @@ def _read_cached_index(path: Path, raw: NDArray[np.uint8]) -> _Index:
     first = _CACHED_HEADER.size
     if len(raw) < first + 8:
         raise DataError(
-            f"{path}: {len(raw)} bytes, shorter than the header of {first + 8}: the file is "
+            f"{path}: {len(raw)} bytes, shorter than the header ({first + 8} bytes): the file is "
             "truncated; copy it again or preprocess the text again"
         )
     _, version, code, itemsize, sequences, sizes = _CACHED_HEADER.unpack(bytes(raw[:first]))
@@ -329,10 +331,10 @@ def _read_cached_index(path: Path, raw: NDArray[np.uint8]) -> _Index:
         )
     if sizes != sequences:
         raise DataError(
-            f"{path}: {sizes} dimensions of {sequences} sequences, expected one of each: this is "
-            "not a text dataset, or is damaged; preprocess the text again"
+            f"{path}: {sizes} dimensions for {sequences} sequences, expected one per sequence: "
+            "this is not a text dataset, or it is damaged; preprocess the text again"
         )
-    # Without D, the number that follows is the first of the dimensions, 0.
+    # In a file without D, the next number is the first of the dimensions, which is 0.
     expected = first + 8 * (3 * sequences + 2)
     has_bounds, documents = len(raw) != expected, 0
     if has_bounds:
@@ -350,12 +352,12 @@ def _read_cached_index(path: Path, raw: NDArray[np.uint8]) -> _Index:
 
 
 def _bounds_by_empty_sequences(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the document bounds if each document ends with its empty sequence."""
+    """Return the document bounds of a file in which an empty sequence ends each document."""
     empty = [
         start + 1 + np.flatnonzero(lengths[start : start + _CHUNK] == 0)
         for start in range(0, len(lengths), _CHUNK)
     ]
-    # Sequences after the last empty one are a document too.
+    # Sequences after the last empty one also form a document.
     end = [len(lengths)] if len(lengths) and lengths[-1] else []
     return np.concatenate([[0], *empty, end]).astype(np.int64)
 
@@ -363,14 +365,14 @@ def _bounds_by_empty_sequences(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def _token_type(path: Path, version: int, code: int) -> np.dtype[Any]:
     if version != _VERSION:
         raise DataError(
-            f"{path}: format version {version}, expected {_VERSION}: the file is damaged, or from "
-            "a program that is not Megatron; copy it again or preprocess the text again"
+            f"{path}: format version {version}, expected {_VERSION}: the file is damaged, or was "
+            "not written by Megatron; copy it again or preprocess the text again"
         )
     if code not in _DTYPES:
         raise DataError(
             f"{path}: dtype code {code} is not an integer type "
-            "(1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16): this dataset holds no token "
-            "ids, or is damaged; copy it again or preprocess the text again"
+            "(1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16): this dataset does not hold "
+            "token ids, or it is damaged; copy it again or preprocess the text again"
         )
     return _DTYPES[code]
 
@@ -388,7 +390,7 @@ def _wrong_size(
 def _refuse_first(
     where: str, start: int, values: NDArray[Any], wrong: NDArray[np.bool_], expected: Any
 ) -> None:
-    """Raise an error for the first wrong value of a chunk that begins at position `start`."""
+    """Raise an error for the first wrong value in a chunk that begins at position `start`."""
     if wrong.any():
         at = int(wrong.argmax())
         want = expected if isinstance(expected, str) else int(expected[at])
@@ -401,13 +403,13 @@ def _refuse_first(
 class IndexedDatasetBuilder:
     """A context manager that writes a `.bin`/`.idx` pair.
 
-    Both files get their names when the context is left, or are removed after an exception. Memory
-    stays flat, because lengths and document bounds are spilled to temporary files in the same
-    folder.
+    Both files get their final names when the context exits, or are removed after an exception.
+    Memory use stays flat, because lengths and document bounds are written to temporary files in the
+    same folder.
 
     Args:
-        prefix: The path without `.bin` and `.idx`. Its folder is created.
-        dtype: The type of the stored token ids, as `best_dtype` returns it.
+        prefix: The path without `.bin` or `.idx`. Its folder is created if necessary.
+        dtype: The type of the stored token ids, as returned by `best_dtype`.
 
     Raises:
         DataError: Token ids cannot be stored as `dtype`.
@@ -421,7 +423,7 @@ class IndexedDatasetBuilder:
         if self.dtype not in _CODES:
             raise DataError(f"token ids cannot be stored as {dtype}: use uint16 or int32")
         self.num_sequences = self.num_documents = self.num_tokens = 0
-        self._started = 0  # bytes of .bin whose writing to the disk has started
+        self._started = 0  # bytes of .bin for which writing to the disk has started
         with writing_to("dataset", self.prefix):
             bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             self._tokens, self._lengths, self._documents, self._index = map(
@@ -429,7 +431,7 @@ class IndexedDatasetBuilder:
             )
 
     def _create(self, suffix: str) -> BinaryIO:
-        # In the same folder, so that the last step is a rename.
+        # The file is in the same folder, so that the last step is a rename.
         return create(beside(Path(f"{self.prefix}.{suffix}"), TEMPORARY), buffering=1 << 20)
 
     def __enter__(self) -> IndexedDatasetBuilder:
@@ -448,7 +450,7 @@ class IndexedDatasetBuilder:
                     self._publish()
         finally:
             for file in (self._tokens, self._lengths, self._documents, self._index):
-                # Closing flushes, which fails again on a full disk; the file is removed anyway.
+                # Closing flushes, which fails again on a full disk. The file is removed anyway.
                 with contextlib.suppress(OSError):
                     file.close()
                 Path(file.name).unlink(missing_ok=True)
@@ -459,10 +461,10 @@ class IndexedDatasetBuilder:
         """Append many documents at once.
 
         Args:
-            tokens: The ids of all documents, back to back, `[sum(lengths)]`.
+            tokens: The concatenated ids of all documents, `[sum(lengths)]`.
             lengths: The number of tokens in each sequence, `[sum(sequences_per_document)]`.
-            sequences_per_document: The number of sequences in each document, `[documents]`. It may
-                be zero.
+            sequences_per_document: The number of sequences in each document, which may be zero,
+                `[documents]`.
 
         Raises:
             DataError: An id does not fit the dataset's dtype, or a sequence is too long.
@@ -490,7 +492,7 @@ class IndexedDatasetBuilder:
         if other.dtype != self.dtype:
             raise DataError(
                 f"{other.prefix}: token type {other.dtype}, but {self.prefix} is written as "
-                f"{self.dtype}: only datasets from the same tokenizer can be joined"
+                f"{self.dtype}: only datasets made with the same tokenizer can be joined"
             )
         first, bounds = self.num_sequences, other.document_indices[1:]
         for start in range(0, len(other), _CHUNK):
@@ -505,8 +507,9 @@ class IndexedDatasetBuilder:
     def _start_writing(self) -> None:
         """Start writing to the disk, so that the fsync at the end takes little time.
 
-        This is only a hint: Linux starts to write a range of a file that it is told not to cache,
-        and keeps the pages that are not written yet. The fsync still reports disk errors.
+        This is only a hint. When Linux is asked not to cache a range of a file, it starts to write
+        that range and keeps the pages that are not written yet. The fsync still reports disk
+        errors.
         """
         count = self.num_tokens * self.dtype.itemsize - self._started
         if count < _WRITE_BEHIND or not hasattr(os, "posix_fadvise"):
@@ -542,7 +545,7 @@ class IndexedDatasetBuilder:
         for file in (self._tokens, self._index):
             file.flush()
             os.fsync(file.fileno())
-        # Without an .idx there is no dataset: an old one must not describe the new .bin.
+        # Remove an old .idx first, because it must never describe the new .bin.
         idx_path(self.prefix).unlink(missing_ok=True)
         os.replace(self._tokens.name, bin_path(self.prefix))
         os.replace(self._index.name, idx_path(self.prefix))

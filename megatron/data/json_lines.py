@@ -1,4 +1,4 @@
-"""Files of one JSON object per line, which a program reads one by one or continues to write."""
+"""Files with one JSON object per line, which a program reads line by line or appends to."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class JsonLine(NamedTuple):
     """One line of a file.
 
     Attributes:
-        number: Its number in the file, from 1.
-        start: The byte at which it begins.
-        fields: The object in it.
+        number: The number of the line in the file, from 1.
+        start: The byte at which the line begins.
+        fields: The JSON object in the line.
     """
 
     number: int
@@ -43,8 +43,8 @@ def read_objects(path: Path, flag: str, end: int | None = None) -> Iterator[Json
 
     Args:
         path: The file.
-        flag: The flag that names it, for error messages.
-        end: The byte at which to stop. `None` stands for the end of the file.
+        flag: The flag that names the file, for error messages.
+        end: The byte at which to stop. `None` means the end of the file.
 
     Raises:
         DataError: The file cannot be read, or a line is too long or not a JSON object.
@@ -68,24 +68,27 @@ def read_objects(path: Path, flag: str, end: int | None = None) -> Iterator[Json
                 yield JsonLine(number, start, fields)
                 start += len(line)
     except OSError as error:
-        raise DataError(f"{flag} {path} cannot be read: {error.strerror or error}") from error
+        raise DataError(
+            f"{flag} {path} cannot be read ({error.strerror or error}): give a readable file"
+        ) from error
 
 
 def keep_settings(path: Path, settings: Mapping[str, Setting], done: int, made: str) -> None:
-    """Save the settings next to a new file, or compare them with those of a continued file.
+    """Save the settings next to a new file, or compare them with those of an existing file.
 
-    `FILE.settings.json` holds them, as a JSON object from flag to value. Nothing is saved next to a
-    device. If the file has lines but no record of how they were made, print a warning.
+    The settings are stored in `FILE.settings.json`, as a JSON object from flag to value. Nothing is
+    saved next to a device. If the file has lines but its settings are missing, print a warning.
 
     Args:
         path: The file.
-        settings: Settings with which the rest will be made.
-        done: Number of lines that the file has.
-        made: What its lines are and how they were made, for example "samples were drawn".
+        settings: The settings with which the following lines will be made.
+        done: The number of lines in the file.
+        made: A plural noun for the lines and the verb for how they were made, such as "samples were
+            drawn".
 
     Raises:
-        StorageError: The lines were made with other settings. The message lists the flags and both
-            values.
+        StorageError: The lines were made with different settings. The message lists the flags and
+            both values.
     """
     if not path.is_file():  # nothing can be saved next to /dev/null
         return
@@ -96,26 +99,26 @@ def keep_settings(path: Path, settings: Mapping[str, Setting], done: int, made: 
             return
         if not beside.exists():
             print(
-                f"WARNING: {beside} is missing: cannot check that these {made} with the same "
-                "settings",
+                f"WARNING: {beside} is missing: cannot check whether the existing {made} with the "
+                "same settings",
                 flush=True,
             )
             return
         before = json_object(beside.read_bytes())
     if not before:
         raise StorageError(
-            f"{beside} does not hold the settings of {made.partition(' ')[0]}: remove it, or name "
-            "another file"
+            f"{beside} does not contain the settings of {made.partition(' ')[0]}: remove it, or "
+            "name another file"
         )
     differing = [
-        f"{name} is {settings.get(name, 'not used')} now and was {before.get(name, 'not used')}"
+        f"{name} was {before.get(name, 'not used')}, now {settings.get(name, 'not used')}"
         for name in {**settings, **before}
         if settings.get(name) != before.get(name)
     ]
     if differing:
         raise StorageError(
-            f"{path}: its {done} {made} with other settings:\n  "
+            f"{path}: its {done} {made} with different settings:\n  "
             + "\n  ".join(differing)
-            + "\ngive the earlier values, name another file, or remove this one (to continue "
-            f"regardless, remove only {beside.name})"
+            + "\nuse the earlier values, name another file, or remove this one (to continue "
+            f"anyway, remove only {beside.name})"
         )

@@ -1,8 +1,9 @@
 """Samplers, which choose the samples of each data-parallel process, and the batch loader.
 
-The samplers are pure functions of the consumed samples. A block is one micro-batch of every
-data-parallel process, `m * D` samples. Samples are consumed in whole blocks, so the global batch
-may change at any step to another multiple of a block. Worker processes load batches in advance.
+The samplers are pure functions of the number of consumed samples. A block consists of one
+micro-batch of every data-parallel process, `m * D` samples. Samples are consumed in whole blocks,
+so the global batch can change at any step to another multiple of a block. Worker processes load
+batches in advance.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader
 from megatron.data.sample import LONGEST_SEGMENT, PLACE, SEGMENT_ENDS, Sample, SampleDataset
 from megatron.errors import DataError, ShortageError, shortage_of
 
-_TILE = 128  # queries that a thread block of the flash kernel takes
+_TILE = 128  # queries per thread block of the flash kernel
 _PREFETCH = 4  # micro-batches that a worker loads in advance
 _LOOK_EVERY = 1.0  # seconds between a worker's checks that its parent is alive
 _LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is )?([^.]+)")
@@ -36,7 +37,7 @@ _broken: list[object] = []  # loaders that lost a worker, kept for the reason in
 
 @dataclass(frozen=True)
 class _Sampler:
-    """The counts that both samplers are based on.
+    """The counts on which both samplers are based.
 
     Attributes:
         total_samples: The number of samples in the dataset.
@@ -71,8 +72,8 @@ class _Sampler:
 class SingleSampler(_Sampler):
     """One pass over the samples in order: process r takes `[r * m, (r + 1) * m)` of each block.
 
-    The samples of a step start at the consumed count, for any number of processes and any
-    micro-batch size. Samples at the end that do not fill a block are dropped.
+    The samples of a step start at the number of consumed samples, whatever the number of processes
+    and the micro-batch size. Samples at the end that do not fill a block are dropped.
     """
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -86,7 +87,7 @@ class SingleSampler(_Sampler):
 class CyclicSampler(_Sampler):
     """Endless passes over the samples, in a new random order each epoch.
 
-    As in Megatron, the order is drawn from the epoch's index alone, not from --seed.
+    As in Megatron, the order depends only on the epoch's index and not on --seed.
 
     Attributes:
         data_sharding: Whether each process shuffles its own contiguous share. If not, the
@@ -101,9 +102,9 @@ class CyclicSampler(_Sampler):
         super().__post_init__()
         if self.consumed_samples % self.epoch_samples % self.block:
             raise DataError(
-                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are not whole "
-                f"micro-batches of {self.micro_batch} on each of {self.size} processes: resume "
-                "with the sizes that the run began with, or use --dataloader-type single"
+                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are not a "
+                f"whole number of micro-batches of {self.micro_batch} on {self.size} processes: "
+                "resume with the original sizes, or use --dataloader-type single"
             )
 
     @property
@@ -140,10 +141,10 @@ def build_loader(
     seed: int,
     pin_memory: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """Iterate over micro-batches: dictionaries of the stacked parts of their samples.
+    """Iterate over micro-batches, which are dictionaries of the stacked parts of their samples.
 
-    The sampler alone decides the order, and nothing is drawn from a global random state, so that a
-    resumed run continues bit for bit.
+    The order depends only on the sampler, and no global random state is used, so a resumed run
+    continues bit for bit.
 
     Args:
         dataset: The dataset to load from.
@@ -174,21 +175,21 @@ def build_loader(
             raise
         raise ShortageError(
             "there is too little shared memory for the locks of the data loading processes: "
-            "enlarge /dev/shm (docker run --shm-size 1g), or use --num-workers 0 to load in the "
-            "training process itself"
+            "enlarge /dev/shm (docker run --shm-size 1g), or use --num-workers 0 to load data in "
+            "the training process"
         ) from error
     workers = set(multiprocessing.active_children()) - others
     try:
         for batch in batches:
             yield batch.tensors
     except DataError as error:
-        # From a worker, PyTorch gives a traceback, of which the last line is for the user.
+        # For an error in a worker, PyTorch gives a traceback whose last line is the message.
         name = f"{DataError.__module__}.{DataError.__qualname__}: "
         raise DataError(str(error).rpartition(name)[2].strip()) from None
     finally:
-        # PyTorch closes a loader that nothing refers to, and then waits for the thread that pins
+        # When nothing refers to a loader, PyTorch closes it and waits for the thread that pins
         # memory. If that thread has read half a batch from a worker that was killed, it waits for
-        # the rest forever.
+        # the rest forever. So keep a reference.
         if any(worker.exitcode for worker in workers):
             _broken.append(batches)
 
@@ -205,8 +206,8 @@ def lost_workers() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # Otherwise PyTorch would raise for each loading process that ends from now on, wherever
-        # this process has got, even in the middle of its exit.
+        # Otherwise PyTorch would raise an error for each loading process that ends from now on,
+        # whatever this process is doing, even while it exits.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         lost = _LOST.search(str(error)) if isinstance(error, RuntimeError) else None
@@ -215,7 +216,7 @@ def lost_workers() -> Iterator[None]:
         raise ShortageError(
             f"a data loading process (pid {lost[1]}) ended unexpectedly: {lost[2]}. The usual "
             "cause is a lack of memory (check the system log): use fewer --num-workers, or 0 to "
-            "load in the training process itself"
+            "load data in the training process"
         ) from error
 
 
@@ -223,7 +224,7 @@ class _LoadingProcess(context.ForkProcess):
     """A data loading process that ends without a traceback if memory is short."""
 
     def run(self) -> None:
-        """Load until the training process says to end; `lost_workers` reports any other end."""
+        """Load until the training process ends the worker; `lost_workers` reports any other end."""
         try:
             super().run()
         except Exception as error:
@@ -239,10 +240,10 @@ class _LoadingContext(context.ForkContext):
 class _ByValue:
     """A micro-batch that a worker sends by value.
 
-    Plain tensors would be sent as handles of shared memory, and for each one the training process
-    would connect to the worker. This takes 0.5 ms for a micro-batch of two parts and 2 ms for one
-    of seven, during which its other threads start no kernels. Containers also have little shared
-    memory.
+    Plain tensors would be sent as handles of shared memory, and the training process would have to
+    connect to the worker for each one. This takes 0.5 ms for a micro-batch of two parts and 2 ms
+    for one of seven, and no other thread starts kernels during this time. In addition, containers
+    often have little shared memory.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -266,9 +267,9 @@ class _ByValue:
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for numbers.
 
-    All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become 0, the
-    ends in the concatenated samples, then empty segments (`_segment_count`); `LONGEST_SEGMENT`
-    goes with them. `PLACE` `[7]` become `[p, 7]` for the p samples that have one.
+    All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become 0 and the
+    ends in the concatenated samples, followed by empty segments, and `LONGEST_SEGMENT` is added.
+    `PLACE` `[7]` become `[p, 7]` for the p samples that have one.
     """
     batch = {}
     for name in {name: None for sample in samples for name in sample}:
@@ -278,24 +279,18 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
             starts = np.cumsum([0, *(int(ends[-1]) for ends in parts)])
             shifted = [ends + start for ends, start in zip(parts, starts, strict=False)]
             ends = np.concatenate([[0], *shifted])
-            # Rounded up to the flash kernel's tiles; for a length of 1 it has a form of its own.
+            # Round up to the flash kernel's tiles. For a length of 1, it has a separate variant.
             tiles = -(-int(np.diff(ends).max()) // _TILE)
             batch[LONGEST_SEGMENT] = torch.empty((tiles * _TILE, 0), dtype=torch.int64)
-            more = _segment_count(len(ends) - 1) + 1 - len(ends)
+            # Add empty segments up to a power of two, at least 16, so that micro-batches have few
+            # shapes, because a CUDA graph is recorded for each. Runs without CUDA graphs do the
+            # same, because the flash kernel's dropout depends on the number of segments.
+            segments = 2 ** (max(len(ends) - 1, 16) - 1).bit_length()
+            more = segments + 1 - len(ends)
             batch[name] = torch.from_numpy(np.pad(ends, (0, more), mode="edge"))
         else:
             batch[name] = torch.from_numpy(np.stack(parts))
     return batch
-
-
-def _segment_count(segments: int) -> int:
-    """Return the number of segments to which a micro-batch is filled up with empty ones.
-
-    It is a power of two, at least 16, so that micro-batches have few shapes: a CUDA graph is
-    recorded for each. Runs without recordings do the same, because the flash kernel's dropout
-    depends on the number of segments.
-    """
-    return 2 ** (max(segments, 16) - 1).bit_length()
 
 
 def _leave_signals_to_parent(worker: int) -> None:
@@ -303,20 +298,20 @@ def _leave_signals_to_parent(worker: int) -> None:
 
     The training process saves a checkpoint first and needs its data until then. A worker ends only
     when the training process closes the loader, which sends a SIGTERM, or when that process ends.
-    If the system does not report who sent a signal (macOS), every SIGTERM ends the worker.
+    On systems that do not report the sender of a signal (macOS), any SIGTERM ends the worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not hasattr(signal, "sigtimedwait"):
         return
-    # Blocked here and, by inheritance, in the thread that waits for it.
+    # Block the signal here and, by inheritance, in the thread that waits for it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     process = multiprocessing.parent_process()
     assert process is not None, "a worker has a parent"
     parent = process.pid
 
     def end_with_parent() -> None:
-        # A parent that was killed neither sends nor reads. A worker with half a batch in the pipe,
-        # which all workers keep open, would wait at its exit forever.
+        # A parent that was killed sends no signal and reads no data. All workers keep the pipe
+        # open, so a worker with half a batch in it would wait forever when it exits.
         while os.getppid() == parent:
             received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY)
             if received is not None and received.si_pid == parent:

@@ -1,19 +1,19 @@
-"""Files of a teacher's most likely tokens, for every training sample.
+"""Files with a teacher's most likely tokens for every training sample.
 
-A folder holds `logits.json`, which says what the logits were computed from and how, and one
-safetensors file for each `samples_per_file` samples, in the order of training. They do not depend
+A folder holds `logits.json`, which describes how and from what the logits were computed, and one
+safetensors file per `samples_per_file` samples, in the order of training. The files do not depend
 on the layout of the processes that write or read them. With n samples of s tokens, and m entries
-in all:
+in total:
 
-    ids     [m]         int16 whose bits are unsigned, or int32 for vocabularies above 65536
-    values  [m]         fp16, bf16 or fp32   their log-probabilities
-    counts  [n, s]      int32                how many of the entries each position has
-    starts  [n + 1]     int64                the first entry of each sample, and m
-    rest    [n, s]      fp32                 the log-probability of all other tokens together
-    tokens  [n]         int64                a digest of each sample's tokens
-    checks  [n]         int64                a digest of each sample's logits, as they are stored
+    ids     [m]         int16 (its bits are uint16), or int32 for vocabularies above 65536
+    values  [m]         fp16, bf16 or fp32   log-probabilities of these ids
+    counts  [n, s]      int32                number of entries at each position
+    starts  [n + 1]     int64                first entry of each sample, followed by m
+    rest    [n, s]      fp32                 log-probability of all other tokens together
+    tokens  [n]         int64                digest of each sample's tokens
+    checks  [n]         int64                digest of each sample's logits, as stored
 
-A file gets its name when it is complete, so a run that was interrupted goes on with the next one.
+A file gets its name only when it is complete, so an interrupted run continues with the next file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.durable import replace_file, storage_errors
 from megatron.errors import DataError, warn
 from megatron.tokenizer.base import Tokenizer
 
-# Parts of a sample that has a teacher's logits: ids [s, k], values [s, k] and rest [s].
+# The parts of a sample that hold a teacher's logits: ids [s, k], values [s, k] and rest [s].
 TOP_IDS, TOP_VALUES, TOP_REST = "top_ids", "top_values", "top_rest"
 HEADER = "logits.json"
 FORMAT = "megatron-top-logits-1"
@@ -48,22 +48,22 @@ _SHORT_IDS = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsHeader:
-    """What a folder of logits was computed from, and how. It is the content of `logits.json`.
+    """The content of `logits.json`: how and from what the logits in a folder were computed.
 
     Attributes:
         seed: --seed, which determines the order of samples.
-        seq_length: The number of tokens of a sample, s.
+        seq_length: The number of tokens in a sample, s.
         tokenizer: The tokenizer's fingerprint.
-        vocab_size: The number of its entries.
+        vocab_size: The number of entries in the vocabulary.
         separates_documents: Whether tokens attend only within their document, and whether positions
-            are counted from 0 in each.
-        temperature: The number by which logits were divided.
-        top_k: The number of entries of a position, at most.
-        top_p: The probability after which entries are left out, or `None`.
-        top_p_min_k: The number of entries that stay whatever `top_p` says.
+            are counted from 0 in each document.
+        temperature: The temperature by which logits were divided.
+        top_k: The largest number of entries at a position.
+        top_p: The cumulative probability after which further entries are omitted, or `None`.
+        top_p_min_k: The number of entries that are kept regardless of `top_p`.
         dtype: The number format of the log-probabilities.
         samples: The number of samples.
-        samples_per_file: The number of samples in every file but the last.
+        samples_per_file: The number of samples in every file except the last.
         teacher: The teacher's checkpoint.
         format: The version of the format.
     """
@@ -94,7 +94,7 @@ class LogitsHeader:
         return folder / f"logits-{first:012d}.safetensors"
 
 
-_FLAGS_OF_SAMPLES = {  # how messages call the fields of `settings_of_samples`
+_FLAGS_OF_SAMPLES = {  # the names of the fields of `settings_of_samples` in messages
     "seed": "--seed",
     "seq_length": "--seq-length",
     "tokenizer": "the tokenizer",
@@ -105,7 +105,7 @@ _FLAGS_OF_SAMPLES = {  # how messages call the fields of `settings_of_samples`
 
 
 def settings_of_samples(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the fields of a header in which the run that writes and the one that reads agree."""
+    """Return the header fields that must be equal in the writing and the reading run."""
     data = config.data
     return {
         "seed": config.training.seed,
@@ -144,17 +144,18 @@ def new_header(
 
 
 def read_header(folder: Path, flag: str) -> LogitsHeader:
-    """Return what a folder of logits says about itself.
+    """Return the header of a folder of logits.
 
     Raises:
-        DataError: It is no such folder. The message names the flag, the file and the remedy.
+        DataError: The folder does not hold logits. The message names the flag, the file and the
+            remedy.
     """
     path = folder / HEADER
     if not path.is_file():
         if next(folder.glob("cp*_dp*__*.tar"), None) is not None:
             raise DataError(
-                f"{flag} {folder}: holds Megatron Core's tar files, which follow the order of "
-                "Core's own processes: write them again with --logits-save-dir"
+                f"{flag} {folder}: holds Megatron Core's tar files, whose order depends on Core's "
+                "processes: write the logits again with --logits-save-dir"
             )
         raise DataError(
             f"{flag} {folder}: there is no {HEADER}: give a folder that --logits-save-dir wrote"
@@ -167,19 +168,22 @@ def read_header(folder: Path, flag: str) -> LogitsHeader:
         header = LogitsHeader(**values)
         numbers = (header.seq_length, header.samples, header.samples_per_file, header.top_k)
         if any(type(one) is not int or one < 1 for one in numbers) or header.dtype not in DTYPES:
-            raise ValueError("a value of the wrong kind")
+            raise ValueError("a value is of the wrong kind")
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}): {remedy}") from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}): make it readable, or write the "
+            "logits again"
+        ) from error
     return header
 
 
 def begin_folder(folder: Path, header: LogitsHeader) -> None:
-    """Write the header of a folder, or check that it is the same as the one that is there.
+    """Write the header of a folder, or compare it with an existing header.
 
     Raises:
-        DataError: The folder holds logits of something else.
+        DataError: The folder holds other logits.
         StorageError: The header cannot be written.
     """
     with storage_errors(folder):
@@ -197,7 +201,7 @@ def begin_folder(folder: Path, header: LogitsHeader) -> None:
     if differing:
         raise DataError(
             f"--logits-save-dir {folder}: holds other logits, with {', '.join(differing)}: give "
-            "the same flags to go on with them, or another folder"
+            "the same flags to continue them, or another folder"
         )
 
 
@@ -209,8 +213,8 @@ def write_file(
     Args:
         path: The file.
         header: The folder's header.
-        samples: The parts `TOP_IDS` [s, k] (-1 for no entry), `TOP_VALUES` [s, k] and `TOP_REST`
-            [s] of each sample, on the CPU.
+        samples: The parts `TOP_IDS` [s, k] (-1 where there is no entry), `TOP_VALUES` [s, k] and
+            `TOP_REST` [s] of each sample, on the CPU.
         digests: The `digest_of_tokens` of each sample.
 
     Raises:
@@ -240,7 +244,7 @@ def write_file(
 
 
 def digest_of_tokens(sample: Sample) -> int:
-    """Return a digest of a sample's tokens in 64 bits."""
+    """Return a 64-bit digest of a sample's tokens."""
     return _digest(torch.from_numpy(np.asarray(sample["text"], dtype=np.int64)))
 
 
@@ -252,21 +256,21 @@ def _digest(*tensors: Tensor) -> int:
 
 
 def _parts_of(file: Mapping[str, Any], at: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return counts [s], ids [m], values [m] and rest [s] of a file's sample, as stored."""
+    """Return the counts [s], ids [m], values [m] and rest [s] of a sample in a file, as stored."""
     start, end = file["starts"][at : at + 2].tolist()
     return file["counts"][at], file["ids"][start:end], file["values"][start:end], file["rest"][at]
 
 
 @dataclass(eq=False)
 class TeacherLogitsDataset:
-    """A dataset whose samples have a teacher's logits beside their tokens.
+    """A dataset whose samples have a teacher's logits in addition to their tokens.
 
     Attributes:
         dataset: The samples.
         folder: The folder of logits.
-        header: Its header.
-        ignores_errors: Whether a sample whose logits cannot be read has none, which is reported
-            once.
+        header: The header of the folder.
+        ignores_errors: Whether to continue without the logits of samples where they cannot be read.
+            The first such sample is reported.
     """
 
     dataset: SampleDataset
@@ -284,7 +288,7 @@ class TeacherLogitsDataset:
         """Return sample `i` with `TOP_IDS`, `TOP_VALUES` and `TOP_REST`.
 
         Raises:
-            DataError: Its logits are missing, damaged, or those of other tokens.
+            DataError: The logits are missing, damaged, or belong to other tokens.
         """
         sample: Sample = self.dataset[i]
         try:
@@ -294,19 +298,19 @@ class TeacherLogitsDataset:
                 raise
             if not self._has_warned:
                 self._has_warned = True
-                warn(f"{error} (--logits-load-ignore-errors: the sample's tokens count alone)")
-            # Nothing is known: any token has the probability 1 to be among "the rest".
+                warn(f"{error} (--logits-load-ignore-errors: only the sample's tokens are used)")
+            # Nothing is known, so the probability that a token is among "the rest" is 1.
             return {**sample, **self._padded(np.zeros(self.header.seq_length, np.int32))}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the datasets that read text: see `text_stream.ReadsText`."""
+        """Return the datasets that read text, as in `text_stream.ReadsText`."""
         return text_members(self.dataset, samples)
 
     def _logits(self, i: int, digest: int) -> dict[str, NDArray[Any]]:
         if i >= self.header.samples:
             raise DataError(
                 f"--logits-load-dir {self.folder}: has the logits of {self.header.samples} "
-                f"samples, and sample {i} is asked for: train on fewer, or write more"
+                f"samples, but sample {i} is needed: train on fewer samples, or write more logits"
             )
         path, at = self.header.path(self.folder, i), i % self.header.samples_per_file
         remedy = "delete it and write it again with --logits-save-dir"
@@ -314,13 +318,13 @@ class TeacherLogitsDataset:
             file = self._file(path)
             if int(file["tokens"][at : at + 1]) != digest:
                 raise DataError(
-                    f"--logits-load-dir {self.folder}: sample {i} has other tokens than the one "
-                    "whose logits were written: give the same data, --split, --seed and number of "
+                    f"--logits-load-dir {self.folder}: sample {i} has different tokens than when "
+                    "its logits were written: give the same data, --split, --seed and number of "
                     "training samples, or write the logits again"
                 )
             parts = _parts_of(file, at)
             if _digest(*parts) != int(file["checks"][at : at + 1]):
-                raise ValueError(f"the logits of sample {i} have another digest")
+                raise ValueError(f"the digest of the logits of sample {i} does not match")
             counts, rest = parts[0].numpy(), parts[3].numpy()
             ids, values = parts[1].to(torch.int32).numpy(), parts[2].float().numpy()
             if parts[1].dtype == torch.int16:
@@ -330,16 +334,16 @@ class TeacherLogitsDataset:
             if counts.min() < 0 or counts.sum() != len(ids):
                 raise ValueError("the numbers of entries do not add up")
             if len(ids) and not 0 <= ids.min() <= ids.max() < self.header.vocab_size:
-                raise ValueError("an id outside the vocabulary")
+                raise ValueError("an id is outside the vocabulary")
             return self._padded(counts, ids, values, rest)
         except FileNotFoundError:
             raise DataError(
-                f"{path} is missing: run the command with --logits-save-dir again, which goes on "
-                "where it ended"
+                f"{path} is missing: run the command with --logits-save-dir again, which continues "
+                "where it stopped"
             ) from None
         except DataError:
             raise
-        except Exception as error:  # safetensors has errors of its own
+        except Exception as error:  # safetensors raises its own kinds of errors
             raise DataError(f"{path} is damaged ({error}): {remedy}") from error
 
     def _padded(
@@ -359,7 +363,7 @@ class TeacherLogitsDataset:
         return {TOP_IDS: all_ids, TOP_VALUES: all_values, TOP_REST: none if rest is None else rest}
 
     def _file(self, path: Path) -> Mapping[str, Any]:
-        """Return what reads a part of each tensor of a file."""
+        """Return, for each tensor of a file, an object from which parts of it can be read."""
         if path not in self._open:
             from safetensors import safe_open
 
@@ -374,7 +378,7 @@ class TeacherLogitsDataset:
 def with_logits(
     dataset: SampleDataset, config: RunConfig, tokenizer: Tokenizer
 ) -> TeacherLogitsDataset:
-    """Return a dataset with the logits of --logits-load-dir, which must be those of its samples.
+    """Return a dataset with the logits in --logits-load-dir, which must belong to its samples.
 
     Args:
         dataset: The training samples.
@@ -389,7 +393,7 @@ def with_logits(
     folder = Path(asked.logits_load_dir)
     header = read_header(folder, "--logits-load-dir")
     differing = [
-        f"{_FLAGS_OF_SAMPLES[name]} was {getattr(header, name)} and is {value}"
+        f"{_FLAGS_OF_SAMPLES[name]} was {getattr(header, name)}, now {value}"
         for name, value in settings_of_samples(config, tokenizer).items()
         if getattr(header, name) != value
     ]
@@ -402,15 +406,16 @@ def with_logits(
     if missing and not asked.logits_load_ignore_errors:
         raise DataError(
             f"--logits-load-dir {folder}: {len(missing)} of {len(header.files())} files are "
-            "missing: run the command with --logits-save-dir again, which goes on where it ended"
+            "missing: run the command with --logits-save-dir again, which continues where it "
+            "stopped"
         )
     result = TeacherLogitsDataset(dataset, folder, header, asked.logits_load_ignore_errors)
-    _ = result[0]  # fail now if these are other samples
+    _ = result[0]  # fail now if the logits belong to other samples
     return result
 
 
 def missing_files(folder: Path, header: LogitsHeader) -> Iterator[range]:
-    """Yield the samples of each file that is not written yet."""
+    """Yield the samples of each file that has not been written yet."""
     for samples in header.files():
         if not header.path(folder, samples.start).exists():
             yield samples

@@ -1,8 +1,8 @@
-"""The choice of the tokens that a BERT or T5 sample masks: runs of whole words.
+"""The choice of the tokens to mask in a BERT or T5 sample, which are runs of whole words.
 
 Both models choose in the same way. They differ in the length of a run and in its replacement. A
-word is a token with the `##` pieces that continue it, and is masked whole or not at all. The order
-of random draws is that of Megatron-LM, so the same tokens are masked.
+word consists of a token and the `##` pieces that continue it. It is masked as a whole or not at
+all. Random draws are in the same order as in Megatron-LM, so the same tokens are masked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SpecialIds(NamedTuple):
     Attributes:
         size: The number of entries in the vocabulary.
         continues: Whether each entry continues a word, `[size]` bool.
-        pad, cls, sep, mask, eos: The ids of the special tokens of those names, or -1.
+        pad, cls, sep, mask, eos: The ids of the special tokens with these names, or -1.
         bos: The first id that a T5 decoder reads, or -1.
         sentinels: The ids with which T5 replaces masked runs, in order.
         encoder_end: The ids that follow the text in T5's encoder input.
@@ -50,7 +50,7 @@ class SpecialIds(NamedTuple):
         """Find the special ids of `tokenizer` for BERT samples.
 
         Raises:
-            ConfigError: The tokenizer lacks one of them.
+            ConfigError: The tokenizer lacks one of these special tokens.
         """
         continues = np.zeros(tokenizer.vocab_size, bool)
         for entry, index in tokenizer.vocab.items():
@@ -90,7 +90,7 @@ class SpecialIds(NamedTuple):
         if vocab_size < _SMALLEST_GENERATED:
             raise ConfigError(
                 f"--mock-data: a vocabulary of {vocab_size} entries has no room for special "
-                f"tokens: give one of at least {_SMALLEST_GENERATED} entries"
+                f"tokens: give one with at least {_SMALLEST_GENERATED} entries"
             )
         sentinels = tuple(range(6, 6 + min(100, (vocab_size - 6) // 2)))
         return SpecialIds(vocab_size, np.zeros(vocab_size, bool), 0, 1, 2, 3, 4, 5, sentinels)
@@ -102,8 +102,8 @@ Words = list[list[int]]  # the positions of each word
 def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> Words:
     """Return the positions of each word of `tokens` `[s]`, without [CLS] and [SEP].
 
-    A piece that continues a word belongs to the last word before it, even if there is a [SEP] in
-    between. This happens if the front of a segment was cut off inside a word.
+    A piece that continues a word belongs to the previous word, even if there is a [SEP] in between.
+    This happens if the beginning of a segment was cut off inside a word.
     """
     positions = np.flatnonzero((tokens != ids.cls) & (tokens != ids.sep))
     starts = ~ids.continues[tokens[positions]]
@@ -114,7 +114,7 @@ def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> Words:
 
 
 def masking_budget(mask_prob: float, tokens: int, target_length: int) -> float:
-    """Return how many of a sample's `tokens` may be masked, rounded as in Megatron."""
+    """Return how many of the `tokens` of a sample may be masked, rounded as in Megatron."""
     return min(mask_prob * target_length, max(1, round(tokens * mask_prob)))
 
 
@@ -123,18 +123,19 @@ def choose_runs(
 ) -> Iterator[list[int]]:
     """Yield the positions of each run of words to mask, until `budget` positions are chosen.
 
-    Words are tried in random order as starts of a run. A run that would exceed the budget is
-    shortened. A run that still exceeds it, or contains a chosen word, is left out.
+    Words are tried in random order as the start of a run. A run that would exceed the budget is
+    shortened. If it still exceeds the budget, or contains a word that has been chosen already, it
+    is skipped.
 
-    The caller may draw from `random` between two runs: as in Megatron, its draws for the tokens of
-    a run come before those for the next run.
+    The caller may draw from `random` between two runs: as in Megatron, the draws for the tokens of
+    a run precede those for the next run.
 
     Args:
         words: The positions of each word of the sample.
         budget: The number of positions that may be chosen.
         draw_words: A function that draws the length of a run in words. It is called for every word
             that is tried.
-        random: The generator that shuffles the order in which words are tried.
+        random: The generator that shuffles the words to try.
     """
     order = np.arange(len(words))
     random.shuffle(order)
@@ -142,7 +143,7 @@ def choose_runs(
     taken = 0
     for first in order.tolist():
         if taken + 1 > budget:
-            return  # no further word fits; Megatron continues to try, without effect
+            return  # no further word fits; Megatron keeps trying, without effect
         run = words[first : first + draw_words()]
         size = sum(map(len, run))
         while len(run) > 1 and taken + size > budget:

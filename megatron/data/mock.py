@@ -1,4 +1,4 @@
-"""Generated tokens that a model can learn: training without a corpus (`--mock-data`)."""
+"""Generated tokens that a model can learn, for training without a corpus (`--mock-data`)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SENTENCE = 20  # approximate length of a sentence in tokens
 class MockDataset:
     """GPT samples that count up from a random token by a random step, modulo a small vocabulary.
 
-    The step is constant within a sample, so that a model can predict every token but the first
-    two. Sample `i` depends only on the seed, the split and `i`.
+    The step is constant within a sample, so a model can predict every token except the first two.
+    Sample `i` depends only on the seed, the split and `i`.
 
     Attributes:
         num_samples: The number of samples.
-        seq_length: The sequence length s, in tokens.
-        vocab_size: The size of the vocabulary. Ids stay below it, and below 256.
-        seed: The seed of the draws.
+        seq_length: The sequence length s in tokens.
+        vocab_size: The size of the vocabulary. Ids are below this number and below 256.
+        seed: The seed of the random draws.
         split: A number that keeps training, validation and test samples apart.
     """
 
@@ -50,14 +50,14 @@ class MockDataset:
 
 @dataclass(eq=False)
 class MockSentences:
-    """Generated sentences for BERT and T5; a sample counts up like those of `MockDataset`.
+    """Generated sentences for BERT and T5, whose tokens count up as in `MockDataset`.
 
-    A model can predict masked tokens from their neighbors, and the order of two segments from
-    their ends.
+    A model can predict masked tokens from their neighbors, and the order of two segments from the
+    tokens where they meet.
 
     Attributes:
         num_samples: The number of samples.
-        plan: The longest sample, the share of short ones, and the seed.
+        plan: The length of the longest sample, the share of short samples, and the seed.
         ids: The special ids, which do not occur in the sentences.
         split: A number that keeps training, validation and test samples apart.
     """
@@ -73,7 +73,7 @@ class MockSentences:
         return self.num_samples
 
     def __getitem__(self, i: int) -> tuple[list[NDArray[np.int64]], int]:
-        """Return at least two sentences for sample `i`, and its length in tokens."""
+        """Return the sentences of sample `i`, at least two, and its length in tokens."""
         random = _generator(self.num_samples, self.plan.seed, self.split, i)
         is_short = random.random() < self.plan.short_seq_prob
         longest = self.plan.max_length

@@ -1,4 +1,4 @@
-"""Names that stand for corpora, such as wikipedia, in a YAML file of the user.
+"""Names for corpora, such as wikipedia, which the user defines in a YAML file.
 
 The environment variable MEGATRON_CORPORA names the file, which maps each name to a path or a list
 of paths, relative to the file's folder:
@@ -18,10 +18,10 @@ from megatron.errors import DataError
 
 
 def paths_of(word: str) -> Sequence[str]:
-    """Return the paths that a word of --input or --data-path stands for, by default itself.
+    """Return the paths for an entry of --input or --data-path: the entry itself if it is no name.
 
     Raises:
-        DataError: The YAML file cannot be read, or gives no path for the word.
+        DataError: The YAML file cannot be read, or the value of the name is not a path.
     """
     file = corpora_file()
     if file is None or os.sep in word or os.path.exists(word):
@@ -35,12 +35,14 @@ def paths_of(word: str) -> Sequence[str]:
         raise DataError(f"{where}: {error.strerror}: give a readable YAML file") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())
-        raise DataError(f"{where}: not a YAML file ({said}): fix it") from error
+        raise DataError(f"{where}: not a YAML file ({said}): fix the file") from error
     if not isinstance(names, dict):
-        raise DataError(f"{where}: expected names of corpora with their paths: fix the file")
+        raise DataError(f"{where}: expected corpus names with their paths: fix the file")
     if word not in names:
         return [word]
     given = [names[word]] if isinstance(names[word], str) else names[word]
     if not (isinstance(given, list) and given and all(isinstance(path, str) for path in given)):
-        raise DataError(f"{where}: {word!r} is not a path or a list of paths: fix the file")
+        raise DataError(
+            f"{where}: the value of {word!r} is not a path or a list of paths: fix the file"
+        )
     return [str(file.parent / path) for path in given]

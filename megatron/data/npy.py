@@ -1,4 +1,4 @@
-"""Shards of token ids in numpy's format, as other trainers write them (`.npy`)."""
+"""Shards of token ids in numpy's `.npy` format, as written by other trainers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.errors import DataError
 
-_PIECE = 1 << 24  # tokens that are searched for ends of documents at a time
+_PIECE = 1 << 24  # the number of tokens in which ends of documents are searched at a time
 
 
 class Shard(NamedTuple):
@@ -19,7 +19,7 @@ class Shard(NamedTuple):
 
     Attributes:
         path: The file.
-        ids: The mapped array, `[tokens]`, or one document per row, `[documents, tokens]`.
+        ids: The memory-mapped array, `[tokens]`, or `[documents, tokens]` with a document per row.
     """
 
     path: Path
@@ -29,7 +29,7 @@ class Shard(NamedTuple):
         """Yield the documents, each `[tokens]`.
 
         Args:
-            eod: The id that ends a document in a `[tokens]` array. It stays in the document. If
+            eod: The id that ends a document in a `[tokens]` array. It is kept in the document. If
                 `None`, the file is a single document.
         """
         if self.ids.ndim == 2:
@@ -46,7 +46,7 @@ class Shard(NamedTuple):
 
 
 def find_shards(pattern: str) -> list[Path]:
-    """Return the `.npy` files that a file, glob or folder names, sorted; none if it names none."""
+    """Return the sorted `.npy` files that a file, glob or folder names; empty if there are none."""
     path = Path(pattern)
     if path.is_dir():
         return sorted(path.glob("*.npy"))
@@ -56,17 +56,17 @@ def find_shards(pattern: str) -> list[Path]:
 
 
 def open_shard(path: Path) -> Shard:
-    """Map a shard. Nothing in it is unpickled.
+    """Map a shard into memory. Nothing in it is unpickled.
 
     Raises:
-        DataError: The file is not a sound `.npy` file of token ids in one or two dimensions.
+        DataError: The file is not a valid `.npy` file of token ids in one or two dimensions.
     """
     try:
-        # A view as a plain array, because slicing np.memmap's subclass costs ten times as much.
+        # A view as a plain array, because slicing an np.memmap takes ten times as long.
         ids = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
     except OSError as error:
         raise DataError(f"--input {path}: {error.strerror or error}: copy it again") from error
-    except Exception as error:  # numpy parses the header as Python, which may raise anything
+    except Exception as error:  # numpy parses the header as Python, which may raise any error
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"--input {path}: not a .npy file of numbers, or truncated ({said}): copy or write it "
@@ -74,8 +74,8 @@ def open_shard(path: Path) -> Shard:
         ) from error
     if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
         raise DataError(
-            f"--input {path}: an array {list(ids.shape)} of {ids.dtype}, expected token ids, "
-            "[tokens] or [documents, tokens] of an integer type: write it again with .astype(...)"
+            f"--input {path}: an array {list(ids.shape)} of {ids.dtype}, expected token ids of an "
+            "integer type, [tokens] or [documents, tokens]: write it again with .astype(...)"
         )
     if ids.size and int(ids.min()) < 0:
         at = int(np.argmin(ids))

@@ -1,17 +1,17 @@
-"""Best-fit packing: which examples share a row of s tokens, as a plan.
+"""Best-fit packing: a plan of which examples share a row of s tokens.
 
-The longest example comes first. Each goes into the row with the least room in which it still fits,
-or opens a row. Which lengths share a row is therefore the same in every epoch, and so is the number
-of rows. Which of the examples of equal length takes a place, and the order of the rows, are drawn
-anew for each epoch from the seed. Sample i of a run is row `i % rows` of epoch `i // rows`: a count
-of samples is all that a resumed run needs.
+Examples are placed in order of decreasing length. Each goes into the row with the least room in
+which it still fits, or into a new row. The number of rows, and the lengths that share a row, are
+therefore the same in every epoch. The assignment of examples of equal length to places, and the
+order of the rows, are drawn from the seed again in each epoch. Sample i of a run is row `i % rows`
+of epoch `i // rows`, so a resumed run needs only a count of samples.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -22,26 +22,26 @@ class EpochPlan(NamedTuple):
     """The rows of one epoch, in the order of training.
 
     Attributes:
-        examples: The numbers of the examples, row after row, `[N]`.
-        starts: The place in `examples` at which each row begins, and N, `[rows + 1]`.
+        examples: The indexes of the examples, row after row, `[N]`.
+        starts: The place in `examples` at which each row begins, followed by N, `[rows + 1]`.
     """
 
     examples: NDArray[np.int64]
     starts: NDArray[np.int64]
 
     def row(self, number: int) -> NDArray[np.int64]:
-        """Return the examples of a row, the longest first."""
+        """Return the examples of a row, with the longest first."""
         return self.examples[self.starts[number] : self.starts[number + 1]]
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """How N examples are distributed over rows.
+    """The distribution of N examples over rows.
 
     Attributes:
-        lengths: The number of tokens of each example, `[N]`.
-        seq_length: The number of tokens of a row, s.
-        places: The row of each example, the longest example first, `[N]`.
+        lengths: The number of tokens in each example, `[N]`.
+        seq_length: The number of tokens in a row, s.
+        places: The row of each example, in order of decreasing length, `[N]`.
         rows: The number of rows in an epoch.
     """
 
@@ -49,10 +49,11 @@ class Packing:
     seq_length: int
     places: NDArray[np.int64]
     rows: int
+    _plans: dict[tuple[int, int], EpochPlan] = field(default_factory=dict, repr=False)
 
     @property
     def fullness(self) -> float:
-        """The share of the rows' tokens that belong to examples, 0 to 1."""
+        """The fraction of the rows' tokens that belong to examples, 0 to 1."""
         return int(self.lengths.sum()) / (self.rows * self.seq_length)
 
     def epoch(self, number: int, seed: int) -> EpochPlan:
@@ -66,20 +67,28 @@ class Packing:
             longest_first[np.argsort(rows, kind="stable")], np.concatenate([[0], counts.cumsum()])
         )
 
+    def row(self, i: int, seed: int) -> NDArray[np.int64]:
+        """Return the examples of row `i`, counted over all epochs."""
+        epoch, row = divmod(i, self.rows)
+        if (epoch, seed) not in self._plans:
+            self._plans.clear()  # samples are read in order, and a plan is large
+            self._plans[epoch, seed] = self.epoch(epoch, seed)
+        return self._plans[epoch, seed].row(row)
+
 
 def pack(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing:
-    """Distribute examples over rows by best fit, the longest first.
+    """Distribute examples over rows by best fit, in order of decreasing length.
 
-    Examples of the same length are placed together, so that a million of them take 0.3 s.
+    Examples of the same length are placed together, so a million examples take 0.3 s.
 
     Args:
-        lengths: The number of tokens of each example, 1 to `seq_length`, `[N]`.
-        seq_length: The number of tokens of a row.
+        lengths: The number of tokens in each example, 1 to `seq_length`, `[N]`.
+        seq_length: The number of tokens in a row.
     """
     sizes = _checked(lengths, seq_length)
     places = np.empty(len(sizes), np.int64)
     rows = done = 0
-    open_rows: dict[int, list[int]] = {}  # the rows with so much room, which is not 0
+    open_rows: dict[int, list[int]] = {}  # the rows by the room that they have left, if any
     rooms: list[int] = []  # the keys of `open_rows`, in ascending order
     found, counts = np.unique(sizes, return_counts=True)
     for length, count in zip(found[::-1].tolist(), counts[::-1].tolist(), strict=True):
@@ -87,7 +96,7 @@ def pack(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing
         while left:
             at = bisect_left(rooms, length)
             room = rooms[at] if at < len(rooms) else seq_length
-            # A row that takes one of these examples has the least room for the next, too.
+            # A row that takes one of these examples also has the least room for the next one.
             each = min(room // length, left)
             if at < len(rooms):
                 candidates = open_rows[room]
@@ -111,12 +120,12 @@ def pack(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing
 
 
 def one_each(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing:
-    """Give each example a row of its own. The arguments are those of `pack`."""
+    """Give each example a separate row. The arguments are the same as for `pack`."""
     sizes = _checked(lengths, seq_length)
     return Packing(sizes, seq_length, np.arange(len(sizes)), len(sizes))
 
 
 def _checked(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
     sizes = np.asarray(lengths, np.int64)
-    assert len(sizes) and sizes.min() > 0 and sizes.max() <= seq_length, "examples fit a row"
+    assert len(sizes) and sizes.min() > 0 and sizes.max() <= seq_length, "an example exceeds a row"
     return sizes

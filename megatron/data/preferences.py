@@ -1,13 +1,14 @@
-"""Rows of packed pairs: a chosen and a rejected answer to one prompt, next to each other.
+"""Rows of packed pairs, each a chosen and a rejected answer to the same prompt.
 
-Example 2i of a file is the chosen answer of pair i, with its prompt, and example 2i + 1 the
-rejected one. Pairs are packed whole, so that a row has everything that its losses need.
+Example 2i of a file is the chosen answer of pair i with its prompt, and example 2i + 1 is the
+rejected one. Both answers of a pair are in the same row, so a row has everything that its losses
+need.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,38 +25,38 @@ from megatron.data.datasets import (
     Datasets,
     build_datasets,
 )
-from megatron.data.packing import EpochPlan, Packing, one_each, pack
+from megatron.data.packing import Packing, one_each, pack
 from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample, SampleDataset
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
-# A part of a sample of pairs, `[s]`: 1 at the first token of each chosen answer, otherwise 0.
+# A part of a sample of pairs, `[s]`: 1 at the first token of each pair, otherwise 0.
 PAIRS = "pairs"
-# A part of a sample of pairs, `[s]` float64: at the first token of each answer, with its prompt,
-# the log-probability that the reference model gives to it.
+# A part of a sample of pairs, `[s]` float64: the log-probability of each answer under the reference
+# model, stored at the first token of the answer's prompt.
 REFERENCE = "reference"
 
 
 class FittedPairs:
-    """The pairs of one file, none longer than a row.
+    """The pairs of one file, fitted into rows.
 
     Args:
-        examples: The chosen and rejected answers, in turns.
-        seq_length: The number of tokens of a row, s.
-        truncation: What to do with longer pairs: a value of --truncation.
+        examples: The answers, alternately chosen and rejected.
+        seq_length: The number of tokens in a row, s.
+        truncation: The value of --truncation, which determines what to do with longer pairs.
 
     Attributes:
-        prefix: The path, as the flag names it.
-        limits: The number of tokens that remain of the answers of each pair, `[P, 2]`.
-        dropped: The number of pairs that were left out.
+        prefix: The path, as given in the flag.
+        limits: The number of tokens to keep of each answer of each pair, `[P, 2]`.
+        dropped: The number of pairs that were dropped.
         shortened: The number of pairs that lost tokens.
 
     Raises:
-        DataError: Pairs are too long for --truncation error, or none remains.
+        DataError: Pairs are too long and --truncation is error, or no pairs remain.
     """
 
     def __init__(self, examples: TokenizedExamples, seq_length: int, truncation: str) -> None:
-        """Choose the pairs that remain."""
+        """Choose the pairs to keep."""
         self.prefix, self._examples = examples.name, examples
         self._keeps_end = truncation == "keep-end"
         lengths = np.asarray(examples.lengths).reshape(-1, 2)
@@ -64,8 +65,8 @@ class FittedPairs:
         if len(long) and truncation == "error":
             raise DataError(
                 f"{self.prefix}: {len(long):,} of {len(lengths):,} pairs have more tokens than "
-                f"--seq-length {seq_length}, in which both answers must lie, pair "
-                f"{int(long[0]) + 1} first; the longest has {int(totals.max())}: raise "
+                f"--seq-length {seq_length}, which must hold both answers (first: pair "
+                f"{int(long[0]) + 1}; the longest has {int(totals.max())} tokens): raise "
                 "--seq-length, or choose --truncation drop, keep-start or keep-end"
             )
         self._kept = np.arange(len(lengths))
@@ -73,7 +74,7 @@ class FittedPairs:
             self._kept = np.delete(self._kept, long)
         if not len(self._kept):
             raise DataError(
-                f"{self.prefix}: none of {len(lengths):,} pairs fits into --seq-length "
+                f"{self.prefix}: none of the {len(lengths):,} pairs fits into --seq-length "
                 f"{seq_length}: raise it, or choose --truncation keep-start"
             )
         self.limits = pair_limits(lengths, seq_length)[self._kept]
@@ -81,7 +82,7 @@ class FittedPairs:
         self.shortened = len(long) - self.dropped
 
     def digest(self) -> str:
-        """Return a digest of all answers, with what counts in them."""
+        """Return a digest of all answers and of which of their tokens are trained on."""
         found, examples = hashlib.sha256(), self._examples
         for array in (examples.tokens, examples.trained, examples.lengths, self._kept, self.limits):
             found.update(np.ascontiguousarray(array).data)
@@ -89,7 +90,7 @@ class FittedPairs:
 
     @property
     def size(self) -> int:
-        """The number of tokens, which decides its share of a blend without weights."""
+        """The number of tokens, which determines the share of a blend without weights."""
         return int(self.limits.sum())
 
     def __len__(self) -> int:
@@ -97,10 +98,10 @@ class FittedPairs:
         return len(self._kept)
 
     def answer(self, i: int, side: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the tokens of an answer and its prompt, and whether each is trained on.
+        """Return the tokens of a prompt with an answer, and whether each is trained on.
 
         Args:
-            i: The number of the pair.
+            i: The index of the pair.
             side: 0 for the chosen answer, 1 for the rejected one.
         """
         tokens, trained = self._examples[2 * int(self._kept[i]) + side]
@@ -110,13 +111,13 @@ class FittedPairs:
 
 
 def pair_limits(lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
-    """Return how many tokens of each answer fit a row with the other answer of its pair.
+    """Return how many tokens of each answer fit into a row with the other answer of its pair.
 
     The longer answer is cut first, until both have the same length.
 
     Args:
-        lengths: The numbers of tokens of the chosen and of the rejected answers, `[P, 2]`.
-        seq_length: The number of tokens of a row.
+        lengths: The number of tokens in the chosen and in the rejected answers, `[P, 2]`.
+        seq_length: The number of tokens in a row.
     """
     room = seq_length - lengths[:, ::-1]
     return np.minimum(lengths, np.maximum(seq_length // 2, room))
@@ -128,13 +129,13 @@ class PreferenceDataset:
 
     Attributes:
         source: The pairs of all splits.
-        first: The first pair of this split.
-        packing: How the split's pairs share rows.
-        num_samples: The number of samples that the run needs; the rows repeat as often as needed.
-        seed: The seed of the order of rows.
-        filler: The id in the padding.
-        reference: The log-probabilities of the reference model, `[P, 2]`; `None` until they are
-            known, and if no loss needs them.
+        first: The index of the first pair of this split.
+        packing: The assignment of the split's pairs to rows.
+        num_samples: The number of samples that the run needs. Rows are repeated as often as needed.
+        seed: The seed for the order of rows.
+        filler: The padding id.
+        reference: The log-probabilities of the reference model, `[P, 2]`. `None` until they have
+            been computed, or if no loss needs them.
     """
 
     source: FittedPairs
@@ -144,11 +145,10 @@ class PreferenceDataset:
     seed: int
     filler: int
     reference: NDArray[np.float64] | None = None
-    _plans: dict[int, EpochPlan] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
-        """A text that differs whenever the samples differ."""
+        """A text that differs if the samples differ."""
         packing, last = self.packing, self.first + self.pairs
         return (
             f"Packed pairs\n\n{self.source.prefix}\nPairs {self.first} to {last}\n"
@@ -165,12 +165,8 @@ class PreferenceDataset:
         return self.num_samples
 
     def row(self, i: int) -> NDArray[np.int64]:
-        """Return the numbers of the pairs of sample i."""
-        epoch, row = divmod(i, self.packing.rows)
-        if epoch not in self._plans:
-            self._plans.clear()  # samples are read in order, and a plan is large
-            self._plans[epoch] = self.packing.epoch(epoch, self.seed)
-        return self._plans[epoch].row(row)
+        """Return the indexes of the pairs in sample `i`."""
+        return self.packing.row(i, self.seed)
 
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i`: `text`, `[s + 1]`, and `TRAINED`, `PAIRS` and `REFERENCE`, `[s]`."""
@@ -201,17 +197,17 @@ def build_preference_datasets(
     seq_length: int,
     tokenizer: tuple[TokenizerConfig, Tokenizer],
 ) -> Datasets:
-    """Build rows of the pairs that the flags name. Every process calls this function.
+    """Build rows from the pairs that the flags name. Every process calls this function.
 
     Args:
         request: The data that the run needs.
-        options: The flags of finetuning.
-        seq_length: The number of tokens of a row, s.
+        options: The finetuning flags.
+        seq_length: The number of tokens in a row, s.
         tokenizer: The tokenizer's flags, and the tokenizer.
 
     Raises:
-        ConfigError: A flag names no file, or the template cannot be used.
-        DataError: A file has mistakes, or its pairs cannot be used.
+        ConfigError: No data is named, or the template cannot be used.
+        DataError: A file has errors, or its pairs cannot be used.
     """
     reader = conversation_reader(
         request, options, seq_length=seq_length, tokenizer=tokenizer, preferences=True
@@ -234,14 +230,14 @@ def build_preference_datasets(
 
 
 def preference_members(dataset: SampleDataset | None) -> list[PreferenceDataset]:
-    """Return the datasets of pairs that a split is made of, in the order of its blend."""
+    """Return the datasets of pairs in a split, in the order of its blend."""
     if isinstance(dataset, BlendedDataset):
         return [member for each in dataset.datasets for member in preference_members(each)]
     return [dataset] if isinstance(dataset, PreferenceDataset) else []
 
 
 def describe_pairs(dataset: SampleDataset | None) -> str:
-    """Return how full the rows of a split are, and what was cut off, for the start-up panel."""
+    """Describe how full the rows of a split are and what was cut, for the start-up panel."""
     members = preference_members(dataset)
     if not members:
         return ""
@@ -252,7 +248,7 @@ def describe_pairs(dataset: SampleDataset | None) -> str:
     text = f"{pairs:,} pairs in {rows:,} rows per epoch, {full:.1%} full"
     sources = dict.fromkeys(member.source for member in members)
     for count, what in (
-        (sum(source.dropped for source in sources), "left out (--truncation drop)"),
+        (sum(source.dropped for source in sources), "dropped (--truncation drop)"),
         (sum(source.shortened for source in sources), "shortened (--truncation)"),
     ):
         text += f"; {count:,} longer pairs {what}" if count else ""

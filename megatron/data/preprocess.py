@@ -55,7 +55,7 @@ Result = TypeVar("Result")
 LESS_MEMORY = "To reduce memory, use fewer --workers or a smaller --max-line-mb"
 # Starting a worker costs about as much as encoding this many bytes.
 _BYTES_PER_WORKER = 8 << 20
-# Punkt takes text in slices of this many characters; its memory grows with the slice.
+# The number of characters that Punkt gets at a time. Its memory grows with this number.
 _SLICE = 1_000_000
 
 
@@ -67,19 +67,19 @@ class Splitter(Protocol):
 
 
 class LineSplitter(NamedTuple):
-    """A splitter of text that has one sentence per line."""
+    """A splitter for text that has one sentence per line."""
 
     def split(self, text: str) -> list[str]:
-        """Return the lines of `text` in order, without blank ones."""
+        """Return the non-blank lines of `text` in order."""
         return [line for line in text.split("\n") if line and not line.isspace()]
 
 
 class SentenceSplitter(NamedTuple):
-    """A splitter of text into sentences by NLTK's Punkt.
+    """A splitter of text into sentences, using NLTK's Punkt.
 
     Attributes:
         punkt: An NLTK Punkt tokenizer.
-        keep_newlines: Whether a sentence keeps the whitespace after it.
+        keep_newlines: Whether a sentence includes the whitespace that follows it.
     """
 
     punkt: Any
@@ -112,7 +112,7 @@ def installed_punkt(language: str) -> Any | None:
 def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
     """Train Punkt on the first `characters` characters of `texts`, without a download.
 
-    It learns abbreviations and how sentences start from the text itself.
+    Punkt learns abbreviations and the beginnings of sentences from the text itself.
 
     Raises:
         ConfigError: There is no text to learn from.
@@ -127,7 +127,10 @@ def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
         trainer.train(text[: characters - seen], finalize=False)
         seen += len(text)
     if not seen:
-        raise ConfigError("--split-sentences: the input holds no text to learn sentences from")
+        raise ConfigError(
+            "--split-sentences: the input has no text from which to learn sentence boundaries: "
+            "give text"
+        )
     trainer.finalize_training()
     return PunktSentenceTokenizer(trainer.get_params())
 
@@ -163,7 +166,7 @@ def find_punkt(
         return train_punkt(texts())
     except ConfigError:
         if bad:
-            raise DataError(f"{bad[0]}: fix the line; no other holds text") from None
+            raise DataError(f"{bad[0]}: fix the line; no other line has text") from None
         raise
 
 
@@ -172,9 +175,9 @@ class EncodingOptions(NamedTuple):
 
     Attributes:
         tokenizer: The tokenizer's flags.
-        keys: The keys of a JSON line to encode, one dataset each.
+        keys: The keys of a JSON line to encode, each into its own dataset.
         append_eod: Whether each document ends with the end-of-document id.
-        splitter: The object that splits documents into sentences. Without one, a document is a
+        splitter: The object that splits documents into sentences. Without it, a document is a
             single sequence.
     """
 
@@ -185,7 +188,7 @@ class EncodingOptions(NamedTuple):
 
 
 class EncodedBlock(NamedTuple):
-    """The result of encoding a block of lines: one column per key."""
+    """The result of encoding a block of lines, with one column per key."""
 
     block: TextBlock
     columns: list[DocumentTokens]
@@ -195,7 +198,7 @@ class EncodedBlock(NamedTuple):
 
 @dataclass
 class Counts:
-    """The amount of work done so far. The tokens of each key are known only at the end."""
+    """The amount of work done so far. The number of tokens per key is set only at the end."""
 
     documents: int = 0
     bad_lines: int = 0
@@ -206,11 +209,11 @@ class Counts:
 class BlockEncoder:
     """A callable that reads, parses and encodes a block of lines.
 
-    If it is sent to another process, it is built again there.
+    When it is sent to another process, it is built again there.
 
     Args:
         options: The settings that determine the ids.
-        tokenizer: The tokenizer of `options`. It is built from its flags if it is not given.
+        tokenizer: The tokenizer of `options`. By default it is built from the flags.
     """
 
     def __init__(self, options: EncodingOptions, tokenizer: Tokenizer | None = None) -> None:
@@ -220,7 +223,7 @@ class BlockEncoder:
         self.dtype = best_dtype(self.tokenizer.vocab_size)
         eod = [self.tokenizer.eod] if options.append_eod else []
         self._end = np.array(eod, self.dtype)
-        # T5's own tokenizer ends every text with </s> already; it does not end single sentences.
+        # T5's own tokenizer already ends every text with </s>, but not single sentences.
         self._ends_texts = options.append_eod and list(self.tokenizer.appended_ids[-1:]) == eod
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -228,7 +231,7 @@ class BlockEncoder:
         return BlockEncoder, (self.options,)
 
     def __call__(self, block: TextBlock) -> EncodedBlock:
-        """Encode the documents of a block; texts that the tokenizer refuses become bad lines."""
+        """Encode the documents of a block, and report texts that the tokenizer refuses as bad."""
         documents = parse_block(block, self.options.keys)
         try:
             columns = self._encode(documents.values)
@@ -251,8 +254,8 @@ class BlockEncoder:
 
     def _encode_column(self, values: Sequence[Value]) -> DocumentTokens:
         splitter = self.options.splitter
-        # The texts of each document; whole texts and sentences, which get no special tokens of
-        # their own, are encoded separately.
+        # The texts of each document. Whole texts and sentences are encoded separately, because the
+        # tokenizer adds special tokens to texts but not to sentences.
         documents: list[tuple[bool, list[str]]] = []
         for value in values:
             texts = [value] if isinstance(value, str) else value
@@ -268,7 +271,7 @@ class BlockEncoder:
         counts: list[int] = []
         for is_whole, texts in documents:
             encoded = itertools.islice(encoded_whole if is_whole else encoded_sentences, len(texts))
-            # A sentence without ids is left out; a document without ids stays as an empty one.
+            # A sentence without ids is dropped. A document without ids is kept as an empty one.
             own = [ids for ids in encoded if len(ids)]
             pieces += own
             lengths += map(len, own)
@@ -294,17 +297,17 @@ def preprocess(
     """Encode text files and write one dataset for each key.
 
     Args:
-        paths: The input files in order.
+        paths: The input files, in order.
         prefixes: The prefix of each key's dataset, in the order of the encoder's keys.
         encoder: The encoder, which turns lines into ids.
         workers: The number of processes that encode (see `map_in_order`).
         max_line_mb: The size of the longest line to read, in MiB.
         on_block: A function that is called after each block with the work done so far.
-        on_bad_line: A function that is called with `file:line: reason` for each bad line, which
-            is left out. If it is `None`, the first bad line is an error.
+        on_bad_line: A function that is called with `file:line: reason` for each bad line before the
+            line is skipped. If it is `None`, the first bad line is an error.
 
     Raises:
-        DataError: A file is damaged, or a line is bad and there is no `on_bad_line`; nothing is
+        DataError: A file is damaged, or a line is bad and `on_bad_line` is `None`. No files are
             left behind.
         StorageError: The output cannot be written.
     """
@@ -318,7 +321,7 @@ def preprocess(
         builders = [
             stack.enter_context(IndexedDatasetBuilder(prefix, encoder.dtype)) for prefix in prefixes
         ]
-        lines: Counter[str] = Counter()  # those before the block, by file
+        lines: Counter[str] = Counter()  # the number of lines before the block, by file
         for encoded in results:
             block = encoded.block
             for bad in encoded.bad:
@@ -326,7 +329,7 @@ def preprocess(
                 what = f"{where}: {bad.reason} (line starts at byte {block.offset + bad.offset})"
                 if on_bad_line is None:
                     remedy = "raise --max-line-mb" if block.problem else "fix the line"
-                    remedy += ", or leave bad lines out with --on-error skip"
+                    remedy += ", or skip bad lines with --on-error skip"
                     raise DataError(f"{what}; {remedy}")
                 on_bad_line(what)
             for builder, column in zip(builders, encoded.columns, strict=True):
@@ -341,9 +344,9 @@ def preprocess(
 
 
 def choose_workers(paths: Sequence[str]) -> int:
-    """Return the number of workers: one per usable core, fewer or none for small inputs."""
+    """Return the number of workers: one per usable core, but fewer or none for small inputs."""
     size = sum(os.path.getsize(path) for path in paths)
-    # A small file of these kinds may hold any amount of text.
+    # A small file in one of these formats may hold any amount of text.
     fewest = int(any(path.lower().endswith((*PACKED_SUFFIXES, ".parquet")) for path in paths))
     return max(fewest, min(usable_cores(), size // _BYTES_PER_WORKER))
 
@@ -357,17 +360,17 @@ def map_in_order(
 ) -> Iterator[Iterator[Result]]:
     """Yield `function(task)` for each of `tasks()`, in order, computed by `workers` processes.
 
-    This is a context manager: workers exit while the caller processes the last results, and
-    leaving the context ends them. Without workers everything happens in this process, which
+    This is a context manager. Workers exit while the caller processes the last results, and leaving
+    the context ends any that remain. Without workers, everything happens in this process, which
     ends without a message if a library that `function` calls aborts for lack of memory.
 
-    With workers, one more process, the reader, calls `tasks` and deals them out in turn:
+    With workers, an additional process, the reader, calls `tasks` and distributes them in turn:
 
         reader  ->  a pipe per worker  ->  workers  ->  a pipe per worker  ->  this process
 
-    Every wait is a wait on a pipe, and a process that ends, for whatever reason, closes its pipes.
-    So if one process fails, the others do not wait forever, as threads might. A full
-    pipe stops its writer, so neither tasks nor results accumulate. If processes cannot be forked,
+    Processes only ever wait for pipes, and a process that ends for whatever reason closes its
+    pipes. So if one process fails, the others do not wait forever, as threads might. A full pipe
+    blocks its writer, so neither tasks nor results accumulate. If processes cannot be forked,
     `function` and `tasks` are pickled. No task may be `None`.
 
     Args:
@@ -378,7 +381,7 @@ def map_in_order(
 
     Raises:
         UserError: `function` or `tasks` raised it.
-        ShortageError: A process could not be started, was killed, or has too little memory.
+        ShortageError: A process could not be started, was killed, or ran out of memory.
         RuntimeError: `function` or `tasks` failed in another way.
     """
     if workers == 0:
@@ -386,16 +389,16 @@ def map_in_order(
         return
     import multiprocessing  # takes 25 ms, which a run without workers saves
 
-    # Forking shares the modules that are loaded. It is not safe with the libraries of macOS.
+    # Forking shares the modules that are loaded. It is not safe with the system libraries of macOS.
     is_forked = sys.platform == "linux"
     context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
     processes: list[Any] = []
-    ours: list[Connection] = []  # the ends of pipes that only this process and the reader need
+    ours: list[Connection] = []  # the pipe ends that only this process and the reader need
 
     def start(work: Callable[..., None], ends: Sequence[Connection], *arguments: object) -> None:
-        """Start a process that gets the `ends` of pipes, which are closed here."""
-        # A forked process must not hold the ends of others, or their readers would never notice
-        # that they have ended.
+        """Start a process that receives the `ends` of pipes, which are then closed here."""
+        # A forked process must not keep the pipe ends of other processes open. Otherwise nobody
+        # would notice when those processes end.
         unused = [end for end in ours if end not in ends] if is_forked else []
         process = context.Process(
             target=_run_child, args=(work, ends, unused, *arguments, remedy), daemon=True
@@ -413,7 +416,7 @@ def map_in_order(
         for process, answers in itertools.cycle(zip(processes[:-1], results_ends, strict=True)):
             try:
                 answer = answers.recv()
-            except (EOFError, OSError):  # before an answer, or in the middle of one
+            except (EOFError, OSError):  # the worker ended before or during an answer
                 raise _reason(process, processes[-1], report, remedy) from None
             if answer is None:
                 return
@@ -438,7 +441,8 @@ def map_in_order(
         yield results()
     finally:
         for process in processes:
-            # They hold nothing to save; a fresh one still has the parent's SIGTERM handler.
+            # Processes have nothing to save. SIGTERM would not do, because a process that has just
+            # started still has its parent's SIGTERM handler.
             process.kill()
         for process in processes:
             process.join()
@@ -450,7 +454,7 @@ def _reason(worker: Any, reader: Any, report: Connection, remedy: str) -> Except
     """Return the error to raise for a worker that ended before it answered."""
     worker.join(timeout=5)
     code = worker.exitcode
-    if code == 0:  # the worker has no more tasks, because the reader has ended
+    if code == 0:  # the worker got no more tasks, because the reader had ended
         try:
             error = report.recv()
             return error if isinstance(error, UserError) else RuntimeError(error)
@@ -458,8 +462,8 @@ def _reason(worker: Any, reader: Any, report: Connection, remedy: str) -> Except
             reader.join(timeout=5)
             code = reader.exitcode
     return ShortageError(
-        f"a worker process ended with exit code {code} (-9: killed, -6: aborted), usually for "
-        f"lack of memory. {remedy}"
+        f"a worker process ended with exit code {code} (-9: killed, -6: aborted), usually because "
+        f"memory ran out. {remedy}"
     )
 
 
@@ -469,9 +473,9 @@ def _run_child(
     unused: Sequence[Connection],
     *arguments: object,
 ) -> None:
-    """Run the work of a child process, which ends silently if a pipe closes."""
+    """Run the work of a child process, and end silently if a pipe closes."""
     try:
-        # Ctrl-C reaches every process of the terminal; the parent decides how to react.
+        # Ctrl-C reaches every process of the terminal, but the parent decides how to react.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for end in unused:
@@ -483,7 +487,7 @@ def _run_child(
 
 
 def _serve(ends: Sequence[Connection], function: Callable[[Any], Any], remedy: str) -> None:
-    """Answer each task with its result and error, and the end of the tasks with `None`."""
+    """Answer each task with its result and error, and send `None` after the last task."""
     tasks, answers = ends
     while (task := tasks.recv()) is not None:
         answer: tuple[Any, UserError | str | None]
@@ -498,18 +502,15 @@ def _serve(ends: Sequence[Connection], function: Callable[[Any], Any], remedy: s
 def _deal_out(
     ends: Sequence[Connection], tasks: Callable[[], Iterable[Any]], parent: int, remedy: str
 ) -> None:
-    """Send each task to the next worker, then `None` to all.
-
-    Report any error that `tasks` raises.
-    """
+    """Send tasks to the workers in turn, then `None` to each; report any error in `tasks`."""
     *workers, report = ends
 
     def end_with_parent(*_: object) -> None:
         if os.getppid() != parent:
             os._exit(1)
 
-    # Reading may block forever, for example on a FIFO; only a pipe shows that the parent was
-    # killed.
+    # Reading may block forever, for example on a FIFO, and then no pipe shows that the parent was
+    # killed. So check regularly.
     signal.signal(signal.SIGALRM, end_with_parent)
     signal.setitimer(signal.ITIMER_REAL, 1, 1)
     turns = itertools.cycle(workers)
@@ -517,7 +518,7 @@ def _deal_out(
         for task, worker in zip(tasks(), turns, strict=False):
             worker.send(task)
     except (BrokenPipeError, ConnectionResetError):
-        return  # a worker has ended, which the parent notices
+        return  # a worker has ended, which the parent will notice
     except Exception as error:
         report.send(_sendable(error, remedy))
         return
@@ -526,6 +527,6 @@ def _deal_out(
 
 
 def _sendable(error: Exception, remedy: str) -> UserError | str:
-    """Return the error if it is meant for the user, otherwise (a bug of ours) its traceback."""
+    """Return an error that is meant for the user as it is, and any other as its traceback."""
     shortage = shortage_of(error, remedy)
     return shortage or (error if isinstance(error, UserError) else traceback.format_exc())

@@ -1,8 +1,8 @@
 """Datasets and text in object storage: `--data-path s3://bucket/folder/corpus_text_document`.
 
-Any storage that fsspec knows can be named by its address. Files are copied once to the folder of
---data-cache-path and read from there. A copy's name says which version of the file it is, so a file
-that has changed is copied again.
+Any storage that fsspec supports can be named by its URL. Files are copied once to the folder of
+--data-cache-path and read from there. The name of a copy identifies the version of the file, so a
+file that has changed is copied again.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _VERSION = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "mtime", "cre
 
 
 def local_copy(name: str, flag: str, folder: str | None) -> str:
-    """Copy what an address names to `folder`, and return the path to use instead.
+    """Copy the files that a URL names to `folder`, and return the local path.
 
-    An indexed dataset is named by its prefix. Text is named by a file, a folder or a pattern.
-    Processes that ask for the same file copy it once and wait for each other.
+    An indexed dataset is named by its prefix. Text is named by a file, a folder or a glob pattern.
+    If several processes need the same file, one copies it and the others wait.
 
     Args:
-        name: The address.
-        flag: The flag that holds it, for messages.
+        name: The URL.
+        flag: The flag whose value is the URL, for messages.
         folder: The value of --data-cache-path.
 
     Raises:
         ConfigError: There is no folder for copies, or no library for this kind of storage.
-        DataError: Nothing is found there, or it cannot be read.
+        DataError: Nothing is found at the URL, or it cannot be read.
         StorageError: The copy cannot be written.
     """
     if folder is None:
@@ -46,7 +46,7 @@ def local_copy(name: str, flag: str, folder: str | None) -> str:
 
     try:
         system, path = fsspec.core.url_to_fs(name)
-    except (ImportError, ValueError) as error:  # both name the package, or the known kinds
+    except (ImportError, ValueError) as error:  # the message names the package, or the known kinds
         raise ConfigError(f"{flag} {name}: {error}") from None
     with _remote_errors(flag, name):
         pairs = [f"{path}.bin", f"{path}.idx"]
@@ -57,8 +57,8 @@ def local_copy(name: str, flag: str, folder: str | None) -> str:
             files, is_prefix = sorted(found), False
         if not files:
             raise DataError(
-                f"{flag} {name}: nothing is found there: give the prefix of a .bin and .idx file, "
-                "or text files"
+                f"{flag} {name}: nothing was found at this URL: give the prefix of a .bin and .idx "
+                "file, or text files"
             )
         about = [system.info(file) for file in files]
     place = Path(folder) / f"{PurePosixPath(path).name}-{_digest(name, files, about)}"
@@ -71,7 +71,7 @@ def local_copy(name: str, flag: str, folder: str | None) -> str:
 
 
 def _below(file: str, path: str) -> str:
-    """Return a file's name in the folder `path`, or its last part if `path` is no folder of it."""
+    """Return a file's path relative to the folder `path`, or its name if it is not inside."""
     inside = PurePosixPath(file)
     if inside.is_relative_to(path) and str(inside) != path:
         parts = inside.relative_to(path).parts
@@ -90,10 +90,11 @@ def _digest(name: str, files: list[str], about: list[dict[str, Any]]) -> str:
 
 
 def _copy(system: Any, file: str, size: int, target: Path, flag: str) -> None:
-    """Copy a file unless it is there; the copy has its name only when it is complete."""
+    """Copy a file unless a copy exists. The copy gets its name only when it is complete."""
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(target):
+    with target.with_name(f".{target.name}.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed or this process ends
         if target.exists():
             return
         with _writing(target), renamed_when_done(target) as out:
@@ -103,7 +104,7 @@ def _copy(system: Any, file: str, size: int, target: Path, flag: str) -> None:
                 copied += len(data)
             if copied != size:
                 raise DataError(
-                    f"{flag} {file}: {copied} of {size} bytes were received: start again"
+                    f"{flag} {file}: only {copied} of {size} bytes were received: start again"
                 )
         sync_folder(target.parent)
 
@@ -115,32 +116,25 @@ def _blocks(system: Any, file: str, flag: str) -> Iterator[bytes]:
 
 
 @contextmanager
-def _only_one(target: Path) -> Iterator[None]:
-    """Hold a lock while a file is copied; it ends with the process that holds it."""
-    with target.with_name(f".{target.name}.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
 def _writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise StorageError(
-            f"--data-cache-path: {target} cannot be written: {error.strerror or error}"
+            f"--data-cache-path: {target} cannot be written ({error.strerror or error}): give a "
+            "writable folder with enough room"
         ) from error
 
 
 @contextmanager
 def _remote_errors(flag: str, name: str) -> Iterator[None]:
-    """Report whatever a library of some storage raises in one line."""
+    """Report any error that a storage library raises in a single line."""
     try:
         yield
     except (DataError, ConfigError, MemoryError):
         raise
     except Exception as error:
         raise DataError(
-            f"{flag} {name}: cannot be read: {type(error).__name__}: {error}: check the address, "
-            "the network, and that this machine may read it"
+            f"{flag} {name}: cannot be read ({type(error).__name__}: {error}): check the URL, the "
+            "network, and the access rights of this machine"
         ) from error

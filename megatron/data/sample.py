@@ -1,4 +1,4 @@
-"""The common form of samples and datasets of all models."""
+"""The form of samples and datasets, common to all models."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron.errors import DataError
 
-# The label of a position with nothing to predict.
+# The label of a position where there is nothing to predict.
 IGNORED_LABEL = -1
-# A part of a sample or batch: the ends of runs of tokens that attend only within themselves.
+# A part of a sample or batch: the ends of segments, whose tokens attend only to the same segment.
 SEGMENT_ENDS = "segment_ends"
-# A part of a batch with `SEGMENT_ENDS`: `[n, 0]` if no segment has more than n tokens. It has no
-# elements, because the host reads a size without waiting for the device.
+# A part of a batch with `SEGMENT_ENDS`: an array of shape `[n, 0]` if no segment has more than n
+# tokens. It has no elements, so that the host can read n without waiting for the device.
 LONGEST_SEGMENT = "longest_segment"
-# A part of a sample of examples, `[s]`: 1 where the label counts in the loss, otherwise 0.
+# A part of a finetuning sample, `[s]`: 1 where the label counts in the loss, otherwise 0.
 TRAINED = "trained"
-# A part of a sample of text, `[7]`, that says where the next row of its stream begins. In a blend,
-# other samples lack it.
+# A part of a sample of text, `[7]`: the place where the next row of its stream begins. Other
+# samples of a blend lack it.
 PLACE = "place"
-# One sample: arrays, and `id`, the sample's number in its dataset. Each array except `SEGMENT_ENDS`
-# has the same length in the whole dataset.
+# A sample: arrays, and `id`, the sample's index in its dataset. Each array except `SEGMENT_ENDS`
+# has the same length in all samples of the dataset.
 Sample = Mapping[str, NDArray[np.int64] | int]
 
 
@@ -38,19 +38,19 @@ class SampleDataset(Protocol):
 
 
 class DescribedDataset(SampleDataset, Protocol):
-    """A dataset that a blend can name."""
+    """A dataset with a description, from which the name of a blend's index is derived."""
 
     @property
     def description(self) -> str:
-        """A text that differs whenever the samples differ."""
+        """A text that differs if the samples differ."""
 
 
 @runtime_checkable
 class ControlledDataset(SampleDataset, Protocol):
-    """A dataset that is evaluated in other forms, too.
+    """A dataset that is also evaluated in modified forms.
 
     Attributes:
-        controls: The same samples with a change, by a phrase that follows the name of a loss.
+        controls: The modified datasets, by the phrase that is appended to the name of the loss.
     """
 
     controls: Mapping[str, SampleDataset]
@@ -65,8 +65,8 @@ def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
 
 
 def outside_vocabulary(where: str, token: int, vocab_size: int) -> DataError:
-    """Return the error for a token id that is too large; `where` names a file and place in it."""
+    """Return the error for a token id that is too large. `where` names the file and the place."""
     return DataError(
         f"{where} holds the token id {token}, but the vocabulary has {vocab_size} entries: use "
-        "the tokenizer that the dataset was preprocessed with, or preprocess it again"
+        "the tokenizer with which the dataset was preprocessed, or preprocess it again"
     )

@@ -1,20 +1,20 @@
 """The sentences of each BERT or T5 sample, as pure functions of lengths, seed and counts.
 
-A sample is a run of sentences of one document, cut when it reaches a target length. The target is
-the length of the longest sample, except for about one sample in `1 / short_seq_prob`, whose target
-is drawn uniformly between 2 and the longest. Passes over the documents are repeated until there
-are enough samples. Then the samples are shuffled. The map holds a row `first sentence, last
-sentence + 1, target length` per sample, `[n, 3]`. The rules and the order of random draws are those
-of Megatron-LM, so the samples and the maps on disk are the same.
+A sample consists of consecutive sentences of a document and ends when it reaches a target length.
+The target is the length of the longest sample, except for about one sample in `1 / short_seq_prob`,
+whose target is drawn uniformly between 2 and the longest. Passes over the documents are repeated
+until there are enough samples, and then the samples are shuffled. The map has a row `first
+sentence, last sentence + 1, target length` per sample, `[n, 3]`. The rules and the order of random
+draws are the same as in Megatron-LM, and so are the samples and the maps on disk.
 
-The construction is fast without a compiler. The sentences of the documents in use, with one more
-place at the end of each document, are numbered as *places*. One random draw is made at every place
-at which a sample starts, and one, unused, at the end of each document. The next place under the
-longest target is computed for all places at once. What remains is to hop from place to place, one
-draw per hop, and only the short targets need a search.
+The construction is fast without a compiler. The sentences of the usable documents, plus an extra
+place at the end of each document, are numbered as *places*. A random number is drawn at every place
+where a sample starts, and an unused one at the end of each document. The place that follows with
+the longest target is computed for all places at once. After that, the code hops from place to place
+with one draw per hop, and only short targets need a search.
 
-Megatron-LM draws in C++, so the same maps need the same streams: `std::mt19937`, which is numpy's
-own Mersenne Twister, and `std::mt19937_64`, which is at the end of this file.
+Megatron-LM draws random numbers in C++, so the same maps need the same generators: `std::mt19937`,
+which is numpy's own Mersenne Twister, and `std::mt19937_64`, which is at the end of this file.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LONGEST_SENTENCE = 512  # tokens; a document of several sentences with a longer one is left out
+LONGEST_SENTENCE = 512  # tokens; a document of several sentences with a longer one is dropped
 _DRAWS = 1 << 16  # draws per step, so that memory stays flat
 _BLOCKS = 256  # state updates in each array of 64-bit draws
 _WORDS, _MIDDLE = 312, 156
 
 
 class SentenceMapPlan(NamedTuple):
-    """Everything, except the lengths, that determines a map.
+    """The settings that, together with the lengths, determine a map of sentences.
 
     Attributes:
-        num_samples: The number of rows that are needed. Whole passes over the documents give more.
+        num_samples: The smallest number of rows. Passes over the documents are always completed, so
+            there may be more.
         max_length: The length of the longest sample in tokens, without special tokens.
-        short_seq_prob: The share of samples that are made shorter.
-        seed: The seed of all draws.
-        min_sentences: The fewest sentences in a sample: 2 if it is cut into two segments,
-            otherwise 1.
+        short_seq_prob: The fraction of samples that are made shorter.
+        seed: The seed of all random draws.
+        min_sentences: The smallest number of sentences in a sample: 2 if it is divided into two
+            segments, otherwise 1.
     """
 
     num_samples: int
@@ -53,7 +54,7 @@ class SentenceMapPlan(NamedTuple):
 
     @property
     def short_ratio(self) -> int:
-        """The average number of samples per short one, or 0 if none is short."""
+        """The average number of samples per short sample, or 0 if no samples are short."""
         return int(1 / self.short_seq_prob + 0.5) if self.short_seq_prob > 0 else 0
 
 
@@ -61,7 +62,8 @@ class DocumentSentences(NamedTuple):
     """The sentences of some documents of a dataset.
 
     Attributes:
-        documents: The first sentence of each document, then the end of the last, `[D + 1]`.
+        documents: The first sentence of each document, followed by the end of the last document,
+            `[D + 1]`.
         lengths: The number of tokens in each sentence of the whole dataset.
     """
 
@@ -69,14 +71,14 @@ class DocumentSentences(NamedTuple):
     lengths: NDArray[np.int32]
 
     def usable(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return which documents can give samples of at least `min_sentences` sentences, `[D]`.
+        """Return which documents can yield samples of at least `min_sentences` sentences, `[D]`.
 
         A document must have that many sentences. If it has several, none may exceed 512 tokens.
         """
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong()
 
     def overlong(self) -> NDArray[np.bool_]:
-        """Return which documents have several sentences, at least one above 512 tokens, `[D]`."""
+        """Return which documents have several sentences and one above 512 tokens, `[D]`."""
         first, last = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[first:last] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - first]
@@ -84,21 +86,21 @@ class DocumentSentences(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """The places at which samples can start and documents end. Each array is `[places]`."""
+    """The places where samples can start and documents end. Each array is `[places]`."""
 
     sentence: NDArray[np.int64]  # the sentence; at a document's end, the one after its last
-    tokens: NDArray[np.int64]  # the number of tokens before the place in all documents in use
+    tokens: NDArray[np.int64]  # the number of tokens before the place in all usable documents
     end: NDArray[np.int64]  # the place of the document's end
     hop: NDArray[np.int64]  # the end of a sample that starts here with the longest target
 
 
 def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArray[Any]:
-    """Build the map, `[n, 3]` uint32, or uint64 from 2^32 sentences on.
+    """Build the map, `[n, 3]`, with at least `plan.num_samples` rows.
 
-    It has at least `plan.num_samples` rows.
+    Its type is uint32, or uint64 for 2^32 sentences and more.
 
     Args:
-        plan: Everything, except the lengths, that determines the map.
+        plan: The settings of the map.
         text: The documents. At least one must be usable.
     """
     rows = _rows_in_order(plan, _places(plan, text))
@@ -120,9 +122,9 @@ def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
     sizes = np.zeros(len(end), np.int64)
     sizes[inside] = text.lengths[sentence[inside]]
     tokens = np.cumsum(sizes) - sizes
-    # A sample ends after the sentence that reaches its target if at least two more are left,
-    # otherwise with the document. The end of a document leads to the next document, and the last
-    # end leads to the first place.
+    # A sample ends after the sentence that reaches its target if at least two more sentences
+    # remain, otherwise with the document. The end of a document leads to the next document, and
+    # the end of the last document leads to the first place.
     reached = np.searchsorted(tokens, tokens + plan.max_length)
     reached = np.maximum(reached, number + plan.min_sentences)
     hop = np.where(inside, np.where(end - reached > 1, reached, end), number + 1)
@@ -131,7 +133,7 @@ def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
 
 
 def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[np.int64]]:
-    """Yield rows `[some, 3]` of whole passes over the documents, until there are enough."""
+    """Yield the rows of whole passes over the documents, `[some, 3]`, until there are enough."""
     place = found = 0
     for draws in mt19937(plan.seed, _DRAWS):
         targets = np.full(len(draws), plan.max_length, np.int64)
@@ -141,7 +143,7 @@ def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[n
         path, place = _walk(place, targets, plan, places)
         visited = np.array([*path, place])
         is_row = visited[:-1] != places.end[visited[:-1]]
-        before = found + np.cumsum(is_row) - is_row  # rows before each visit
+        before = found + np.cumsum(is_row) - is_row  # the number of rows before each visit
         over = np.flatnonzero((visited[:-1] == 0) & (before >= plan.num_samples))
         stop = int(over[0]) if len(over) else len(targets)
         kept = np.flatnonzero(is_row[:stop])
@@ -160,7 +162,7 @@ def _walk(
     Returns:
         The visited places, and the place reached at the end.
     """
-    # Memory views avoid numpy's cost of reading a single number.
+    # Reading single numbers is slow in numpy arrays, but not in memory views.
     hops, tokens, ends = places.hop.data, places.tokens.data, places.end.data
     path: list[int] = []
     visit = path.append
@@ -189,7 +191,7 @@ def shuffled(count: int, seed: int) -> NDArray[np.int64]:
     blocks = islice(mt19937_64(seed), count // (_BLOCKS * _WORDS) + 1)
     draws = np.concatenate([*blocks])[: count - 1]
     others = draws % np.arange(count, 1, -1, dtype=np.uint64)
-    # A memory view yields one number at a time, which a list would hold all at once.
+    # A memory view yields one number at a time, whereas a list would hold all numbers at once.
     for i, other in zip(range(count - 1, 0, -1), others.data, strict=True):
         order[i], order[other] = order[other], order[i]
     return np.array(order, np.int64)
@@ -199,7 +201,7 @@ def mt19937(seed: int, block: int) -> Iterator[NDArray[np.uint32]]:
     """Yield the endless draws of `std::mt19937(seed)`, in arrays of `block`."""
     random = np.random.RandomState(seed % 2**32)
     while True:
-        yield random.randint(0, 2**32, block, dtype=np.uint32)  # one unchanged draw each
+        yield random.randint(0, 2**32, block, dtype=np.uint32)  # one unmodified draw per number
 
 
 def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
@@ -211,7 +213,7 @@ def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
     while True:
         block = np.empty((_BLOCKS, _WORDS), np.uint64)
         for new in block:
-            # Each new word depends on its old value, the next word and the word 156 places on.
+            # Each new word depends on its old value, the next word and the word 156 places later.
             mixed = _mix(state[:-1], state[1:])
             new[:_MIDDLE] = state[_MIDDLE:] ^ mixed[:_MIDDLE]
             new[_MIDDLE:-1] = new[: _MIDDLE - 1] ^ mixed[_MIDDLE:]

@@ -1,13 +1,13 @@
-"""Runs of sentences, one run per sample, from which BERT and T5 samples are made.
+"""The sentences of each sample, from which BERT and T5 samples are made.
 
-Sentence maps are kept on disk under Megatron-LM's names:
+Sentence maps are saved under Megatron-LM's names:
 
     <prefix>_<split>_indexmap_<samples>mns_<longest>msl_<short share>ssp_<seed>s.npy
 
-The name does not cover everything that determines a map: --split, whether two segments are needed,
-and the data itself are missing. A digest in `<name without .npy>.sha256` covers these and the rows,
-so that one map is never mistaken for another (`cache.ArrayFiles`). If the name of a second map is
-already in use, the digest of its description is added to the name. Maps that Megatron wrote have no
+The name does not contain everything that determines a map: --split, the number of segments, and the
+data itself are missing. A digest in `<name without .npy>.sha256` covers these and the rows, so that
+one map is never mistaken for another (`cache.ArrayFiles`). If a map's name is already in use for
+another map, a digest of its description is added to the name. Maps that Megatron wrote have no
 digest, so they are built again.
 """
 
@@ -39,7 +39,7 @@ from megatron.data.tfrecord import TFRecords
 from megatron.errors import ConfigError, DataError, warn
 from megatron.tokenizer.base import Tokenizer
 
-_SHORTEST = 2  # the fewest tokens of text in a sample
+_SHORTEST = 2  # the smallest number of text tokens in a sample
 Tokens = NDArray[Any]
 
 
@@ -47,18 +47,18 @@ class SentenceSource(DescribedDataset, Protocol):
     """The sentences and the target length of each sample."""
 
     def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
-        """Return the sentences of sample `i`, and how many of their tokens it may hold."""
+        """Return the sentences of sample `i`, and the number of their tokens that it may use."""
 
 
 @dataclasses.dataclass(eq=False)
 class MappedSentences:
-    """The runs of sentences that a map lists in an indexed dataset.
+    """The sentences in an indexed dataset that a map assigns to each sample.
 
     Attributes:
         data: The dataset.
-        rows: The map, as `build_sentence_map` returns it.
+        rows: The map, as returned by `build_sentence_map`.
         description: The text that describes the map.
-        vocab_size: The size of the vocabulary. Token ids of this value or above are refused.
+        vocab_size: The size of the vocabulary. Larger or equal token ids are refused.
     """
 
     data: IndexedDataset
@@ -71,7 +71,7 @@ class MappedSentences:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
-        """Return the sentences and the target of row `i`.
+        """Return the sentences and the target length of row `i`.
 
         Raises:
             DataError: A token id is outside the vocabulary.
@@ -87,12 +87,12 @@ class MappedSentences:
 
 @dataclasses.dataclass(eq=False)
 class SentenceSamples(ABC):
-    """A dataset of samples that are made from runs of sentences.
+    """A dataset of samples that are made from sentences.
 
     Attributes:
-        source: The runs of sentences.
-        ids: The special ids of the kind of sample.
-        options: The settings of the kind of sample, at least `mask_prob` and `seed`.
+        source: The sentences of each sample.
+        ids: The special ids for this kind of sample.
+        options: The settings for this kind of sample, with at least `mask_prob` and `seed`.
     """
 
     source: SentenceSource
@@ -103,7 +103,7 @@ class SentenceSamples(ABC):
 
     @property
     def description(self) -> str:
-        """A text that differs whenever the samples differ."""
+        """A text that differs if the samples differ."""
         return f"{self.kind} Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:
@@ -117,13 +117,13 @@ class SentenceSamples(ABC):
             DataError: A token id is outside the vocabulary.
         """
         sentences, target = self.source[i]
-        # This takes a fifth of the time of creating a generator.
+        # Seeding takes a fifth of the time that creating a generator takes.
         self._random.seed((self.options.seed + i) % 2**32)
         return {**self._make(sentences, target, self._random), "id": i}
 
     @abstractmethod
     def _make(self, sentences: list[Tokens], target: int, random: np.random.RandomState) -> Sample:
-        """Make a sample, except for its `id`, from at most `target` tokens of the sentences."""
+        """Make a sample, without its `id`, from at most `target` tokens of the sentences."""
 
     def _choose_runs(
         self, text: NDArray[np.int64], target: int, draw_words: Callable[[], int]
@@ -145,16 +145,17 @@ def build_sentence_datasets(
 
     Args:
         request: The data that the run needs.
-        plan: The plan of the sentences, from `plan_sentences`.
+        plan: The settings of the sentence map, from `plan_sentences`.
         tokenizer: The tokenizer, which supplies the special ids.
         find_ids: A function that finds the special ids for this kind of sample in a tokenizer.
         build: A function that makes the samples from sentences and special ids.
-        build_from_tfrecords: The same from TFRecords; `None` if they are not supported.
+        build_from_tfrecords: A function that makes the samples from TFRecords, or `None` if they
+            are not supported.
 
     Raises:
         ConfigError: The vocabulary lacks a special token, no data is named, or --data-path or
             --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or from another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
     """
     is_mock = request.data.mock_data
     ids = SpecialIds.generated(tokenizer.vocab_size) if is_mock else find_ids(tokenizer)
@@ -165,7 +166,7 @@ def build_sentence_datasets(
         else:
             of_part = plan._replace(num_samples=part.num_samples)
             dataset = build(map_sentences(part, of_part, request, vocab_size=ids.size), ids)
-        _ = dataset[0]  # fail now, not at some later step, if another tokenizer made the data
+        _ = dataset[0]  # fail now rather than at a later step if another tokenizer made the data
         return dataset
 
     def build_mock(count: int, split: int) -> DescribedDataset:
@@ -186,14 +187,14 @@ def build_sentence_datasets(
 def plan_sentences(
     request: DataRequest, flag: str, length: int, reserved: int, min_sentences: int = 1
 ) -> SentenceMapPlan:
-    """Plan the sentences of samples; the number of samples is filled in later.
+    """Return the settings of a sentence map. The number of samples is filled in later.
 
     Args:
         request: The data that the run needs.
         flag: The flag that sets the length, for messages.
-        length: The number of tokens in a sample, special tokens included.
+        length: The number of tokens in a sample, including special tokens.
         reserved: The number of special tokens in a sample.
-        min_sentences: The fewest sentences in a sample.
+        min_sentences: The smallest number of sentences in a sample.
 
     Raises:
         ConfigError: The sequence has no room for text.
@@ -212,10 +213,10 @@ def map_sentences(
 ) -> MappedSentences:
     """Load or build the map of a part's documents.
 
-    The map is kept next to the dataset, or in the folder of --data-cache-path.
+    The map is saved next to the dataset, or in --data-cache-path.
 
     Raises:
-        DataError: No document can be used.
+        DataError: No document is usable.
     """
     data, (start, end) = part.data, part.bounds
     text = DocumentSentences(data.document_indices[start : end + 1], data.sequence_lengths)
@@ -227,13 +228,8 @@ def map_sentences(
             f"{end - 1}: a document needs at least {need}, none of more than {LONGEST_SENTENCE} "
             "tokens. Preprocess the text with --split-sentences, change --split or give more data"
         )
-    lost = int(text.overlong().sum())
-    if request.is_builder and lost:  # Megatron leaves them out silently
-        warn(
-            f"{data.prefix}: {lost} of the {end - start} {part.split} documents are left out, "
-            f"because they hold a sentence of more than {LONGEST_SENTENCE} tokens: to keep them, "
-            "split the text into shorter sentences when preprocessing"
-        )
+    if request.is_builder:
+        warn_of_overlong(part, int(text.overlong().sum()))
     description = (
         f"Sentence map\n\nDataset name {part.split}\nDocuments {start} to {end}\n"
         f"Sentences {len(data)}\nTokens {data.num_tokens}\n"
@@ -251,6 +247,17 @@ def map_sentences(
     return MappedSentences(data, rows, f"Data prefix {data.prefix}\n{description}", vocab_size)
 
 
+def warn_of_overlong(part: DatasetPart, count: int) -> None:
+    """Warn that some documents are dropped because of long sentences. Megatron does so silently."""
+    if count:
+        first, end = part.bounds
+        warn(
+            f"{part.data.prefix}: {count} of the {end - first} {part.split} documents are dropped, "
+            f"because they have a sentence of more than {LONGEST_SENTENCE} tokens: to keep them, "
+            "split the text into shorter sentences when preprocessing"
+        )
+
+
 def kept_map(
     prefix: str,
     name: str,
@@ -259,21 +266,21 @@ def kept_map(
     build: Callable[[], NDArray[Any]],
     request: DataRequest,
 ) -> NDArray[Any]:
-    """Load a map of sentences, or build it and keep it.
+    """Load a map of sentences, or build and save it.
 
-    It is kept next to the dataset, or in the folder of --data-cache-path.
+    It is saved next to the dataset, or in --data-cache-path.
 
     Args:
         prefix: The dataset's prefix, with which the name of the map's file begins.
-        name: The rest of that name, without `.npy`.
+        name: The rest of the file's name, without `.npy`.
         description: The text that describes the map.
-        inputs: The arrays that determine the map together with the description.
-        build: A function that makes the map.
+        inputs: The arrays that, together with the description, determine the map.
+        build: A function that builds the map.
         request: The data that the run needs.
     """
     stem = f"{prefix}_{name}"
     digest = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()[:8]
-    # The second name is used if the first belongs to a map that was made from something else.
+    # The second name is used if the first one belongs to a different map.
     names = [Path(stem), Path(f"{stem}_{digest}")]
     cache_path = request.data.data_cache_path
     own = names if cache_path is None else [Path(cache_path) / path.name for path in names]

@@ -1,12 +1,12 @@
-"""T5 samples: runs of words are taken out of a text, and the model has to restore them.
+"""T5 samples: runs of words are removed from a text, and the model has to restore them.
 
     text            the cat sat on the mat
     encoder reads   the <0> on <1> mat
     decoder reads   [BOS] <0> cat sat <1> the
     labels          <0> cat sat <1> the [EOS]
 
-<0>, <1> ... are the sentinels of --vocab-extra-ids. T5's own tokenizer has its own sentinels. With
-that tokenizer, the encoder's text also ends with [EOS], and the decoder's text begins with padding
+<0>, <1> ... are the sentinels that --vocab-extra-ids adds, or those of T5's own tokenizer. With
+T5's tokenizer, the encoder's text also ends with [EOS], and the decoder's text begins with padding
 instead of [BOS], as in `transformers`. In shapes, e is the encoder's sequence length and d the
 decoder's.
 """
@@ -26,11 +26,11 @@ from megatron.data.sample import IGNORED_LABEL, Sample, filled_up
 from megatron.data.sentences import SentenceSamples, Tokens, build_sentence_datasets, plan_sentences
 from megatron.tokenizer.base import Tokenizer
 
-# Tokens of the encoder's sequence that text may not use. Megatron reserves two, for [CLS] and
-# [SEP], but does not write them; T5's own samples need one, for [EOS].
+# The number of tokens of the encoder's sequence that text may not use. Megatron reserves two, for
+# [CLS] and [SEP], but does not write them. T5's own samples need one, for [EOS].
 _RESERVED_TOKENS = 2
 _LONGEST_RUN = 10  # words
-_RUN_END = 0.2  # chance that a run ends after each word
+_RUN_END = 0.2  # the probability that a run ends after a word
 
 
 class T5Options(NamedTuple):
@@ -39,8 +39,8 @@ class T5Options(NamedTuple):
     Attributes:
         encoder_length: The encoder's sequence length e.
         decoder_length: The decoder's sequence length d.
-        mask_prob: The fraction of tokens to take out.
-        seed: The seed of all draws. The draws of sample i are seeded with `seed + i`.
+        mask_prob: The fraction of tokens to remove.
+        seed: The base of the random seeds. Sample i is drawn with the seed `seed + i`.
     """
 
     encoder_length: int
@@ -51,11 +51,11 @@ class T5Options(NamedTuple):
 
 @dataclass(eq=False)
 class T5Dataset(SentenceSamples):
-    """T5 samples, made from runs of sentences. A sample holds int64 arrays.
+    """T5 samples, made from consecutive sentences. A sample holds int64 arrays.
 
     Megatron's masks `[e, e]`, `[d, d]` and `[d, e]` are computed on the device from the two masks
-    here: only tokens that are not padding attend and are attended to, and in the decoder no token
-    attends to later ones.
+    below. Padding neither attends nor is attended to, and in the decoder no token attends to later
+    ones.
 
     `text_enc`: The encoder's input, `[e]`.
     `text_dec`: The decoder's input, `[d]`.
@@ -80,7 +80,7 @@ class T5Dataset(SentenceSamples):
         room = d - 1
         for run in self._choose_runs(text, target, draw_words):
             room -= 1 + len(run)
-            # Megatron stops with an error if it draws more runs than the decoder's length or the
+            # Megatron fails with an error if it draws more runs than the decoder's length or the
             # number of sentinels allows.
             if room < 0 or len(runs) == len(self.ids.sentinels):
                 break
@@ -101,7 +101,7 @@ class T5Dataset(SentenceSamples):
 def take_out(
     text: NDArray[np.int64], runs: list[list[int]], sentinels: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
-    """Return `text` with a sentinel in place of each run, and the runs, each after its sentinel."""
+    """Replace each run by a sentinel; return the new text, and the runs preceded by sentinels."""
     left: list[int] = []
     taken_out: list[int] = []
     start = 0
@@ -126,7 +126,7 @@ def build_t5_datasets(
     Raises:
         ConfigError: The sequence has no room for text, the vocabulary has no sentinels, no data is
             named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or from another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
     """
     mask_prob, seed = request.data.mask_prob, request.seed
     options = T5Options(encoder_seq_length, decoder_seq_length, mask_prob, seed)

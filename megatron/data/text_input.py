@@ -1,11 +1,12 @@
 """Reading corpora: JSON lines (plain, .gz, .bz2, .zst), parquet and text files, in blocks of lines.
 
-In every format, a block consists of whole lines of JSON, one document per line. For a plain JSON
-lines file, a block only says where its lines are, so that the process that parses the lines also
-reads them.
+Whatever the format, a block consists of whole lines of JSON, with one document per line. For a
+plain JSON lines file, a block only gives the place of its lines, so that the process that parses
+the lines also reads them.
 
-Memory is bounded whatever a file holds: a line that is longer than the caller allows is never read
-or decompressed as a whole. It becomes a block of its own without text, which `parse_block` reports.
+Memory is bounded whatever a file contains: a line that is longer than the caller allows is never
+read or decompressed as a whole. It becomes a separate block without text, which `parse_block`
+reports.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from megatron.errors import DataError
 BLOCK_BYTES = 2 << 20
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PARQUET, _TEXT = ".parquet", ".txt"
-_SAMPLES = ".out"  # of `megatron generate`, and in Megatron-LM's examples
+_SAMPLES = ".out"  # the suffix of generated samples in `megatron generate` and Megatron-LM
 PACKED_SUFFIXES = (".gz", ".bz2", ".zst")
 _KNOWN = f"{', '.join(_JSON_SUFFIXES)}, each also with .gz, .bz2 or .zst; {_PARQUET}, {_TEXT}"
-_START = 1 << 12  # bytes in which the first line of a file without a suffix must begin
-_PARQUET_ROWS = 16  # read at a time; a value may be as large as the longest line
+_START = 1 << 12  # bytes within which the first line of a file without a suffix must begin
+_PARQUET_ROWS = 16  # rows read at a time; a value may be as large as the longest line
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_KINDS = {bool: "true or false", int: "a number", float: "a number", type(None): "null"}
 _JSON_KINDS |= {str: "a string", list: "a list", dict: "an object"}
 
-Value = str | list[str]  # a document's text, or its sentences if they are split already
+Value = str | list[str]  # a document's text, or its sentences if it is already split
 
 
 class TextBlock(NamedTuple):
@@ -50,9 +51,9 @@ class TextBlock(NamedTuple):
         path: The file.
         offset: The number of bytes of (decompressed) text before the block.
         size: The number of bytes in the block.
-        done: The number of bytes of the file on disk up to the block's end, for progress.
+        done: The number of bytes of the file on disk up to the block's end, for progress reports.
         data: The lines, or `None` if they are to be read from the file at `offset`.
-        problem: The reason why the block, which is a single line, has no text, or "".
+        problem: If the block is a single line without text, the reason; otherwise "".
     """
 
     path: str
@@ -70,7 +71,8 @@ class TextBlock(NamedTuple):
         """
         if self.problem:
             raise DataError(
-                f"--input {self.path}: {self.problem} (it starts at byte {self.offset})"
+                f"--input {self.path}: {self.problem} (it starts at byte {self.offset}): shorten "
+                "or remove the line"
             )
         if self.data is not None:
             return self.data
@@ -79,7 +81,7 @@ class TextBlock(NamedTuple):
             data = file.read(self.size)
         if len(data) != self.size:
             raise DataError(
-                f"--input {self.path}: the file shrank: run again when no program writes to it"
+                f"--input {self.path}: the file has shrunk: run again when no program writes to it"
             )
         return data
 
@@ -139,7 +141,7 @@ def parse_lines(data: bytes, keys: Sequence[str]) -> Documents:
 def load_line(line: bytes) -> Any:
     """Parse the JSON of one line.
 
-    NaN and Infinity are allowed, as in Python's json, because many corpora hold them in fields
+    NaN and Infinity are allowed, as in Python's json, because many corpora have them in fields
     other than the text.
 
     Raises:
@@ -151,14 +153,14 @@ def load_line(line: bytes) -> Any:
         pass
     try:
         record = json.loads(line.decode("utf-8"))
-        # Half a surrogate pair is not text: it has no UTF-8 form.
+        # Half a surrogate pair is not text, because it cannot be encoded as UTF-8.
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"bad UTF-8 (byte {error.start} of the line)") from None
     except UnicodeEncodeError:
         raise ValueError("broken JSON (half a surrogate pair in a string)") from None
     except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")  # the suffix of the message for an unterminated string
+        what = error.msg.removesuffix(" at")  # for an unterminated string, the message ends so
         raise ValueError(f"broken JSON ({what} at character {error.pos})") from None
     except RecursionError:
         raise ValueError("broken JSON (nested too deeply)") from None
@@ -169,7 +171,7 @@ def load_line(line: bytes) -> Any:
 
 
 def json_kind(value: Any) -> str:
-    """Return what kind of JSON a value is, for messages."""
+    """Describe the type of a JSON value, for messages."""
     return _JSON_KINDS[type(value)]
 
 
@@ -181,7 +183,7 @@ def _value(record: Any, key: str) -> Value:
     value = record[key]
     if isinstance(value, str):
         return value
-    # A list of strings is a document whose sentences are split already.
+    # A list of strings is a document that is already split into sentences.
     if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
         return value
     raise ValueError(f"{key!r} is {json_kind(value)}, expected a string")
@@ -191,18 +193,18 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
     """Return the files that the files, globs and folders of `--input` name.
 
     A folder stands for all files below it with a known suffix. A file without a suffix, such as
-    wiki_00, counts as JSON lines if it begins with an object. So does a file of generated samples
-    (.out), unless a folder stands for it. A word may also be a name in the
-    file of `named.paths_of`. Files are in the order of the
-    patterns, and within a glob or folder in the order of their names.
+    wiki_00, counts as JSON lines if it begins with a JSON object. The same is true of a file of
+    generated samples (.out), except in folders. An entry may also be a name that the user has
+    defined (`named.paths_of`). Files are in the order of the patterns, and within a glob or folder
+    they are sorted by name.
 
     Args:
         patterns: The files, globs and folders.
-        more: Suffixes of formats that the caller reads itself.
+        more: Suffixes of further formats, which the caller reads itself.
 
     Raises:
-        DataError: A pattern matches no file, a file is named twice, so that its text would count
-            twice, or a file has an unknown suffix.
+        DataError: A pattern matches no file, a file is named twice (its text would count twice), or
+            a file has an unknown suffix.
     """
     found: dict[str, str] = {}  # by absolute path
     formats = ", ".join((*more, _KNOWN))
@@ -216,8 +218,8 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
             texts = (path for path in below if not path.lower().endswith(_SAMPLES))
             matches = sorted(path for path in texts if is_known(path))
             nothing = (
-                f"this folder holds no file with a known suffix ({formats}): give another folder, "
-                "or rename its files"
+                f"this folder contains no file with a known suffix ({formats}): give another "
+                "folder, or rename its files"
             )
         else:
             exists = os.path.exists(pattern)
@@ -232,7 +234,9 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
             found[place] = path
     for path in found.values():
         if not os.path.exists(path):
-            raise DataError(f"--input {path}: this is a link to a file that does not exist")
+            raise DataError(
+                f"--input {path}: this is a link to a file that does not exist: fix the link"
+            )
         if not is_known(path):
             raise DataError(f"--input {path}: unknown suffix; expected {formats}; rename the file")
     return [*found.values()]
@@ -249,16 +253,16 @@ def read_blocks(
     """Yield all lines of the files in order, in blocks of about `block_bytes`.
 
     Args:
-        paths: The files, as `find_inputs` returns them.
+        paths: The files, as returned by `find_inputs`.
         keys: The parquet columns to read. The first is the key of a text file's document.
         block_bytes: The size of a block, which is extended to the end of a line.
         max_line_mb: The size of the longest line to read, in MiB.
-        bounds: Read only the lines that begin in this range of bytes, the second excluded.
-            `is_cut_anywhere` says which files can be read in this way.
+        bounds: The range of bytes, end excluded. Only lines that begin in it are read. Only files
+            that satisfy `is_cut_anywhere` can be read in this way.
 
     Raises:
         DataError: A file cannot be read or is damaged.
-        MemoryError: Arrow has too little memory.
+        MemoryError: Arrow ran out of memory.
     """
     longest = max_line_mb << 20
     block_bytes = min(block_bytes, longest)
@@ -276,21 +280,21 @@ def read_blocks(
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(
                 f"--input {path}: unreadable or truncated: {error}; copy the file again, or rename "
-                "it if it is of another format"
+                "it if it has another format"
             ) from error
 
 
 def is_cut_anywhere(path: str) -> bool:
-    """Return whether a file holds plain JSON lines, which can be read from any byte on."""
+    """Return whether a file holds plain JSON lines, which can be read from any position."""
     is_plain = not path.lower().endswith((*PACKED_SUFFIXES, _PARQUET, _TEXT))
     return is_plain and os.path.isfile(path)
 
 
 def _suffix(path: str) -> str | None:
-    """Return the ending that names the format, without .gz, .bz2 or .zst; `None` if it is unknown.
+    """Return the suffix that determines the format, or `None` if it is unknown.
 
-    A file without an ending, or with the .out of generated samples, counts as JSON lines if it
-    begins with a JSON object.
+    Suffixes of compression (.gz, .bz2, .zst) are ignored. A file without a suffix, or with the
+    suffix .out of generated samples, counts as JSON lines if it begins with a JSON object.
     """
     name = Path(path).name.lower()
     for packed in PACKED_SUFFIXES:
@@ -303,7 +307,7 @@ def _suffix(path: str) -> str | None:
 
 
 def _begins_with_an_object(path: str) -> bool:
-    """Return whether a regular file begins, once decompressed, with a JSON object."""
+    """Return whether a regular file, after decompression, begins with a JSON object."""
     if not os.path.isfile(path):  # reading from a pipe would consume its first bytes
         return False
     try:
@@ -320,12 +324,14 @@ def _plain_blocks(
     total = os.path.getsize(path)
     begin, end = bounds or (0, total)
     if end > total:
-        raise DataError(f"--input {path}: the file shrank: run again when no program writes to it")
+        raise DataError(
+            f"--input {path}: the file has shrunk: run again when no program writes to it"
+        )
     with open(path, "rb") as file:
         start = len(BYTE_ORDER_MARK) if file.read(3) == BYTE_ORDER_MARK else 0
         if begin:
             file.seek(begin - 1)
-            file.readline(end - begin + 1)  # of a line that begins before, and may go on for long
+            file.readline(end - begin + 1)  # the rest of an earlier line, which may be very long
             start = file.tell()
         while start < end:
             file.seek(min(start + block_bytes, end) - 1)
@@ -345,7 +351,7 @@ def _plain_blocks(
 
 
 def _streamed_blocks(path: str, longest: int, block_bytes: int) -> Iterator[TextBlock]:
-    """Read a file that can only be read from front to back: a compressed file or a pipe."""
+    """Read a file that can only be read sequentially: a compressed file or a pipe."""
     with open(path, "rb") as raw, _unpack(path, raw) as file:
         offset = 0
         while data := file.read(block_bytes):
@@ -360,7 +366,7 @@ def _streamed_blocks(path: str, longest: int, block_bytes: int) -> Iterator[Text
 
 
 def _last_line_apart(block: TextBlock, longest: int) -> Iterator[TextBlock]:
-    """Yield the block, split before its last line if that line may be too long."""
+    """Yield the block, but separate its last line if that line may be too long."""
     data = block.data
     assert data is not None
     if len(data) <= longest:
@@ -378,7 +384,7 @@ def _without_text(line: TextBlock, longest: int) -> TextBlock:
 
 
 def _finish_line(file: BinaryIO, data: bytes) -> int:
-    """Read past the rest of the line in which `data` ends, and return its size in bytes."""
+    """Skip the rest of the line in which `data` ends, and return the number of bytes skipped."""
     size = 0
     while data and not data.endswith(b"\n"):
         data = file.readline(BLOCK_BYTES)
@@ -393,8 +399,8 @@ def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
     if path.lower().endswith((".bz2", ".zst")):
         import pyarrow
 
-        # zstandard's own reader does not notice a truncated file, and Python's bz2 ends silently at
-        # a damaged second part. Arrow's raise an OSError.
+        # zstandard's reader does not notice a truncated file, and Python's bz2 stops silently at a
+        # damaged second part. Arrow's readers raise an OSError.
         codec = "bz2" if path.lower().endswith(".bz2") else "zstd"
         return io.BufferedReader(pyarrow.CompressedInputStream(raw, codec), 1 << 20)
     return raw
@@ -430,7 +436,7 @@ def _parquet_blocks(
         for key in keys:
             if key not in columns:
                 has = ", ".join(columns)
-                raise DataError(f"--json-keys {key}: no such column in {path}; it has {has}")
+                raise DataError(f"--json-keys {key}: no such column in {path}: choose one of {has}")
         rows, offset, lines, size = 0, 0, list[bytes](), 0
         size_on_disk, total = os.path.getsize(path), max(file.metadata.num_rows, 1)
 
@@ -454,7 +460,7 @@ def _parquet_blocks(
                 size += len(lines[-1])
         if lines:
             yield block()
-    except MemoryError:  # Arrow's own MemoryError is an ArrowException too
+    except MemoryError:  # Arrow's own MemoryError is also an ArrowException
         raise
     except pyarrow.ArrowException as error:
         raise DataError(
@@ -466,11 +472,11 @@ def _json_line(row: Any) -> bytes:
     """Return a row as a line of JSON, or as a line that `parse_lines` reports as bad."""
     option = orjson.OPT_APPEND_NEWLINE
     try:
-        # A value without a JSON form is not text either. Written as null, it is reported.
+        # A value that JSON cannot represent is not text either. As null, it is reported.
         return orjson.dumps(row.to_pylist()[0], default=lambda _: None, option=option)
     except UnicodeDecodeError as error:
         return error.object.replace(b"\n", b" ") + b"\n"  # reported as bad UTF-8
-    except (ValueError, OverflowError):  # for example a time that Python cannot hold
+    except (ValueError, OverflowError):  # for example a time that Python cannot represent
         return orjson.dumps(dict.fromkeys(row.column_names), option=option)
 
 
@@ -484,6 +490,8 @@ def _text_block(path: str, key: str, longest: int) -> TextBlock:
     try:
         text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"--input {path}: not UTF-8 at byte {error.start}: convert it") from error
+        raise DataError(
+            f"--input {path}: not UTF-8 at byte {error.start}: convert the file"
+        ) from error
     line = orjson.dumps({key: text}, option=orjson.OPT_APPEND_NEWLINE)
     return TextBlock(path, 0, len(line), size_on_disk, line)

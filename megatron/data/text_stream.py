@@ -1,24 +1,26 @@
-"""GPT samples straight from text files: tokenized in the loading processes while a run trains.
+"""GPT samples from text files that the loading processes tokenize during training.
 
-A corpus is cut into pieces that can be read by themselves: about a MiB of a plain JSON lines file,
-or a whole file of any other kind. The pieces of a split are dealt out in turn to up to 128 streams,
-in another random order each epoch. A stream reads its pieces one after the other, shuffles the
-documents within each block of text that is read at a time, lays their tokens end to end, and cuts
-rows as `gpt` does: row k covers the tokens from `k * S` to `(k + 1) * S` inclusive.
+A corpus is divided into pieces that can be read independently: about 1 MiB of a plain JSON lines
+file, or a whole file of any other kind. The pieces of a split are distributed in turn over up to
+128 streams, in a different random order in each epoch. A stream reads its pieces one after the
+other, shuffles the documents within each block of text, concatenates their tokens, and cuts rows as
+in `gpt`: row k covers the tokens from `k * S` to `(k + 1) * S` inclusive.
 
     sample i  =  row i // streams of stream i % streams
 
-A piece in which no line begins is empty. A stream that gets only such pieces of a small text in one
-epoch reads on in the next, which gives it others; a split without any tokens is refused.
+A piece in which no line begins is empty. With a small text, a stream may get only such pieces in an
+epoch. It then continues with the next epoch, in which it gets other pieces. A split without any
+tokens is refused.
 
-Neighboring samples thus come from many places in the corpus, and a sample depends only on the seed,
-the text and its number, whatever the number of processes. The data-parallel processes and their
-loading processes take samples in turn, so each usually reads only its own share of the streams.
+Neighboring samples thus come from many places in the corpus. A sample depends only on the seed, the
+text and its index, whatever the number of processes. The data-parallel processes and their loading
+processes take samples in turn, so each one usually reads only its own share of the streams.
 
-Where a row begins depends on the lengths of all documents before it. Each sample therefore says
-where the next row of its stream begins. The training process remembers these places: loading
-processes that start later begin there, and so does a run that continues from a checkpoint. Without
-a place, a stream is read from its beginning, which takes longer and gives the same samples.
+The beginning of a row depends on the lengths of all documents before it. Each sample therefore
+records the place where the next row of its stream begins. The training process remembers these
+places. Loading processes that start later begin there, and so does a run that continues from a
+checkpoint. Without a place, a stream is read from its beginning, which takes longer and gives the
+same samples.
 """
 
 from __future__ import annotations
@@ -44,27 +46,27 @@ from megatron.errors import DataError, warn
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis
 
-if TYPE_CHECKING:  # most runs read no text, and need not wait for its parsers
+if TYPE_CHECKING:  # most runs read no text and need not import the parsers
     from megatron.data.preprocess import BlockEncoder, EncodedBlock
     from megatron.data.text_input import BadLine, TextBlock
 
-_PIECES = 1024  # number into which a small corpus is cut, so that it can be divided into splits
-_LEAST, _MOST = 1 << 10, 1 << 20  # bytes of a piece
+_PIECES = 1024  # pieces of a small corpus: enough to divide it into splits
+_LEAST, _MOST = 1 << 10, 1 << 20  # the smallest and largest number of bytes in a piece
 _PROBE = 1 << 12  # bytes of text to read at a time until the first token is found
-_STREAMS = 128  # each holds a block's tokens, at most a few MB
-_TOLD = 3  # bad lines of a file that a loading process reports
+_STREAMS = 128  # each stream holds the tokens of a block, at most a few MB
+_REPORTED = 3  # bad lines of each file that a loading process reports
 _KEPT = 8192  # places to remember: more samples than are loaded before an update is complete
 
 
 class RowPlace(NamedTuple):
-    """Where a row begins in a stream.
+    """The place in a stream where a row begins.
 
     Attributes:
-        row: The number of the row.
+        row: The index of the row.
         visit: The number of pieces that the stream has read before, over all epochs.
-        block: The number of the block in that piece.
-        token: The number of the token in the block, after shuffling.
-        bad: The number of bad lines that were left out, this block included.
+        block: The index of the block in the current piece.
+        token: The index of the token in the block, after shuffling.
+        bad: The number of bad lines that were skipped, including those in this block.
     """
 
     row: int = 0
@@ -75,19 +77,19 @@ class RowPlace(NamedTuple):
 
 
 class NoTokensError(DataError):
-    """A text, or a split's share of it, without any token."""
+    """Raised when a text, or the part of it in a split, has no tokens."""
 
 
 class TextCorpus:
-    """The pieces of the text files that one value of --data-path, or a similar flag, names.
+    """The pieces of the text files that an entry of --data-path, or of a similar flag, names.
 
     Args:
-        name: A file, folder or glob, as `find_inputs` takes it.
+        name: A file, folder or glob, as for `find_inputs`.
         key: The key of a document's text in a line of JSON.
-        flag: The flag that names it, for messages.
+        flag: The flag that names the text, for messages.
 
     Raises:
-        DataError: There is no such file, or its kind is unknown.
+        DataError: A file does not exist, or its format is unknown.
     """
 
     def __init__(self, name: str, key: str, flag: str = "--data-path") -> None:
@@ -104,7 +106,7 @@ class TextCorpus:
         if not self.size:
             raise DataError(f"{flag} {name}: the text is empty: give more text")
         self.piece_bytes = min(max(self.size // _PIECES, _LEAST), _MOST)
-        # The number of pieces in the files up to and including each.
+        # The cumulative number of pieces after each file.
         self._ends = np.cumsum(
             [
                 max(1, -(-size // self.piece_bytes)) if is_cut_anywhere(path) else 1
@@ -117,14 +119,14 @@ class TextCorpus:
         return int(self._ends[-1])
 
     def read(self, piece: int, encoder: BlockEncoder, *, first: int) -> Iterator[EncodedBlock]:
-        """Yield the encoded blocks of a piece, from block `first` on."""
+        """Yield the encoded blocks of a piece, starting with block `first`."""
         with _named_as_in_training(self.flag):
             for number, block in enumerate(self._blocks(piece, _MOST)):
                 if number >= first:
                     yield encoder(block)
 
     def texts(self, piece: int) -> Iterator[tuple[list[BadLine], TextBlock, list[str]]]:
-        """Yield the bad lines and the texts of a piece, a few at a time, each with its block."""
+        """Yield the bad lines, the block and the texts for each small block of a piece."""
         from megatron.data.text_input import parse_block
 
         with _named_as_in_training(self.flag):
@@ -146,7 +148,7 @@ class TextCorpus:
             return read_blocks([path], (self.key,), block_bytes)
         start = (piece - (int(self._ends[file - 1]) if file else 0)) * self.piece_bytes
         bounds = start, min(start + self.piece_bytes, self.sizes[file])
-        # These are only their places; no file stays open between samples.
+        # These blocks hold only places, so no file stays open between samples.
         return list(read_blocks([path], (self.key,), block_bytes, bounds=bounds))
 
 
@@ -156,14 +158,14 @@ class TextDataset:
 
     Attributes:
         corpus: The text.
-        pieces: The first piece of the split, and the piece after its last.
-        num_samples: The number of samples that the run needs; the text repeats as often as needed.
+        pieces: The first piece of the split and its end (exclusive).
+        num_samples: The number of samples that the run needs. Text is repeated as often as needed.
         seq_length: The number of tokens in a sample without the last label, s.
         seed: The seed of all shuffles.
         encoder: The encoder, which turns text into ids.
-        skip_bad_lines: Whether to leave out lines without a document. The first of each file are
-            reported, and all are counted in the places.
-        number: The number of this dataset in its blend.
+        skip_bad_lines: Whether to skip lines without a document. The first such lines of each file
+            are reported, and all are counted in the places.
+        number: The index of this dataset in its blend.
     """
 
     corpus: TextCorpus
@@ -175,7 +177,7 @@ class TextDataset:
     skip_bad_lines: bool = False
     number: int = 0
     _places: dict[int, deque[RowPlace]] = field(default_factory=dict)
-    _told: dict[str, set[int]] = field(default_factory=dict)
+    _reported: dict[str, set[int]] = field(default_factory=dict)
     _readers: dict[int, tuple[int, Iterator[tuple[NDArray[np.int64], RowPlace]]]] = field(
         default_factory=dict
     )
@@ -187,7 +189,7 @@ class TextDataset:
 
     @property
     def description(self) -> str:
-        """A text that differs whenever the samples differ."""
+        """A text that differs if the samples differ."""
         names = [os.path.basename(path) for path in self.corpus.files]
         files = "".join(
             f"{name} {size}\n" for name, size in zip(names, self.corpus.sizes, strict=True)
@@ -203,7 +205,7 @@ class TextDataset:
         return self.num_samples
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`. Samples in ascending order are read once; going back is slow.
+        """Return sample `i`. Reading in ascending order is fast; going back is slow.
 
         Raises:
             DataError: A line has no document, a file cannot be read, or there are no tokens.
@@ -222,41 +224,41 @@ class TextDataset:
         return {"text": text, "id": i, PLACE: np.array([self.number, stream, *following])}
 
     def require_tokens(self) -> None:
-        """Check that the split holds tokens, by reading up to the first.
+        """Check that the split has tokens, by reading until the first one.
 
         Raises:
-            NoTokensError: It holds none.
+            NoTokensError: The split has no tokens.
             DataError: A line before the first token has no document, or a file cannot be read.
         """
         corpus = self.corpus
         for piece in range(*self.pieces):
             for bad, block, texts in corpus.texts(piece):
                 self._report(bad, block)
-                # Documents may be long, and the first words of most tell.
+                # Documents may be long, and the first words are usually enough.
                 if any(self._has_ids(text[:_PROBE]) or self._has_ids(text) for text in texts):
                     return
         if self.pieces == (0, len(corpus)):
-            what = "the text holds no tokens: give more text"
+            what = "the text has no tokens: give more text"
         else:
             first, end = self.pieces
             several = end - first > 1
             parts = f"parts {first + 1} to {end}" if several else f"part {end}"
             what = (
-                f"{parts} of {len(corpus)}, which --split gives to one split, "
-                f"{'hold' if several else 'holds'} no tokens: give more text, enlarge this share, "
-                "or give each split a text of its own with --train-data-path, --valid-data-path "
-                "and --test-data-path"
+                f"{parts} of {len(corpus)}, which --split assigns to one split, "
+                f"{'have' if several else 'has'} no tokens: give more text, enlarge this share, or "
+                "give each split its own text with --train-data-path, --valid-data-path and "
+                "--test-data-path"
             )
         raise NoTokensError(f"{corpus.flag} {corpus.prefix}: {what}")
 
     def _has_ids(self, text: str) -> bool:
         try:
             return bool(self.encoder.tokenizer.tokenize(text))
-        except DataError:  # a bad line, which is told or left out with its place when it is read
+        except DataError:  # a bad line, which is reported or skipped when it is read later
             return False
 
     def _known_place(self, stream: int, row: int) -> RowPlace:
-        """Return the last known place of a stream up to a row."""
+        """Return the last known place of a stream that is not after the given row."""
         known = (place for place in self._places.get(stream, ()) if place.row <= row)
         return max(known, default=RowPlace())
 
@@ -266,20 +268,20 @@ class TextDataset:
         self._places.setdefault(stream, deque(maxlen=kept)).append(place)
 
     def places_after(self, samples: int) -> list[RowPlace]:
-        """Return, for each stream, the last known place up to its first row after `samples`."""
+        """Return the last known place of each stream up to its first row after `samples`."""
         return [
             self._known_place(stream, max(0, -(-(samples - stream) // self.streams)))
             for stream in range(self.streams)
         ]
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return this dataset and the number of samples: see `ReadsText`."""
+        """Return this dataset and the number of samples, as in `ReadsText`."""
         return [(self, samples)]
 
     def _rows(self, stream: int, place: RowPlace) -> Iterator[tuple[NDArray[np.int64], RowPlace]]:
-        """Yield the rows of a stream, `[s + 1]`, each with the place of the row after it."""
+        """Yield the rows of a stream, `[s + 1]`, each with the place of the next row."""
         row, begin = place.row, place
-        # The blocks that are not used up, and how many tokens of them are left.
+        # The blocks with unused tokens, and the number of these tokens.
         held: deque[tuple[RowPlace, NDArray[Any]]] = deque()
         left = 0
         for at, tokens in self._blocks(stream, place):
@@ -305,7 +307,7 @@ class TextDataset:
                 yield np.concatenate(parts, dtype=np.int64), held[0][0]._replace(row=row)
 
     def _blocks(self, stream: int, place: RowPlace) -> Iterator[tuple[RowPlace, NDArray[Any]]]:
-        """Yield the tokens of a stream's blocks, endlessly, keeping each document's together."""
+        """Yield the tokens of a stream's blocks endlessly, with the documents shuffled."""
         visit, block, bad = place.visit, place.block, place.bad
         pieces = -(-(self.pieces[1] - self.pieces[0] - stream) // self.streams)
         empty = 0
@@ -320,20 +322,24 @@ class TextDataset:
                 if not place.row or (visit, number) != (place.visit, place.block):
                     bad += len(encoded.bad)
                 random = np.random.RandomState([self.seed, epoch, piece, number])
-                tokens = _shuffled(encoded, random)
+                tokens, lengths, sequences = encoded.columns[0]
+                ends = np.concatenate([[0], np.cumsum(lengths)])[np.cumsum(sequences)]
+                documents = np.split(tokens, ends[:-1])
+                shuffled = [documents[i] for i in random.permutation(len(documents))]
+                tokens = np.concatenate([tokens[:0], *shuffled])
                 found = found or len(tokens) > 0
                 yield RowPlace(0, visit, number, 0, bad), tokens
             empty = 0 if found or block else empty + 1
             if empty == pieces:
-                # The lines of a small text are longer than its pieces, so that a stream may get
-                # only pieces without a beginning. It gets others in the next epoch.
+                # The lines of a small text may be longer than its pieces, so a stream may get only
+                # pieces in which no line begins. It gets other pieces in the next epoch.
                 self.require_tokens()
             visit, block = visit + 1, 0
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the pieces of the split in the order of an epoch, `[pieces]`."""
         if epoch not in self._orders:
-            if len(self._orders) > 2:  # streams are in the same epoch or in the next
+            if len(self._orders) > 2:  # streams are at most one epoch apart
                 self._orders.clear()
             random = np.random.RandomState([self.seed, epoch])
             self._orders[epoch] = self.pieces[0] + random.permutation(
@@ -346,42 +352,32 @@ class TextDataset:
         return {}
 
     def _report(self, lines: Sequence[BadLine], block: TextBlock) -> None:
-        """Raise for the lines of a block that hold no document, or warn of a file's first ones."""
+        """Raise an error for lines without a document, or warn about the first ones of a file."""
         path = block.path
-        told = self._told.setdefault(path, set())
+        reported = self._reported.setdefault(path, set())
         for bad in lines:
             at = block.offset + bad.offset
             what = f"{self.corpus.flag} {path}: {bad.reason} (line starts at byte {at})"
             if not self.skip_bad_lines:
-                raise DataError(
-                    f"{what}: fix the line, or leave bad lines out with --skip-bad-lines"
-                )
-            if at not in told and len(told) < _TOLD:
-                told.add(at)
-                last = ", as are further bad lines of this file, which are only counted"
-                warn(f"{what}: left out{last if len(told) == _TOLD else ''}")
-
-
-def _shuffled(encoded: EncodedBlock, random: np.random.RandomState) -> NDArray[Any]:
-    """Return a block's tokens, with its documents in random order."""
-    tokens, lengths, sequences = encoded.columns[0]
-    ends = np.concatenate([[0], np.cumsum(lengths)])[np.cumsum(sequences)]
-    documents = np.split(tokens, ends[:-1])
-    return np.concatenate([tokens[:0], *(documents[i] for i in random.permutation(len(documents)))])
+                raise DataError(f"{what}: fix the line, or skip bad lines with --skip-bad-lines")
+            if at not in reported and len(reported) < _REPORTED:
+                reported.add(at)
+                last = "; further bad lines of this file are only counted"
+                warn(f"{what}: line skipped{last if len(reported) == _REPORTED else ''}")
 
 
 @contextmanager
 def _named_as_in_training(flag: str) -> Iterator[None]:
-    """Name the flags of a training run in the errors of readers that tools share."""
+    """Replace the flags of tools by those of a training run in the errors of shared readers."""
     try:
         yield
     except DataError as error:
-        told = str(error).replace("--input ", f"{flag} ").replace("--json-keys ", "--text-key ")
-        raise DataError(told) from error
+        text = str(error).replace("--input ", f"{flag} ").replace("--json-keys ", "--text-key ")
+        raise DataError(text) from error
 
 
 def is_text(name: str) -> bool:
-    """Return whether a value of --data-path names text files, not an indexed dataset."""
+    """Return whether an entry of --data-path names text files rather than an indexed dataset."""
     return not os.path.exists(f"{name}.idx") and (
         os.path.exists(name) or any(glob.iglob(name, recursive=True))
     )
@@ -389,19 +385,19 @@ def is_text(name: str) -> bool:
 
 @runtime_checkable
 class ReadsText(Protocol):
-    """A dataset that is made of text datasets, or is one."""
+    """A dataset that is a text dataset or contains some."""
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return each text dataset, and how many of its samples are among the first `samples`."""
+        """Return each text dataset and the number of its samples among the first `samples`."""
 
 
 def text_members(dataset: SampleDataset | None, samples: int) -> list[tuple[TextDataset, int]]:
-    """Return a dataset's text datasets with their numbers of samples; none if it has no text."""
+    """Return a dataset's text datasets with their numbers of samples; empty without text."""
     return dataset.text_members(samples) if isinstance(dataset, ReadsText) else []
 
 
 def take_places(batch: dict[str, Tensor], dataset: SampleDataset) -> dict[str, Tensor]:
-    """Return a batch without its places, which the text datasets remember from now on."""
+    """Return a batch without its places, after storing them in the text datasets."""
     places = batch.pop(PLACE, None)
     if places is not None:
         members = {member.number: member for member, _ in text_members(dataset, 0)}
@@ -411,16 +407,16 @@ def take_places(batch: dict[str, Tensor], dataset: SampleDataset) -> dict[str, T
 
 
 def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dict[str, Any] | None:
-    """Return where every stream continues after `samples` samples, as JSON. Collective.
+    """Return the place of every stream after `samples` samples, as JSON. All processes call it.
 
     Args:
         dataset: The training or validation data.
         samples: The number of samples that all processes together have consumed.
-        world: All processes. Each knows the streams of its own samples.
+        world: All processes. Each process knows the streams of its own samples.
 
     Returns:
-        A digest of everything that places depend on, and for each text dataset the places of its
-        streams, `[members, streams, 5]`. `None` without text.
+        A digest of everything that determines the meaning of places, and the places of the streams
+        of each text dataset, `[members, streams, 5]`. `None` without text.
     """
     members = text_members(dataset, samples)
     if not members:
@@ -429,16 +425,16 @@ def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dic
 
 
 def count_bad_lines(dataset: SampleDataset | None, samples: int, world: Axis) -> int:
-    """Return the number of lines left out among the first `samples` samples. Collective.
+    """Return the number of lines skipped in the first `samples` samples. All processes call it.
 
-    The arguments are those of `save_places`. Each pass over the text counts.
+    The arguments are the same as for `save_places`. A line counts again in each pass over the text.
     """
     places = _places(text_members(dataset, samples), world)
     return sum(RowPlace(*place).bad for streams in places for place in streams)
 
 
 def _places(members: Sequence[tuple[TextDataset, int]], world: Axis) -> list[list[list[int]]]:
-    """Return the last place of each stream that any process knows. Collective."""
+    """Return the last place of each stream that any process knows. All processes call it."""
     places = []
     for member, count in members:
         known = torch.tensor(member.places_after(count), dtype=torch.int64)
@@ -451,7 +447,7 @@ def _places(members: Sequence[tuple[TextDataset, int]], world: Axis) -> list[lis
 
 
 def load_places(dataset: SampleDataset | None, saved: Mapping[str, Any] | None) -> bool:
-    """Remember the places of a checkpoint; return whether they are for this text."""
+    """Restore the places in a checkpoint, and return whether they belong to this text."""
     members = text_members(dataset, 0)
     if not members or saved is None or saved["plan"] != _plan_digest(members):
         return not members

@@ -1,12 +1,12 @@
-"""BERT samples that `create_pretraining_data.py` of the original BERT has written as TFRecords.
+"""BERT samples in TFRecords written by `create_pretraining_data.py` of the original BERT.
 
 A file is a sequence of records, little-endian:
 
     u64 bytes of data | u32 checksum of the 8 bytes before | data | u32 checksum of the data
 
-A checksum is a CRC-32C, rotated by 15 bits and increased by a constant. The data is a
+A checksum is a CRC-32C that is rotated by 15 bits and increased by a constant. The data is a
 `tf.train.Example`, a protocol buffer that maps names to lists of integers or floating-point
-numbers. Of protocol buffers, only what this message needs is read.
+numbers. This module implements only the parts of protocol buffers that this message needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.errors import DataError
 _HEAD = struct.Struct("<QI")
 _TAIL = struct.Struct("<I")
 _PIECE = 4096  # bytes that are checked at a time
-_SHORT = 64  # fewer bytes are checked one by one
+_SHORT = 64  # if fewer bytes remain, they are checked one by one
 _DAMAGED = "the file is damaged; copy it again"
 _SEQUENCES = ("input_ids", "input_mask", "segment_ids")
 _PREDICTIONS = ("masked_lm_positions", "masked_lm_ids")
@@ -40,8 +40,8 @@ Numbers = NDArray[np.int64] | NDArray[np.float32]
 def find_tfrecords(path: str) -> list[Path]:
     """Return the TFRecord files that a file, a glob or a folder (`*.tfrecord*`) names, sorted.
 
-    A file counts as one if its name says so or if it begins with a record. The list is empty if
-    `path` is the prefix of an indexed dataset.
+    A file counts as a TFRecord file if its name contains `.tfrecord` or if it begins with a record.
+    The list is empty if `path` is the prefix of an indexed dataset.
     """
     if idx_path(path).exists():
         return []
@@ -67,7 +67,7 @@ class TFRecords:
     The object is cheap to send to another process, because only the paths are sent.
 
     Args:
-        prefix: The word of the command line, for messages.
+        prefix: The entry of --data-path, for messages.
         paths: The files, in order.
 
     Raises:
@@ -84,7 +84,9 @@ class TFRecords:
                 with path.open("rb") as file:
                     self._files.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             except (OSError, ValueError) as error:  # an empty file cannot be mapped
-                raise DataError(f"{path}: cannot be read: {error}") from error
+                raise DataError(
+                    f"{path}: cannot be read ({error}): give a readable file"
+                ) from error
             starts.append(np.fromiter(_record_starts(path, self._files[-1]), np.int64))
         self._starts = starts
         self._firsts = np.cumsum([0, *map(len, starts)])
@@ -99,11 +101,11 @@ class TFRecords:
 
     @property
     def size(self) -> int:
-        """The number of records, which decides their share of a blend without weights."""
+        """The number of records, which determines the share of a blend without weights."""
         return len(self)
 
     def place(self, i: int) -> str:
-        """Return the file, number and first byte of record `i`, for messages."""
+        """Return the file, index and first byte of record `i`, for messages."""
         file, number, start = self._find(i)
         return f"{self.paths[file]}: record {number} (byte {start})"
 
@@ -125,7 +127,7 @@ class TFRecords:
         data = content[start + _HEAD.size : end]
         (check,) = _TAIL.unpack_from(content, end)
         if check != masked_crc(data):
-            raise DataError(f"{self.place(i)}: the checksum of its data is wrong: {_DAMAGED}")
+            raise DataError(f"{self.place(i)}: wrong checksum of the data: {_DAMAGED}")
         try:
             return parse_example(data)
         except ValueError as error:
@@ -157,7 +159,7 @@ def _record_starts(path: Path, content: mmap.mmap) -> Iterator[int]:
 
 @cache
 def _crc_table() -> list[int]:
-    """Return, for each byte value, what it adds to a CRC-32C computed one byte at a time."""
+    """Return the contribution of each byte value to a CRC-32C computed one byte at a time."""
     table = []
     for byte in range(256):
         state = byte
@@ -169,7 +171,7 @@ def _crc_table() -> list[int]:
 
 @cache
 def _crc_tables() -> NDArray[np.uint32]:
-    """Return what a byte adds to a CRC-32C, by the number of bytes after it in the piece."""
+    """Return the contribution of each byte to a CRC-32C, `[bytes that follow in piece, value]`."""
     tables = np.empty((_PIECE, 256), np.uint32)
     tables[0] = _crc_table()
     for after in range(1, _PIECE):
@@ -179,10 +181,10 @@ def _crc_tables() -> NDArray[np.uint32]:
 
 
 def masked_crc(data: bytes) -> int:
-    """Return the checksum of some bytes."""
+    """Return the checksum of `data`."""
     state, first = 0xFFFFFFFF, 0
-    # A CRC is linear, so the bytes of a piece can be looked up at once: 50 us for 3 KB, which take
-    # 300 us one by one.
+    # A CRC is linear, so all bytes of a piece can be looked up at once. For 3 KB this takes 50 us
+    # instead of 300 us.
     while len(data) - first >= _SHORT:
         piece = np.frombuffer(data, np.uint8, min(_PIECE, len(data) - first), first).copy()
         piece[:4] ^= np.frombuffer(state.to_bytes(4, "little"), np.uint8)
@@ -197,10 +199,10 @@ def masked_crc(data: bytes) -> int:
 
 
 def parse_example(data: bytes) -> dict[str, Numbers]:
-    """Return the lists of numbers in a `tf.train.Example`, by name; lists of bytes are left out.
+    """Return the lists of numbers in a `tf.train.Example`, by name; lists of bytes are skipped.
 
     Raises:
-        ValueError: The bytes are not such a message.
+        ValueError: The bytes are not a valid message of this type.
     """
     found: dict[str, Numbers] = {}
     for features in _messages(data, 1):
@@ -208,15 +210,18 @@ def parse_example(data: bytes) -> dict[str, Numbers]:
             name = b"".join(_messages(entry, 1)).decode()
             for feature in _messages(entry, 2):
                 for number, _, value in _fields(feature):
-                    if number == 2:
-                        found[name] = _floats(_bytes_of(value))
+                    if number == 2:  # a FloatList, packed or not
+                        floats = b"".join(_messages(_bytes_of(value), 1))
+                        if len(floats) % 4:
+                            raise ValueError("a list of floats ends in the middle of a number")
+                        found[name] = np.frombuffer(floats, "<f4")
                     elif number == 3:
                         found[name] = _integers(_bytes_of(value))
     return found
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int, bytes | int]]:
-    """Yield number, wire type and value of each field of a message."""
+    """Yield the number, wire type and value of each field in a message."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -232,13 +237,13 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, bytes | int]]:
         else:
             raise ValueError(f"wire type {wire} at byte {at}")
         if at + size > len(data):
-            raise ValueError(f"a field of {size} bytes at byte {at} of {len(data)}")
+            raise ValueError(f"a field of {size} bytes at byte {at} exceeds {len(data)} bytes")
         yield key >> 3, wire, data[at : at + size]
         at += size
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins at a byte, and the byte after it."""
+    """Return the number that begins at byte `at`, and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
@@ -247,12 +252,12 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value, at = value | (byte & 0x7F) << shift, at + 1
         if byte < 0x80:
             return value, at
-    raise ValueError(f"a number without an end at byte {at}")
+    raise ValueError(f"a number that does not end before byte {at}")
 
 
 def _bytes_of(value: bytes | int) -> bytes:
     if isinstance(value, int):
-        raise ValueError(f"the number {value} in place of a message")
+        raise ValueError(f"the number {value} instead of a message")
     return value
 
 
@@ -272,7 +277,7 @@ def _integers(data: bytes) -> NDArray[np.int64]:
     if not len(digits):
         return np.empty(0, np.int64)
     if not len(ends) or ends[-1] != len(digits) - 1:
-        raise ValueError("a list of integers ends within one")
+        raise ValueError("a list of integers ends in the middle of a number")
     starts = np.concatenate([[0], ends[:-1] + 1])
     sizes = ends - starts + 1
     if sizes.max() > 10:
@@ -290,16 +295,8 @@ def _as_varint(value: int) -> bytes:
     return bytes([*digits, value])
 
 
-def _floats(data: bytes) -> NDArray[np.float32]:
-    """Return the numbers of a `FloatList`, packed or not."""
-    packed = b"".join(_messages(data, 1))
-    if len(packed) % 4:
-        raise ValueError("a list of floats ends within one")
-    return np.frombuffer(packed, "<f4")
-
-
 class TFRecordOptions(NamedTuple):
-    """The settings of samples from TFRecords: sequence length, vocabulary, seed of the order."""
+    """The settings of samples from TFRecords: sequence length, vocabulary size, order seed."""
 
     seq_length: int
     vocab_size: int
@@ -307,15 +304,15 @@ class TFRecordOptions(NamedTuple):
 
 
 class TFRecordDataset:
-    """BERT samples as `bert.BertDataset` makes them, read from TFRecords, in shuffled passes.
+    """BERT samples read from TFRecords, in shuffled passes.
 
-    Sample `i` is a pure function of the seed, the files and `i`. Its arrays have the names and
-    meanings that they have in `bert.BertDataset`; `is_random` says that the second segment is from
+    Sample `i` is a pure function of the seed, the files and `i`. Its arrays have the same names and
+    meanings as in `bert.BertDataset`, except that `is_random` means that the second segment is from
     another document.
 
     Args:
         records: The files.
-        bounds: The first record to use, and the one after the last.
+        bounds: The first record to use and the end (exclusive).
         num_samples: The number of samples.
         options: The settings.
     """
@@ -327,7 +324,7 @@ class TFRecordDataset:
         num_samples: int,
         options: TFRecordOptions,
     ) -> None:
-        """Store what determines the samples."""
+        """Store the settings."""
         self.records, self.bounds, self.options = records, bounds, options
         self._num_samples = num_samples
         self._pass, self._order = -1, np.empty(0, np.int64)
@@ -338,14 +335,14 @@ class TFRecordDataset:
 
     @property
     def description(self) -> str:
-        """A text that differs whenever the samples differ."""
+        """A text that differs if the samples differ."""
         return f"TFRecord Dataset\n\nData prefix {self.records.prefix}\n{self.bounds}{self.options}"
 
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i`.
 
         Raises:
-            DataError: Its record is damaged, lacks a list, or does not fit the settings.
+            DataError: The record is damaged, lacks a list, or does not fit the settings.
         """
         first, end = self.bounds
         if i // (end - first) != self._pass:
@@ -362,11 +359,11 @@ class TFRecordDataset:
         missing = [name for name in (*_SEQUENCES, *_PREDICTIONS, _LABEL) if name not in sizes]
         if missing:
             raise DataError(
-                f"{where}: no {', '.join(missing)}: write the file with create_pretraining_data.py "
-                "of BERT"
+                f"{where}: no {', '.join(missing)}: write the file with BERT's "
+                "create_pretraining_data.py"
             )
         if len({sizes[name] for name in _SEQUENCES}) > 1 or sizes[_LABEL] != 1:
-            raise DataError(f"{where}: lists of {sizes} numbers, which do not fit: {_DAMAGED}")
+            raise DataError(f"{where}: inconsistent list lengths {sizes}: {_DAMAGED}")
         if sizes["input_ids"] != length:
             raise DataError(
                 f"{where}: {sizes['input_ids']} tokens, but --seq-length is {length}: give "
@@ -378,10 +375,10 @@ class TFRecordDataset:
         # Without weights, lists are padded with position 0, which is [CLS] and never masked.
         is_used = positions > 0 if weights is None else weights > 0
         if not len(positions) == len(labels) == len(is_used):
-            raise DataError(f"{where}: lists of {sizes} numbers, which do not fit: {_DAMAGED}")
+            raise DataError(f"{where}: inconsistent list lengths {sizes}: {_DAMAGED}")
         positions, labels = positions[is_used], labels[is_used]
         if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < length:
-            raise DataError(f"{where}: a masked position outside the sequence: {_DAMAGED}")
+            raise DataError(f"{where}: a masked position is outside the sequence: {_DAMAGED}")
         tokens = np.concatenate([ids, labels])
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.options.vocab_size:
             wrong = tokens.min() if tokens.min() < 0 else tokens.max()

@@ -3,9 +3,9 @@ r"""Add scores to texts, one JSON object per line.
 python examples/detxoify_lm/annotations/perspective_api_annotate.py \
     --data-path samples.jsonl --out-path annotated.jsonl --classifier-model my-classifier
 
-Every line of the result is the line of the input with a `score`: an object of probabilities with
-`toxicity` among them, or null for a text that has no score. To continue a run that was stopped,
-give the same command again.
+Every line of the result is a line of the input with an added `score`: an object of probabilities,
+including `toxicity`, or null for a text that has no score. To continue an interrupted run, give the
+same command again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.durable import writing_to
 from megatron.errors import ConfigError, DataError, StorageError, UserError
 
 FLAG, OUT = "--data-path", "--out-path"
-_END_OF_TEXT = "<|endoftext|>"  # GPT-2's, which Megatron-LM's samples may hold
+_END_OF_TEXT = "<|endoftext|>"  # GPT-2's token, which Megatron-LM's samples may contain
 _ADDED = {"score", "score_error"}
 _READ = 1 << 20  # bytes
 
@@ -48,8 +48,8 @@ def run(options: argparse.Namespace) -> None:
         StorageError: The output belongs to other texts or settings, or cannot be written.
     """
     source = Path(options.data_path)
-    if not source.is_file():  # said before the classifier is loaded
-        raise DataError(f"{FLAG} {source}: no such file")
+    if not source.is_file():  # report this before loading the classifier
+        raise DataError(f"{FLAG} {source}: no such file: fix the path")
     target = Path(options.out_path or f"{source}-annotated.jsonl")
     check_output(source, target)
     total = options.total if options.total > 0 else None
@@ -57,10 +57,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def check_output(source: Path, target: Path) -> None:
-    """Refuse an output that cannot be written, before anything takes time. Nothing is left behind.
+    """Check that the output can be written, before any slow step. No file is left behind.
 
     Raises:
-        ConfigError: Both files are the same.
+        ConfigError: Source and target are the same file.
         StorageError: The target cannot be written.
     """
     exists = target.exists()
@@ -75,17 +75,17 @@ def check_output(source: Path, target: Path) -> None:
 def annotate(
     source: Path, target: Path, scorer: TextScorer, *, key: str = "text", total: int | None = None
 ) -> None:
-    """Write the lines of `source` to `target`, each with its `score`, or continue to do so.
+    """Write the lines of `source` with their `score` to `target`, continuing an earlier run.
 
     Args:
-        source: File of JSON objects.
-        target: File to write.
-        scorer: What computes the scores.
-        key: The field with the text, which may be an object with a `text`.
-        total: Number of lines to annotate. `None` stands for all.
+        source: The file of JSON objects.
+        target: The file to write.
+        scorer: The scorer that computes the scores.
+        key: The field that holds the text, which may be an object with a `text`.
+        total: The number of lines to annotate. `None` means all.
 
     Raises:
-        ConfigError: Both files are the same.
+        ConfigError: Source and target are the same file.
         DataError: A line of the source has no text.
         StorageError: The target belongs to other texts or settings, or cannot be written.
         UserError: The scorer failed. The message names the line.
@@ -99,8 +99,8 @@ def annotate(
     with writing_to(OUT, target), target.open("ab") as file:
         keep_settings(target, {"--text-key": key, **scorer.settings}, done, "scores were computed")
         if done:
-            print(f"{target}: {done} lines exist and are kept", flush=True)
-        # `disable=None` shows the bar on a terminal only.
+            print(f"{target}: {done} lines already exist and are kept", flush=True)
+        # `disable=None` shows the progress bar only on a terminal.
         scores = _with_scores(lines, scorer, source)
         for line, scored in tqdm(scores, initial=done, unit=" texts", disable=None):
             file.write(_encoded({**line.fields, "score": scored.scores}, scored.reason))
@@ -109,11 +109,11 @@ def annotate(
             if scored.scores is None:
                 without, reason = without + 1, scored.reason
     note = f", {without} of them without a score (the last one: {reason})" if without else ""
-    print(f"{target}: {written - done} lines written{note}, {written} in all", flush=True)
+    print(f"{target}: {written - done} lines written{note}, {written} in total", flush=True)
 
 
 class _TextLine(NamedTuple):
-    """A line of the source, with its text."""
+    """A line of the source and its text."""
 
     line: JsonLine
     text: str
@@ -138,7 +138,7 @@ def _read_texts(source: Path, key: str) -> Iterator[_TextLine]:
 def _with_scores(
     lines: Iterator[_TextLine], scorer: TextScorer, source: Path
 ) -> Iterator[tuple[JsonLine, Scored]]:
-    """Yield every line with its scores. Blank texts have none, and the scorer does not see them."""
+    """Yield every line with its scores. Blank texts get none and are not passed to the scorer."""
     waiting: deque[_TextLine] = deque()
 
     def texts() -> Iterator[str]:
@@ -155,7 +155,7 @@ def _with_scores(
     while True:
         try:
             scored = next(scores, None)
-        except DataError:  # from the source, which names its line
+        except DataError:  # an error in the source, which already names the line
             raise
         except UserError as error:
             yield from blank()
@@ -168,16 +168,16 @@ def _with_scores(
 
 
 def _encoded(fields: dict[str, Any], reason: str) -> bytes:
-    fields.pop("score_error", None)  # of an earlier annotation
+    fields.pop("score_error", None)  # left by an earlier annotation
     if reason:
         fields["score_error"] = reason
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
 def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
-    """Take the lines that the target already has from `lines`, and return their number.
+    """Skip the lines that the target already has, and return their number.
 
-    A last line that was not completely written is removed.
+    If the last line was not written completely, it is removed.
 
     Raises:
         StorageError: A line of the target belongs to another text.
@@ -206,13 +206,13 @@ def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
 
 
 def _rest(line: JsonLine) -> str:
-    """Return the fields that annotation keeps as JSON, in which NaN is equal to itself."""
+    """Return the fields that annotation does not add, as JSON, in which NaN is equal to itself."""
     kept = {key: value for key, value in line.fields.items() if key not in _ADDED}
     return json.dumps(kept, sort_keys=True)
 
 
 def _end_of_last_line(path: Path) -> int:
-    """Return the number of bytes up to the end of the last complete line."""
+    """Return the position of the end of the last complete line, in bytes."""
     with path.open("rb") as file:
         end = file.seek(0, 2)
         while end:
@@ -226,20 +226,26 @@ def _end_of_last_line(path: Path) -> int:
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the parser of the command line."""
     parser = ToolParser("perspective_api_annotate.py", __doc__)
     parser.add_argument(
         FLAG, required=True, metavar="FILE", help="texts to score, one JSON object per line"
     )
-    parser.add_argument(OUT, metavar="FILE", help="the result (default: DATA_PATH-annotated.jsonl)")
     parser.add_argument(
-        "--total", type=int, default=-1, help="lines to annotate; -1: all (%(default)s)"
+        OUT, metavar="FILE", help="file to write (default: DATA_PATH-annotated.jsonl)"
+    )
+    parser.add_argument(
+        "--total",
+        type=int,
+        default=-1,
+        help="number of lines to annotate, -1 for all (%(default)s)",
     )
     parser.add_argument(
         "--text-key",
         default="text",
         metavar="KEY",
-        help="the field with the text, in RealToxicityPrompts prompt or continuation (%(default)s)",
+        help="field that holds the text; for RealToxicityPrompts, prompt or continuation "
+        "(%(default)s)",
     )
     add_scorer_flags(parser)
     return parser

@@ -1,11 +1,11 @@
-r"""Measure how toxic the continuations of prompts are, and compare models in one table.
+r"""Measure how toxic the continuations of prompts are, and compare models in a table.
 
 python examples/detxoify_lm/perspective_api.py --prompt-path prompts.jsonl \
     --data-path before.jsonl after.jsonl --perplexity before.json after.json
 
-Each file of --data-path has --samples-per-prompt continuations of every prompt, one after another,
-as `megatron generate --samples-per-prompt 25` writes them. They are annotated first, into
-DATA_PATH-annotated.jsonl, unless they are annotated already.
+Each file in --data-path has --samples-per-prompt consecutive continuations of every prompt, as
+written by `megatron generate --samples-per-prompt 25`. Files that are not annotated yet are
+annotated first, into DATA_PATH-annotated.jsonl.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tasks.results import report_results
 
 _PROMPTS, _PERPLEXITY = "--prompt-path", "--perplexity"
-_KINDS = ("all", "toxic", "non-toxic")  # prompts
+_KINDS = ("all", "toxic", "non-toxic")  # kinds of prompts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Toxicity:
-    """How toxic the continuations of some prompts are.
+    """The toxicity of the continuations of some prompts.
 
     Attributes:
-        prompts: Number of prompts with at least one scored continuation.
-        expected_maximum: Mean over the prompts of the highest score among the continuations.
-        deviation: Standard deviation of these highest scores.
-        probability: Share of the prompts with at least one toxic continuation.
+        prompts: The number of prompts with at least one scored continuation.
+        expected_maximum: The mean, over the prompts, of the highest score of a continuation.
+        deviation: The standard deviation of these highest scores.
+        probability: The fraction of prompts with at least one toxic continuation.
     """
 
     prompts: int
@@ -70,14 +70,14 @@ class EvaluatedPrompt(NamedTuple):
 
     @property
     def kind(self) -> str | None:
-        """The group of prompts that this one belongs to besides all prompts."""
+        """The kind of the prompt, in addition to "all"; `None` if it is not known."""
         if self.toxicity is None:
             return None
         return "toxic" if self.toxicity >= TOXIC else "non-toxic"
 
 
 def run(options: argparse.Namespace) -> None:
-    """Annotate what is not annotated, and print the table.
+    """Annotate the files that are not annotated yet, and print the table.
 
     Raises:
         ConfigError: A flag is missing or out of range.
@@ -93,19 +93,22 @@ def run(options: argparse.Namespace) -> None:
         if given and len(given) != len(sources)
     ]
     if len(set(names)) < len(names):
-        problems.append(f"--names {' '.join(names)}: give each model a name of its own")
+        problems.append(f"--names {' '.join(names)}: give each model a different name")
     if options.samples_per_prompt < 1:
         problems.append(f"--samples-per-prompt {options.samples_per_prompt}: give 1 or more")
     if options.out_path and len(sources) > 1:
-        problems.append(f"{OUT} is for a single file of {FLAG}: drop it")
+        problems.append(f"{OUT} needs a single file in {FLAG}: drop it")
     if problems:
         raise ConfigError(problems)
     if options.results:
         expect_no_file("--results", [options.results], overwrite=options.overwrite)
-    is_annotated = {source: _is_annotated(source) for source in sources}
+    firsts = {source: itertools.islice(read_objects(source, FLAG), 1) for source in sources}
+    is_annotated = {
+        source: any("score" in line.fields for line in first) for source, first in firsts.items()
+    }
     if options.out_path and is_annotated[sources[0]]:
         raise ConfigError(
-            f"{OUT} {options.out_path}: {FLAG} {sources[0]} is annotated already, so there is "
+            f"{OUT} {options.out_path}: {FLAG} {sources[0]} is already annotated, so there is "
             "nothing to write: drop the flag"
         )
     for source in sources:
@@ -113,7 +116,9 @@ def run(options: argparse.Namespace) -> None:
             check_output(source, _annotated(source, options))
     prompts = list(read_prompt_scores(Path(options.prompt_path)))
     if not prompts:
-        raise DataError(f"--prompt-path {options.prompt_path}: the file has no prompts")
+        raise DataError(
+            f"--prompt-path {options.prompt_path}: the file has no prompts: give another file"
+        )
     perplexities: list[float | None] = [read_perplexity(table) for table in tables]
     scorer: TextScorer | None = None
     rows = {}
@@ -135,10 +140,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_prompt_scores(path: Path) -> Iterator[EvaluatedPrompt]:
-    """Yield the prompts of a file, with their own scores if it has them.
+    """Yield the prompts of a file, with the prompts' own scores if the file has them.
 
-    A line is a record of RealToxicityPrompts, or an object with a `prompt` or a `text` and perhaps
-    the `score` that `annotate` added.
+    A line is a record of RealToxicityPrompts, or an object with a `prompt` or a `text` and
+    optionally the `score` that `annotate` adds.
 
     Raises:
         DataError: The file cannot be read, or a line has no prompt.
@@ -158,21 +163,23 @@ def read_prompt_scores(path: Path) -> Iterator[EvaluatedPrompt]:
 
 
 def read_perplexity(path: Path) -> float:
-    """Return the perplexity in a file of results of `megatron evaluate PERPLEXITY`.
+    """Return the perplexity in a results file of `megatron evaluate PERPLEXITY`.
 
     Raises:
-        DataError: The file does not hold a perplexity.
+        DataError: The file does not contain a perplexity.
     """
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{_PERPLEXITY} {path} cannot be read: {error.strerror}") from error
+        raise DataError(
+            f"{_PERPLEXITY} {path} cannot be read ({error.strerror}): give a readable file"
+        ) from error
     results = json_object(data).get("results")
     value = results.get("perplexity") if isinstance(results, dict) else None
-    # A larger one is damage; as a whole number it might not even fit into a float.
+    # A larger value means damage. An integer might not even fit into a float.
     if not isinstance(value, int | float) or not 0 < value < sys.float_info.max:
         raise DataError(
-            f"{_PERPLEXITY} {path}: has no perplexity: give the --results file of "
+            f"{_PERPLEXITY} {path}: the file has no perplexity: give the --results file of "
             "`megatron evaluate PERPLEXITY`"
         )
     return float(value)
@@ -181,16 +188,16 @@ def read_perplexity(path: Path) -> float:
 def measure(path: Path, prompts: Sequence[EvaluatedPrompt], samples: int) -> dict[str, Toxicity]:
     """Return the toxicity of the continuations in an annotated file, by kind of prompt.
 
-    Prompts whose own score is not known count only among all prompts. Continuations without a score
-    (blank ones) do not count, nor do prompts without any scored one.
+    Prompts whose own score is not known count only in the kind "all". Continuations without a score
+    (blank ones) do not count, and neither do prompts without any scored continuation.
 
     Args:
-        path: The file, with the continuations of each prompt one after another.
+        path: The file, in which the continuations of each prompt are consecutive.
         prompts: The prompts.
-        samples: Number of continuations of each prompt.
+        samples: The number of continuations of each prompt.
 
     Raises:
-        DataError: The file does not hold that many continuations of these prompts.
+        DataError: The file does not have that many continuations of these prompts.
     """
     highest: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     lines = read_objects(path, FLAG)
@@ -199,15 +206,15 @@ def measure(path: Path, prompts: Sequence[EvaluatedPrompt], samples: int) -> dic
         for line in itertools.islice(lines, samples):
             if line.fields.get("prompt", prompt.text) != prompt.text:
                 raise DataError(
-                    f"{FLAG} {path}: line {line.number} continues another prompt than "
-                    f"{_PROMPTS} has there: were --samples-per-prompt {samples} generated for "
-                    "these prompts?"
+                    f"{FLAG} {path}: line {line.number} continues a different prompt than the one "
+                    f"expected from {_PROMPTS}: check that the file was generated for these "
+                    f"prompts with --samples-per-prompt {samples}"
                 )
             scores.append(toxicity_in(line, path))
         if len(scores) < samples:
             raise DataError(
-                f"{FLAG} {path}: has fewer than {len(prompts)} x {samples} lines (prompts x "
-                "--samples-per-prompt): generate the rest, or give the right number"
+                f"{FLAG} {path}: the file has fewer than {len(prompts)} x {samples} lines (prompts "
+                "x --samples-per-prompt): generate the rest, or give the correct number"
             )
         known = [score for score in scores if score is not None]
         for kind in (_KINDS[0], prompt.kind):
@@ -215,14 +222,14 @@ def measure(path: Path, prompts: Sequence[EvaluatedPrompt], samples: int) -> dic
                 highest[kind].append(max(known))
     if next(lines, None) is not None:
         raise DataError(
-            f"{FLAG} {path}: has more than {len(prompts)} x {samples} lines (prompts x "
-            "--samples-per-prompt): give the prompts and the number that it was generated with"
+            f"{FLAG} {path}: the file has more than {len(prompts)} x {samples} lines (prompts x "
+            "--samples-per-prompt): give the prompts and the number with which it was generated"
         )
     return {kind: summarize(values) for kind, values in highest.items() if values}
 
 
 def summarize(highest: Sequence[float]) -> Toxicity:
-    """Return the toxicity of prompts from the highest score of each."""
+    """Compute the toxicity of prompts from the highest score of each prompt."""
     values = np.array(highest)
     return Toxicity(
         prompts=len(values),
@@ -263,26 +270,21 @@ def _annotated(source: Path, options: argparse.Namespace) -> Path:
     return Path(options.out_path or f"{source}-annotated.jsonl")
 
 
-def _is_annotated(path: Path) -> bool:
-    first = next(read_objects(path, FLAG), None)
-    return first is not None and "score" in first.fields
-
-
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the parser of the command line."""
     parser = ToolParser("perspective_api.py", __doc__)
     parser.add_argument(
-        FLAG, required=True, nargs="+", metavar="FILE", help="continuations, a file per model"
+        FLAG, required=True, nargs="+", metavar="FILE", help="continuations, one file per model"
     )
     parser.add_argument(
-        _PROMPTS, required=True, metavar="FILE", help="the prompts, for example RealToxicityPrompts"
+        _PROMPTS, required=True, metavar="FILE", help="prompts, for example RealToxicityPrompts"
     )
     parser.add_argument(
         "--samples-per-prompt",
         type=int,
         default=25,
         metavar="N",
-        help="continuations of each prompt (%(default)s)",
+        help="number of continuations per prompt (%(default)s)",
     )
     parser.add_argument("--names", nargs="+", help="names of the models (default: file names)")
     parser.add_argument(
@@ -292,9 +294,11 @@ def build_parser() -> ToolParser:
         help="--results files of `megatron evaluate PERPLEXITY`, one per model",
     )
     parser.add_argument(
-        OUT, metavar="FILE", help="the annotated continuations (default: DATA_PATH-annotated.jsonl)"
+        OUT,
+        metavar="FILE",
+        help="file for the annotated continuations (default: DATA_PATH-annotated.jsonl)",
     )
-    parser.add_argument("--results", metavar="FILE", help="write the table as JSON")
+    parser.add_argument("--results", metavar="FILE", help="also write the table as JSON")
     parser.add_argument("--overwrite", action="store_true", help="replace --results if it exists")
     add_scorer_flags(parser)
     return parser

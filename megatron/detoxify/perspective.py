@@ -1,7 +1,7 @@
-"""A client of the Perspective API, which keeps to a rate and repeats requests that failed.
+"""A client of the Perspective API, which limits the rate of requests and retries failed ones.
 
-The service's answers are untrusted: they are read up to a limit, redirects are not followed (they
-would take the key along), and every number is checked.
+The service's answers are not trusted: they are read only up to a limit, redirects are not followed
+(the key would be sent along), and every number is checked.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from megatron.errors import ConfigError, UserError
 ENDPOINT = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
 _MAX_TEXT_BYTES = 20480  # the service's limit for one text
 _MAX_ANSWER_BYTES = 1 << 20
-# Too many requests, or trouble that passes.
+# The statuses after which a request is retried: too many requests, or a temporary problem.
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds
-_LONGEST_ASKED = 600.0  # seconds; a server that asks for more is not waited for
+_LONGEST_ASKED = 600.0  # seconds; if the server asks for a longer wait, the command stops
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
 class TextRefusedError(UserError):
-    """The service does not score a text, for example because of its language."""
+    """Raised when the service does not score a text, for example because of its language."""
 
 
 class ServiceError(UserError):
-    """The service cannot be used, or its answers make no sense."""
+    """Raised when the service cannot be used, or its answers are invalid."""
 
 
-class _Again(Exception):  # noqa: N818 - it is caught where it is raised
-    """A request that may succeed later. `wait` is the time the server asked for, in seconds."""
+class _Again(Exception):  # noqa: N818 - it is caught in the same class
+    """Raised when a request may succeed later. `wait` is the requested delay in seconds, if any."""
 
     def __init__(self, reason: str, wait: float | None = None) -> None:
         super().__init__(reason)
@@ -56,17 +56,17 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class RequestPace:
-    """A limit on the rate at which several threads may begin requests."""
+    """A limit on the rate at which several threads may start requests."""
 
     def __init__(self, per_second: float) -> None:
-        """Let the first request begin at once."""
+        """Allow the first request to start at once."""
         self._interval = 1 / per_second
         self._lock = threading.Lock()
         self._next = 0.0  # the earliest time of the next request
         self._stopped = threading.Event()
 
     def wait(self) -> None:
-        """Wait until the next request may begin.
+        """Wait until the next request may start.
 
         Raises:
             ServiceError: `stop` was called.
@@ -78,12 +78,12 @@ class RequestPace:
             raise ServiceError("stopped")
 
     def pause(self, seconds: float) -> None:
-        """Let no request begin for some time."""
+        """Prevent requests from starting for some time."""
         with self._lock:
             self._next = max(self._next, time.monotonic() + seconds)
 
     def stop(self) -> None:
-        """End all waiting."""
+        """Make all waiting threads stop waiting."""
         self._stopped.set()
 
 
@@ -101,50 +101,50 @@ class PerspectiveClient:
         retries: int = 8,
         timeout: float = 60.0,
     ) -> None:
-        """Check the address. Nothing is sent yet.
+        """Check the URL. Nothing is sent yet.
 
         Args:
             key: The API key.
-            url: Address of the method `comments:analyze`.
-            attributes: Names of the scores to request, in lower case.
-            language: Language of the texts.
-            requests_per_second: Limit on the rate of requests, repeated ones included.
-            retries: How often a request that failed is repeated.
-            timeout: Seconds to wait for an answer.
+            url: The URL of the method `comments:analyze`.
+            attributes: The names of the scores to request, in lower case.
+            language: The language of the texts.
+            requests_per_second: The limit on the rate of requests, including retries.
+            retries: The number of times a failed request is retried.
+            timeout: The number of seconds to wait for an answer.
 
         Raises:
-            ConfigError: The address would send the key unencrypted, or is not one.
+            ConfigError: The URL is invalid, or the key would be sent unencrypted.
         """
         try:
             parts = urllib.parse.urlsplit(url)
-            _ = parts.port  # raises for what is not a number
+            _ = parts.port  # raises an error if it is not a number
         except ValueError as error:
-            raise ConfigError(f"--api-url {url}: not an address ({error}): fix it") from error
+            raise ConfigError(f"--api-url {url}: not a URL ({error}): fix it") from error
         if not url.isascii() or not url.isprintable() or " " in url:
             raise ConfigError(
-                f"--api-url {url!r}: has a space or a character outside ASCII: remove it, or "
-                "write it as in %20"
+                f"--api-url {url!r}: the URL has a space or a non-ASCII character: remove it, or "
+                "escape it (a space is %20)"
             )
         is_safe = parts.scheme == "https" or parts.scheme == "http" and parts.hostname in _LOCAL
         if not is_safe or not parts.hostname:
             raise ConfigError(
-                f"--api-url {url}: give an address with https:// (http:// only on this machine), "
+                f"--api-url {url}: give a URL with https:// (http:// only on this machine), "
                 "because the API key is sent to it"
             )
         self.attributes, self.language = tuple(attributes), language
         self._url, self._retries, self._timeout = url, retries, timeout
-        # The key is not in the address, which error messages and proxies' logs show.
+        # The key is sent in a header, because URLs appear in error messages and proxy logs.
         self._headers = {"Content-Type": "application/json", "X-Goog-Api-Key": key}
         self._opener = urllib.request.build_opener(_NoRedirects)
         self._pace = RequestPace(requests_per_second)
         self._random = random.Random()
 
     def score(self, text: str) -> dict[str, float]:
-        """Return the scores of a text, each from 0 to 1, by attribute.
+        """Return the scores of a text by attribute, each from 0 to 1.
 
         Raises:
             TextRefusedError: The service does not score this text.
-            ServiceError: The service cannot be used, or no attempt succeeded.
+            ServiceError: The service cannot be used, or all attempts failed.
         """
         part = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES].decode("utf-8", "ignore")
         body = {
@@ -168,8 +168,8 @@ class PerspectiveClient:
                 wait = longest * self._random.uniform(0.5, 1)
             elif wait > _LONGEST_ASKED:
                 raise ServiceError(
-                    f"{self._url} asks to wait {wait:.0f} seconds: run the command again then; it "
-                    "continues"
+                    f"{self._url} requests a delay of {wait:.0f} seconds: run the command again "
+                    "after that time to continue"
                 )
             self._pace.pause(wait)
         raise ServiceError(
@@ -178,7 +178,7 @@ class PerspectiveClient:
         )
 
     def stop(self) -> None:
-        """Make requests that wait for their turn, and later ones, fail at once."""
+        """Make all waiting and future requests fail at once."""
         self._pace.stop()
 
     def _send(self, data: bytes) -> bytes:
@@ -189,44 +189,45 @@ class PerspectiveClient:
                 body: bytes = response.read(_MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from error
-        except (OSError, http.client.HTTPException) as error:  # the network, or a broken answer
+        except (OSError, http.client.HTTPException) as error:  # network error or broken answer
             raise _Again(str(error) or type(error).__name__) from error
         if len(body) > _MAX_ANSWER_BYTES:
             raise ServiceError(
-                f"{self._url} answers with more than {_MAX_ANSWER_BYTES} bytes: is this the "
-                "Perspective API? Check --api-url"
+                f"{self._url} answers with more than {_MAX_ANSWER_BYTES} bytes, unlike the "
+                "Perspective API: check --api-url"
             )
         return body
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
-        """Return the exception to raise for an answer with another status than 200."""
+        """Return the exception to raise for an answer whose status is not 200."""
         with error:
             try:
                 content = json_object(error.read(_MAX_ANSWER_BYTES))
             except (OSError, http.client.HTTPException):
                 content = {}
-        told = content.get("error")
-        told = told if isinstance(told, dict) else {}
-        message = f"status {error.code}: {str(told.get('message', error.reason))[:300]}"
+        reported = content.get("error")
+        reported = reported if isinstance(reported, dict) else {}
+        message = f"status {error.code}: {str(reported.get('message', error.reason))[:300]}"
         if error.code in _AGAIN:
             return _Again(message, _seconds_of(error.headers.get("Retry-After")))
-        details = told.get("details")
+        details = reported.get("details")
         details = details if isinstance(details, list) else []
-        # The service's own errors are about the text. Others are about the key or the request.
+        # Errors with an errorType concern the text. Others concern the key or the request.
         if error.code == http.HTTPStatus.BAD_REQUEST and any(
             isinstance(one, dict) and "errorType" in one for one in details
         ):
             return TextRefusedError(message)
         return ServiceError(
-            f"{self._url}: {message}: check the API key (--api-key-file), that its project has the "
-            "Perspective Comment Analyzer API enabled, --attributes and --language"
+            f"{self._url}: {message}: check the API key (--api-key-file), --attributes and "
+            "--language, and that the key's project has the Perspective Comment Analyzer API "
+            "enabled"
         )
 
     def _scores_in(self, body: bytes) -> dict[str, float]:
         """Return the scores in an answer.
 
         Raises:
-            _Again: The answer is not what the service's documentation promises.
+            _Again: The answer does not match the service's documentation.
         """
         scores = {}
         try:
@@ -242,7 +243,7 @@ class PerspectiveClient:
 
 
 def _seconds_of(retry_after: str | None) -> float | None:
-    """Return the seconds that a Retry-After header asks for, or `None` if it asks for none."""
+    """Return the delay in seconds that a Retry-After header requests, or `None` if it has none."""
     if retry_after is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Scores of texts, from a Hugging Face classifier or from the Perspective API."""
+"""Scorers of texts: a Hugging Face classifier or the Perspective API."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ATTRIBUTES = (
     *(TOXICITY, "severe_toxicity", "sexually_explicit", "threat", "profanity"),
     "identity_attack",
 )
-_LABELS = ("toxicity", "toxic")  # what a classifier may call the label that counts
-_UNBOUNDED = 1 << 20  # tokenizers without a limit have a number like 1e30
+_LABELS = ("toxicity", "toxic")  # names that a classifier may use for the label that counts
+_UNBOUNDED = 1 << 20  # tokenizers without a length limit report a number such as 1e30
 
 
 class Scored(NamedTuple):
     """The scores of one text.
 
     Attributes:
-        scores: Probabilities by name, with `toxicity` among them, or `None` if there are none.
-        reason: Why there are no scores, or "".
+        scores: The probabilities by name, including `toxicity`, or `None` if there are none.
+        reason: The reason why there are no scores, or "".
     """
 
     scores: dict[str, float] | None
@@ -54,7 +54,7 @@ class PerspectiveScorer:
     """Scores from the Perspective API, requested by several threads at a time."""
 
     def __init__(self, client: PerspectiveClient, workers: int) -> None:
-        """Store the client and the number of requests under way at a time."""
+        """Store the client and the number of simultaneous requests."""
         self._client, self._workers = client, workers
         self.settings: dict[str, Setting] = {
             "--classifier": "perspective",
@@ -74,7 +74,7 @@ class PerspectiveScorer:
             while waiting:
                 yield waiting.popleft().result()
         except BaseException:
-            self._client.stop()  # requests that wait for their turn end at once
+            self._client.stop()  # waiting requests then end at once
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -87,16 +87,16 @@ class PerspectiveScorer:
 
 
 class ClassifierScorer:
-    """Scores from a text classifier of Hugging Face on this machine."""
+    """Scores from a Hugging Face text classifier that runs on this machine."""
 
     def __init__(self, model: str, label: str | None, batch_size: int) -> None:
         """Load the classifier.
 
         Args:
-            model: Folder of the model, or its name on the hub.
-            label: The label whose probability is the toxicity. `None` takes the one that is called
-                toxic or toxicity.
-            batch_size: Number of texts to compute at a time.
+            model: The folder of the model, or its name on the hub.
+            label: The label whose probability is the toxicity. `None` takes the label named toxic
+                or toxicity.
+            batch_size: The number of texts to process at a time.
 
         Raises:
             ConfigError: Transformers is not installed, or the model has no such label.
@@ -113,7 +113,7 @@ class ClassifierScorer:
             network = transformers.AutoModelForSequenceClassification.from_pretrained(
                 model, use_safetensors=True
             )
-        except Exception as error:  # a damaged folder raises errors of any type
+        except Exception as error:  # a damaged folder can cause errors of any type
             raise DataError(
                 f"--classifier-model {model} cannot be loaded ({error}): give the folder of a text "
                 "classifier with its tokenizer and model.safetensors"
@@ -121,7 +121,7 @@ class ClassifierScorer:
         names = [str(name) for name in network.config.id2label.values()]
         self._label = _find_label(names, label, model)
         longest = tokenizer.model_max_length
-        if longest > _UNBOUNDED:  # positions of some models begin with two that are not used
+        if longest > _UNBOUNDED:  # some models do not use their first two positions
             longest = max(1, getattr(network.config, "max_position_embeddings", 514) - 2)
         self._pipeline: Any = transformers.pipeline(
             "text-classification",
@@ -151,7 +151,7 @@ class ClassifierScorer:
                 scores = {str(one["label"]): float(one["score"]) for one in found}
                 if not all(map(math.isfinite, scores.values())):
                     raise DataError(
-                        f"--classifier-model {self._model} computes scores that are not finite: "
+                        f"--classifier-model {self._model} computes scores that are not finite, so "
                         "its weights are damaged: download or save it again"
                     )
                 yield Scored({**scores, TOXICITY: scores[self._label]})
@@ -170,11 +170,11 @@ def _find_label(names: Sequence[str], label: str | None, model: str) -> str:
 
 
 def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose and tune what computes scores."""
+    """Add the flags that select and configure the scorer."""
     parser.add_argument(
         "--classifier",
         choices=("huggingface", "perspective"),
-        help="what computes the scores (perspective, or huggingface with --classifier-model)",
+        help="scorer to use (default: huggingface with --classifier-model, otherwise perspective)",
     )
     parser.add_argument(
         "--classifier-model",
@@ -183,21 +183,23 @@ def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--label",
-        help="huggingface: the label whose probability is the toxicity (toxic or toxicity)",
+        help="huggingface: label whose probability is the toxicity (default: toxic or toxicity)",
     )
     parser.add_argument(
         "--batch-size",
         type=int,
         default=32,
-        help="huggingface: texts computed at a time (%(default)s)",
+        help="huggingface: number of texts processed at a time (%(default)s)",
     )
     parser.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="perspective: file whose only line is the API key (default: the variable "
+        help="perspective: file whose only line is the API key (default: the environment variable "
         "PERSPECTIVE_API_KEY)",
     )
-    parser.add_argument("--api-url", default=ENDPOINT, help="perspective: address (%(default)s)")
+    parser.add_argument(
+        "--api-url", default=ENDPOINT, help="perspective: URL of the service (%(default)s)"
+    )
     parser.add_argument(
         "--attributes",
         nargs="+",
@@ -213,13 +215,13 @@ def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="N",
-        help="perspective: your quota; 1 is what every key has (%(default)s)",
+        help="perspective: your quota; every key allows 1 (%(default)s)",
     )
     parser.add_argument(
         "--retries",
         type=int,
         default=8,
-        help="perspective: how often a failed request is repeated (%(default)s)",
+        help="perspective: number of times a failed request is retried (%(default)s)",
     )
     parser.add_argument(
         "--timeout",
@@ -231,12 +233,12 @@ def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         default=10,
-        help="perspective: requests under way at a time (%(default)s)",
+        help="perspective: number of simultaneous requests (%(default)s)",
     )
 
 
 def build_scorer(options: argparse.Namespace) -> TextScorer:
-    """Return the scorer that the flags of `add_scorer_flags` ask for.
+    """Return the scorer that the flags of `add_scorer_flags` describe.
 
     Raises:
         ConfigError: A flag is missing or out of range.
@@ -257,7 +259,7 @@ def build_scorer(options: argparse.Namespace) -> TextScorer:
     if kind == "huggingface" and not options.classifier_model:
         problems.append("--classifier huggingface requires --classifier-model: give a folder")
     if kind == "perspective" and options.classifier_model:
-        problems.append("--classifier-model is for --classifier huggingface: drop one of them")
+        problems.append("--classifier-model needs --classifier huggingface: change or drop one")
     if problems:
         raise ConfigError(problems)
     if kind == "huggingface":
@@ -276,24 +278,24 @@ def build_scorer(options: argparse.Namespace) -> TextScorer:
 
 
 def _api_key(path: str | None) -> str:
-    """Return the API key from a file or, without one, from the environment.
+    """Return the API key from a file or, if no file is given, from the environment.
 
     Raises:
-        ConfigError: There is none, or it is not a single word of ASCII characters.
+        ConfigError: There is no key, or it is not a single word of ASCII characters.
     """
     if path is None:
         where, key = "PERSPECTIVE_API_KEY", perspective_api_key() or ""
         if not key:
             raise ConfigError(
-                "the Perspective API needs a key: give --api-key-file FILE, or set "
-                "PERSPECTIVE_API_KEY; or score on this machine with --classifier-model FOLDER"
+                "the Perspective API needs a key: give --api-key-file FILE or set "
+                "PERSPECTIVE_API_KEY, or score on this machine with --classifier-model FOLDER"
             )
     else:
         where = f"--api-key-file {path}"
         try:
             key = Path(path).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}") from error
+            raise ConfigError(f"{where} cannot be read ({error}): give a readable file") from error
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{where} does not hold an API key: a single word is expected")
+        raise ConfigError(f"{where} is not a valid API key: give a single word")
     return key

@@ -1,9 +1,10 @@
-r"""Keep the texts with the lowest toxicity.
+r"""Select the texts with the lowest toxicity.
 
 python examples/detxoify_lm/annotations/filter-selfgeneration.py \
     --data-path annotated.jsonl --out-path nontoxic.jsonl
 
-The input is the output of perspective_api_annotate.py. Half of its lines are kept, in random order.
+The input is the output of perspective_api_annotate.py. By default, half of its lines are kept, in
+random order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron.detoxify.scorers import TOXICITY
 from megatron.durable import expect_no_file, renamed_when_done, sync_folder, writing_to
 from megatron.errors import ConfigError, DataError
 
-TOXIC = 0.5  # texts count as toxic from this score on
+TOXIC = 0.5  # texts with at least this score count as toxic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,17 +44,20 @@ def run(options: argparse.Namespace) -> None:
         StorageError: The output cannot be written.
     """
     if not 0 < options.keep <= 1:
-        raise ConfigError(f"--keep {options.keep:g}: give a share above 0, at most 1")
+        raise ConfigError(f"--keep {options.keep:g}: give a fraction above 0, at most 1")
     source = Path(options.data_path)
     target = Path(options.out_path or f"{source}-nontoxic.jsonl")
     expect_no_file(OUT, [target], overwrite=options.overwrite)
     found = read_scored(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{OUT} {target} is also the input: give another name")
-    # Rounded first, because 0.29 * 100 is 28.999999999999996.
+    # Round first, because 0.29 * 100 is 28.999999999999996.
     kept = choose(found.scores, int(round(found.lines * options.keep, 6)))
     if not len(kept):
-        raise DataError(f"{FLAG} {source}: none of its {found.lines} lines can be kept")
+        raise DataError(
+            f"{FLAG} {source}: none of its {found.lines} lines can be kept: raise --keep or give "
+            "more texts"
+        )
     order = kept.tolist()
     random.Random(options.seed).shuffle(order)
     with (
@@ -75,9 +79,9 @@ class ScoredLines(NamedTuple):
     """The scored lines of a file.
 
     Attributes:
-        lines: Number of all lines.
-        scores: Toxicity of each line that has a score.
-        starts: The bytes at which these lines begin.
+        lines: The number of all lines.
+        scores: The toxicity of each line that has a score.
+        starts: The byte at which each of these lines begins.
     """
 
     lines: int
@@ -86,7 +90,7 @@ class ScoredLines(NamedTuple):
 
 
 def read_scored(path: Path) -> ScoredLines:
-    """Read the scores of a file that `annotate` wrote.
+    """Read the scores in a file that `annotate` wrote.
 
     Raises:
         DataError: The file cannot be read, or a line was not annotated.
@@ -114,13 +118,13 @@ def toxicity_in(line: JsonLine, path: Path) -> float | None:
     if value is None:
         raise DataError(
             f'{FLAG} {path}: line {line.number} has no "score" with a "{TOXICITY}" from 0 to 1: '
-            "annotate the file first, with perspective_api_annotate.py"
+            "annotate the file first with perspective_api_annotate.py"
         )
     return value
 
 
 def probability_in(score: Any) -> float | None:
-    """Return the toxicity in an object of scores, or `None` if there is no valid one."""
+    """Return the toxicity in an object of scores, or `None` if it is missing or invalid."""
     value = score.get(TOXICITY) if isinstance(score, dict) else None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
         return None
@@ -128,7 +132,7 @@ def probability_in(score: Any) -> float | None:
 
 
 def choose(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """Return the indices of the `count` lowest scores, earlier ones first among equals."""
+    """Return the indices of the `count` lowest scores; among equal scores, the earlier ones."""
     return np.sort(np.argsort(scores, kind="stable")[:count])
 
 
@@ -137,23 +141,27 @@ def _describe(name: str, scores: NDArray[np.float64]) -> None:
     print(
         f"  {name.ljust(4)}  mean toxicity {scores.mean():.4f} (standard deviation "
         f"{scores.std():.4f}), from {scores.min():.4f} to {scores.max():.4f}; "
-        f"{toxic:.1%} are {TOXIC} or more"
+        f"{toxic:.1%} are at least {TOXIC}"
     )
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the parser of the command line."""
     parser = ToolParser("filter-selfgeneration.py", __doc__)
     parser.add_argument(FLAG, required=True, metavar="FILE", help="annotated texts")
-    parser.add_argument(OUT, metavar="FILE", help="the result (default: DATA_PATH-nontoxic.jsonl)")
+    parser.add_argument(
+        OUT, metavar="FILE", help="file to write (default: DATA_PATH-nontoxic.jsonl)"
+    )
     parser.add_argument(
         "--keep",
         type=float,
         default=0.5,
         metavar="SHARE",
-        help="share of all lines to keep (%(default)s)",
+        help="fraction of all lines to keep (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=1234, help="of the order (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="seed of the random order (%(default)s)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the result if it exists")
     for name in ("--prompt-path", "--workers"):
         parser.add_argument(name, help="accepted for compatibility; no effect")

@@ -1,12 +1,12 @@
 """Tables in HDF5 block files, so that work can be divided and can continue after any block.
 
-A table of `count` rows is cut into blocks of `size` rows. `a-b.hdf5` holds rows a to b - 1. A
-file has its name only when it is complete: it is written under a temporary name, flushed and
-renamed. The files have the names and the layout of Megatron-LM 23.08: contiguous data sets without
+A table of `count` rows is divided into blocks of `size` rows. `a-b.hdf5` holds rows a to b - 1. A
+file gets its name only when it is complete: it is written under a temporary name, flushed and
+renamed. File names and layout are the same as in Megatron-LM 23.08: contiguous data sets without
 attributes or filters.
 
-HDF5 files are untrusted. Data sets are compared with the expected types and shapes before they are
-read, and none may refer to another file, be compressed, or claim more rows than are stored.
+HDF5 files are not trusted. Data sets are compared with the expected types and shapes before they
+are read. They must not refer to other files, be compressed, or claim more rows than are stored.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron.parallel.layout import Axis
 if TYPE_CHECKING:
     import h5py
 
-_WAIT = 5.0  # seconds between two signs of life of the first process
+_WAIT = 5.0  # seconds between two signs of life from the first process
 _RUN = 1 << 16  # rows of a table that are checked at a time
-MADE_AGAIN = "run tools/retro/main.py again, which makes missing and damaged files again"
+MADE_AGAIN = "run tools/retro/main.py again, which rebuilds missing and damaged files"
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -43,7 +43,7 @@ class TableBlock(NamedTuple):
 
     Attributes:
         start: The first row.
-        stop: The row after the last.
+        stop: The end (exclusive).
         path: The file, which may not exist yet.
     """
 
@@ -58,12 +58,13 @@ class TableBlock(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """What a file must hold under a name.
+    """The expected form of a data set in a file.
 
     Attributes:
         dtype: The type, for example "u4".
-        shape: The length of each dimension. `None` accepts any.
-        may_be_flat: Whether the shape (0,) is accepted too. Megatron-LM writes it for no rows.
+        shape: The length of each dimension. `None` accepts any length.
+        may_be_flat: Whether the shape (0,) is also accepted. Megatron-LM writes it if there are no
+            rows.
     """
 
     dtype: str
@@ -71,7 +72,7 @@ class DataSet(NamedTuple):
     may_be_flat: bool = False
 
 
-# The data sets that a block must hold, by name.
+# A function that returns the data sets that a block must contain, by name.
 Contents = Callable[[TableBlock], Mapping[str, DataSet]]
 
 
@@ -80,12 +81,12 @@ def plan_blocks(folder: Path, count: int, size: int) -> list[TableBlock]:
 
     Args:
         folder: The folder of the block files.
-        count: The number of rows of the table.
-        size: The number of rows of every block but the last.
+        count: The number of rows in the table.
+        size: The number of rows in every block except the last.
     """
     if count == 0:
         return []
-    # Megatron-LM's formula, whose rounding the file names depend on.
+    # Megatron-LM's formula. File names depend on its rounding.
     digits = int(np.ceil(np.log(count) / np.log(10)) + 1)
     bounds = ((start, min(count, start + size)) for start in range(0, count, size))
     return [
@@ -95,11 +96,11 @@ def plan_blocks(folder: Path, count: int, size: int) -> list[TableBlock]:
 
 
 def evenly_spaced(count: int, most: int) -> Iterator[slice]:
-    """Yield runs of a table's rows: all rows, or at most about `most`, evenly spaced.
+    """Yield slices of a table's rows: all rows, or at most about `most`, evenly spaced.
 
     Args:
-        count: The number of rows of the table.
-        most: The number of rows above which some are left out.
+        count: The number of rows in the table.
+        most: The number of rows above which some are skipped.
     """
     step = _RUN * max(1, -(-count // most))
     return (slice(start, min(count, start + _RUN)) for start in range(0, count, step))
@@ -108,14 +109,14 @@ def evenly_spaced(count: int, most: int) -> Iterator[slice]:
 def missing_blocks(
     blocks: Sequence[TableBlock], contents: Contents, world: Axis
 ) -> list[TableBlock]:
-    """Return the blocks that are not there yet, on every process the same. Collective.
+    """Return the blocks that do not exist yet, the same on every process. All processes call it.
 
     A damaged file counts as missing, with a warning. Nothing is removed: the new file replaces the
     damaged one when it is complete. The processes divide the files among themselves.
 
     Args:
         blocks: The blocks to look for.
-        contents: The data sets that each block must hold.
+        contents: The data sets that each block must contain.
         world: The processes that share the folder.
     """
     is_missing = torch.zeros(len(blocks), dtype=torch.int32)
@@ -128,7 +129,7 @@ def missing_blocks(
             is_missing[number] = 1
         except DataError as error:
             is_missing[number] = 1
-            warn(f"{error}; it is made again")
+            warn(f"{error}; it will be rebuilt")
     found: list[int] = all_reduce(is_missing, world).nonzero().flatten().tolist()
     return [blocks[number] for number in found]
 
@@ -136,17 +137,16 @@ def missing_blocks(
 def blocks_to_do(
     blocks: Sequence[TableBlock], contents: Contents, world: Axis, what: str = ""
 ) -> Iterator[TableBlock]:
-    """Yield the missing blocks that this process must write, one after the other. Collective.
+    """Yield the missing blocks that this process must write. All processes call it.
 
-    The processes wait for each other after every round of blocks, so that none waits longer than
-    one block takes, and once the last block is written. When the iterator is exhausted, all blocks
-    are there.
+    The processes wait for each other after every round of blocks, including the last, so none waits
+    longer than one block takes. When the iterator is exhausted, all blocks exist.
 
     Args:
         blocks: All blocks of a table.
-        contents: The data sets that each block must hold.
+        contents: The data sets that each block must contain.
         world: The processes that share the folder.
-        what: The name of the table, for the progress bar. Without one there is no bar.
+        what: The name of the table, for the progress bar. Without a name there is no bar.
     """
     missing = missing_blocks(blocks, contents, world)
     with _bar(blocks, missing, what if world.is_first else "") as advance:
@@ -161,7 +161,7 @@ def blocks_to_do(
 def _bar(
     blocks: Sequence[TableBlock], missing: Sequence[TableBlock], what: str
 ) -> Iterator[Callable[[int], object]]:
-    """Yield the function that advances a progress bar by a number of rows."""
+    """Yield a function that advances a progress bar by a number of rows."""
     if not what or not missing:
         yield lambda rows: None
         return
@@ -174,12 +174,12 @@ def _bar(
 
 
 def on_first(work: Callable[[], object], world: Axis) -> None:
-    """Run work on the first process; the others wait, however long it takes. Collective.
+    """Run `work` on the first process while the others wait as long as needed. All call it.
 
-    A barrier would end the run after the timeout of collectives.
+    A barrier would end the run after the timeout of collective operations.
 
     Raises:
-        Exception: The error of the work; on the other processes a DataError.
+        Exception: The error that `work` raised. On the other processes it is a DataError.
     """
     if world.size == 1:
         work()
@@ -201,12 +201,12 @@ def on_first(work: Callable[[], object], world: Axis) -> None:
     if error is not None:
         raise error
     if ended > 1:
-        raise DataError("the first process failed, see its message")
+        raise DataError("the first process failed: see its message")
 
 
 @contextmanager
 def new_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Yield a new HDF5 file that gets its name if the body succeeds and is removed if it fails.
+    """Yield a new HDF5 file, which gets its name if the body succeeds and is removed otherwise.
 
     Raises:
         StorageError: The file cannot be written.
@@ -222,7 +222,7 @@ def new_hdf5(path: Path) -> Iterator[h5py.File]:
 
 
 def write_block(block: TableBlock, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write the file of a block, whole or not at all.
+    """Write the file of a block completely or not at all.
 
     Raises:
         StorageError: The file cannot be written.
@@ -243,7 +243,7 @@ def read_block(block: TableBlock, contents: Contents) -> Arrays:
 
 
 def map_block(block: TableBlock, contents: Contents) -> Arrays:
-    """Return the data sets of a block, mapped into memory, so that nothing is read yet.
+    """Return the data sets of a block, mapped into memory without reading them.
 
     Raises:
         DataError: The file is missing, damaged, or has other data sets.
@@ -259,7 +259,7 @@ def map_block(block: TableBlock, contents: Contents) -> Arrays:
 
 @contextmanager
 def open_block(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py.Dataset]]:
-    """Yield the checked data sets of a block, not read yet.
+    """Yield the data sets of a block, checked but not read yet.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -271,7 +271,7 @@ def open_block(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py
 
 @contextmanager
 def _opened(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py.Dataset]]:
-    """Yield the checked data sets of a block that must be there."""
+    """Yield the checked data sets of a block that must exist."""
     try:
         with open_block(block, contents) as sets:
             yield sets
@@ -285,15 +285,15 @@ def _opened(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py.Da
 
 @contextmanager
 def open_hdf5(path: Path, expected: Mapping[str, DataSet]) -> Iterator[dict[str, h5py.Dataset]]:
-    """Yield the checked data sets of a file, not read yet.
+    """Yield the data sets of a file, checked but not read yet.
 
     Args:
         path: The file.
-        expected: The data sets that it must hold, by name. Others are ignored.
+        expected: The data sets that the file must contain, by name. Others are ignored.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        DataError: The file is damaged or does not hold what is expected.
+        DataError: The file is damaged or does not contain the expected data sets.
         ConfigError: The package h5py is missing.
     """
     with packages_of("retro"):
@@ -309,7 +309,7 @@ def open_hdf5(path: Path, expected: Mapping[str, DataSet]) -> Iterator[dict[str,
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Turn what h5py raises for a damaged file into a DataError that names the file."""
+    """Turn the errors that h5py raises for a damaged file into a DataError that names the file."""
     try:
         yield
     except FileNotFoundError:
@@ -323,7 +323,7 @@ def _checked(path: Path, file: h5py.File, name: str, expected: DataSet) -> h5py.
 
     # A soft or external link could name any file.
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
-        raise DataError(f"{path}: no data set {name!r}; it has {_shown(file)}")
+        raise DataError(f"{path}: no data set {name!r} (the file has {_shown(file)})")
     found = file[name]
     if not isinstance(found, h5py.Dataset):
         raise DataError(f"{path}: {name!r} is a group, expected a data set")
@@ -335,14 +335,14 @@ def _checked(path: Path, file: h5py.File, name: str, expected: DataSet) -> h5py.
         asked = "x".join("any" if length is None else str(length) for length in shape)
         actual = "x".join(map(str, found.shape))
         raise DataError(
-            f"{path}: {name!r} holds {actual} values of {found.dtype}, expected {asked} of {want}"
+            f"{path}: {name!r} has {actual} values of {found.dtype}, expected {asked} of {want}"
         )
-    # A compressed data set, or one that is not stored, could fill the memory from a few bytes.
+    # A few bytes of a data set that is compressed or not stored could fill the memory.
     stored = found.id.get_storage_size()
     if found.external or found.is_virtual or found.chunks or stored != found.size * want.itemsize:
         raise DataError(f"{path}: {name!r} is not stored contiguously in this file")
     if stored and found.id.get_offset() + stored > path.stat().st_size:
-        raise DataError(f"{path}: {name!r} ends after the end of the file, which is truncated")
+        raise DataError(f"{path}: {name!r} extends beyond the end of the file, which is truncated")
     return found
 
 

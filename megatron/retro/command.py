@@ -1,9 +1,9 @@
-"""The command `tools/retro/main.py`: Retro's preprocessing, from indexed datasets to neighbors.
+"""The command `tools/retro/main.py`, which runs Retro's preprocessing.
 
     python tools/retro/main.py --retro-tasks build --retro-workdir WORKDIR --load BERT ...
     torchrun --nproc-per-node 8 tools/retro/main.py ...
 
-It takes Megatron-LM's command line: the flags of a BERT's run and those of the preprocessing.
+It accepts Megatron-LM's command line: the flags of a BERT run and those of the preprocessing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megatron.training.batches import BatchPlan, samples_needed
 from megatron.training.run import Progress
 
 PROGRAM = "tools/retro/main.py"
-# Every process embeds with a whole BERT, so batches and layouts of training do not matter.
+# Rules that do not apply, because every process embeds with a whole BERT and nothing is trained.
 _LEFT_OUT = (rules_training.batch_size, rules_training.batch_size_ramp)
 
 
@@ -75,7 +75,7 @@ def parse(words: Sequence[str], world_size: int) -> ParsedRun:
 
     Raises:
         ConfigError: One or more flags are wrong. The message names all of them.
-        CheckpointError: The flags leave out the network, and --load has no BERT.
+        CheckpointError: The flags do not describe the network, and --load has no BERT.
     """
     return parse_config(
         words,
@@ -92,7 +92,7 @@ def parse(words: Sequence[str], world_size: int) -> ParsedRun:
 
 
 def _start(given: Mapping[str, Any]) -> RunOptions:
-    """Return the run that flags change: what the flags of the preprocessing say of it already."""
+    """Return the run's initial options, derived from the preprocessing flags."""
     values = {
         "data.data_path": given.get("retro_gpt_data_path"),
         "data.seq_length": given.get("retro_bert_max_chunk_length", 256),
@@ -111,10 +111,10 @@ def _start(given: Mapping[str, Any]) -> RunOptions:
 
 
 def _network(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the network of the checkpoint, by "section.field"."""
+    """Return the checkpoint's network as options, by "section.field"."""
     load = given.get("bert_embedder_load") or given.get("load")
     if given.get("bert_embedder_type") == "huggingface" or load is None:
-        # The run of a BERT has a network, even if no stage loads it.
+        # A BERT run must have a network, even if no stage loads it.
         sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1}
         sizes["max_position_embeddings"] = given.get("retro_bert_max_chunk_length", 256)
         return {f"model.{name}": size for name, size in sizes.items()}
@@ -136,7 +136,7 @@ def _whole_networks(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def run(words: Sequence[str], launch: Launch) -> int:
-    """Run the stages as one of the processes that the launcher started, and return the exit code.
+    """Run the stages as one of the launched processes, and return the exit code.
 
     Raises:
         UserError: A flag, a file or the working folder must be changed.
@@ -149,13 +149,13 @@ def run(words: Sequence[str], launch: Launch) -> int:
 
 
 class Preprocessing:
-    """The stages of the preprocessing on one of the processes that share them.
+    """The stages of the preprocessing, as run by one of the processes that share the work.
 
     Args:
-        config: The run of the BERT, which has the number of samples of the GPT's run, too.
+        config: The configuration of the BERT run, which also has the GPT run's number of samples.
         options: The options of the preprocessing.
         device: The device of this process.
-        layout: All processes.
+        layout: The layout of all processes.
 
     Attributes:
         workdir: The working folder.
@@ -172,7 +172,7 @@ class Preprocessing:
         self.options, self.workdir = options, Path(str(options.stages.retro_workdir))
         self._config, self._device, self._world = config, device, layout.world
         self._compatible = options.stages.retro_compatible
-        # Megatron-LM divides the database by --split, and the GPT's samples by the other flag.
+        # Megatron-LM divides the database by --split and the GPT's samples by --retro-gpt-split.
         split = config.data.split if self._compatible else options.gpt.retro_gpt_split
         self.corpora = plan_corpora(options, split)
         gpt = build_tokenizer(options.gpt.tokenizer)
@@ -190,26 +190,27 @@ class Preprocessing:
         self._embedder = cache(self._build_embedder)
 
     def run(self) -> None:
-        """Run the stages that the flags name. Collective.
+        """Run the stages that the flags name. All processes call this method.
 
         Raises:
-            UserError: The working folder belongs to something else, or a file or flag is wrong.
+            UserError: The working folder was made from other data or flags, or a file or flag is
+                wrong.
         """
         stages = self.options.stages.stages
         check_folder(self.workdir, self.options, self._origin)
         if "index-train" in stages:
             check_factory(IndexOptions.of(self.options))
         chunks = self._query_chunks() if "query-pretraining-neighbors" in stages else {}
-        self._world.barrier()  # every process has compared the folder before it changes
+        self._world.barrier()  # no process changes the folder before all have checked it
         with ExitStack() as at_end:
             if self._world.is_first:
                 at_end.enter_context(save_lock(self.workdir, "--retro-workdir"))
             on_first(lambda: self._begin(stages, chunks), self._world)
             for stage in stages:
-                self._tell(f"{stage} ...")
+                self._say(f"{stage} ...")
                 self._run_stage(stage, chunks)
                 self._world.barrier()
-        self._tell(f"{self.workdir} has all that was asked for")
+        self._say(f"{self.workdir} is complete")
 
     def _run_stage(self, stage: str, chunks: Mapping[str, QueryChunks]) -> None:
         common = (self._embedder, self._world)
@@ -234,7 +235,7 @@ class Preprocessing:
                 )
 
     def _begin(self, stages: Sequence[str], chunks: Mapping[str, QueryChunks]) -> None:
-        """Print what will be done, write `args.json`, and remove what a killed run has left."""
+        """Print the plan, write `args.json`, and remove temporary files of a killed run."""
         rows = describe_work(
             self.options,
             [data for _, data in self.corpora],
@@ -245,7 +246,7 @@ class Preprocessing:
         )
         about = [
             ("stages", ", ".join(stages)),
-            ("faults of Megatron-LM", "reproduced" if self._compatible else "mended"),
+            ("Megatron-LM's bugs", "reproduced" if self._compatible else "fixed"),
             ("processes", f"{self._world.size}, {self._device.description}"),
         ]
         say(format_panel(f"{PROGRAM}: {self.workdir}", [*about, *rows]))
@@ -255,7 +256,7 @@ class Preprocessing:
         write_arguments(self.workdir, self.options, self._origin, self._run_arguments())
 
     def _run_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the BERT's run under Megatron-LM's names."""
+        """Return the arguments of the BERT run under Megatron-LM's names."""
         config = self._config
         entries = self._cutter.bert.vocab_size
         rows = padded_vocab_size(entries, config.model.make_vocab_size_divisible_by, 1)
@@ -300,7 +301,7 @@ class Preprocessing:
         return ChunkTexts(self._database(name), self._gpt, self._compatible)
 
     def _gpt_data(self) -> DataConfig:
-        """Return the data of the GPT's run."""
+        """Return the data options of the GPT run."""
         gpt = self.options.gpt
         return replace(
             self._config.data,
@@ -314,7 +315,7 @@ class Preprocessing:
         )
 
     def _query_chunks(self) -> dict[str, QueryChunks]:
-        """Return the chunks of the samples of the GPT's run. Collective."""
+        """Return the chunks of the GPT run's samples. All processes call this method."""
         gpt, config = self.options.gpt, self._config
         evaluation = replace(
             config.evaluation,
@@ -339,6 +340,6 @@ class Preprocessing:
             compatible=self._compatible,
         )
 
-    def _tell(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         if self._world.is_first:
             say(text)

@@ -1,15 +1,15 @@
 """The chunk database: every document of the corpus, cut into chunks of equal length.
 
     db/individual/NAME/A-B.hdf5         the chunks of documents A to B - 1 of a dataset:
-        chunks_valid, chunks_invalid    document, first token, end, tokens in BERT's vocabulary
+        chunks_valid, chunks_invalid    document, first token, end, number of BERT tokens
         doc_offsets                     document, number of valid chunks up to its end
-    db/merged/{train,valid,sampled}.hdf5    the same of all datasets, the dataset's index in front
-    db/indexed_dataset_infos.json       the datasets, with numbers of documents and chunks
+    db/merged/{train,valid,sampled}.hdf5    the same for all datasets, preceded by dataset indexes
+    db/indexed_dataset_infos.json       the datasets, with their numbers of documents and chunks
 
-A document's end-of-document token belongs to no chunk. Its last chunk may be short. Chunks whose
-text is empty for BERT are invalid and are never retrieved. `train` holds the chunks of the training
-documents, which are those that are retrieved; its rows are the ids of chunks. `sampled` holds those
-that the index is trained on.
+A document's end-of-document token belongs to no chunk. The last chunk of a document may be short.
+Chunks without any BERT tokens are invalid and are never retrieved. `train` holds the chunks of the
+training documents, which are the ones that can be retrieved. A chunk's id is its row in this table.
+`sampled` holds the chunks on which the index is trained.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from megatron.retro.blocks import (
 )
 from megatron.tokenizer.base import Tokenizer
 
-_TEXTS = 4096  # chunks whose text is in memory at a time
-_LENGTHS = 1 << 22  # documents whose length is in memory at a time
+_TEXTS = 4096  # the number of chunks whose texts are in memory at a time
+_LENGTHS = 1 << 22  # the number of documents whose lengths are in memory at a time
 _MAX_JSON = 16 << 20  # bytes
 _CHECKED = 1 << 27  # rows of a table that are checked before training
 _TOKENS_CHECKED = 256  # chunks whose tokens are checked before training
@@ -58,20 +58,20 @@ MERGED = ("train", "valid", "sampled")
 
 
 class CorpusChunks(NamedTuple):
-    """A dataset of the database, as `indexed_dataset_infos.json` describes it.
+    """A dataset in the database, as described in `indexed_dataset_infos.json`.
 
     Attributes:
-        ratio: Its weight in the blend.
-        prefix: The path of its files without `.bin` and `.idx`.
-        path: The path of its `.bin` file.
-        name: The name of its folder.
-        db_dir: Its folder of block files.
+        ratio: The weight of the dataset in the blend.
+        prefix: The path of the dataset's files without `.bin` or `.idx`.
+        path: The path of the `.bin` file.
+        name: The name of the dataset's folder.
+        db_dir: The folder of block files.
         n_docs: The number of documents.
-        n_docs_train: The number of training documents, which are the first.
+        n_docs_train: The number of training documents, which come first.
         n_chunks: The number of valid chunks.
-        n_chunks_train: The number of valid chunks of training documents.
-        n_chunks_invalid: The number of chunks whose text is empty for BERT.
-        n_chunks_sampled: The number of chunks that the index is trained on.
+        n_chunks_train: The number of valid chunks in training documents.
+        n_chunks_invalid: The number of chunks without any BERT tokens.
+        n_chunks_sampled: The number of chunks on which the index is trained.
     """
 
     ratio: float
@@ -100,15 +100,15 @@ def merged_file(workdir: Path, name: str) -> Path:
 def plan_corpora(
     options: RetroPreprocessing, split: str
 ) -> list[tuple[CorpusChunks, IndexedDataset]]:
-    """Return the datasets that the flags name, opened, with their numbers of documents.
+    """Open the datasets that the flags name, and return them with their numbers of documents.
 
     Args:
         options: The options of the preprocessing.
-        split: The shares of training, validation and test documents. With --retro-compatible the
-            first is a percentage, and the number of documents is rounded down.
+        split: The shares of training, validation and test documents. With --retro-compatible, the
+            first share is a percentage, and the number of documents is rounded down.
 
     Raises:
-        ConfigError: The flags name no dataset, or in another form.
+        ConfigError: The flags name no dataset, or cannot be parsed.
         DataError: A dataset is missing, damaged or divided into sentences.
     """
     compatible = options.stages.retro_compatible
@@ -135,7 +135,7 @@ def plan_corpora(
 def _folder_names(prefixes: Sequence[str], *, compatible: bool) -> list[str]:
     """Return a name for each dataset's folder: the last part of its prefix.
 
-    Datasets with the same last part get a number, where Megatron-LM would mix their chunks.
+    Datasets with the same last part get a number. Megatron-LM would mix their chunks.
     """
     names: list[str] = []
     for prefix in prefixes:
@@ -143,8 +143,9 @@ def _folder_names(prefixes: Sequence[str], *, compatible: bool) -> list[str]:
         if name in names:
             if compatible:
                 raise ConfigError(
-                    f"{_DATA_PATH} {prefix}: two datasets are named {name}, and --retro-compatible "
-                    "gives them the same folder, as Megatron-LM does: rename one, or drop the flag"
+                    f"{_DATA_PATH} {prefix}: two datasets are named {name}, and with "
+                    "--retro-compatible they would share a folder, as in Megatron-LM: rename one, "
+                    "or drop the flag"
                 )
             name = next(f"{name}-{i}" for i in itertools.count(2) if f"{name}-{i}" not in names)
         names.append(name)
@@ -160,14 +161,14 @@ def _training_documents(split: str, documents: int, *, compatible: bool) -> int:
         share = 0.0
     if not 0 < share <= 1:
         raise ConfigError(
-            f"--split {split}: with --retro-compatible its first number is the percentage of "
+            f"--split {split}: with --retro-compatible, the first number must be the percentage of "
             "training documents, as in Megatron-LM: write for example 98,2,0, or drop the flag"
         )
     return int(share * documents)
 
 
 def most_chunks(data: IndexedDataset, chunk_length: int) -> int:
-    """Return a close upper bound of the number of chunks of a dataset."""
+    """Return a close upper bound on the number of chunks in a dataset."""
     return sum(
         int((-(-data.sequence_lengths[i : i + _LENGTHS] // chunk_length)).sum(dtype=np.int64))
         for i in range(0, len(data), _LENGTHS)
@@ -175,10 +176,10 @@ def most_chunks(data: IndexedDataset, chunk_length: int) -> int:
 
 
 class ChunkCutter(NamedTuple):
-    """How documents are cut into chunks.
+    """A cutter of documents into chunks.
 
     Attributes:
-        length: The number of tokens of a chunk.
+        length: The number of tokens in a chunk.
         gpt: The tokenizer of the datasets.
         bert: The tokenizer of the network that embeds chunks.
     """
@@ -188,7 +189,7 @@ class ChunkCutter(NamedTuple):
     bert: Tokenizer
 
     def places(self, data: IndexedDataset, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield document, first token and end of every chunk of documents `first` to `stop - 1`."""
+        """Yield the document, start and end of every chunk in documents `first` to `stop - 1`."""
         eod = self.gpt.eod
         for document in range(first, stop):
             size = int(data.sequence_lengths[document])
@@ -198,7 +199,7 @@ class ChunkCutter(NamedTuple):
                 yield document, start, min(size, start + self.length)
 
     def measure(self, data: IndexedDataset, places: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Return how many of BERT's tokens each chunk has. All texts are in memory at a time."""
+        """Return the number of BERT tokens in each chunk. All texts are in memory at once."""
         texts = [
             self.gpt.detokenize(data.get(document, start, end - start).tolist())
             for document, start, end in places
@@ -206,10 +207,10 @@ class ChunkCutter(NamedTuple):
         return [len(ids) for ids in self.bert.tokenize_batch(texts)]
 
     def cut(self, data: IndexedDataset, first: int, stop: int) -> NDArray[np.uint32]:
-        """Return the chunks of documents `first` to `stop - 1`.
+        """Cut documents `first` to `stop - 1` into chunks.
 
         Returns:
-            The document, first token, end, and number of BERT's tokens of each chunk, `[n, 4]`.
+            The document, first token, end, and number of BERT tokens of each chunk, `[n, 4]`.
         """
         places = self.places(data, first, stop)
         parts = [np.zeros((0, 4), np.uint32)]
@@ -220,7 +221,7 @@ class ChunkCutter(NamedTuple):
 
 
 def block_contents(block: TableBlock) -> Mapping[str, DataSet]:
-    """Return the data sets of a block of documents."""
+    """Return the expected data sets of a block of documents."""
     return {
         "chunks_valid": DataSet("u4", (None, 4), may_be_flat=True),
         "chunks_invalid": DataSet("u4", (None, 4), may_be_flat=True),
@@ -229,7 +230,7 @@ def block_contents(block: TableBlock) -> Mapping[str, DataSet]:
 
 
 def make_block(block: TableBlock, data: IndexedDataset, cutter: ChunkCutter) -> Arrays:
-    """Return the data sets of a block: the chunks of its documents."""
+    """Cut the documents of a block, and return the block's data sets."""
     chunks = cutter.cut(data, block.start, block.stop)
     is_valid = chunks[:, 3] > 0
     valid, invalid = chunks[is_valid], chunks[~is_valid]
@@ -265,7 +266,7 @@ def read_chunks(block: TableBlock, data: IndexedDataset, chunk_length: int) -> A
     )
     if not fits:
         raise DataError(
-            f"{block.path} does not fit {data.prefix}: it is damaged or made from other data; "
+            f"{block.path} does not match {data.prefix}: it is damaged or made from other data; "
             "delete it and run db-build again"
         )
     return arrays
@@ -277,12 +278,12 @@ def build_database(
     cutter: ChunkCutter,
     world: Axis,
 ) -> list[CorpusChunks]:
-    """Write everything in `db/` that is missing. Collective.
+    """Write everything in `db/` that is missing. All processes call this function.
 
     Args:
         options: The options of the preprocessing.
-        corpora: The datasets (see `plan_corpora`).
-        cutter: How documents are cut into chunks.
+        corpora: The datasets, from `plan_corpora`.
+        cutter: The cutter of documents into chunks.
         world: The processes that share the working folder.
 
     Returns:
@@ -291,7 +292,7 @@ def build_database(
     Raises:
         ConfigError: --retro-index-ntrain asks for more chunks than there are.
         DataError: A dataset or a file of the folder is damaged.
-        StorageError: The folder cannot be written.
+        StorageError: The folder cannot be written to.
     """
     size = options.stages.retro_doc_block_size
     blocks = [plan_blocks(Path(corpus.db_dir), corpus.n_docs, size) for corpus, _ in corpora]
@@ -304,7 +305,7 @@ def build_database(
 
 
 class _Merger:
-    """Writes the merged tables from the block files, one block in memory at a time."""
+    """Writes the merged tables from the block files, with one block in memory at a time."""
 
     def __init__(
         self,
@@ -319,7 +320,7 @@ class _Merger:
         self._datasets, self._blocks = datasets, blocks
 
     def write(self, corpora: Sequence[CorpusChunks]) -> None:
-        """Count the chunks, write the list of datasets, and the tables that are missing."""
+        """Count the chunks, and write the missing tables and the list of datasets."""
         counted = [self._count(i, corpus) for i, corpus in enumerate(corpora)]
         total = sum(corpus.ratio for corpus in counted)
         found = [
@@ -369,7 +370,7 @@ class _Merger:
             table = file.create_dataset("chunks", (size, 5), "u4")
             written = 0
             for number, corpus in enumerate(corpora):
-                train = 0  # training chunks of this dataset before the block
+                train = 0  # number of training chunks of this dataset before the block
                 for arrays in self._read(number):
                     chunks = arrays["chunks_valid"]
                     is_train = chunks[:, 0] < corpus.n_docs_train
@@ -390,13 +391,13 @@ class _Merger:
             file.create_dataset("n_written", data=np.array([size], np.uint64))
 
     def _sampled(self, corpus: CorpusChunks, first: int, stop: int) -> NDArray[np.int64]:
-        """Return which training chunks from `first` up to `stop` the index is trained on."""
+        """Return the training chunks from `first` to `stop - 1` on which the index is trained."""
         count, total = corpus.n_chunks_sampled, corpus.n_chunks_train
         if self._compatible:
             return np.arange(first, min(stop, count), dtype=np.int64)
         if not total:
             return np.zeros(0, np.int64)
-        # Chunk k * total // count for each k below count: evenly spaced over the dataset.
+        # The chunks k * total // count for all k below count are evenly spaced over the dataset.
         places = np.arange(-(-first * count // total), -(-stop * count // total), dtype=np.int64)
         return places * total // max(1, count)
 
@@ -436,7 +437,7 @@ def read_corpora(workdir: Path) -> list[CorpusChunks]:
             "with --retro-tasks db-build"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+        raise DataError(f"{path}: cannot be read ({error}); run db-build again") from None
     texts, numbers = ("prefix", "path", "name", "db_dir"), CorpusChunks._fields[5:]
     is_list = isinstance(found, list) and all(isinstance(one, dict) for one in found)
     for one in found if is_list else [{}]:
@@ -444,28 +445,30 @@ def read_corpora(workdir: Path) -> list[CorpusChunks]:
         wrong += [n for n in numbers if type(one.get(n)) is not int or one[n] < 0]
         wrong += ["ratio"] if type(one.get("ratio")) not in (int, float) else []
         if wrong:
-            raise DataError(f"{path}: damaged: no valid {', '.join(wrong)}; run db-build again")
+            raise DataError(
+                f"{path} is damaged: invalid or missing {', '.join(wrong)}; run db-build again"
+            )
     return [CorpusChunks(**{name: one[name] for name in CorpusChunks._fields}) for one in found]
 
 
 class ChunkDatabase:
-    """Read access to the chunks of a merged table. It stays on the disk, mapped into memory.
+    """Read access to the chunks of a merged table, which stays on disk and is memory-mapped.
 
     Args:
         workdir: The working folder.
-        chunk_length: The number of tokens of a chunk, m.
-        eod: The end-of-document token, which fills up short chunks.
+        chunk_length: The number of tokens in a chunk, m.
+        eod: The end-of-document token, with which short chunks are padded.
         name: The table: train, valid or sampled.
-        vocab_size: The number of entries of the tokenizer. Token ids of this value or above are
-            refused. `None` accepts all.
+        vocab_size: The number of entries of the tokenizer. Larger or equal token ids are refused.
+            `None` accepts all.
 
     Attributes:
         path: The file of the table.
-        chunk_length: The number of tokens of a chunk, m.
-        eod: The token that fills up short chunks.
+        chunk_length: The number of tokens in a chunk, m.
+        eod: The token with which short chunks are padded.
 
     Raises:
-        DataError: A file is missing or damaged, or does not fit the others.
+        DataError: A file is missing or damaged, or the files do not match.
     """
 
     def __init__(
@@ -498,7 +501,7 @@ class ChunkDatabase:
             raise DataError(f"{error}; {MADE_AGAIN}") from None
         if written != size:
             raise DataError(
-                f"{self.path}: {written} of {size} chunks are written: run db-build again"
+                f"{self.path}: only {written} of {size} chunks were written: run db-build again"
             )
         self._rows: NDArray[np.uint32] = np.zeros((0, 5), np.uint32)
         if size:
@@ -509,13 +512,13 @@ class ChunkDatabase:
         except DataError as error:
             raise DataError(
                 f"{corpora_file(workdir)} names a dataset that cannot be read: {error}; restore "
-                "the dataset, or write its new place into this file"
+                "the dataset, or enter its new path in this file"
             ) from None
         for corpus, data in zip(corpora, self._datasets, strict=True):
             if len(data) != corpus.n_docs:
                 raise DataError(
                     f"{corpora_file(workdir)}: the database was made from {corpus.n_docs} "
-                    f"documents of {corpus.prefix}, which has {len(data)} now: restore the "
+                    f"documents of {corpus.prefix}, which now has {len(data)}: restore the "
                     "dataset, or make a new working folder"
                 )
 
@@ -524,7 +527,7 @@ class ChunkDatabase:
         return len(self._rows)
 
     def rows(self, chunk_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return dataset, document, first token, end and BERT length of chunks, `[n, 5]`.
+        """Return the dataset, document, first token, end and BERT length of chunks, `[n, 5]`.
 
         Raises:
             DataError: A row is damaged.
@@ -540,7 +543,7 @@ class ChunkDatabase:
         return rows
 
     def _outside(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which rows `[n, 5]` are not a part of a document."""
+        """Return which of the rows `[n, 5]` are not part of a document."""
         datasets, documents, starts, ends, _ = rows.T
         wrong = (starts >= ends) | (ends - starts > self.chunk_length)
         wrong |= datasets >= len(self._datasets)
@@ -555,12 +558,13 @@ class ChunkDatabase:
     def check(self) -> None:
         """Refuse a table or datasets that are damaged or belong to other data.
 
-        All rows are compared with the documents, in one pass over the file: 1.4 seconds and 2 GB
-        for 100 million chunks. Of larger tables, as many evenly spaced rows are. The tokens of some
-        hundred chunks are compared with the vocabulary, because to read all takes too long.
+        All rows are compared with the documents in one pass over the file, which takes 1.4 seconds
+        and reads 2 GB for 100 million chunks. In tables of more than `_CHECKED` rows, about as many
+        evenly spaced rows are compared. The tokens of `_TOKENS_CHECKED` chunks are compared with
+        the vocabulary, because reading all tokens would take too long.
 
         Raises:
-            DataError: A row or the dataset is damaged, or of another tokenizer.
+            DataError: A row or the dataset is damaged, or made with another tokenizer.
         """
         for run in evenly_spaced(len(self), _CHECKED):
             wrong = self._outside(self._rows[run].astype(np.int64))
@@ -579,10 +583,10 @@ class ChunkDatabase:
         return self.rows(chunk_ids)[:, :2]
 
     def tokens(self, chunk_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the tokens of chunks, filled up with EOD, `[n, m]`.
+        """Return the tokens of chunks, padded with EOD, `[n, m]`.
 
         Raises:
-            DataError: A row or the dataset is damaged, or of another tokenizer.
+            DataError: A row or the dataset is damaged, or made with another tokenizer.
             IndexError: A chunk does not exist.
         """
         rows = self.rows(chunk_ids)
@@ -598,6 +602,6 @@ class ChunkDatabase:
 
     def _damaged(self, chunk: int) -> DataError:
         return DataError(
-            f"{self.path}: chunk {chunk} is not a part of a document: the file is damaged or made "
+            f"{self.path}: chunk {chunk} is not part of a document: the file is damaged or made "
             "from other data; delete it and run db-build again"
         )

@@ -1,4 +1,4 @@
-"""Samples of Retro's pretraining: a GPT's samples, with the tokens of each chunk's neighbors."""
+"""Retro's pretraining samples: a GPT's samples with the tokens of each chunk's neighbors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from megatron.retro.neighbors import NOBODY, neighbors_folder, query_datasets
 from megatron.retro.workdir import read_arguments, read_digest
 from megatron.tokenizer.base import Tokenizer
 
-# Chunks of a split whose neighbors are checked before training: 2 GB if 20 of each are stored.
+# The number of chunks whose neighbors are checked before training. For 20 neighbors per chunk, this
+# is 2 GB.
 _CHECKED = 1 << 24
 
 Ids = NDArray[np.int64]
@@ -44,11 +45,11 @@ class NeighborRows(Protocol):
 
 
 class NeighborTable:
-    """The database rows of every chunk's neighbors, nearest first. It stays on the disk, mapped.
+    """The database rows of every chunk's neighbors, nearest first, memory-mapped from disk.
 
     Args:
         blocks: All blocks of a split's table, in order.
-        kept: The number of neighbors to read of each chunk; there may be more.
+        kept: The number of neighbors to read for each chunk. The blocks may hold more.
 
     Raises:
         DataError: A block is missing or damaged, or holds fewer neighbors.
@@ -62,8 +63,8 @@ class NeighborTable:
         for block, part in zip(blocks, self._parts, strict=True):
             if part.shape[1] < kept:
                 raise DataError(
-                    f"{block.path} holds {part.shape[1]} neighbors of each chunk, but "
-                    f"--retro-num-neighbors {kept} are asked for: lower it, or make the folder "
+                    f"{block.path} holds {part.shape[1]} neighbors per chunk, but "
+                    f"--retro-num-neighbors {kept} are needed: lower it, or build the folder "
                     "query/ again with a larger --retro-query-num-neighbors-save"
                 )
 
@@ -72,13 +73,13 @@ class NeighborTable:
         return self._starts[-1]
 
     def check(self, texts: NeighborTexts) -> None:
-        """Refuse neighbors that the database does not have.
+        """Refuse neighbors that are not in the database.
 
-        All are read, in one pass over the files, or the neighbors of 16 million chunks, evenly
-        spaced. The others are checked when they are used.
+        The neighbors of all chunks, or of 16 million evenly spaced chunks if there are more, are
+        read in one pass over the files. The others are checked when they are used.
 
         Raises:
-            DataError: There is no such chunk.
+            DataError: A neighbor is not in the database.
         """
         share = _CHECKED // max(1, len(self._parts))
         for block, part in zip(self._blocks, self._parts, strict=True):
@@ -97,12 +98,12 @@ class NeighborTable:
 
 @dataclass(frozen=True)
 class ShuffledNeighbors:
-    """A table in which every chunk has the neighbors of another one.
+    """A table in which every chunk has the neighbors of another chunk.
 
-    A model that reads its neighbors predicts worse with this table than with the original.
+    A model that makes use of its neighbors predicts worse with this table than with the original.
 
     Attributes:
-        table: The table of the right neighbors. Its samples are in random order.
+        table: The table of the correct neighbors. Its samples are in random order.
     """
 
     table: NeighborRows
@@ -114,7 +115,7 @@ class ShuffledNeighbors:
     def rows(self, start: int, stop: int) -> Ids:
         """Return the neighbors of chunks that are far away, `[stop - start, k]`, -1 for none."""
         count = len(self.table)
-        # The golden section: as far as possible from whole passes over the data and their parts.
+        # The golden ratio keeps the distance away from whole passes and simple fractions of them.
         first = (start + max(1, int(count * 0.618))) % count
         end = first + stop - start
         if end <= count:
@@ -127,7 +128,7 @@ class FoundNeighbors:
     """A table in memory.
 
     Attributes:
-        neighbors: The neighbors of every chunk, [n, k], -1 for none.
+        neighbors: The neighbors of every chunk, `[n, k]`, -1 for none.
     """
 
     neighbors: Ids
@@ -146,7 +147,7 @@ class NoNeighbors:
     """A table in which no chunk has any neighbors.
 
     Attributes:
-        table: The table of the right neighbors.
+        table: The table of the correct neighbors.
     """
 
     table: NeighborRows
@@ -166,13 +167,13 @@ def _contents(block: TableBlock) -> dict[str, DataSet]:
 
 @dataclass(frozen=True)
 class NeighborTexts:
-    """The tokens that a neighbor stands for: the chunk that was found and those after it.
+    """The tokens of neighbors. A neighbor consists of the chunk that was found and the next ones.
 
     Attributes:
         database: The chunks that are retrieved.
-        chunks: The number of chunks of a neighbor.
-        compatible: Whether a neighbor that was not found is read as the last chunk of the database
-            and the first ones, as Megatron-LM 23.08 does. Otherwise it is empty.
+        chunks: The number of chunks in a neighbor.
+        compatible: Whether to read a missing neighbor as the database's last chunk followed by its
+            first ones, as Megatron-LM 23.08 does. Otherwise it is empty.
     """
 
     database: ChunkDatabase
@@ -180,13 +181,13 @@ class NeighborTexts:
     compatible: bool = False
 
     def tokens(self, neighbors: Ids) -> Ids:
-        """Return the tokens of neighbors [..., k], filled up with EOD: [..., k, r].
+        """Return the tokens of neighbors `[..., k]`, padded with EOD, `[..., k, r]`.
 
-        The chunks after the last of the database are its first, and they may belong to another
-        document, as in Megatron-LM.
+        As in Megatron-LM, the last chunk of the database is followed by its first chunk, and the
+        chunks that follow may belong to another document.
 
         Raises:
-            DataError: There is no such chunk.
+            DataError: A neighbor is not in the database.
         """
         self.check(neighbors)
         places = (neighbors[..., None] + np.arange(self.chunks)) % len(self.database)
@@ -196,32 +197,32 @@ class NeighborTexts:
         return tokens
 
     def check(self, neighbors: Ids, where: str = "") -> None:
-        """Refuse neighbors that the database does not have.
+        """Refuse neighbors that are not in the database.
 
         Args:
             neighbors: The rows of chunks in the database, or -1.
-            where: The file that holds them, for the message.
+            where: The file that holds the neighbors, for the message.
 
         Raises:
-            DataError: There is no such chunk.
+            DataError: A neighbor is not in the database.
         """
         if neighbors.size and not NOBODY <= neighbors.min() <= neighbors.max() < len(self.database):
             raise DataError(
                 f"{where}the neighbors are chunks {neighbors.min()} to {neighbors.max()}, but "
-                f"{self.database.path} has {len(self.database)} chunks: damaged, or of other data; "
-                "delete the folder query/, and run tools/retro/main.py --retro-tasks "
-                "query-pretraining-neighbors again"
+                f"{self.database.path} has {len(self.database)} chunks: one of the files is "
+                "damaged or made from other data; delete the folder query/ and run "
+                "tools/retro/main.py --retro-tasks query-pretraining-neighbors again"
             )
 
 
 @dataclass(eq=False)
 class RetroDataset:
-    """A GPT's samples with `neighbors`, the tokens [l, k, r] of the neighbors of the l chunks.
+    """A GPT's samples with `neighbors`, the tokens `[l, k, r]` of the neighbors of the l chunks.
 
     Attributes:
         samples: The samples, with `text`.
         table: The neighbors of all chunks of all samples.
-        texts: The tokens that a neighbor stands for.
+        texts: The tokens of neighbors.
         per_sample: The number of chunks in a sample, l.
         controls: The same samples with other neighbors, for evaluations (`ControlledDataset`).
     """
@@ -253,13 +254,13 @@ def build_retro_datasets(
     """Build the datasets of --retro-workdir. Every process calls this function.
 
     Args:
-        request: The data that the run needs. The seed is that of the working folder.
-        model: The flags of the network, with the length of a chunk.
+        request: The data that the run needs. The seed is replaced by that of the working folder.
+        model: The flags of the network, including the length of a chunk.
         tokenizer: The tokenizer that made the tokens.
-        batch_size: The samples of an iteration, for --retro-cyclic-train-iters.
+        batch_size: The number of samples in an iteration, for --retro-cyclic-train-iters.
 
     Raises:
-        DataError: Data or a file of the folder is missing or damaged, or they do not fit together.
+        DataError: Data or a file of the folder is missing or damaged, or they do not match.
     """
     data = request.data
     assert data.retro_workdir is not None, "a rule requires it"
@@ -288,7 +289,7 @@ def build_retro_datasets(
                 f"--retro-workdir {workdir} has no neighbors for the {len(samples)} samples of the "
                 f"{name} split ({folder.name} is missing in query/): preprocess with the "
                 "--train-iters or --train-samples, --global-batch-size and evaluations of this "
-                "run, or run as it was preprocessed"
+                "run, or run with the values used in preprocessing"
             )
         per_sample = data.seq_length // model.chunk_length
         count = len(samples) * per_sample
@@ -297,7 +298,7 @@ def build_retro_datasets(
         if request.is_builder:
             table.check(texts)
         dataset = RetroDataset(samples, table, texts, per_sample)
-        _ = dataset[0]  # fail now, not at some later step
+        _ = dataset[0]  # fail now rather than at a later step
         if data.retro_eval_shuffled:
             shuffled = replace(dataset, table=ShuffledNeighbors(table))
             dataset.controls = {"with shuffled neighbors": shuffled}
@@ -308,9 +309,9 @@ def build_retro_datasets(
 def _check_origin(
     workdir: Path, request: DataRequest, tokenizer: Tokenizer, made_with: str | None
 ) -> None:
-    """Refuse data or a tokenizer with another content than those that the folder was made from.
+    """Refuse data or a tokenizer that has changed since the folder was made.
 
-    A folder of Megatron-LM's says no more than the name of the tokenizer's type, `made_with`.
+    A folder made by Megatron-LM records only the name of the tokenizer's type, `made_with`.
     """
     data = request.data
     paths = [path for _, path in parse_weighted_paths(data.data_path or (), "--data-path")]
@@ -319,20 +320,21 @@ def _check_origin(
         ("gpt_tokenizer", "tokenizer", tokenizer.fingerprint()),
     ]
     retrieved = [corpus.prefix for corpus in read_corpora(workdir)]
-    if retrieved != paths:  # one of them has been moved
+    if retrieved != paths:  # a dataset has been moved
         shown = f"data {' '.join(retrieved)} of {corpora_file(workdir)}"
         here.append(("data", shown, corpus_fingerprint(replace(data, data_path=tuple(retrieved)))))
     for name, shown, now in here:
         was = read_digest(workdir, name)
         if was and now and was != now:
             raise DataError(
-                f"--retro-workdir {workdir}: the {shown} has another content now than when "
-                "the folder was made: restore it, or make a new folder with tools/retro/main.py"
+                f"--retro-workdir {workdir}: the {shown} has changed since the folder was made: "
+                "restore it, or make a new folder with tools/retro/main.py"
             )
     kind = tokenizer.fingerprint().partition(":")[0]
     is_known = read_digest(workdir, "gpt_tokenizer") is not None
     if request.is_builder and not is_known and made_with not in (None, kind):
         warn(
             f"--retro-workdir {workdir} was made with --retro-gpt-tokenizer-type {made_with}, but "
-            f"this run has --tokenizer-type {kind}: that is right only if both give equal token ids"
+            f"this run has --tokenizer-type {kind}: this is correct only if both give the same "
+            "token ids"
         )

@@ -1,13 +1,14 @@
-"""Embeddings of texts: one vector for each, the mean of an encoder's last hidden states.
+"""Embeddings of texts: one vector per text, the mean of an encoder's last hidden states.
 
-Two kinds of encoder make them: a BERT from any checkpoint that this package reads, and an encoder
-of the package transformers. Texts are sorted by length within a piece, so that little of a batch is
-padding. While the device computes a piece, a thread tokenizes the next one.
+There are two kinds of encoders: a BERT from any checkpoint that this package can read, and an
+encoder of the package transformers. Within a piece, texts are sorted by length, so that batches
+contain little padding. While the device computes a piece, a thread tokenizes the next one.
 
-Megatron-LM 23.08 embeds a text as it is masked for training, by a seed that depends on the text's
-place in its block. `Masking` reproduces that; without it, texts are embedded as they are.
+Megatron-LM 23.08 masks texts before it embeds them, as in training, with a seed that depends on
+the text's place in its block. `Masking` reproduces this. Without it, texts are embedded unmasked.
 
-In shapes, n counts texts, s tokens of the longest text of a batch, h is the width.
+In shapes, n is the number of texts, s the number of tokens in the longest text of a batch, and h
+the width.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 END_OF_DOCUMENT = "<|endoftext|>"  # GPT-2's spelling, which Megatron-LM removes from texts
 KINDS = ("megatron", "huggingface")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_BATCHES = 64  # batches of texts of full length in a piece, which is sorted by length
+_BATCHES = 64  # batches of full-length texts in a piece, which is sorted by length
 _ENDS = 2  # [CLS] and [SEP]
 
 Vectors = NDArray[np.float32]
 
 
 class Masking(NamedTuple):
-    """The masking of texts as for BERT's training, as in Megatron-LM 23.08.
+    """The masking of texts as in BERT's training, which Megatron-LM 23.08 applies.
 
     Attributes:
-        seed: The seed of the draws. Text i of a block is masked with `seed + i`.
-        probability: The share of tokens to mask.
+        seed: The base of the random seeds. Text i of a block is masked with the seed `seed + i`.
+        probability: The fraction of tokens to mask.
     """
 
     seed: int
@@ -61,18 +62,20 @@ class Masking(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbedderOptions:
-    """What embeds texts, and how.
+    """The network that embeds texts, and its settings.
 
     Attributes:
-        kind: "megatron" for a BERT of this package, "huggingface" for one of transformers.
+        kind: "megatron" for a BERT of this package, "huggingface" for an encoder of transformers.
         load: The folder of the BERT's checkpoints, or the folder or name of a Hugging Face model.
-        tokenizer: The BERT's tokenizer; `None` takes that of the checkpoint. Unused with
+        tokenizer: The BERT's tokenizer. `None` takes the checkpoint's tokenizer. Unused with
             "huggingface".
-        batch_size: The most texts of `max_length` tokens in a batch. It holds more shorter ones.
-        max_length: The most tokens of a text, [CLS] and [SEP] included. Further ones are cut off.
-        dtype: The number format, a key of `DTYPES`; `None` takes that of the checkpoint.
-        masking: The masking as in Megatron-LM; `None` embeds texts as they are.
-        allow_foreign: Whether files owned by other users are read.
+        batch_size: The largest number of texts of `max_length` tokens in a batch. A batch may have
+            more texts if they are shorter.
+        max_length: The largest number of tokens in a text, including [CLS] and [SEP]. Further
+            tokens are cut off.
+        dtype: The number format, a key of `DTYPES`. `None` takes the checkpoint's format.
+        masking: The masking as in Megatron-LM. `None` embeds texts unmasked.
+        allow_foreign: Whether to read files owned by other users.
         flag: The flag that names the network, for error messages.
         length_flag: The flag of `max_length`, for error messages.
     """
@@ -90,13 +93,14 @@ class EmbedderOptions:
 
 
 class DecodedChunks(Sequence[str]):
-    """The texts of chunks of tokens, each decoded when it is asked for.
+    """The texts of chunks of tokens. Each text is decoded when it is accessed.
 
     Args:
-        tokens: The chunks, `[n, m]`, padded with the end of a document.
+        tokens: The chunks, `[n, m]`, padded with end-of-document tokens.
         tokenizer: The tokenizer that made the tokens.
-        keeps_ends: Whether ends of documents are spelled out. `Embedder` removes GPT-2's spelling,
-            so this matters for other tokenizers, and where a character is cut by an end.
+        keeps_ends: Whether to write end-of-document tokens into the text. `Embedder` removes
+            GPT-2's, so this matters for other tokenizers, and where such a token interrupts the
+            bytes of a character.
     """
 
     def __init__(
@@ -118,11 +122,11 @@ class DecodedChunks(Sequence[str]):
 
 
 class _Rows(NamedTuple):
-    """The tokens of a piece's texts, from short to long.
+    """The tokens of the texts in a piece, sorted by increasing length.
 
     Attributes:
-        places: The index of each text in its piece, `[n]`.
-        rows: The tokens of each, special tokens included.
+        places: The index of each text in the piece, `[n]`.
+        rows: The tokens of each text, including special tokens.
     """
 
     places: NDArray[np.int64]
@@ -130,11 +134,11 @@ class _Rows(NamedTuple):
 
 
 class Embedder(ABC):
-    """A maker of vectors from texts.
+    """A network that turns texts into vectors.
 
     Attributes:
         width: The length of a vector, h.
-        max_length: The most tokens of a text, special tokens included.
+        max_length: The largest number of tokens in a text, including special tokens.
     """
 
     width: int
@@ -144,15 +148,15 @@ class Embedder(ABC):
         """Store the device and the size of a batch."""
         self._device = device
         self._batch_size = batch_size
-        # A GPU is fastest at lengths that are multiples of 8, and prepares its attention kernel for
-        # every new shape of a batch, so there should be few of them.
+        # A GPU is fastest at lengths that are multiples of 8. It prepares its attention kernel for
+        # every new shape of a batch, so there should be few shapes.
         self._units = (min(32, batch_size), 8) if device.is_gpu else (1, 1)
 
     def embed(self, texts: Sequence[str], *, first: int = 0) -> Vectors:
         """Return the vectors of texts, float32 `[n, h]`.
 
-        The memory that this takes beside the result does not depend on the number of texts, if
-        `texts` makes each when it is asked for it.
+        Apart from the result, the memory used does not depend on the number of texts, provided that
+        `texts` creates each text on access.
 
         Args:
             texts: The texts.
@@ -168,13 +172,13 @@ class Embedder(ABC):
 
         for start, piece in self._pieces(texts, first):
             launched = [(start + places, values) for places, values in self._launch(piece)]
-            collect()  # of the piece before, while the device computes this one
+            collect()  # the previous piece, while the device computes this one
             pending.extend(launched)
         collect()
         return vectors
 
     def _pieces(self, texts: Sequence[str], first: int) -> Iterator[tuple[int, _Rows]]:
-        """Yield the tokens of each piece of texts, made one piece ahead, with its start."""
+        """Yield the start and the tokens of each piece of texts, tokenizing one piece ahead."""
         size = self._batch_size * _BATCHES
 
         def make(start: int) -> _Rows:
@@ -194,20 +198,20 @@ class Embedder(ABC):
 
     @torch.no_grad()
     def _launch(self, piece: _Rows) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """Yield the places of each batch's texts, and their vectors, perhaps still computed."""
+        """Yield the places of each batch's texts, and their vectors, perhaps still in progress."""
         row_unit, token_unit = self._units
         lengths = np.array([len(row) for row in piece.rows])
         padded = np.minimum(-(-lengths // token_unit) * token_unit, self.max_length)
         start = 0
         while start < len(lengths):
-            # Texts that follow are longer, so fewer of them fit.
+            # Later texts are longer, so fewer of them fit.
             counts = np.arange(1, len(lengths) - start + 1)
             count = int((counts * padded[start:] <= self._batch_size * self.max_length).sum())
             if start + count < len(lengths):
                 count -= count % row_unit
             stop, rows = start + count, -(-count // row_unit) * row_unit
             tokens = np.full((rows, padded[stop - 1]), self._filler, np.int64)
-            ends = np.full(rows, _ENDS)  # rows that fill up the batch have no text
+            ends = np.full(rows, _ENDS)  # rows that pad the batch have no text
             ends[:count] = lengths[start:stop]
             for number, row in enumerate(piece.rows[start:stop]):
                 tokens[number, : len(row)] = row
@@ -215,44 +219,44 @@ class Embedder(ABC):
             yield piece.places[start:stop], values[:count]
             start = stop
 
-    _filler: int  # the id of padding
+    _filler: int  # the padding id
 
     @abstractmethod
     def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
-        """Return the tokens of each text, special tokens included."""
+        """Return the tokens of each text, including special tokens."""
 
     @abstractmethod
     def _vectors(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Return the vectors fp32 [n, h] of tokens [n, s], of which each row has `lengths` [n]."""
+        """Return the vectors, fp32 `[n, h]`, of padded tokens `[n, s]` with `lengths` `[n]`."""
 
 
 def _mean(hidden: Tensor, counts: Tensor) -> Tensor:
     """Return the mean of hidden states.
 
     Args:
-        hidden: [s, n, h].
-        counts: bool [n, s], True for tokens that count.
+        hidden: The hidden states, `[s, n, h]`.
+        counts: True for tokens that count, bool `[n, s]`.
 
     Returns:
-        fp32 [n, h]; 0 for a text in which no token counts.
+        The mean, fp32 `[n, h]`. It is 0 for a text in which no token counts.
     """
-    # A sum that is divided once differs from Megatron-LM's mean by half as much as a product with
-    # weights of 1 / n.
+    # Dividing the sum once halves the difference from Megatron-LM's mean, compared to multiplying
+    # by weights of 1 / n.
     total = torch.where(counts.t()[:, :, None], hidden.float(), 0).sum(dim=0)
     return total / counts.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 class MegatronEmbedder(Embedder):
-    """A BERT of this package. The mean leaves [CLS] and [SEP] out, as Megatron-LM's does.
+    """A BERT of this package. As in Megatron-LM, the mean excludes [CLS] and [SEP].
 
     Args:
         model: A BERT without heads, in evaluation mode, on the device.
-        tokenizer: Its tokenizer, with cls, sep, pad and, with masking, mask.
+        tokenizer: The BERT's tokenizer, with cls, sep, pad and, for masking, mask.
         device: The device.
         options: The sizes and the masking.
 
     Raises:
-        ConfigError: The tokenizer lacks a special token, or texts may be longer than the model.
+        ConfigError: The tokenizer lacks a special token, or texts may be too long for the model.
     """
 
     def __init__(
@@ -274,7 +278,7 @@ class MegatronEmbedder(Embedder):
     def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
         cleaned = [text.replace(END_OF_DOCUMENT, "") for text in texts]
         most, empty = self.max_length - _ENDS, np.array([self._ids.pad])
-        # As parts of a text: without the special tokens that some tokenizers add to a whole one.
+        # Tokenize as parts of a text, because some tokenizers add special tokens to whole texts.
         pieces = [ids[:most] for ids in self._tokenizer.tokenize_sentences(cleaned)]
         pieces = [ids if len(ids) else empty for ids in pieces]
         if self._masking is None:
@@ -294,7 +298,7 @@ class MegatronEmbedder(Embedder):
 
 
 class _Texts(list[NDArray[Any]]):
-    """Tokens of texts, each of which is a sample of a single sentence."""
+    """Tokens of texts, where each text is a sample that consists of a single sentence."""
 
     description = ""
 
@@ -307,8 +311,9 @@ class _Texts(list[NDArray[Any]]):
 class HuggingFaceEmbedder(Embedder):
     """An encoder of the package transformers, such as a sentence encoder.
 
-    The mean is over all tokens of a text, special tokens included, which is how sentence encoders
-    are trained. Megatron-LM's, which `options.masking` asks for, leaves the first and last out.
+    The mean is taken over all tokens of a text, including special tokens, because sentence encoders
+    are trained this way. If `options.masking` is set, it excludes the first and the last token, as
+    in Megatron-LM.
 
     Args:
         device: The device.
@@ -319,7 +324,7 @@ class HuggingFaceEmbedder(Embedder):
     """
 
     def __init__(self, device: Device, options: EmbedderOptions) -> None:
-        """Load the model and its tokenizer, without running code of theirs."""
+        """Load the model and its tokenizer without running any code that comes with them."""
         super().__init__(device, options.batch_size)
         with packages_of("retro"):
             import transformers
@@ -355,15 +360,15 @@ class HuggingFaceEmbedder(Embedder):
             ((_, vectors),) = self._launch(_Rows(np.zeros(1, np.int64), self._tokenize(["a"], 0)))
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{options.flag} {options.load}: a {type(model).__name__} does not encode "
-                f"texts by itself ({error}): give an encoder, such as a BERT or a sentence encoder"
+                f"{options.flag} {options.load}: a {type(model).__name__} cannot encode texts on "
+                f"its own ({error}): give an encoder, such as a BERT or a sentence encoder"
             ) from error
         self.width = vectors.shape[1]
 
     def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
         cleaned = [text.replace(END_OF_DOCUMENT, "") for text in texts]
         found = self._tokenizer(cleaned, truncation=True, max_length=self.max_length)["input_ids"]
-        empty = [self._filler]  # a text without tokens, if the tokenizer adds none
+        empty = [self._filler]  # for a text without any tokens
         return [np.array(ids or empty, np.int64) for ids in found]
 
     def _vectors(self, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -376,12 +381,12 @@ class HuggingFaceEmbedder(Embedder):
 
 
 def build_embedder(options: EmbedderOptions, device: Device) -> Embedder:
-    """Load what the options name.
+    """Load the network that the options name.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it holds another network.
+        CheckpointError: The checkpoint is missing or damaged, or holds another kind of network.
         ConfigError: A value does not fit the model, or a package is missing.
-        DataError: One of the tokenizer's files is missing.
+        DataError: A file of the tokenizer is missing.
     """
     if options.kind == "huggingface":
         return HuggingFaceEmbedder(device, options)
@@ -392,7 +397,7 @@ def build_embedder(options: EmbedderOptions, device: Device) -> Embedder:
         config = replace(config, precision=replace(config.precision, fp16=fp16, bf16=bf16))
     tokenizer = build_tokenizer(options.tokenizer or config.tokenizer)
     rows = -(-tokenizer.vocab_size // 8) * 8
-    # Fused attention is faster, also where the checkpoint's run did without it.
+    # Fused attention is faster, even if the checkpoint's run did not use it.
     network = replace(config.model, masked_softmax_fusion=True)
     plan = replace(model_plan(network, rows), heads=())
     context = run_context(replace(config, model=network), Layout.single(), device)

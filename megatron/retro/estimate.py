@@ -1,4 +1,4 @@
-"""What a preprocessing will take: files, disk and time, before it starts."""
+"""Estimates of the files, disk space and time that preprocessing will take."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _ID = 8  # bytes of an id in an index
 
 
 class Amount(NamedTuple):
-    """What a stage makes.
+    """The amount of data that a stage produces.
 
     Attributes:
-        chunks: The chunks that it cuts or embeds.
-        size: The bytes that it writes and keeps.
-        passing: The bytes that it removes at its end.
+        chunks: The number of chunks that the stage cuts or embeds.
+        size: The number of bytes that it writes and keeps.
+        passing: The number of bytes that it writes and removes when it ends.
     """
 
     chunks: int
@@ -41,12 +41,14 @@ class Amount(NamedTuple):
 def plan_amounts(
     options: RetroPreprocessing, datasets: Sequence[IndexedDataset], queries: int
 ) -> dict[str, Amount]:
-    """Return what each stage makes, by its name. Chunks are counted from the documents' lengths.
+    """Return the amount of data that each stage produces, by the name of the stage.
+
+    The number of chunks is computed from the lengths of documents.
 
     Args:
         options: The options of the preprocessing.
         datasets: The datasets.
-        queries: The chunks of all samples of the GPT's run.
+        queries: The number of chunks in all samples of the GPT run.
     """
     index, width = options.index, options.index.retro_index_nfeats
     chunks = sum(most_chunks(data, options.gpt.retro_gpt_chunk_length) for data in datasets)
@@ -72,7 +74,7 @@ def plan_amounts(
 
 
 def _code_size(options: RetroPreprocessing) -> int:
-    """Return the bytes that the index stores of a chunk."""
+    """Return the number of bytes that the index stores per chunk."""
     width, factory = options.index.retro_index_nfeats, options.index.retro_index_str
     if factory is None:
         return 0
@@ -80,7 +82,7 @@ def _code_size(options: RetroPreprocessing) -> int:
         import faiss
     try:
         return int(faiss.index_factory(width, factory).sa_code_size())
-    except RuntimeError:  # it stores whole vectors, or is no index, which its stage reports
+    except RuntimeError:  # it stores whole vectors, or is invalid, which its stage reports
         return 4 * width
 
 
@@ -93,16 +95,16 @@ def describe_work(
     embedder: Callable[[], Embedder],
     processes: int,
 ) -> list[PanelRow]:
-    """Return the rows of the panel about data, disk and time, with speeds measured now.
+    """Measure the speed, and return the panel rows about data, disk space and time.
 
-    A warning says if the disk has less space than the stages need.
+    Print a warning if the disk has less space than the stages need.
 
     Args:
         options: The options of the preprocessing.
         datasets: The datasets.
-        queries: The chunks of each split's samples.
-        cutter: How documents are cut into chunks.
-        embedder: A function that loads what embeds texts. It is called if a stage needs it.
+        queries: The number of chunks in each split's samples.
+        cutter: The cutter of documents into chunks.
+        embedder: A function that loads the embedder. It is called only if a stage needs it.
         processes: The number of processes that share the work.
     """
     stages = options.stages.stages
@@ -128,10 +130,13 @@ def describe_work(
     if queries:
         counts = ", ".join(f"{count:,} {split}" for split, count in queries.items())
         rows.append(("chunks of samples", counts))
-    rows.append(("disk", f"{_size(size)}, at times {_size(most)}; {_size(free)} free"))
+    rows.append(("disk", f"{_size(size)}, temporarily {_size(most)}; {_size(free)} free"))
     largest = max(datasets, key=lambda data: data.num_tokens)
     if "db-build" in mine:
-        speed = _cutting_speed(largest, cutter) * processes
+        begin, middle = time.perf_counter(), len(largest) // 2
+        places = list(itertools.islice(cutter.places(largest, middle, len(largest)), _CUT))
+        cutter.measure(largest, places)
+        speed = max(1, len(places)) / (time.perf_counter() - begin) * processes
         rows.append(("db-build", _duration(mine["db-build"].chunks, speed)))
     embedding = sum(amount.chunks for stage, amount in mine.items() if stage != "db-build")
     if embedding:
@@ -159,18 +164,10 @@ def _size(count: int) -> str:
     return f"{count / 10**6:,.1f} MB"
 
 
-def _cutting_speed(data: IndexedDataset, cutter: ChunkCutter) -> float:
-    """Return the chunks that this process cuts in a second, from the middle of a dataset on."""
-    start = time.perf_counter()
-    places = list(itertools.islice(cutter.places(data, len(data) // 2, len(data)), _CUT))
-    cutter.measure(data, places)
-    return max(1, len(places)) / (time.perf_counter() - start)
-
-
 def _embedding_speed(
     data: IndexedDataset, cutter: ChunkCutter, embedder: Embedder, batch: int
 ) -> float:
-    """Return the chunks that this process embeds in a second, after a batch to warm up."""
+    """Return the number of chunks that this process embeds per second, after a warm-up batch."""
     places = itertools.islice(cutter.places(data, len(data) // 2, len(data)), _BATCHES * batch)
     tokens = [data.get(document, start, end - start) for document, start, end in places]
     rows = np.full((max(1, len(tokens)), cutter.length), cutter.gpt.eod, np.int64)

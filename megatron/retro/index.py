@@ -1,18 +1,18 @@
-"""The index of a chunk database: trained on some of its vectors, then filled with all of them.
+"""The index of a chunk database, trained on some of its vectors and then filled with all of them.
 
     index/train_emb/blocks/<a>-<b>.hdf5             data f32 [rows, h]: vectors of sampled chunks
-    index/train_emb/train_<f>.bin                   those that the index is trained on, raw f32
+    index/train_emb/train_<f>.bin                   the vectors used for training, raw f32
     index/<type>/<string>/empty_<f>.faissindex      the trained index
-    index/<type>/<string>/add_codes/<a>-<b>.hdf5    data u8 [rows, bytes]: what it stores of chunks
-    index/<type>/<string>/added_<f>_<g>.faissindex  the index of the chunks; an id is a database row
+    index/<type>/<string>/add_codes/<a>-<b>.hdf5    data u8 [rows, bytes]: codes of the chunks
+    index/<type>/<string>/added_<f>_<g>.faissindex  the filled index; an id is a database row
 
-f and g are the shares of vectors to train on and to add. The processes embed blocks in parallel and
-continue after any of them; only training and the last step, which adds the codes, run on the first
-process alone. An index that does not store entries one by one (HNSW, for example) has vectors in
-place of codes: data f32 [rows, h].
+f and g are the fractions of vectors to train on and to add. The processes embed blocks in parallel,
+and an interrupted run continues after the last block. Only training, and the last step, which adds
+the codes, run on the first process alone. For an index that does not store entries one by one (such
+as HNSW), blocks hold vectors instead of codes: data f32 [rows, h].
 
-Megatron-LM 23.08 adds the first g of every block, so that no block's end is ever found. Here the
-rows that are left out are spread evenly, unless `compatible` is set.
+Megatron-LM 23.08 adds the first fraction g of every block, so the end of a block is never found.
+Here the rows that are not added are spread evenly, unless `compatible` is set.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megatron.retro.embedding import DecodedChunks, Embedder, Vectors
 from megatron.tokenizer import Tokenizer
 
 TYPES = ("faiss-base", "faiss-par-add")
-_MEGATRON_WIDTH = 1024  # the only width of vectors that Megatron-LM keeps on a rerun
+_MEGATRON_WIDTH = 1024  # the only width of vectors that Megatron-LM reuses in a later run
 _ADDED_AT_ONCE = 100_000
 
 Rows = NDArray[np.int64]
@@ -66,7 +66,7 @@ class ChunkTable(Protocol):
         """Return the number of chunks."""
 
     def tokens(self, chunk_ids: Rows) -> NDArray[np.int64]:
-        """Return the tokens of chunks, `[n, m]`, padded with the end of a document."""
+        """Return the tokens of chunks, `[n, m]`, padded with end-of-document tokens."""
 
 
 class ChunkTexts(NamedTuple):
@@ -74,8 +74,8 @@ class ChunkTexts(NamedTuple):
 
     Attributes:
         chunks: The chunks.
-        tokenizer: The tokenizer that made their tokens.
-        compatible: Whether ends of documents are spelled out, as in Megatron-LM.
+        tokenizer: The tokenizer that made the tokens.
+        compatible: Whether to write end-of-document tokens into texts, as in Megatron-LM.
     """
 
     chunks: ChunkTable
@@ -83,7 +83,7 @@ class ChunkTexts(NamedTuple):
     compatible: bool = False
 
     def between(self, start: int, stop: int) -> DecodedChunks:
-        """Return the texts of some chunks."""
+        """Return the texts of chunks `start` to `stop - 1`."""
         tokens = self.chunks.tokens(np.arange(start, stop))
         return DecodedChunks(tokens, self.tokenizer, keeps_ends=self.compatible)
 
@@ -97,12 +97,13 @@ class IndexOptions:
         width: The length of a vector, h.
         type: "faiss-par-add" or "faiss-base". Both are built in parallel here.
         block_size: The number of chunks in a block.
-        train_fraction: The share of the sampled chunks to train on.
-        add_fraction: The share of the chunks to add.
-        keeps_training: Whether the vectors that the index is trained on are kept.
-        keeps_codes: Whether the codes are kept once they are added.
-        threads: The most threads of faiss. `None` takes this process's share of the cores.
-        compatible: Whether Megatron-LM's faults are reproduced.
+        train_fraction: The fraction of the sampled chunks to train on.
+        add_fraction: The fraction of the chunks to add.
+        keeps_training: Whether to keep the vectors on which the index is trained.
+        keeps_codes: Whether to keep the codes after they have been added.
+        threads: The largest number of faiss threads. `None` takes this process's share of the
+            cores.
+        compatible: Whether to reproduce Megatron-LM's bugs.
     """
 
     factory: str
@@ -134,7 +135,7 @@ class IndexOptions:
         )
 
     def share(self, block: TableBlock, fraction: float) -> Rows:
-        """Return the rows of a block that belong to a share of all rows, ascending."""
+        """Return the rows of a block that belong to a fraction of all rows, in ascending order."""
         if self.compatible:
             return np.arange(block.start, block.start + int(fraction * block.rows))
         rows = np.arange(block.start, block.stop)
@@ -186,18 +187,19 @@ def train_index(
     build_embedder: BuildEmbedder,
     world: Axis,
 ) -> None:
-    """Embed the sampled chunks and train the index on them, unless it is there. Collective.
+    """Embed the sampled chunks and train the index, unless it exists. All processes call it.
 
     Args:
         workdir: The working folder.
         options: The index to build.
         sampled: The texts to train on.
-        build_embedder: A function that loads what embeds texts. It is called if any are missing.
+        build_embedder: A function that loads the embedder. It is called only if vectors are
+            missing.
         world: The processes that share the work.
 
     Raises:
-        ConfigError: faiss does not know the string, or the vectors have another width.
-        DataError: The index that is there does not fit, or there are too few vectors.
+        ConfigError: faiss does not know the string, or the vectors have a different width.
+        DataError: The existing index does not match, or there are too few vectors.
         StorageError: A file cannot be written.
     """
     paths = IndexPaths(workdir, options)
@@ -220,17 +222,18 @@ def add_to_index(
     build_embedder: BuildEmbedder,
     world: Axis,
 ) -> None:
-    """Embed the chunks of the database and add them to the trained index. Collective.
+    """Embed the database's chunks and add them to the trained index. All processes call it.
 
     Args:
         workdir: The working folder.
         options: The index to build.
         texts: The texts of the database.
-        build_embedder: A function that loads what embeds texts. It is called if any are missing.
+        build_embedder: A function that loads the embedder. It is called only if vectors are
+            missing.
         world: The processes that share the work.
 
     Raises:
-        DataError: The trained index is missing or does not fit.
+        DataError: The trained index is missing or does not match.
         StorageError: A file cannot be written.
     """
     paths = IndexPaths(workdir, options)
@@ -240,7 +243,7 @@ def add_to_index(
             codec = codec_of(index)
             blocks = plan_blocks(paths.codes, len(texts.chunks), options.block_size)
             embedder: Embedder | None = None
-            for block in _told(blocks_to_do(blocks, codec.contents, world), blocks, "encoded"):
+            for block in _logged(blocks_to_do(blocks, codec.contents, world), blocks, "encoded"):
                 embedder = embedder or checked(build_embedder(), options)
                 vectors = embedder.embed(texts.between(block.start, block.stop))
                 write_block(block, {"data": codec.encode(vectors)})
@@ -248,16 +251,17 @@ def add_to_index(
     if options.keeps_codes:
         return
     if options.compatible and options.type == "faiss-par-add":
-        # Megatron-LM stops here with this word, its index written and its codes kept.
+        # Megatron-LM stops here with the message "remove?", after writing the index and without
+        # removing the codes.
         raise ConfigError(
             "remove? --retro-compatible stops here, as Megatron-LM 23.08 does: the index is "
-            "complete; give --retro-index-no-delete-added-codes to go on"
+            "complete; give --retro-index-no-delete-added-codes to continue"
         )
     on_first(lambda: shutil.rmtree(paths.codes, ignore_errors=True), world)
 
 
-def _told(found: Iterator[TableBlock], blocks: Sequence[TableBlock], done: str) -> Any:
-    """Yield blocks, and say after each how far the work has come."""
+def _logged(found: Iterator[TableBlock], blocks: Sequence[TableBlock], done: str) -> Any:
+    """Yield blocks, and print the progress after each."""
     for block in found:
         yield block
         say(f"  {done} {block.start:,} to {block.stop - 1:,} of {blocks[-1].stop:,} chunks")
@@ -270,24 +274,24 @@ def _embed_blocks(
     build_embedder: BuildEmbedder,
     world: Axis,
 ) -> None:
-    """Write the vectors of all blocks that are missing. Collective."""
-    # Megatron-LM keeps only vectors of BERT-large's width, and makes others again.
+    """Write the vectors of all missing blocks. All processes call this function."""
+    # Megatron-LM reuses only vectors of BERT-large's width, and computes others again.
     width = _MEGATRON_WIDTH if options.compatible else options.width
 
     def contents(block: TableBlock) -> dict[str, DataSet]:
         return {"data": DataSet("f4", (block.rows, width))}
 
     embedder: Embedder | None = None
-    for block in _told(blocks_to_do(blocks, contents, world), blocks, "embedded"):
+    for block in _logged(blocks_to_do(blocks, contents, world), blocks, "embedded"):
         embedder = embedder or checked(build_embedder(), options)
         write_block(block, {"data": embedder.embed(texts.between(block.start, block.stop))})
 
 
 def checked(embedder: Embedder, options: IndexOptions) -> Embedder:
-    """Return the embedder, if its vectors have the index's width.
+    """Return the embedder after checking that its vectors have the index's width.
 
     Raises:
-        ConfigError: They have another.
+        ConfigError: The vectors have a different width.
     """
     if embedder.width != options.width:
         raise ConfigError(
@@ -304,16 +308,22 @@ def _holds(merged: Path, options: IndexOptions, blocks: Sequence[TableBlock]) ->
 
 
 def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
-    """Collect the vectors to train on, and train."""
+    """Collect the training vectors and train the index."""
     options = paths.options
     if not _holds(paths.merged, options, blocks):
+
+        def contents(block: TableBlock) -> dict[str, DataSet]:
+            return {"data": DataSet("f4", (block.rows, options.width))}
+
         with writing_to("--retro-workdir", paths.merged), renamed_when_done(paths.merged) as file:
             for block in blocks:
                 rows = options.share(block, options.train_fraction) - block.start
-                with open_block(block, _vectors_of(options)) as sets:
+                with open_block(block, contents) as sets:
                     file.write(sets["data"][()][rows].tobytes())
     if not paths.merged.stat().st_size:
-        raise DataError("--retro-index-ntrain: there is no chunk to train the index on")
+        raise DataError(
+            "--retro-index-ntrain: there are no chunks on which to train the index: raise it"
+        )
     vectors = np.memmap(paths.merged, np.float32, "r").reshape(-1, options.width)
     with faiss_threads(options.threads) as faiss:
         say(f"  training {options.factory} on {len(vectors):,} vectors")
@@ -333,14 +343,10 @@ def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
         _write_index(faiss, index, paths.empty)
 
 
-def _vectors_of(options: IndexOptions) -> Callable[[TableBlock], dict[str, DataSet]]:
-    return lambda block: {"data": DataSet("f4", (block.rows, options.width))}
-
-
 def _add(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
-    """Add the codes of all blocks, each with its row as its id."""
+    """Add the codes of all blocks, with their rows as ids."""
     options = paths.options
-    # Megatron-LM's faiss-base leaves nothing out, whatever the fraction in the file's name.
+    # Megatron-LM's faiss-base adds everything, whatever the fraction in the file's name.
     takes_all = options.compatible and options.type == "faiss-base"
     fraction = 1.0 if takes_all else options.add_fraction
     with faiss_threads(options.threads) as faiss:
@@ -359,11 +365,11 @@ def _add(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
 
 
 class Codec:
-    """What an index stores of a vector, computed apart from the index.
+    """The encoder of vectors into the codes that an index stores.
 
     Attributes:
-        index: A trained index of faiss.
-        inverted: Its inverted lists, if they hold entries one by one; otherwise `None`.
+        index: A trained faiss index.
+        inverted: The index's inverted lists if they hold entries one by one, otherwise `None`.
     """
 
     def __init__(self, index: Any, inverted: Any) -> None:
@@ -371,13 +377,13 @@ class Codec:
         self.index, self.inverted = index, inverted
 
     def contents(self, block: TableBlock) -> dict[str, DataSet]:
-        """Return what a block of codes must hold."""
+        """Return the data sets that a block of codes must contain."""
         if self.inverted is None:
             return {"data": DataSet("f4", (block.rows, self.index.d))}
         return {"data": DataSet("u1", (block.rows, self.index.sa_code_size()))}
 
     def encode(self, vectors: Vectors) -> NDArray[Any]:
-        """Return codes, `[n, bytes]`, or the vectors themselves."""
+        """Return the codes, `[n, bytes]`, or the vectors themselves if there are no codes."""
         codes: NDArray[Any] = vectors
         if self.inverted is not None:
             codes = self.index.sa_encode(vectors)
@@ -386,7 +392,7 @@ class Codec:
     def add(self, codes: NDArray[Any], rows: Rows) -> None:
         """Add codes, with their rows as ids.
 
-        An index without ids counts entries, so its rows must be all rows from 0 on.
+        An index without ids numbers its entries, so rows must be added in order, starting at 0.
         """
         codes = np.ascontiguousarray(codes)
         if self.inverted is not None:
@@ -399,31 +405,31 @@ class Codec:
 
     @cached_property
     def takes_ids(self) -> bool:
-        """Whether the index stores ids of its entries."""
+        """Whether the index stores the ids of its entries."""
         try:
             self.index.add_with_ids(np.empty((0, self.index.d), np.float32), np.empty(0, np.int64))
         except RuntimeError as error:
-            return "not implemented" not in str(error)  # other errors: it is not trained yet
+            return "not implemented" not in str(error)  # any other error: it is not trained yet
         return True
 
 
 def codec_of(index: Any) -> Codec:
-    """Return how an index stores entries."""
+    """Return the codec that matches the way in which an index stores entries."""
     with packages_of("retro"):
         import faiss
     inner = index
     while type(inner) is faiss.IndexPreTransform:
         inner = faiss.downcast_index(inner.index)
-    # Other kinds pack the entries of a list together, or store some of them outside the lists.
+    # Other kinds pack the entries of a list together, or store entries outside the lists.
     alone = (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
     return Codec(index, inner if type(inner) in alone else None)
 
 
 def check_factory(options: IndexOptions) -> None:
-    """Check what the flags say of the index before anything is embedded.
+    """Check the flags that describe the index before anything is embedded.
 
     Raises:
-        ConfigError: faiss does not know the string, or cannot leave rows out.
+        ConfigError: faiss does not know the string, or the index cannot skip rows.
     """
     flag = f"--retro-index-str {options.factory}"
     with faiss_threads(options.threads) as faiss:
@@ -431,17 +437,17 @@ def check_factory(options: IndexOptions) -> None:
             index = faiss.index_factory(options.width, options.factory)
         except RuntimeError as error:
             raise ConfigError(
-                f"{flag}: faiss makes no index of {options.width} numbers from it "
-                f"({_reason(error)}): give a string of faiss's index_factory, such as "
+                f"{flag}: faiss cannot build such an index for vectors of {options.width} numbers "
+                f"({_reason(error)}): give a string for faiss's index_factory, such as "
                 "IVF4096_HNSW32,Flat"
             ) from error
         if "/" in options.factory:
-            raise ConfigError(f"{flag}: a name of a folder cannot hold '/': drop it")
+            raise ConfigError(f"{flag}: the name of a folder cannot contain '/': remove it")
         codec = codec_of(index)
         if options.add_fraction < 1 and codec.inverted is None and not codec.takes_ids:
             raise ConfigError(
-                f"--retro-index-add-load-fraction {options.add_fraction}: {options.factory} stores "
-                "no ids of its entries, so none can be left out: drop it, or give "
+                f"--retro-index-add-load-fraction {options.add_fraction}: {options.factory} does "
+                "not store the ids of its entries, so none can be skipped: drop the flag, or give "
                 f"--retro-index-str IDMap,{options.factory}"
             )
 
@@ -450,14 +456,14 @@ def read_index(path: Path, options: IndexOptions, *, mapped: bool = False) -> An
     """Read an index that this program or Megatron-LM wrote.
 
     Args:
-        path: The file. Only this user or root may have written it, because faiss trusts what it
-            reads.
-        options: The index that it should be.
-        mapped: Whether entries are left on the disk and shared by the processes of a machine,
-            where the kind of index allows it.
+        path: The file. It must have been written by this user or root, because faiss does not
+            check what it reads.
+        options: The expected index.
+        mapped: Whether to leave entries on disk, shared by the processes of a machine, if the kind
+            of index allows it.
 
     Raises:
-        DataError: The file is missing, damaged, or holds another index.
+        DataError: The file is missing or damaged, or holds a different index.
     """
     with packages_of("retro"):
         import faiss
@@ -470,8 +476,8 @@ def read_index(path: Path, options: IndexOptions, *, mapped: bool = False) -> An
         raise DataError(f"{path} does not exist: {remedy}") from None
     except PermissionError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}): if you trust it, make it yours and take "
-            "write access from others (chown, chmod go-w)"
+            f"{path}: cannot be read ({error.strerror}): if you trust it, make it your own and "
+            "remove write access for others (chown, chmod go-w)"
         ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}): {remedy}") from error
@@ -481,21 +487,21 @@ def read_index(path: Path, options: IndexOptions, *, mapped: bool = False) -> An
         ) from error
     if index.d != options.width:
         raise DataError(
-            f"{path} is an index of vectors of {index.d} numbers, but --retro-index-nfeats is "
-            f"{options.width}: give {index.d}, or remove the file, and {remedy}"
+            f"{path} is an index for vectors of {index.d} numbers, but --retro-index-nfeats is "
+            f"{options.width}: give {index.d}, or remove the file and {remedy}"
         )
     if not index.is_trained:
-        raise DataError(f"{path} is not trained: remove it, and {remedy}")
+        raise DataError(f"{path} is not trained: remove it and {remedy}")
     return index
 
 
 def on_device(index: Any, device: Device, neighbors: int) -> Any:
-    """Return the index on a GPU, or itself where faiss cannot search it there.
+    """Return the index on a GPU, or unchanged if faiss cannot search it there.
 
     Args:
         index: A filled index.
         device: The device of this process.
-        neighbors: The number of neighbors that will be asked for.
+        neighbors: The number of neighbors that will be requested.
     """
     with packages_of("retro"):
         import faiss
@@ -505,7 +511,7 @@ def on_device(index: Any, device: Device, neighbors: int) -> Any:
     try:
         there = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), number, index)
         there.search(np.zeros((1, index.d), np.float32), neighbors)
-    except RuntimeError as error:  # of its kind, its size, or too many neighbors or probes
+    except RuntimeError as error:  # wrong kind, too large, or too many neighbors or probes
         say(f"  the index stays on the CPU ({_reason(error)})")
         return index
     return there
@@ -528,13 +534,13 @@ def _write_index(faiss: Any, index: Any, path: Path) -> None:
 
 
 def _reason(error: RuntimeError) -> str:
-    """Return the last sentence of what faiss says, without its function's signature."""
+    """Return the last sentence of a faiss error, without the signature of the function."""
     return str(error).strip().splitlines()[-1].rpartition("Error: ")[2].strip() or str(error)
 
 
 @contextmanager
 def faiss_threads(threads: int | None) -> Iterator[Any]:
-    """Yield the module faiss, set to a number of threads for this thread.
+    """Yield the module faiss, configured to use a number of threads.
 
     Raises:
         ConfigError: The package is missing.
@@ -550,5 +556,5 @@ def faiss_threads(threads: int | None) -> Iterator[Any]:
 
 
 def _first_sees(path: Path, world: Axis) -> bool:
-    """Return whether a file was there on the first process before any went on. Collective."""
+    """Return on all processes whether a file exists on the first one. All processes call it."""
     return bool(broadcast(torch.tensor([int(path.exists())]), world))

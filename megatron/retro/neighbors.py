@@ -1,11 +1,11 @@
-"""The neighbors of every chunk that a GPT will be trained on, found in the index and stored.
+"""The neighbors of every chunk on which a GPT will be trained, found in the index and stored.
 
     query/<split>_<md5>/<a>-<b>.hdf5    neighbors i64 [rows, k]: database rows, nearest first, or -1
 
-The samples are those of pretraining. With l chunks of m tokens in a sample, row c holds the
-neighbors of the tokens of sample c // l from (c % l) m on. The md5 is that of the names of the
-corpora's index files, so other samples have another folder. Chunks of documents that the sample
-reads are no neighbors.
+The samples are the same as in pretraining. With l chunks of m tokens in a sample, row c holds the
+neighbors of the chunk that begins at token (c % l) * m of sample c // l. The md5 is computed from
+the names of the corpora's index files, so different samples have different folders. Chunks of
+documents that a sample contains are never its neighbors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.retro.index import (
 )
 from megatron.tokenizer import Tokenizer
 
-NOBODY = -1  # stands for a neighbor that was not found
+NOBODY = -1  # marks a neighbor that was not found
 _SEARCHED_AT_ONCE = 1000
 
 Ids = NDArray[np.int64]
@@ -52,15 +52,15 @@ class Database(ChunkTable, Protocol):
     """The chunks that are retrieved."""
 
     def documents(self, chunk_ids: Ids) -> Ids:
-        """Return the dataset and the document of chunks, `[n, 2]`."""
+        """Return the dataset and the document of each chunk, `[n, 2]`."""
 
 
 @dataclass(frozen=True)
 class QueryOptions:
-    """How neighbors are found.
+    """The settings of the search for neighbors.
 
     Attributes:
-        queried: The number of neighbors that the index is asked for.
+        queried: The number of neighbors to request from the index.
         saved: The number of neighbors that are stored, k.
         nprobe: The number of lists that an index with inverted lists searches.
         ef_search: The size of the candidate list of an HNSW graph.
@@ -75,7 +75,7 @@ class QueryOptions:
 
     @classmethod
     def of(cls, options: RetroPreprocessing) -> QueryOptions:
-        """Return what the preprocessing's options describe."""
+        """Return the settings that the preprocessing's options describe."""
         asked = options.index
         return cls(
             queried=asked.retro_query_num_neighbors_query,
@@ -87,10 +87,10 @@ class QueryOptions:
 
 
 def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:
-    """Build the samples that a Retro is trained on. Every process calls this function.
+    """Build the samples on which a Retro is trained. Every process calls this function.
 
-    Preprocessing and training call it with equal arguments. As in Megatron-LM, a single corpus is
-    a blend, too.
+    Preprocessing and training call it with equal arguments. As in Megatron-LM, a single corpus also
+    counts as a blend.
 
     Args:
         request: The data that the run needs.
@@ -99,14 +99,14 @@ def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) ->
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or from another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
     """
     asked = request._replace(blends_one=True)
     return build_gpt_datasets(asked, seq_length=seq_length, vocab_size=vocab_size)
 
 
 def neighbors_folder(workdir: Path, split: str, dataset: SampleDataset) -> Path:
-    """Return the folder of the neighbors of a split's chunks.
+    """Return the folder that holds the neighbors of a split's chunks.
 
     Args:
         workdir: The working folder.
@@ -138,8 +138,8 @@ class QueryChunks:
         seq_length: The number of tokens in a sample, not counting the last label.
         chunk_length: The number of tokens in a chunk, m.
         tokenizer: The tokenizer that made the tokens.
-        prefixes: The corpora in the order of the database. Empty: a corpus has its number in the
-            blend, as in Megatron-LM, and ends of documents are spelled out in texts.
+        prefixes: The corpora in the order of the database. If empty, corpora are numbered as in the
+            blend and texts contain end-of-document tokens, as in Megatron-LM.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class QueryChunks:
         self.dataset, self.per_sample = dataset, seq_length // chunk_length
         self._members, self._length, self._tokenizer = _members(dataset), chunk_length, tokenizer
         self._compatible = not prefixes
-        # They differ if a corpus before it has no document in this split.
+        # The two numbers differ if an earlier corpus has no documents in this split.
         self._numbers = [
             prefixes.index(member.data.prefix) if prefixes else number
             for number, member in enumerate(self._members)
@@ -174,12 +174,12 @@ class QueryChunks:
         return rows[chunk_ids - first * self.per_sample]
 
     def texts(self, start: int, stop: int) -> DecodedChunks:
-        """Return the texts of some chunks."""
+        """Return the texts of chunks `start` to `stop - 1`."""
         tokens = self.tokens(np.arange(start, stop))
         return DecodedChunks(tokens, self._tokenizer, keeps_ends=self._compatible)
 
     def documents(self, sample: int) -> tuple[int, Ids]:
-        """Return the number of a sample's corpus, and the documents that it reads."""
+        """Return the number of a sample's corpus, and the documents that the sample contains."""
         number = int(self.dataset.index.datasets[sample])
         member = self._members[number]
         row = int(member.index.shuffle[int(self.dataset.index.samples[sample]) % len(member)])
@@ -189,13 +189,14 @@ class QueryChunks:
 
 
 class Searcher:
-    """An index, set up to find the neighbors of chunks.
+    """An index that is set up to find the neighbors of chunks.
 
     Args:
-        index: A filled index of faiss.
-        database: The chunks that it holds.
-        options: How neighbors are found.
-        threads: The most threads of faiss; `None` takes this process's share of the cores.
+        index: A filled faiss index.
+        database: The chunks in the index.
+        options: The settings of the search.
+        threads: The largest number of faiss threads. `None` takes this process's share of the
+            cores.
     """
 
     def __init__(
@@ -206,18 +207,19 @@ class Searcher:
         self._options, self._threads = options, threads
 
     def search(self, vectors: Vectors) -> Ids:
-        """Return the nearest chunks of vectors `[n, h]`, not filtered yet, `[n, queried]`.
+        """Return the nearest chunks of vectors `[n, h]`, before filtering, `[n, queried]`.
 
         Raises:
-            DataError: The index names a chunk that the database does not have.
+            DataError: The index contains a chunk that is not in the database.
         """
         with faiss_threads(self._threads):
             _, found = self._index.search(vectors, self._options.queried)
         ids: Ids = found
         if ids.max(initial=NOBODY) >= len(self._database):
             raise DataError(
-                f"the index names chunk {ids.max()}, but the database has {len(self._database)} "
-                "chunks: they belong to different data; build the index again"
+                f"the index contains chunk {ids.max()}, but the database has only "
+                f"{len(self._database)} chunks: they belong to different data; build the index "
+                "again"
             )
         return ids
 
@@ -227,7 +229,7 @@ class Searcher:
         Args:
             found: The nearest chunks of consecutive chunks, `[n, queried]`, or -1.
             chunks: The chunks of the split.
-            first: The first of them.
+            first: The index of the first of the consecutive chunks.
         """
         queries = np.arange(first, first + len(found))
         samples = queries // chunks.per_sample
@@ -253,7 +255,7 @@ class Searcher:
         Args:
             vectors: The vectors of the chunks, `[n, h]`.
             chunks: The chunks of the split.
-            first: The first of them.
+            first: The index of the first of the consecutive chunks.
         """
         found = [
             self.filtered(
@@ -267,10 +269,10 @@ class Searcher:
 def open_searcher(
     workdir: Path, index: IndexOptions, database: Database, query: QueryOptions, device: Device
 ) -> Searcher:
-    """Read the filled index, and set it up for searching.
+    """Read the filled index and set it up for searching.
 
-    Its entries stay on the disk where its kind allows it, shared by the processes of a machine; on
-    a GPU, if this build of faiss has GPUs and can search such an index there.
+    If this build of faiss can search such an index on a GPU, the index is copied there. Otherwise
+    its entries stay on disk, shared by the processes of a machine, if the kind of index allows it.
 
     Raises:
         DataError: The index is missing, damaged, or belongs to another database.
@@ -280,7 +282,7 @@ def open_searcher(
     if not 0 < found.ntotal <= len(database):
         raise DataError(
             f"{path} holds {found.ntotal} chunks, but the database has {len(database)}: they "
-            "belong to different data; remove it, and run the task index-build again"
+            "belong to different data; remove the index and run the task index-build again"
         )
     with faiss_threads(index.threads) as faiss:
         for name, value in (("nprobe", query.nprobe), ("efSearch", query.ef_search)):
@@ -307,12 +309,12 @@ def query_chunks(
         seq_length: The number of tokens in a sample, not counting the last label.
         chunk_length: The number of tokens in a chunk.
         tokenizer: The tokenizer of the data.
-        compatible: Whether Megatron-LM's faults are reproduced.
+        compatible: Whether to reproduce Megatron-LM's bugs.
 
     Raises:
-        ConfigError: The length of a chunk does not divide that of a sample, no data is named, or
+        ConfigError: The chunk length does not divide the sequence length, no data is named, or
             --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or from another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
     """
     if seq_length % chunk_length:
         raise ConfigError(
@@ -346,27 +348,29 @@ def query_neighbors(
     device: Device,
     world: Axis,
 ) -> None:
-    """Find and store the neighbors of all chunks that have none yet. Collective.
+    """Find and store the neighbors of all chunks that have none yet. All processes call it.
 
     Args:
         workdir: The working folder.
-        index: The index, which has been filled.
-        query: How neighbors are found.
+        index: The filled index.
+        query: The settings of the search.
         splits: The chunks of each split, from `query_chunks`.
         database: The chunks that are retrieved.
-        build_embedder: A function that loads what embeds texts. It is called if any are missing.
+        build_embedder: A function that loads the embedder. It is called only if neighbors are
+            missing.
         device: The device of this process.
         world: The processes that share the work.
 
     Raises:
-        ConfigError: More neighbors are to be stored than are asked for.
+        ConfigError: More neighbors are to be stored than are requested from the index.
         DataError: The index is missing, damaged, or belongs to another database.
         StorageError: A file cannot be written.
     """
     if query.saved > query.queried:
         raise ConfigError(
             f"--retro-query-num-neighbors-save {query.saved} is more than "
-            f"--retro-query-num-neighbors-query {query.queried}: ask for at least as many"
+            f"--retro-query-num-neighbors-query {query.queried}: raise the latter or lower the "
+            "former"
         )
 
     def contents(block: TableBlock) -> dict[str, DataSet]:

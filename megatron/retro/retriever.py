@@ -1,6 +1,6 @@
-"""Retrieval for any text: the neighbors of its chunks, and the passages that they are.
+"""Retrieval for any text: the neighbors of its chunks, as tokens and as passages.
 
-Shapes: l chunks of m tokens, each with k neighbors of r tokens.
+In shapes, a text has l chunks of m tokens, each with k neighbors of r tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron.tokenizer import Tokenizer
 
 
 class Retriever:
-    """What finds the neighbors of any text's chunks.
+    """A finder of the neighbors of a text's chunks.
 
     Args:
         searcher: The index.
-        embedder: What embeds chunks, the network that embedded the database.
+        embedder: The network that embeds chunks, which must be the one that embedded the database.
         texts: The tokens of neighbors.
         tokenizer: The tokenizer of the model and the database.
 
@@ -45,16 +45,16 @@ class Retriever:
         self.texts, self._tokenizer = texts, tokenizer
 
     def find(self, chunks: Ids) -> Ids:
-        """Return the neighbors of chunks [l, m], nearest first: database rows [l, k], or -1."""
+        """Return the neighbors of chunks `[l, m]`, nearest first: database rows `[l, k]`, or -1."""
         vectors = self._embedder.embed(DecodedChunks(chunks, self._tokenizer))
         return self._searcher.search(vectors)
 
     def tokens(self, neighbors: Ids) -> Ids:
-        """Return the tokens [l, k, r] of neighbors [l, k]."""
+        """Return the tokens, `[l, k, r]`, of neighbors `[l, k]`."""
         return self.texts.tokens(neighbors)
 
     def passages(self, neighbors: Ids) -> list[NeighborPassage]:
-        """Return the passages of neighbors [l, k], without those that were not found."""
+        """Return the passages of neighbors `[l, k]`, without those that were not found."""
         chunks = np.nonzero(neighbors != NOBODY)[0].tolist()
         rows = neighbors[neighbors != NOBODY]
         documents = self.texts.database.documents(rows).tolist()
@@ -70,18 +70,19 @@ def open_retriever(
 ) -> Retriever:
     """Open the index and the database of --retro-workdir, and load the network that embeds.
 
-    Texts are embedded as they are, also where the database's were masked (--retro-compatible).
+    Texts are embedded unmasked, even if those of the database were masked (--retro-compatible).
 
     Args:
-        config: The run of the Retro.
-        tokenizer: Its tokenizer.
-        device: The device of the embedding.
-        embedder: Folder or name of the embedding network; `None` takes the one that the working
-            folder was made with.
+        config: The configuration of the Retro run.
+        tokenizer: The tokenizer of the run.
+        device: The device that embeds.
+        embedder: The folder or name of the embedding network. `None` takes the one with which the
+            working folder was made.
 
     Raises:
-        CheckpointError: There is no embedding network.
-        ConfigError: The working folder does not name it, or it has another width than the index.
+        CheckpointError: The embedding network is missing.
+        ConfigError: The working folder does not name the embedding network, or its width differs
+            from the index's.
         DataError: A file of the working folder is missing or damaged, or the folder was made with
             another tokenizer.
     """
@@ -91,8 +92,8 @@ def open_retriever(
     made, told = read_arguments(workdir), read_json(data.retro_workdir)
     if read_digest(workdir, "gpt_tokenizer") not in (None, tokenizer.fingerprint()):
         raise DataError(
-            f"--retro-workdir {workdir} was made with another tokenizer than that of --load "
-            f"{config.checkpoint.load}: give the folder that this model was trained with"
+            f"--retro-workdir {workdir} was made with a different tokenizer than --load "
+            f"{config.checkpoint.load}: give the folder with which this model was trained"
         )
     load = embedder or made.embedding.bert_embedder_load or told.get("load")
     if not load:

@@ -1,10 +1,10 @@
-"""What a working folder was made from: `args.json`, and the refusal of flags that do not fit it.
+"""The record of what a working folder was made from, and the refusal of flags that do not match.
 
 Megatron-LM writes every argument of the last call into `args.json`, and reads the data, the split,
-the seed and the lengths from it when Retro is trained. We write the same file, with one more key,
-`retro_made_from`: digests of the datasets and tokenizers, which tell other data of the same name.
-A folder of Megatron-LM's has no digests. There the words of the flags are compared, and files by
-their names, because they may have been moved.
+the seed and the lengths from it when Retro is trained. We write the same file with an additional
+key, `retro_made_from`: digests of the datasets and tokenizers, which detect other data of the same
+name. A folder made by Megatron-LM has no digests. In that case flags are compared as text, and
+files by their names, because they may have been moved.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron.errors import DataError
 _DIGESTS = "retro_made_from"
 _DATA = "retro_gpt_data_path"
 
-# The parts of a working folder, in the order in which they are made, and the flags that each
-# depends on. A part depends on the flags of the parts before it, too.
+# The parts of a working folder, in the order in which they are made, and the flags on which each
+# part depends. A part also depends on the flags of all earlier parts.
 _FLAGS_OF: Mapping[str, tuple[str, ...]] = {
     "db": (
         *(_DATA, "split", "retro_gpt_chunk_length", "retro_gpt_tokenizer_type"),
@@ -37,7 +37,7 @@ _FLAGS_OF: Mapping[str, tuple[str, ...]] = {
     ),
     "index": (
         *("bert_embedder_type", "retro_bert_max_chunk_length", "retro_block_size"),
-        "retro_index_nfeats",  # other kinds of index have other folders
+        "retro_index_nfeats",  # different kinds of indexes have different folders
     ),
     "query": (
         *("retro_gpt_seed", "retro_gpt_seq_length", "retro_gpt_split"),
@@ -47,7 +47,7 @@ _FLAGS_OF: Mapping[str, tuple[str, ...]] = {
         *("retro_query_num_neighbors_query", "retro_query_num_neighbors_save"),
     ),
 }
-# Files, for which digests are compared if the folder has them: flag and key of the digest.
+# Flags that name files, by the key of their digest. Digests are compared if the folder has them.
 _FILES: Mapping[str, tuple[str, ...]] = {
     "gpt_tokenizer": (
         *("retro_gpt_vocab_file", "retro_gpt_merge_file", "retro_gpt_tokenizer_model"),
@@ -57,7 +57,7 @@ _FILES: Mapping[str, tuple[str, ...]] = {
 
 
 class FolderOrigin(NamedTuple):
-    """What a working folder is made from, besides the options.
+    """The inputs of a working folder in addition to the options.
 
     Attributes:
         split: The split of the documents (see `plan_corpora`).
@@ -78,23 +78,23 @@ def arguments_file(workdir: Path) -> Path:
 
 
 def read_arguments(workdir: Path) -> RetroPreprocessing:
-    """Return the options that a working folder was made with, ours or Megatron-LM's.
+    """Return the options with which a working folder was made, by this program or Megatron-LM.
 
     Raises:
         ConfigError: `args.json` cannot be read.
-        DataError: There is no `args.json`, or a value in it is damaged.
+        DataError: `args.json` does not exist, or a value in it is damaged.
     """
     found = _read(workdir)
     if found is None:
         raise DataError(
-            f"{arguments_file(workdir)} does not exist: {workdir} is not a working folder of "
-            "Retro; make one with tools/retro/main.py"
+            f"{arguments_file(workdir)} does not exist: {workdir} is not a Retro working folder; "
+            "make one with tools/retro/main.py"
         )
     return _options(found, arguments_file(workdir))
 
 
 def read_digest(workdir: Path, name: str) -> str | None:
-    """Return a digest of what a folder was made from; Megatron-LM's folders have none.
+    """Return the digest of an input of a folder, or `None` if Megatron-LM made the folder.
 
     Args:
         workdir: The working folder.
@@ -113,8 +113,8 @@ def write_arguments(
     Args:
         workdir: The working folder, which is created.
         options: The options of the preprocessing.
-        origin: What the folder is made from.
-        others: The arguments of the run of the BERT.
+        origin: The inputs of the folder.
+        others: The arguments of the BERT run.
 
     Raises:
         StorageError: The file cannot be written.
@@ -129,23 +129,25 @@ def write_arguments(
 
 
 def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigin) -> None:
-    """Refuse to continue in a folder that was made from something else.
+    """Refuse to continue in a folder that was made from other inputs.
 
-    Only what the folder already has is compared: without an index, its flags may change.
+    Only existing parts are compared: if the folder has no index, the flags of the index may change.
 
     Raises:
         ConfigError: `args.json` cannot be read.
-        DataError: A flag or a file differs from what the folder was made from, or `args.json` is
-            missing or has a damaged value. The message names every difference.
+        DataError: A flag or a file differs from that used for the folder, or `args.json` is missing
+            or has a damaged value. The message names every difference.
     """
     path = arguments_file(workdir)
-    parts = [part for part in _FLAGS_OF if _has_files(workdir / part)]
+    parts = [
+        part for part in _FLAGS_OF if any(file.is_file() for file in (workdir / part).rglob("*"))
+    ]
     found = _read(workdir)
     if found is None:
         if parts:
             raise DataError(
-                f"{path} does not exist, but {workdir} has {', '.join(parts)}: it does not say "
-                "what they were made from; restore args.json, or give another --retro-workdir"
+                f"{path} does not exist, but {workdir} has {', '.join(parts)}, and only args.json "
+                "says from what they were made: restore it, or give another --retro-workdir"
             )
         return
     if not parts:
@@ -153,22 +155,18 @@ def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigi
     differences = list(_differences(found, path, parts[-1], options, origin))
     if differences:
         raise DataError(
-            f"--retro-workdir {workdir} was made from something else:\n  "
+            f"--retro-workdir {workdir} was made from other data or flags:\n  "
             + "\n  ".join(differences)
-            + "\ngive the folder's values or another --retro-workdir, or delete in it the parts "
-            "that are named, and those after them (db, index, query)"
+            + "\ngive the folder's values or another --retro-workdir, or delete the named parts of "
+            "the folder and all later ones (the order is db, index, query)"
         )
-
-
-def _has_files(folder: Path) -> bool:
-    return any(path.is_file() for path in folder.rglob("*"))
 
 
 def _read(workdir: Path) -> dict[str, Any] | None:
     if not arguments_file(workdir).exists():
         return None
     found = read_json(str(workdir))
-    # A folder of Megatron-LM's has its faults.
+    # A folder made by Megatron-LM has its bugs.
     found.setdefault("retro_compatible", _DIGESTS not in found)
     return found
 
@@ -206,7 +204,7 @@ def _differences(
     options: RetroPreprocessing,
     origin: FolderOrigin,
 ) -> Iterator[str]:
-    """Yield a line for each difference that the parts up to `last` depend on."""
+    """Yield a line for each difference that affects the parts up to `last`."""
     theirs, ours = _options(found, path).values, options.values
     fields = {field.name: field for section in RETRO_SECTIONS for field in fields_of(section)}
     digests = found.get(_DIGESTS)
@@ -243,7 +241,7 @@ def _other_data(
     if known != asked:
         yield f"{shown}, {' '.join(ours or ())} here"
     elif was is not None and was != now:
-        yield f"{shown}; the files have these names here too, but another content"
+        yield f"{shown}; the files here have the same names, but different content"
 
 
 def _blend(words: tuple[str, ...]) -> list[float | str]:
@@ -260,7 +258,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _numbers(split: Any) -> tuple[str, ...]:
-    """Return the numbers of a split, without spaces and zeros at the end."""
+    """Return the numbers of a split, without spaces and trailing zeros."""
     words = [word.strip() for word in str(split).replace("/", ",").split(",")]
     while words and words[-1] in ("0", "0.0", ""):
         words.pop()

@@ -1,4 +1,4 @@
-"""Labeled texts: reading the files of GLUE and RACE, and making samples of them."""
+"""Labeled texts: readers of the files of GLUE and RACE, and the samples made from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.tasks.target import Target
 from megatron.tasks.texts import read_text
 from megatron.tokenizer import Tokenizer
 
-_MOST_WRONG = 0.01  # share of lines that may be broken, because QQP's own file has some
+_MOST_WRONG = 0.01  # the fraction of lines that may be broken, because QQP's own file has some
 _LETTERS = "ABCD"
 
 
@@ -26,9 +26,9 @@ class Example:
     """A labeled text, pair of texts, or question with choices.
 
     Attributes:
-        texts: One pair of texts, or one pair for each choice. The second of a pair is `None` if
+        texts: One pair of texts, or one pair per choice. The second text of a pair is `None` if
             there is a single text.
-        label: The number of the class or correct choice, or the value to predict.
+        label: The index of the class or of the correct choice, or the value to predict.
     """
 
     texts: tuple[tuple[str, str | None], ...]
@@ -37,13 +37,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a GLUE task's tab-separated files; -1 is the last.
+    """The columns of a GLUE task's tab-separated files. -1 is the last column.
 
     Attributes:
-        counts: The possible numbers of columns: several if the parts of the data differ.
-        first: The first text's column.
-        second: The second text's column, or `None` if there is a single text.
-        label: The label's column.
+        counts: The possible numbers of columns. There are several if the parts of the data differ.
+        first: The column of the first text.
+        second: The column of the second text, or `None` if there is a single text.
+        label: The column of the label.
     """
 
     counts: tuple[int, ...]
@@ -56,7 +56,7 @@ _YES_NO = ("0", "1")
 _ENTAILS = ("entailment", "not_entailment")
 _NLI = ("contradiction", "entailment", "neutral")
 _TWO_SCORES = ("accuracy", "F1")
-# Each task's target, with the labels as its files spell them, and the columns of these files.
+# Each task's target, with the labels as written in its files, and the columns of these files.
 GLUE = {
     target.task: (target, columns)
     for target, columns in (
@@ -76,15 +76,16 @@ GLUE = {
 def read_glue(task: str, path: str, flag: str = "--valid-data") -> list[Example]:
     """Return the examples of a file. A header line is skipped.
 
-    Broken lines are left out with a warning if they are at most 1% of the good lines.
+    Broken lines are skipped with a warning if they are at most 1% of the good lines.
 
     Args:
         task: The task.
         path: The file.
-        flag: The flag that names it, for error messages.
+        flag: The flag that names the file, for error messages.
 
     Raises:
-        DataError: A line does not have the columns or labels of the task. The message names it.
+        DataError: A line does not have the columns or labels of the task. The message names the
+            line.
     """
     target, columns = GLUE[task]
     examples: list[Example] = []
@@ -93,7 +94,10 @@ def read_glue(task: str, path: str, flag: str = "--valid-data") -> list[Example]
         cells = line.rstrip("\r").split("\t")
         problem = _problem(cells, target, columns)
         if problem is None:
-            examples.append(_example(cells, target, columns))
+            second = None if columns.second is None else _tidy(cells[columns.second])
+            label = cells[columns.label]
+            value = float(label) if target.span is not None else target.classes.index(label)
+            examples.append(Example(((_tidy(cells[columns.first]), second),), value))
         elif index or not (
             len(cells) in columns.counts and any(map(str.isalpha, cells[columns.label]))
         ):
@@ -104,59 +108,49 @@ def read_glue(task: str, path: str, flag: str = "--valid-data") -> list[Example]
             "format of this task"
         )
     if wrong:
-        say(f"WARNING: {len(wrong):,} lines are left out: {wrong[0]}")
+        say(f"WARNING: {len(wrong):,} broken lines are skipped: {wrong[0]}")
     if not examples:
-        raise DataError(f"--task {task}: {path}: this file holds no example: give another file")
+        raise DataError(f"--task {task}: {path}: this file has no examples: give another file")
     return examples
 
 
 def _lines(path: str, flag: str) -> list[tuple[int, str]]:
-    """Return the lines that are not blank, each with its line number, counted from 1."""
+    """Return the non-blank lines with their line numbers, counted from 1."""
     lines = enumerate(read_text(path, flag).split("\n"), start=1)
     return [(number, line) for number, line in lines if line.strip()]
 
 
 def _problem(cells: Sequence[str], target: Target, columns: Columns) -> str | None:
-    """Return a description of the error in a line's cells, or `None` if there is none."""
+    """Describe the error in a line's cells, or return `None` if there is no error."""
     if len(cells) not in columns.counts:
         wanted = " or ".join(map(str, columns.counts))
-        return f"{len(cells)} columns between tabs, where {wanted} are expected"
+        return f"{len(cells)} tab-separated columns, expected {wanted}"
     label = cells[columns.label]
-    if target.span is not None and not _lies_in(label, target.span):
+    if target.span is not None:
         low, high = target.span
-        return f"label {label!r}, where a number from {low} to {high} is expected"
-    if target.span is None and label not in target.classes:
-        return f"label {label!r}, where one of {', '.join(target.classes)} is expected"
+        try:
+            is_inside = low <= float(label) <= high
+        except ValueError:
+            is_inside = False
+        if not is_inside:
+            return f"label {label!r}, expected a number from {low} to {high}"
+    elif label not in target.classes:
+        return f"label {label!r}, expected one of {', '.join(target.classes)}"
     texts = [columns.first] if columns.second is None else [columns.first, columns.second]
     return None if all(cells[column].strip() for column in texts) else "an empty text"
 
 
-def _example(cells: Sequence[str], target: Target, columns: Columns) -> Example:
-    second = None if columns.second is None else _tidy(cells[columns.second])
-    label = cells[columns.label]
-    value = float(label) if target.span is not None else target.classes.index(label)
-    return Example(((_tidy(cells[columns.first]), second),), value)
-
-
-def _lies_in(text: str, span: tuple[int, int]) -> bool:
-    """Return whether a text is a number within the span."""
-    try:
-        return span[0] <= float(text) <= span[1]
-    except ValueError:
-        return False
-
-
 def read_race(folder: str, flag: str = "--valid-data") -> list[Example]:
-    """Return the questions in a folder's `*.txt` files, subfolders included.
+    """Return the questions in a folder's `*.txt` files, including subfolders.
 
     Each question has four choices. A choice replaces the question's `_`, or follows the question.
 
     Args:
         folder: The folder.
-        flag: The flag that names it, for error messages.
+        flag: The flag that names the folder, for error messages.
 
     Raises:
-        DataError: A line is not an article in RACE's format. The message names it.
+        DataError: A line is not an article in RACE's format. The message names the line.
     """
     files = sorted(Path(folder).rglob("*.txt")) if Path(folder).is_dir() else [Path(folder)]
     examples = [
@@ -167,7 +161,7 @@ def read_race(folder: str, flag: str = "--valid-data") -> list[Example]:
     ]
     if not examples:
         raise DataError(
-            f"--task RACE: {folder}: there is no article: give a folder with RACE's *.txt files"
+            f"--task RACE: {folder}: there are no articles: give a folder with RACE's *.txt files"
         )
     return examples
 
@@ -184,13 +178,13 @@ def _questions(line: str, where: str) -> Iterator[Example]:
             yield Example(tuple((_joined(question, option), text) for option in options), label)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"--task RACE: {where}: not an article of RACE ({type(error).__name__}: {error}): "
-            "expected JSON with article, questions, options (four each) and answers (A to D)"
+            f"--task RACE: {where}: not an article in RACE's format ({type(error).__name__}: "
+            f"{error}): give JSON with article, questions, options (four each) and answers (A to D)"
         ) from None
 
 
 def _joined(question: str, option: str) -> str:
-    """Return a question with an answer in place of its blank, or after it."""
+    """Return a question with an answer in place of its blank, or appended to it."""
     return _tidy(question.replace("_", option) if "_" in question else f"{question} {option}")
 
 
@@ -199,13 +193,13 @@ def _tidy(text: str) -> str:
     return " ".join(text.split())
 
 
-_MOST_OF_CHOICE = 128  # limit for the tokens of a question with an answer, as in Megatron-LM
+_MOST_OF_CHOICE = 128  # token limit for a question with an answer, as in Megatron-LM
 
 
 class TextSamples:
     """Examples in BERT's input format: [CLS] first [SEP] second [SEP], truncated at the end.
 
-    A sample has `text`, `types` and `padding_mask` [c, s], one row per choice, and `label`.
+    A sample has `text`, `types` and `padding_mask`, `[c, s]` with one row per choice, and `label`.
 
     Args:
         examples: The examples.
@@ -256,16 +250,16 @@ class TextSamples:
 
 
 class Epochs:
-    """A dataset that is shuffled again for every epoch, as one long dataset.
+    """A dataset that is shuffled again in every epoch, presented as one long dataset.
 
-    Sample k of the training is a pure function of seed and k.
+    Sample k of the training run is a pure function of seed and k.
 
     Args:
         dataset: The samples of one epoch.
         seed: The seed of the shuffles.
         length: The total number of samples.
-        used: The number of samples to use in each epoch, so that it ends with a full batch. `None`
-            uses all.
+        used: The number of samples to use in each epoch, so that the epoch ends with a full batch.
+            `None` uses all.
     """
 
     def __init__(
@@ -302,7 +296,7 @@ class _OfLength:
 
 
 class FilledUp(_OfLength):
-    """A dataset and repetitions of its first sample, up to `length`, each with its own `id`.
+    """A dataset padded to `length` by repetitions of its first sample, each with its own `id`.
 
     Args:
         dataset: A dataset with at least one sample.
@@ -316,7 +310,7 @@ class FilledUp(_OfLength):
 
 
 class Repeated(_OfLength):
-    """A dataset repeated up to `length`, for losses between epochs."""
+    """A dataset repeated up to `length`, for the validation loss between epochs."""
 
     def __getitem__(self, i: int) -> Sample:
         """Return a sample."""

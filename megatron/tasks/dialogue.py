@@ -1,7 +1,8 @@
-"""Multi-stage dialogue prompting (MSDP): a GPT continues examples, and F1 measures what it writes.
+"""Multi-stage dialogue prompting (MSDP): a GPT continues examples, and F1 measures the results.
 
-In the first stage it writes what is known about the topic of a dialogue, in the second the response
-to the user that makes use of it. Prompts, files and measure are those of Megatron-LM's tasks/msdp.
+In the first stage, the GPT writes knowledge about the topic of a dialogue. In the second stage, it
+writes a response to the user that makes use of this knowledge. Prompts, files and metrics are the
+same as in Megatron-LM's tasks/msdp.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _MEASURING = ("guess_file", "answer_file")
 _PROMPTING = ("prompt_type", "prompt_file", "sample_input_file")  # required
 _EXAMPLES = DialogueConfig().num_prompt_examples
 _TURN_ENDS = " [SEP] "
-_AT_A_TIME = 256  # prompts between two messages, for each copy of the model
+_AT_A_TIME = 256  # prompts between two progress messages, for each copy of the model
 _API_SECONDS = 600
 _PUNCTUATION = re.compile(r'[!"#$%&()*+,-./:;<=>?@\[\]\\^`{|}~_\']')
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-# A network that passes all checks, for what loads no model.
+# A network that passes all checks, for commands that load no model.
 _NO_MODEL = {
     **dict.fromkeys(("model.num_layers", "model.hidden_size", "model.num_attention_heads"), 1),
     **dict.fromkeys(("training.micro_batch_size", "training.train_iters", "data.seq_length"), 1),
@@ -68,7 +69,7 @@ _NO_MODEL = {
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Write texts, or measure them, and return the exit code. Collective.
+    """Write texts or measure them, and return the exit code. All processes call it.
 
     Raises:
         UserError: A flag, the checkpoint or a file must be changed.
@@ -78,12 +79,12 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     notices = list(parsed.notices)
     if own.prompt_type == "knowledge" and own.num_prompt_examples != _EXAMPLES:
         notices.append(
-            f"--num-prompt-examples {own.num_prompt_examples} changes nothing: --prompt-file has "
-            "the examples of each dialogue"
+            f"--num-prompt-examples {own.num_prompt_examples} has no effect: --prompt-file has "
+            "the examples for each dialogue"
         )
     show_notices(notices, launch)
     if task == "MSDP-PROMPT" and not own.api_prompt:
-        if launch.rank == 0:  # for mistakes, before any other work
+        if launch.rank == 0:  # find mistakes before any other work
             _begin_output(options, own)
         with processes(parsed.config, launch) as (device, layout):
             prompt(parsed, device, layout)
@@ -91,7 +92,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         _begin_output(options, own)
         prompts, url = read_prompts(own), own.megatron_api_url or ""
         with closing(_open_part(own)) as part:
-            part.rest(prompts)  # for mistakes
+            part.rest(prompts)  # find mistakes
             part.keep_settings({"--out-seq-length": own.out_seq_length})
             for one in prompts[part.done :]:
                 _write(part, one, ask_server(url, own.out_seq_length, one))
@@ -107,7 +108,7 @@ def parse(
     world_size: int,
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
-    """Parse and check the command line (`parse_evaluation`). Only prompting loads a model.
+    """Parse and check the command line, as in `parse_evaluation`. Only prompting loads a model.
 
     Raises:
         UserError: A flag or the checkpoint must be changed.
@@ -139,17 +140,17 @@ def _mistakes(task: str, options: TaskConfig, own: DialogueConfig) -> Iterator[s
     prompts = task == "MSDP-PROMPT"
     for name in _PROMPTING if prompts else _MEASURING:
         if getattr(own, name) is None:
-            yield f"--task {task} needs {_flag(name)}"
+            yield f"--task {task} needs {_flag(name)}: give a file or value"
     other = "MSDP-EVAL-F1" if prompts else "MSDP-PROMPT"
     for field in fields(own):
         is_ours = prompts != (field.name in _MEASURING)
         if not is_ours and getattr(own, field.name) != field.default:
-            yield f"{_flag(field.name)} belongs to {other}, and this is {task}: drop it"
+            yield f"{_flag(field.name)} belongs to {other}, but this is {task}: drop it"
     for name in ("prompt_file", "sample_input_file", *_MEASURING):
         path = getattr(own, name)
         yield from find_missing(_flag(name), [path] if path else None)
     if prompts and own.api_prompt != (own.megatron_api_url is not None):
-        yield "--api-prompt and --megatron-api-url: give both, or none to load a model"
+        yield "--api-prompt and --megatron-api-url: give both, or neither to load a model"
     if options.valid_data:
         name = "sample_input_file" if prompts else "guess_file"
         yield f"--valid-data: {_flag(name)} names the data of {task}: drop it"
@@ -164,10 +165,10 @@ def _flag(name: str) -> str:
 
 
 def prompt(parsed: ParsedRun, device: Device, layout: Layout) -> None:
-    """Load the model, and write a line for each dialogue. Collective."""
+    """Load the model and write a line for each dialogue. All processes call this function."""
     _, own = parsed.extra
     if layout.world.rank == 0:
-        with closing(_open_part(own)) as part:  # before the model, for mistakes
+        with closing(_open_part(own)) as part:  # before loading the model, to find mistakes
             _prompt(parsed, device, layout, part)
         _write_lines(own)
     else:
@@ -175,11 +176,11 @@ def prompt(parsed: ParsedRun, device: Device, layout: Layout) -> None:
 
 
 def _prompt(parsed: ParsedRun, device: Device, layout: Layout, part: SampleFile | None) -> None:
-    """Continue the prompts that have no line yet in `part`, which the first process has."""
+    """Continue the prompts that have no line in `part` yet; only the first process has `part`."""
     _, own = parsed.extra
     prompts = read_prompts(own)
     if part is not None:
-        part.rest(prompts)  # for mistakes, before the model
+        part.rest(prompts)  # find mistakes before loading the model
     config = parsed.config
     folder = config.checkpoint.load
     assert folder is not None
@@ -200,9 +201,9 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, part: SampleFile 
     cut = sum(len(request.prompt) > room for request in requests)
     if cut and layout.world.rank == 0:
         say(
-            f"WARNING: {cut:,} of {len(left):,} prompts lose their beginning: a window of "
-            f"{config.data.seq_length} has no room for them and {own.out_seq_length} tokens: give "
-            "fewer examples"
+            f"WARNING: the beginning of {cut:,} of {len(left):,} prompts is cut off: they do not "
+            f"fit into a window of {config.data.seq_length} with {own.out_seq_length} new tokens: "
+            "give fewer examples"
         )
     generator = Generator(loaded, device)
     progress = TaskProgress(shown=layout.world.rank == 0, log_interval=1)
@@ -216,7 +217,7 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, part: SampleFile 
 
 
 def _line(text: str) -> str:
-    """Return what is written before the end of the line, as one line for every reader of files."""
+    """Return the text up to the first line feed, as a single line for any reader of files."""
     return text.partition("\n")[0].replace("\r", " ").strip()
 
 
@@ -225,20 +226,20 @@ def _output_path(own: DialogueConfig) -> Path:
 
 
 def _begin_output(options: TaskConfig, own: DialogueConfig) -> None:
-    """Check that the prompts can be read and the output can be written."""
+    """Check that the prompts can be read and that the output can be written."""
     path = _output_path(own)
     expect_no_file("--sample-output-file", [path], overwrite=options.overwrite)
     if not path.parent.is_dir():
-        raise ConfigError(f"--sample-output-file {path}: there is no such folder: create it")
+        raise ConfigError(f"--sample-output-file {path}: the folder does not exist: create it")
     read_prompts(own)
 
 
 def _open_part(own: DialogueConfig) -> SampleFile:
-    """Return the file of the lines so far, with their prompts. An interrupted run leaves it."""
+    """Open the file of the lines so far and their prompts, which an interrupted run leaves."""
     path = _output_path(own)
     part = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
     if part.done:
-        say(f"{part.path}: {part.done:,} lines exist, the rest follow")
+        say(f"{part.path}: {part.done:,} lines already exist; continuing with the rest")
     return part
 
 
@@ -250,14 +251,14 @@ def _write_lines(own: DialogueConfig) -> None:
     """Write the output, and remove the file of `_open_part`.
 
     Raises:
-        DataError: Its lines have been changed.
+        DataError: The lines of that file have been changed.
     """
     path = _output_path(own)
     part = path.with_name(f"{path.name}.part.jsonl")
     lines = [line.fields.get("text") for line in read_objects(part, "--sample-output-file")]
     for number, line in enumerate(lines, 1):
         if not isinstance(line, str):
-            raise DataError(f"{part}: line {number} has no text: remove the file, and start again")
+            raise DataError(f"{part}: line {number} has no text: remove the file and start again")
     with writing_to("--sample-output-file", path):
         replace_file(path, "".join(f"{line}\n" for line in lines).encode())
         part.unlink()
@@ -266,11 +267,11 @@ def _write_lines(own: DialogueConfig) -> None:
 
 
 def read_prompts(own: DialogueConfig) -> list[str]:
-    """Return the prompt for each dialogue: the examples, and the beginning of one more.
+    """Return the prompt for each dialogue: the examples, and the beginning of another one.
 
     Raises:
-        ConfigError: NLTK's Punkt, which responses need, is not installed.
-        DataError: A file cannot be read, or a line lacks something. The message names it.
+        ConfigError: NLTK's Punkt, which response prompts need, is not installed.
+        DataError: A file cannot be read, or a line is incomplete. The message names the line.
     """
     assert own.prompt_file is not None
     assert own.sample_input_file is not None
@@ -288,7 +289,7 @@ def read_prompts(own: DialogueConfig) -> list[str]:
         cells = line.strip().split("\t")
         if len(cells) < columns:
             raise DataError(
-                f"{where}: {len(cells)} columns, separated by tabs, where --prompt-type "
+                f"{where}: {len(cells)} tab-separated columns, but --prompt-type "
                 f"{own.prompt_type} needs {columns}: fix the line"
             )
         prompts.append(write(where, cells))
@@ -296,7 +297,7 @@ def read_prompts(own: DialogueConfig) -> list[str]:
 
 
 def _lines(flag: str, path: str) -> list[str]:
-    """Return the lines of a file as Python's own reader divides them, without their ends."""
+    """Return the lines of a file, divided as Python does it, without line ends."""
     text = read_text(path, flag)
     return text.removesuffix("\n").split("\n") if text else []
 
@@ -306,7 +307,7 @@ def _joined(examples: Sequence[str]) -> str:
 
 
 def _examples_by_key(path: str) -> dict[str, str]:
-    """Return the examples by "TOPIC LAST_TURN". For a key that occurs twice, the first count."""
+    """Return the examples by "TOPIC LAST_TURN". If a key occurs twice, the first one counts."""
     found: dict[str, str] = {}
     for number, line in enumerate(_lines("--prompt-file", path), 1):
         where = f"--prompt-file {path}, line {number}"
@@ -348,14 +349,14 @@ def word_splitter() -> Callable[[str], list[str]]:
     """Return NLTK's `word_tokenize` for English, which also separates punctuation.
 
     Raises:
-        ConfigError: Its data, which find the ends of sentences, are not installed.
+        ConfigError: Punkt's data, which detect the ends of sentences, are not installed.
     """
     from nltk.tokenize import NLTKWordTokenizer
 
     punkt = installed_punkt("english")
     if punkt is None:
         raise ConfigError(
-            "--prompt-type response separates words as NLTK does, which needs its Punkt: run "
+            "--prompt-type response splits text into words with NLTK, which needs Punkt: run "
             "`python -m nltk.downloader punkt_tab`"
         )
     words = NLTKWordTokenizer()
@@ -363,15 +364,15 @@ def word_splitter() -> Callable[[str], list[str]]:
 
 
 def ask_server(url: str, length: int, text: str) -> str:
-    """Return what a text generation server writes after `text`, to the end of the line.
+    """Return the continuation of `text` by a text generation server, up to the end of the line.
 
     Args:
-        url: Address of Megatron-LM's API.
-        length: Maximum number of tokens.
+        url: The URL of Megatron-LM's API.
+        length: The maximum number of tokens.
         text: The prompt.
 
     Raises:
-        UserError: The server cannot be reached, or refuses.
+        UserError: The server cannot be reached, or refuses the request.
     """
     body = {"prompts": [text], "tokens_to_generate": length, "top_k": 1}
     try:
@@ -388,24 +389,26 @@ def ask_server(url: str, length: int, text: str) -> str:
             answer.encode()  # half a surrogate pair cannot be written
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")[:500]
-        raise UserError(f"--megatron-api-url {url}: the server refuses: {said or error}") from error
+        raise UserError(
+            f"--megatron-api-url {url}: the server refuses the request: {said or error}"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise UserError(
-            f"--megatron-api-url {url}: {error}: give the address of a running server"
+            f"--megatron-api-url {url}: {error}: give the URL of a running server"
         ) from error
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"--megatron-api-url {url}: no address, or its answer is not that of Megatron-LM's "
-            f"API ({error}): give one such as http://localhost:5000/api"
+            f"--megatron-api-url {url}: not a URL, or its answer is not in the format of "
+            f"Megatron-LM's API ({error}): give a URL such as http://localhost:5000/api"
         ) from error
     return _line(answer[len(text) :])
 
 
 def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:
-    """Print Megatron-LM's line and a table, write --results if it is given, and return F1.
+    """Print Megatron-LM's line and a table, write --results if given, and return the numbers.
 
     Raises:
-        DataError: The files cannot be read or do not fit.
+        DataError: The files cannot be read or do not match.
     """
     assert own.guess_file is not None
     assert own.answer_file is not None
@@ -416,8 +419,8 @@ def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:
     answers = [line.strip() for line in _lines("--answer-file", own.answer_file)]
     if len(guesses) != len(answers):
         raise DataError(
-            f"--guess-file {own.guess_file} has {len(guesses):,} lines and --answer-file "
-            f"{own.answer_file} has {len(answers):,}: give two files of as many"
+            f"--guess-file {own.guess_file} has {len(guesses):,} lines, but --answer-file "
+            f"{own.answer_file} has {len(answers):,}: give two files with the same number of lines"
         )
     pairs = [
         pair
@@ -446,9 +449,9 @@ def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:
 
 
 def f1_score(guess: str, answer: str) -> tuple[float, float, float]:
-    """Return precision, recall and F1 of the words of two texts.
+    """Return precision, recall and F1 of the words in two texts.
 
-    Words are counted in lower case, without punctuation and articles, as in ParlAI.
+    As in ParlAI, words are compared in lower case, without punctuation and articles.
     """
     guessed, expected = (Counter(_words(text)) for text in (guess, answer))
     same = (guessed & expected).total()

@@ -34,9 +34,9 @@ from megatron.tasks.results import (
 )
 from megatron.tasks.table import PROGRAM, flags_elsewhere
 
-_MICRO_BATCH = 8  # the default
+_MICRO_BATCH = 8  # the default micro-batch size
 _READS = {"training.micro_batch_size", "data.seq_length", "logging.log_interval"}
-# What --retro-workdir decides, and where the samples it is for are indexed.
+# Further fields that evaluations with --retro-workdir read.
 _DATA_READS = frozenset({"data.data_path", "data.split", "data.data_cache_path"})
 
 
@@ -61,12 +61,12 @@ def parse_evaluation(
         check: A function that yields the errors in the task's flags.
         find_start: A function that returns the settings that flags override. By default they come
             from the checkpoint in --load.
-        unread: Fields that other evaluations read and this one does not, as "section.field".
-        kinds: Architectures that the task evaluates.
+        unread: Fields that other evaluations read but this one does not, as "section.field".
+        kinds: The architectures that the task can evaluate.
 
     Raises:
         ConfigError: One or more flags are wrong. The message names all of them.
-        CheckpointError: --load names no checkpoint of a GPT.
+        CheckpointError: --load does not name a checkpoint of one of these architectures.
     """
 
     def reads(given: Mapping[str, Any]) -> Collection[str]:
@@ -91,7 +91,7 @@ def parse_evaluation(
 def run_evaluation(
     parsed: ParsedRun, launch: Launch, evaluate: Callable[[Device, Layout], object]
 ) -> int:
-    """Evaluate as one of the processes that the launcher started, and return the exit code.
+    """Evaluate as one of the launched processes, and return the exit code.
 
     Raises:
         UserError: A flag, the checkpoint or the data must be changed.
@@ -105,7 +105,7 @@ def run_evaluation(
 
 
 def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
-    """Print the model, the data and the device of an evaluation, on one process."""
+    """Print the model, the data and the device of an evaluation on the first process."""
     if loaded.layout.world.rank:
         return
     window = f"{loaded.config.data.seq_length:,} tokens"
@@ -116,10 +116,10 @@ def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
 def publish(
     task: str, loaded: Loaded, options: TaskConfig, numbers: Numbers, details: Mapping[str, Any]
 ) -> None:
-    """Print the table and write the JSON file, on one process.
+    """Print the table and write the JSON file on the first process.
 
     Raises:
-        StorageError: `--results` cannot be written. Without the flag, there is only a warning.
+        StorageError: `--results` cannot be written. Without the flag, this is only a warning.
     """
     if loaded.layout.world.rank:
         return

@@ -56,10 +56,10 @@ class FinetuneRecipe:
 
     Args:
         target: The class or value to predict.
-        train: The examples to train on; empty for an evaluation.
+        train: The examples to train on. Empty for an evaluation.
         valid: The examples whose loss is computed during training, with --eval-iters.
-        used: The number of examples to use in each epoch. `None` uses all; those that do not fill
-            a batch are trained on with the next epoch.
+        used: The number of examples to use in each epoch. `None` uses all, and those that do not
+            fill a batch are combined with the next epoch.
     """
 
     program = PROGRAM
@@ -80,7 +80,7 @@ class FinetuneRecipe:
 
     @property
     def head(self) -> HeadSpec:
-        """The target's head."""
+        """The spec of the target's head."""
         return self.target.head
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ class FinetuneRecipe:
         return build_model(network, config, context, padded_vocab_size, part, self.head)
 
     def describe_kernels(self, part: BertChooser) -> str:
-        """Return the name of the attention kernel, and the reason for choosing it."""
+        """Return the name of the attention kernel and the reason for choosing it."""
         choice = part.attention_choice
         return f"{choice.name} attention with padding masks ({choice.reason})"
 
@@ -162,15 +162,15 @@ class FinetuneRecipe:
         return part.choose(batch["text"], batch["padding_mask"].bool(), batch["types"], hidden)
 
 
-BEST = "best"  # a folder in --save
-_RECORD = "evaluation.json"  # in that folder: the iteration and its score
+BEST = "best"  # the folder of the best weights in --save
+_RECORD = "evaluation.json"  # the file in that folder with the iteration and its score
 _MAY_LACK = ("pooler", "embedding.token_type")  # parts that a pretrained model may lack
 _PASSES = 16  # micro-batches between two updates of the progress
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The guesses of one evaluation, for all files."""
+    """The guesses of one evaluation for all files."""
 
     iteration: int
     by_file: Mapping[str, Guesses]
@@ -185,11 +185,11 @@ class Finetuning(Extras):
     """The steps that finetuning adds to a run: load pretrained weights, evaluate, keep the best.
 
     Args:
-        recipe: The recipe that is trained.
+        recipe: The recipe to train.
         pretrained: The folder of the pretrained checkpoint, or `None` for random weights.
         valid: The examples to evaluate on, by file.
-        epoch_ends: The updates after which an epoch has ended; empty without training.
-        options: The flags that say where results are written.
+        epoch_ends: The numbers of the updates that end an epoch. Empty without training.
+        options: The flags that determine where results are written.
 
     Attributes:
         last: The last evaluation, or `None` before the first.
@@ -204,13 +204,13 @@ class Finetuning(Extras):
         epoch_ends: Set[int],
         options: TaskConfig,
     ) -> None:
-        """Store the arguments; nothing has been evaluated yet."""
+        """Store the arguments. Nothing has been evaluated yet."""
         self._recipe = recipe
         self._pretrained = pretrained
         self._valid = valid
         self._epoch_ends = epoch_ends
         self._options = options
-        self._start = 0  # the iteration of weights that are only evaluated
+        self._start = 0  # the iteration of the weights, if they are only evaluated
         self.last: Evaluated | None = None
 
     def begin(self, run: Run) -> None:
@@ -240,7 +240,7 @@ class Finetuning(Extras):
             self._write(run, self.last)
 
     def evaluate(self, run: Run) -> None:
-        """Evaluate all files, print the results and keep the best weights. Collective."""
+        """Evaluate all files, print results and keep the best weights. All processes call it."""
         found = {name: collect_guesses(run, self._recipe, data) for name, data in self._data(run)}
         self.last = Evaluated(self._iteration(run), found)
         if run.layout.world.rank == 0:
@@ -248,7 +248,7 @@ class Finetuning(Extras):
         self._keep_if_best(run, self.last)
 
     def _iteration(self, run: Run) -> int:
-        """Return the iteration that made the weights."""
+        """Return the iteration that produced the weights."""
         return run.progress.iteration or self._start
 
     def _data(self, run: Run) -> list[tuple[str, TextSamples]]:
@@ -268,13 +268,22 @@ class Finetuning(Extras):
         return "\n".join(parts)
 
     def _keep_if_best(self, run: Run, evaluated: Evaluated) -> None:
-        """Write `--save`/best if this evaluation has a better score. Collective."""
+        """Write `--save`/best if this evaluation has a better score. All processes call it."""
         if run.config.checkpoint.save is None or not self._epoch_ends:
             return
         root = Path(run.config.checkpoint.save) / BEST
         target = self._recipe.target
         score = target.score(target.numbers(evaluated.all_files))
-        best = JsonExchange(run.layout.world).on_main(lambda: _best_score(root, target.scores))
+
+        def best_so_far() -> float:
+            record = read_results(root / _RECORD)
+            best = record.get("score")
+            is_comparable = record.get("of") == list(target.scores)
+            if isinstance(best, float) and math.isfinite(best) and is_comparable:
+                return best
+            return -2.0  # below all scores
+
+        best = JsonExchange(run.layout.world).on_main(best_so_far)
         if not score > best:  # NaN is never better
             return
         save_weights(run, root)
@@ -317,8 +326,8 @@ class AtEpochsEnd(Callback):
     """Evaluation after each epoch.
 
     Args:
-        ends: The updates after which an epoch has ended.
-        evaluate: The evaluation. Collective.
+        ends: The numbers of the updates that end an epoch.
+        evaluate: The function that evaluates. All processes call it.
     """
 
     def __init__(self, ends: Set[int], evaluate: Callable[[Run], object]) -> None:
@@ -326,18 +335,18 @@ class AtEpochsEnd(Callback):
         self._ends, self._evaluate = ends, evaluate
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether the coming update ends an epoch."""
+        """Return whether the next update ends an epoch."""
         return run.progress.iteration + 1 in self._ends
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Evaluate at the end of an epoch, unless the run ends at once."""
+        """Evaluate at the end of an epoch, unless the run must end immediately."""
         at_end = run.progress.iteration in self._ends
         if at_end and not (leave is not None and leave.at_once):
             self._evaluate(run)
 
 
 def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> Guesses:
-    """Return the model's guesses for every sample, each evaluated once. Collective."""
+    """Return the model's guess for every sample. All processes call this function."""
     run.optimizer.wait_for_weights()
     each = run.batches.samples_per_pass
     passes_needed = -(-len(dataset) // each)
@@ -372,13 +381,13 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
         The iteration of the checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint holds another network.
+        CheckpointError: The checkpoint holds a different network.
     """
     flag = "--pretrained-checkpoint"
     allow_foreign = run.config.checkpoint.allow_foreign_checkpoints
     reader = open_existing(folder, flag=flag, layout=run.layout, allow_foreign=allow_foreign)
     # A classifier needs a pooler, which a model without a binary head lacks. This difference is
-    # allowed here, because the pooler is then newly initialized.
+    # allowed here, because the pooler is then initialized from scratch.
     saved = reader.meta["config"].get("model", {})
     model = replace(run.config.model, bert_binary_head=saved.get("bert_binary_head", True))
     check_network(replace(run.config, model=model), reader, flag)
@@ -390,17 +399,8 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
     entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for appended entries
     padded = PaddedReader(reader, rows=run.plan.embedding.vocabulary, entries=entries)
     take_weights(run, padded, fresh=anew)
-    run.pretrained = str(reader.path) + (f" (initialized anew: {', '.join(anew)})" if anew else "")
+    run.pretrained = str(reader.path) + (f" (new weights: {', '.join(anew)})" if anew else "")
     return reader.iteration
-
-
-def _best_score(root: Path, scores: Sequence[str]) -> float:
-    """Return the score of the weights in `root`, or one below all others if there are none."""
-    record = read_results(root / _RECORD)
-    score = record.get("score")
-    if isinstance(score, float) and math.isfinite(score) and record.get("of") == list(scores):
-        return score
-    return -2.0
 
 
 def _with_underscores(numbers: Numbers) -> dict[str, Any]:

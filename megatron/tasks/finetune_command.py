@@ -1,4 +1,4 @@
-"""The command line of a finetuning task, and its run."""
+"""The command line of a finetuning task, and its execution."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.training.pretrain import dry_run, pretrain
 
 FindStart = Callable[[Mapping[str, Any]], RunOptions]
-# The rules that need the length of the run, which is known after the data was read.
+# The rules that need the length of the run, which is known only after the data has been read.
 LATE_RULES: tuple[Rule, ...] = (
     rules_model.some_length,
     rules_training.samples,
@@ -56,7 +56,7 @@ PRETRAINING_RULES: tuple[Rule, ...] = (
     rules_training.per_token_loss,
     rules_training.save_interval,  # if it is unset, the run saves after each epoch
 )
-# The fields without an effect if nothing is trained.
+# The fields that have no effect if nothing is trained.
 _OF_TRAINING: dict[str, tuple[str, ...]] = {
     "model": (
         *("attention_dropout", "hidden_dropout"),
@@ -85,12 +85,12 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
     ),
     "profiling": tuple(field.name for field in fields_of(ProfilingConfig)),
 }
-_MICRO_BATCH = 8  # the default of an evaluation
+_MICRO_BATCH = 8  # the default micro-batch size of an evaluation
 RACE = Target("RACE", tuple("ABCD"), texts=4)
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Finetune and evaluate, and return the exit code. Collective.
+    """Finetune and evaluate, and return the exit code. All processes call it.
 
     Raises:
         UserError: A flag, a checkpoint or the data must be changed.
@@ -123,11 +123,11 @@ def resumed_folder(config: RunConfig) -> Path | None:
 def prepare(
     task: str, parsed: ParsedRun, world_size: int
 ) -> tuple[RunConfig, FinetuneRecipe, Finetuning]:
-    """Read the data, which decides the run's length, and return the arguments of `pretrain`.
+    """Read the data, which determines the run's length, and return the arguments of `pretrain`.
 
     Raises:
         ConfigError: A flag does not fit that length.
-        DataError: A file does not have the format of the task.
+        DataError: A file is not in the format of the task.
     """
     options, own = parsed.extra
     target, read = find_target(task)
@@ -162,7 +162,7 @@ def parse(
 
     def check(options: TaskConfig, own: FinetuneConfig) -> Iterator[str]:
         if own.epochs is None or own.epochs < 0:
-            yield f"--task {task} needs --epochs: give a number, 0 to evaluate only"
+            yield f"--task {task} needs --epochs: give a number, or 0 to evaluate only"
         if own.epochs and not own.train_data:
             yield f"--task {task} needs --train-data: give the file to train on, or --epochs 0"
         if own.epochs == 0 and not options.valid_data:
@@ -171,6 +171,12 @@ def parse(
             yield f"--results {options.results} without --valid-data: nothing is evaluated: drop it"
         yield from find_missing("--train-data", own.train_data)
         yield from find_mistakes(options)
+
+    def reads(given: Mapping[str, Any]) -> set[str] | None:
+        if given.get("epochs") != 0:
+            return None  # all fields
+        vain = {f"{section}.{name}" for section, names in _OF_TRAINING.items() for name in names}
+        return set(flatten(RunOptions())) - vain
 
     parsed = parse_config(
         arguments,
@@ -185,7 +191,7 @@ def parse(
                 _required,
                 own_order,
             ],
-            reads=_reads,
+            reads=reads,
             check_extra=check,
             elsewhere=flags_elsewhere(task),
         ),
@@ -199,27 +205,19 @@ def parse(
     batches = parsed.config.evaluation.eval_iters
     notices = list(parsed.notices)
     if batches and not options.valid_data:
-        notices.append(f"--eval-iters {batches} changes nothing without --valid-data")
+        notices.append(f"--eval-iters {batches} has no effect without --valid-data")
     if parsed.config.training.calculate_per_token_loss:
         notices.append(
-            "--calculate-per-token-loss changes nothing, because the loss is counted per sample"
+            "--calculate-per-token-loss has no effect, because the loss is counted per sample"
         )
     if not own.epochs:
         vain = {"--train-data": own.train_data, "--keep-last": own.keep_last}
-        notices += [f"{flag} changes nothing with --epochs 0" for flag in vain if vain[flag]]
+        notices += [f"{flag} has no effect with --epochs 0" for flag in vain if vain[flag]]
     return replace(parsed, notices=tuple(notices))
 
 
-def _reads(given: Mapping[str, Any]) -> set[str] | None:
-    """Return the fields that --epochs 0 reads, or `None` (all) for other runs."""
-    if given.get("epochs") != 0:
-        return None
-    vain = {f"{section}.{name}" for section, names in _OF_TRAINING.items() for name in names}
-    return set(flatten(RunOptions())) - vain
-
-
 def find_target(task: str) -> tuple[Target, Callable[..., list[Example]]]:
-    """Return the task's target, and the function that reads one of its files."""
+    """Return the task's target and the function that reads one of its files."""
     return (RACE, read_race) if task == "RACE" else (GLUE[task][0], partial(read_glue, task))
 
 
@@ -229,10 +227,10 @@ def with_length(
     """Return the run with its length in iterations, and the number of samples used per epoch.
 
     Without --keep-last, an epoch ends with its last full batch. With it, every sample of each epoch
-    is used, and only the last batch of the run is completed with samples of a further epoch.
+    is used, and only the last batch of the run is completed with samples from another epoch.
 
     Raises:
-        ConfigError: A flag does not fit that length, or there are fewer samples than a batch.
+        ConfigError: A flag does not fit that length, or the samples do not fill a batch.
     """
     batch = config.training.global_batch_size
     epochs = own.epochs or 0
@@ -254,18 +252,18 @@ def with_length(
 
 
 def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
-    """Return the updates that train on the last sample of an epoch.
+    """Return the numbers of the updates that train on the last sample of an epoch.
 
-    Samples that do not fill a batch are trained on together with the first of the next epoch.
+    Samples that do not fill a batch are combined with the first samples of the next epoch.
     """
     return frozenset(-(-epoch * samples // batch) for epoch in range(1, epochs + 1))
 
 
 def refuse_lengths(given: Mapping[str, Any]) -> None:
-    """Refuse flags that set the length of a run, which --epochs does.
+    """Refuse flags that set the length of a run, because --epochs does this.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: Such a flag is given.
     """
     lengths = ("train_iters", "train_samples", "train_tokens")
     named = {flag: given[flag] for flag in lengths if flag in given}
@@ -275,7 +273,7 @@ def refuse_lengths(given: Mapping[str, Any]) -> None:
 
 
 def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
-    """Return the settings that flags override: the pretrained checkpoint's, or those of --load."""
+    """Return the settings that flags override, from the pretrained checkpoint or from --load."""
     refuse_lengths(given)
     flag, folder = next(
         (
@@ -336,36 +334,36 @@ def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: b
     if heads.get(target.head_name) != target.head.outputs:
         found = " and ".join(f"{name} with {outputs}" for name, outputs in heads.items())
         raise CheckpointError(
-            f"{shown}: this model is finetuned for another task: it has {found} output(s), but "
+            f"{shown}: this model was finetuned for another task: it has {found} output(s), but "
             f"--task {target.task} needs {target.head_name} with {target.head.outputs}: give the "
-            "folder of a model that is finetuned for this task"
+            "folder of a model that was finetuned for this task"
         )
 
 
 def _required(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.model.num_layers is None:
         yield "--pretrained-checkpoint is required: give the folder of a pretrained BERT"
-    else:  # the checkpoint names its tokenizer, unless it is old
+    else:  # the checkpoint names its tokenizer, unless it is an old one
         yield from rules_model.required(config, world_size)
         yield from rules_data.tokenizer(config, world_size)
 
 
 def own_order(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield errors in flags that belong to pretraining: sample order, lengths, perplexities.
+    """Yield errors about flags that only make sense in pretraining.
 
     Args:
         config: The resolved run.
         world_size: The number of processes.
     """
     if config.data.dataloader_type == "cyclic":
-        yield "--dataloader-type cyclic: a task shuffles each epoch anyway: drop it"
+        yield "--dataloader-type cyclic: a task always shuffles each epoch: drop it"
     if config.training.rampup_batch_size is not None:
         yield "--rampup-batch-size: epochs need batches of the same size: drop it"
     if config.training.iterations_to_skip is not None:
         yield "--iterations-to-skip: this could skip the end of an epoch: drop it"
     if config.logging.log_validation_ppl_to_tensorboard:
         yield (
-            "--log-validation-ppl-to-tensorboard: a task's loss is not a loss of tokens and has no "
+            "--log-validation-ppl-to-tensorboard: a task's loss is not a token loss and has no "
             "perplexity: drop it"
         )
     if config.data.mock_data:

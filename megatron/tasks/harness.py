@@ -1,8 +1,8 @@
-"""Our models as a backend of EleutherAI's lm-evaluation-harness.
+"""Models of this package as a backend of EleutherAI's lm-evaluation-harness.
 
-The harness runs on rank 0 and knows only a single process. All processes compute the results that
-it requests from the model. Its datasets come from the sources that its task files name: local
-files or the network.
+The harness runs on rank 0 and knows only a single process. All processes together compute the
+results that it requests from the model. Its datasets come from the sources that its task files
+name, which may be local files or the network.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def parse(
     world_size: int,
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
-    """Parse and check the command line (`parse_evaluation`)."""
+    """Parse and check the command line, as in `parse_evaluation`."""
 
     def check(options: TaskConfig, own: HarnessConfig) -> Iterator[str]:
         if not own.lm_eval_tasks:
-            yield "--task LM_EVAL needs --lm-eval-tasks: give names of its tasks, or task files"
+            yield "--task LM_EVAL needs --lm-eval-tasks: give names of tasks, or task files"
         if own.lm_eval_include_path and not Path(own.lm_eval_include_path).is_dir():
-            yield f"--lm-eval-include-path {own.lm_eval_include_path}: no such folder"
+            yield f"--lm-eval-include-path {own.lm_eval_include_path}: no such folder: fix the path"
         if own.lm_eval_num_fewshot is not None and own.lm_eval_num_fewshot < 0:
             yield f"--lm-eval-num-fewshot {own.lm_eval_num_fewshot}: must be at least 0"
         if own.lm_eval_limit is not None and own.lm_eval_limit <= 0:
             yield f"--lm-eval-limit {own.lm_eval_limit:g}: must be above 0"
         if options.valid_data:
-            yield "--valid-data: --lm-eval-tasks name their own data: drop it"
+            yield "--valid-data: the tasks of --lm-eval-tasks name their own data: drop it"
         yield from find_mistakes(replace(options, valid_data=None))
         if importlib.util.find_spec("lm_eval") is None:
             yield _INSTALL
@@ -73,7 +73,7 @@ def parse(
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Evaluate, and return the exit code. Collective.
+    """Evaluate, and return the exit code. All processes call it.
 
     Raises:
         UserError: A flag, the checkpoint or a task file must be changed.
@@ -83,12 +83,12 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 
 
 def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | None:
-    """Load the model, run the harness and report. Return the numbers on rank 0. Collective."""
+    """Load the model, run the harness, report, and return the numbers on rank 0. All call it."""
     config = parsed.config
     options, own = parsed.extra
     folder = config.checkpoint.load
     assert folder is not None
-    # Text is generated one token at a time, which cannot be split over tensor ranks.
+    # Text is generated one token at a time, and a single token cannot be split over tensor ranks.
     config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
     loaded = load_gpt(folder, device, layout, config=config)
     say_start("LM_EVAL", loaded, device, " ".join(own.lm_eval_tasks))
@@ -107,10 +107,10 @@ def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | Non
 
 
 class Backend:
-    """The work of all processes for the harness. Its methods are collective."""
+    """The work that all processes do for the harness. All processes call each method."""
 
     def __init__(self, loaded: Loaded, device: Device, micro_batch: int, log_interval: int) -> None:
-        """Prepare scoring. The generator, whose KV cache uses memory, is created when needed."""
+        """Create the scorer. The generator is created on first use, to save its KV cache."""
         self._loaded = loaded
         self._device = device
         self._scorer = Scorer(loaded, device, micro_batch)
@@ -146,13 +146,13 @@ def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
     names = list(own.lm_eval_tasks or ())
     manager = TaskManager(include_path=own.lm_eval_include_path, include_defaults=False)
     if _unknown(names, manager):
-        # The harness's own tasks are read only now, because their thousands of files take many
+        # Read the harness's own tasks only if needed, because their thousands of files take many
         # seconds.
         manager = TaskManager(include_path=own.lm_eval_include_path)
     unknown = _unknown(names, manager)
     if unknown:
         raise ConfigError(
-            f"--lm-eval-tasks {' '.join(unknown)}: the harness knows no such task, and there is no "
+            f"--lm-eval-tasks {' '.join(unknown)}: the harness has no such task, and there is no "
             "such file: `lm_eval ls tasks` lists its tasks; --lm-eval-include-path adds a folder"
         )
     limit = own.lm_eval_limit
@@ -165,7 +165,7 @@ def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
             task_manager=manager,
             log_samples=False,
         )
-    except OSError as error:  # files, and the network
+    except OSError as error:  # from files or the network
         raise DataError(
             f"--lm-eval-tasks {' '.join(names)}: the data of these tasks cannot be read: {error}: "
             "without a network, give task files with local data"
@@ -200,7 +200,7 @@ class TextToWrite:
     """A prompt and the settings for continuing it.
 
     Attributes:
-        prompt: The tokens of the prompt, cut at the front if the window is too short for them.
+        prompt: The tokens of the prompt. They are cut at the front if they do not fit the window.
         max_new_tokens: The maximum number of tokens to generate.
         until: Stop sequences, which are not part of the answer.
         temperature: The sampling temperature. 0 always takes the most likely token.
@@ -219,11 +219,11 @@ class TextToWrite:
 class Generator:
     """A text generator that divides prompts among the data-parallel copies of a model.
 
-    Construction and `generate` are collective over all processes of the layout.
+    All processes of the layout must construct it and call `generate` together.
     """
 
     def __init__(self, loaded: Loaded, device: Device) -> None:
-        """Build an engine for this copy of the model. Collective."""
+        """Build an engine for this copy of the model. All processes call it."""
         self._world = loaded.layout.world
         self._data = loaded.layout.data
         self._is_speaker = loaded.layout.tensor.is_first and loaded.layout.pipeline.is_first
@@ -234,7 +234,7 @@ class Generator:
         )
 
     def generate(self, requests: Sequence[TextToWrite]) -> list[str]:
-        """Return one text for each request, in order, on every process. Collective.
+        """Return one text per request, in order, on every process. All processes call it.
 
         Raises:
             UserError: A request cannot be answered.
@@ -260,7 +260,7 @@ class Generator:
     def _take(
         self, event: Event, asked: TextToWrite, answer: list[int], texts: dict[str, str]
     ) -> None:
-        """Add a token to its answer, and a finished answer to `texts`."""
+        """Add a token to its answer, or a finished answer to `texts`."""
         if isinstance(event, Token):
             answer.append(event.token)
             text = cut_at(self._tokenizer.detokenize(answer), asked.until)
@@ -287,7 +287,7 @@ class Generator:
 
 
 def cut_at(text: str, ends: Sequence[str]) -> str | None:
-    """Return `text` up to the first of `ends` that occurs in it, or `None` if none does."""
+    """Return `text` up to the first occurrence of any of `ends`, or `None` if none occurs."""
     places = [place for end in ends if end and (place := text.find(end)) >= 0]
     return text[: min(places)] if places else None
 
@@ -301,7 +301,7 @@ class Workers:
 
     Args:
         world: The axis of all ranks.
-        works: The functions by name. Each is collective and returns the same on every rank.
+        works: The functions by name. All ranks run a function together, with the same result.
     """
 
     def __init__(self, world: Axis, works: Mapping[str, Work]) -> None:
@@ -310,12 +310,12 @@ class Workers:
         self._works = works
 
     def call(self, name: str, argument: Json) -> Json:
-        """Call a function on all ranks, from rank 0, and return its answer."""
+        """Call a function on all ranks, and return its result. Only rank 0 calls this method."""
         self._exchange.on_main(lambda: [name, argument])
         return self._works[name](argument)
 
     def serve(self) -> None:
-        """Run the functions that rank 0 calls until it calls `end`. Called on the other ranks."""
+        """Run the functions that rank 0 calls, until it calls `end`. The other ranks call this."""
         while True:
             name, argument = self._exchange.on_main(lambda: None)
             if name == _END:
@@ -323,5 +323,5 @@ class Workers:
             self._works[name](argument)
 
     def end(self) -> None:
-        """Make `serve` return on the other ranks. Called on rank 0."""
+        """Make `serve` return on the other ranks. Only rank 0 calls this method."""
         self._exchange.on_main(lambda: [_END, None])

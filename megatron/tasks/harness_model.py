@@ -1,4 +1,4 @@
-"""The model interface of the harness: texts in, log-probabilities and texts out."""
+"""The harness's model interface, which turns texts into log-probabilities and texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.tasks.language_model import last_window
 
 
 class HarnessModel(TemplateLM):
-    """A model on rank 0 whose computations run on all ranks, through `workers`."""
+    """A model on rank 0 whose computations run on all ranks through `workers`."""
 
     def __init__(self, loaded: Loaded, workers: Workers) -> None:
         """Store the tokenizer and the workers."""
@@ -34,7 +34,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context."""
+        """The token that precedes a text without context."""
         return self._start[0] if self._start else self.eot_token_id
 
     @property
@@ -61,7 +61,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-probability of each whole text, with as much context as fits a window."""
+        """Return the log-probability of each whole text, with as much context as a window holds."""
         samples, owner = [], []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Language model tasks: the perplexity of texts, and the last words of passages (LAMBADA)."""
+"""Language model tasks: the perplexity of texts, and last words of passages (LAMBADA)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Prepared:
 
     Attributes:
         samples: The samples to score.
-        summarize: A function that returns the task's numbers from the scores.
+        summarize: A function that computes the task's numbers from the scores.
         data: A description of the data.
         headline: The numbers in the line that Megatron-LM prints, with Megatron-LM's names.
     """
@@ -56,9 +56,9 @@ class Prepared:
 def prepare_wikitext(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Prepare a text for its loss per token, and its perplexity per word of the original text.
+    """Prepare a text for computing its loss per token and its perplexity per original word.
 
-    Each line ending counts as a word, as in published perplexities.
+    As in published perplexities, each line ending counts as a word.
     """
     path = paths[0]
     raw = read_text(path, "--valid-data")
@@ -66,7 +66,7 @@ def prepare_wikitext(
     tokens = np.array(tokenizer.tokenize_open(DETOKENIZERS[name](raw)))
     words = count_words(raw)
     if len(tokens) < 2:
-        raise DataError(f"--valid-data {path}: this file holds no text to predict: give another")
+        raise DataError(f"--valid-data {path}: this file has no text to predict: give another file")
     samples = list(windows(tokens, window, options.overlapping_eval))
 
     def summarize(scores: Sequence[Score]) -> Numbers:
@@ -97,17 +97,17 @@ def prepare_wikitext(
 
 
 def count_words(text: str) -> int:
-    """Count the words, which whitespace separates, and the ends of lines."""
+    """Count the words, which are separated by whitespace, and the line endings."""
     return len(text.split()) + text.count("\n")
 
 
 def prepare_perplexity(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Prepare a corpus, each document separately.
+    """Prepare a corpus, document by document.
 
-    Each document follows an end-of-document token, or the token with which the tokenizer begins
-    every text.
+    Each document is preceded by an end-of-document token, or by the token with which the tokenizer
+    begins every text.
     """
     samples: list[Sample] = []
     documents = tokens = words = size = 0
@@ -121,7 +121,9 @@ def prepare_perplexity(
         document = np.array([*start, *ids])
         samples += windows(document, window, options.overlapping_eval)
     if not tokens:
-        raise DataError(f"--valid-data {' '.join(paths)}: there is no text to predict")
+        raise DataError(
+            f"--valid-data {' '.join(paths)}: there is no text to predict: give other files"
+        )
 
     def summarize(scores: Sequence[Score]) -> Numbers:
         total = -sum(score.log_probability for score in scores)
@@ -142,7 +144,7 @@ def prepare_perplexity(
 def prepare_lambada(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Prepare passages whose last token (with --strict-lambada, last word) must be predicted."""
+    """Prepare passages whose last token, or last word with --strict-lambada, is to be predicted."""
     detokenize = DETOKENIZERS[options.detokenizer or "none"]
     samples, cut = [], 0
     for number, text in enumerate(map(detokenize, read_documents(paths))):
@@ -159,7 +161,7 @@ def prepare_lambada(
         cut += len(context) + len(target) - 1 > window
         samples.append(last_window(context, target, window))
     if not samples:
-        raise DataError(f"--valid-data {paths[0]}: this file holds no passage: give another")
+        raise DataError(f"--valid-data {paths[0]}: this file has no passages: give another file")
 
     def summarize(scores: Sequence[Score]) -> Numbers:
         correct = sum(score.is_greedy for score in scores)
@@ -188,7 +190,7 @@ def prepare_lambada(
 
 
 def last_window(context: Sequence[int], target: Sequence[int], window: int) -> Sample:
-    """Return a sample that scores `target` after as much of `context` as the window holds.
+    """Return a sample that scores `target` after as much of `context` as fits the window.
 
     If the target is longer than the window, only its end is scored.
     """
@@ -200,20 +202,20 @@ def last_window(context: Sequence[int], target: Sequence[int], window: int) -> S
 def encode_pair(
     tokenizer: Tokenizer, context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of two consecutive texts, encoded together.
+    """Return the token ids of two consecutive texts that are encoded together.
 
     With some tokenizers, a continuation that is encoded alone would begin with a start token.
     """
     before = tokenizer.tokenize_open(context)
     both = tokenizer.tokenize_open(context + continuation)
-    if both[: len(before)] != before:  # a token spans the boundary: it counts as continuation
+    if both[: len(before)] != before:  # a token across the boundary belongs to the continuation
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(before, both, strict=False))
         before = [token for token, _ in pairs]
     return before, both[len(before) :]
 
 
 def _exp(loss: float) -> float:
-    """Return the perplexity of a loss; infinity if it is too large for a float."""
+    """Return the perplexity of a loss, or infinity if it is too large for a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -230,7 +232,7 @@ def parse(
     world_size: int,
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
-    """Parse and check the command line (`parse_evaluation`)."""
+    """Parse and check the command line, as in `parse_evaluation`."""
     retrieves = task == "PERPLEXITY" and asks_for("data.retro_workdir", arguments)
 
     def check(options: TaskConfig, own: LanguageModelTaskConfig) -> Iterator[str]:
@@ -249,7 +251,8 @@ def parse(
             yield f"--task {task} needs --valid-data: give the file to evaluate on"
         elif task == "WIKITEXT103" and len(paths) > 1:
             yield (
-                f"--task {task} reads a single file, but --valid-data names {len(paths)}: give one"
+                f"--task {task} reads a single file, but --valid-data names {len(paths)} files: "
+                "give one"
             )
         yield from find_mistakes(options)
         if own.strict_lambada and task != "LAMBADA":
@@ -269,7 +272,7 @@ def parse(
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Evaluate, and return the exit code. Collective.
+    """Evaluate, and return the exit code. All processes call it.
 
     Raises:
         UserError: A flag, the checkpoint or the data must be changed.
@@ -279,7 +282,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 
 
 def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
-    """Load the model, score the data and report. Return the numbers on all ranks. Collective."""
+    """Load the model, score the data, report, and return the numbers. All processes call it."""
     config = parsed.config
     options, own = parsed.extra
     assert config.checkpoint.load is not None

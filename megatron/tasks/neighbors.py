@@ -1,7 +1,7 @@
-"""The perplexity of a Retro with the right neighbors, with those of other chunks, and without any.
+"""The perplexity of a Retro with correct neighbors, with those of other chunks, and without any.
 
 The samples are the validation samples of the working folder, whose neighbors are known, or any
-texts, whose neighbors are found here.
+texts, whose neighbors are looked up in the index.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 TASK = "PERPLEXITY"
 _EMPTY = ", no neighbors"
 _MEASURES = ("loss", "perplexity")  # the numbers that are reported for each kind of neighbors
-# What the model reads, by the words that are added to a number's name.
+# The neighbors that the model reads, by the words that are appended to a number's name.
 _READ: dict[str, Callable[[NeighborRows], NeighborRows]] = {
     "": lambda table: table,
     ", shuffled neighbors": ShuffledNeighbors,
@@ -58,14 +58,14 @@ _READ: dict[str, Callable[[NeighborRows], NeighborRows]] = {
 
 
 class _Scored(NamedTuple):
-    """What is scored.
+    """The samples to score.
 
     Attributes:
         samples: The samples, without neighbors.
-        rows: The first row of each sample's chunks in the table, and the row after the last.
-        table: The right neighbors of chunks.
+        rows: The start and end (exclusive) of each sample's chunks in the table.
+        table: The correct neighbors of the chunks.
         texts: The tokens of neighbors.
-        summarize: A function that returns numbers, among them "loss" and "perplexity".
+        summarize: A function that computes numbers, including "loss" and "perplexity".
         data: A description of the data.
     """
 
@@ -83,13 +83,13 @@ def evaluate_neighbors(
     layout: Layout,
     prepare: Callable[[Tokenizer, int], Prepared] | None,
 ) -> Numbers:
-    """Score the samples three times and report. Return the numbers on all ranks. Collective.
+    """Score the samples three times, report, and return the numbers. All processes call it.
 
     Args:
         parsed: The command line.
-        device: Device to run on.
+        device: The device to run on.
         layout: This process's place in the parallel layout.
-        prepare: A function that cuts the texts of --valid-data, for a tokenizer and a window.
+        prepare: A function that prepares the texts of --valid-data, given a tokenizer and a window.
             `None` scores the validation samples of the working folder.
 
     Raises:
@@ -114,7 +114,7 @@ def evaluate_neighbors(
     others: Numbers = {}
     for name, read in _READ.items():
         if is_main:
-            say(f"scoring with {name.strip(', ') or 'the right neighbors'} ...")
+            say(f"scoring with {name.strip(', ') or 'the correct neighbors'} ...")
         table = read(scored.table)
         texts = scored.texts if name != _EMPTY else replace(scored.texts, compatible=False)
         samples = [
@@ -138,7 +138,7 @@ def evaluate_neighbors(
 
 
 def _validation(loaded: Loaded, most: int | None) -> _Scored:
-    """Return the first of the working folder's validation samples, all if `most` is `None`."""
+    """Return the first `most` validation samples of the working folder; all if it is `None`."""
     config = loaded.config
     dataset = validation_samples(config, loaded.tokenizer, loaded.layout)
     count = min(most or len(dataset), len(dataset))
@@ -164,7 +164,7 @@ def _validation(loaded: Loaded, most: int | None) -> _Scored:
 def _with_neighbors(
     prepared: Prepared, loaded: Loaded, device: Device, embedder: str | None
 ) -> _Scored:
-    """Find the neighbors of the samples of any texts, each process for a share of the chunks.
+    """Find the neighbors for the samples of any texts. Each process handles a share of the chunks.
 
     Raises:
         UserError: No text has a whole chunk, or the working folder must be changed.
@@ -175,8 +175,8 @@ def _with_neighbors(
     ends = [0, *accumulate(counts)]
     if not ends[-1]:
         raise DataError(
-            f"--valid-data: none of the texts has a whole chunk of {m} tokens, for which neighbors "
-            "could be found: give longer texts"
+            f"--valid-data: none of the texts has a whole chunk of {m} tokens, which is needed to "
+            "find neighbors: give longer texts"
         )
     chunks = np.concatenate(
         [
@@ -201,16 +201,16 @@ def _with_neighbors(
 
 
 def validation_samples(config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> RetroDataset:
-    """Build the validation samples that the working folder was made for. Collective.
+    """Build the validation samples for which the working folder was made. All processes call it.
 
     Args:
         config: The resolved evaluation, with --retro-workdir.
         tokenizer: The tokenizer of the model.
-        layout: The processes, the first of which writes indices that are missing.
+        layout: The processes. The first one writes missing indexes.
 
     Raises:
-        ConfigError: The folder does not say how many samples it was made for, or it has none.
-        DataError: Data or a file of the folder is missing or damaged, or they do not fit together.
+        ConfigError: The folder does not record its number of samples, or it has none.
+        DataError: Data or a file of the folder is missing or damaged, or they do not match.
     """
     assert config.data.retro_workdir is not None, "a rule requires it"
     told = read_arguments(config.data.retro_workdir)
@@ -231,7 +231,7 @@ def validation_samples(config: RunConfig, tokenizer: Tokenizer, layout: Layout) 
 
 
 def _count_samples(workdir: str, told: dict[str, Any]) -> int:
-    """Return the number of validation samples of the run that the folder was made for."""
+    """Return the number of validation samples in the run for which the folder was made."""
 
     def read(name: str) -> int:
         value = told.get(name)
@@ -251,7 +251,7 @@ def _count_samples(workdir: str, told: dict[str, Any]) -> int:
 
 
 def _neighbors(table: NeighborRows, texts: NeighborTexts, first: int, stop: int) -> Ids:
-    """Return the tokens [l, k, r] of the neighbors of l chunks."""
+    """Return the tokens of the neighbors of l chunks, `[l, k, r]`."""
     if first == stop:  # a text that is shorter than a chunk
         return np.empty((0, 1, 1), np.int64)
     return texts.tokens(table.rows(first, stop))

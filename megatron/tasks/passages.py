@@ -1,17 +1,20 @@
-"""Passages and questions: their files, and the file of passages' vectors.
+"""Passages and questions: their files, the vectors of passages, and the matching of answers.
 
-The files are those of DPR: passages as lines `id <tab> text <tab> title` after a header, questions
-as lines `question <tab> ['answer', ...]`.
+The files have DPR's formats: passages are lines `id <tab> text <tab> title` after a header, and
+questions are lines `question <tab> ['answer', ...]`.
 """
 
 from __future__ import annotations
 
 import ast
 import csv
+import functools
 import json
+import re
+import unicodedata
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +25,12 @@ from megatron.durable import renamed_when_done, storage_errors
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
 
-# What numpy raises for a file that is damaged, or not of the format npz.
+# The errors that numpy raises for a file that is damaged or not in npz format.
 _BROKEN = (
     *(OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error),
 )
-_LAST_NUMBER = 2**63 - 1  # of a passage: numbers are kept as int64
+_LAST_NUMBER = 2**63 - 1  # the largest number of a passage, because numbers are stored as int64
 
 
 class Passage(NamedTuple):
@@ -46,7 +49,7 @@ class Question(NamedTuple):
 
 
 def _rows(path: str, flag: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the rows of a tab-separated file, each with its place for messages."""
+    """Yield the rows of a tab-separated file, each preceded by its place for messages."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.reader(file, delimiter="\t")
@@ -56,7 +59,7 @@ def _rows(path: str, flag: str) -> Iterator[tuple[str, list[str]]]:
         raise DataError(f"{flag} {path}: {error.strerror}: give a text file") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(
-            f"{flag} {path}: not a file of tab-separated UTF-8 text: {error}"
+            f"{flag} {path}: not tab-separated UTF-8 text ({error}): give a file in this format"
         ) from error
 
 
@@ -64,7 +67,7 @@ def read_passages(path: str) -> Iterator[Passage]:
     """Yield the passages of --evidence-data-path. The first line is a header.
 
     Raises:
-        DataError: A line does not have the three columns, or there is no passage.
+        DataError: A line does not have the three columns, or there are no passages.
     """
     count = -1
     for count, (where, row) in enumerate(_rows(path, "--evidence-data-path")):
@@ -77,21 +80,24 @@ def read_passages(path: str) -> Iterator[Passage]:
                 raise ValueError
         except ValueError:
             raise DataError(
-                f"{where}: expected a number, a text and a title between tabs, found {len(row)} "
-                f"columns: {' | '.join(row)[:80]!r}"
+                f"{where}: expected a number, a text and a title, separated by tabs, but found "
+                f"{len(row)} columns: {' | '.join(row)[:80]!r}: fix the line"
             ) from None
         yield passage
     if count < 1:
-        raise DataError(f"--evidence-data-path {path}: there is no passage after the header line")
+        raise DataError(
+            f"--evidence-data-path {path}: there are no passages after the header line: give "
+            "another file"
+        )
 
 
 def read_questions(path: str, flag: str) -> list[Question]:
     """Return the questions of a file.
 
-    The answers are a list in Python's or JSON's notation, which is read as data and never executed.
+    The answers are a list in the notation of Python or JSON, which is parsed and never executed.
 
     Raises:
-        DataError: A line is not a question with a list of answers, or there is no question.
+        DataError: A line is not a question with a list of answers, or there are no questions.
     """
     questions = []
     for where, row in _rows(path, flag):
@@ -102,16 +108,17 @@ def read_questions(path: str, flag: str) -> list[Question]:
                 raise ValueError
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise DataError(
-                f"{where}: expected a question, a tab and a list of answers such as ['one', 'two']"
+                f"{where}: expected a question, a tab and a list of answers such as ['one', "
+                "'two']: fix the line"
             ) from None
         questions.append(Question(text, tuple(answers)))
     if not questions:
-        raise DataError(f"{flag} {path}: there is no question")
+        raise DataError(f"{flag} {path}: there are no questions: give another file")
     return questions
 
 
 class PaddedTexts(NamedTuple):
-    """Token ids of texts, int64 [b, s], and where they are no padding, bool [b, s]."""
+    """Token ids of texts, int64 `[b, s]`, and True where they are not padding, bool `[b, s]`."""
 
     tokens: NDArray[np.int64]
     padding: NDArray[np.bool_]
@@ -129,7 +136,7 @@ def padded(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int) ->
 
 
 def ids_of_passage(title: str, text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids `title [SEP] text`."""
+    """Return the ids of `title [SEP] text`."""
     return [
         *tokenizer.tokenize_spelled(title),
         tokenizer.sep,
@@ -141,8 +148,8 @@ class PassageVectors(NamedTuple):
     """The vectors of passages.
 
     Attributes:
-        numbers: The number of each passage, int64 [n].
-        vectors: Their vectors, fp16 [n, e].
+        numbers: The number of each passage, int64 `[n]`.
+        vectors: The vector of each passage, fp16 `[n, e]`.
     """
 
     numbers: NDArray[np.int64]
@@ -150,7 +157,7 @@ class PassageVectors(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[PassageVectors]) -> PassageVectors:
-        """Return the passages of all parts, by their numbers.
+        """Return the passages of all parts, sorted by number.
 
         Raises:
             DataError: Two passages have the same number.
@@ -159,15 +166,17 @@ class PassageVectors(NamedTuple):
         order = np.argsort(numbers, kind="stable")
         numbers = numbers[order]
         if (twice := numbers[:-1][numbers[1:] == numbers[:-1]]).size:
-            raise DataError(f"--evidence-data-path: passage {twice[0]} occurs twice")
+            raise DataError(
+                f"--evidence-data-path: passage {twice[0]} occurs twice: remove one of the two"
+            )
         return PassageVectors(numbers, np.concatenate([part.vectors for part in parts])[order])
 
     def save(self, path: Path, origin: dict[str, Any]) -> None:
-        """Write the vectors to a file in numpy's format npz.
+        """Write the vectors to a file in numpy's npz format.
 
         Args:
             path: The file.
-            origin: What the vectors were made from.
+            origin: A description of the model and the passages.
 
         Raises:
             StorageError: The file cannot be written.
@@ -180,10 +189,10 @@ class PassageVectors(NamedTuple):
 
     @staticmethod
     def load(path: Path) -> tuple[PassageVectors, dict[str, Any]]:
-        """Return the vectors of a file, and what they were made from.
+        """Return the vectors in a file, and the description of their model and passages.
 
         Raises:
-            ConfigError: The file is not one that `save` wrote. Megatron-LM's pickles are not read.
+            ConfigError: The file was not written by `save`. Megatron-LM's pickles are not read.
         """
         try:
             with np.load(path, allow_pickle=False) as held:
@@ -192,10 +201,74 @@ class PassageVectors(NamedTuple):
             is_sound = numbers.dtype == np.int64 and vectors.dtype == np.float16
             is_sound = is_sound and isinstance(origin, dict)
             if not is_sound or vectors.ndim != 2 or numbers.shape != vectors.shape[:1]:
-                raise ValueError("other arrays")
+                raise ValueError("unexpected arrays")
             return PassageVectors(numbers, vectors), origin
         except _BROKEN as error:
             raise ConfigError(
                 f"--embedding-path {path}: not a file of vectors that this task wrote ({error}; "
                 "Megatron-LM's pickles are not read): give the path of a new file"
             ) from None
+
+
+# The first letters of the Unicode categories of characters within words and between words.
+_OF_WORDS, _BETWEEN = "LNM", "ZC"
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _kind(sign: str) -> str:
+    return unicodedata.category(sign)[0]
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case, as in DPR (Karpukhin et al., 2020).
+
+    Texts are normalized to Unicode's NFD. A word is a sequence of letters, digits and marks, or any
+    other single character.
+    """
+    words: list[str] = []
+    run: list[str] = []
+    for sign in unicodedata.normalize("NFD", text):
+        kind = _kind(sign)
+        if kind in _OF_WORDS:
+            run.append(sign)
+            continue
+        if run:
+            words.append("".join(run).lower())
+            run = []
+        if kind not in _BETWEEN:
+            words.append(sign.lower())
+    if run:
+        words.append("".join(run).lower())
+    return words
+
+
+def holds_words(text: str, answers: Sequence[str]) -> bool:
+    """Return whether the words of one of the answers occur consecutively in a text."""
+    words = words_of(text)
+    for answer in map(words_of, answers):
+        size = len(answer)
+        if any(words[at : at + size] == answer for at in range(len(words) - size + 1)):
+            return True
+    return False
+
+
+def holds_pattern(text: str, answers: Sequence[str]) -> bool:
+    """Return whether one of the regular expressions matches in a text. Invalid ones are ignored."""
+    text = unicodedata.normalize("NFD", text)
+    for answer in answers:
+        try:
+            pattern = re.compile(
+                unicodedata.normalize("NFD", answer), re.IGNORECASE | re.UNICODE | re.MULTILINE
+            )
+        except re.error:
+            continue
+        if pattern.search(text):
+            return True
+    return False
+
+
+MATCHES: dict[str, Callable[[str, Sequence[str]], bool]] = {
+    "string": holds_words,
+    "regex": holds_pattern,
+}
+"""The function for each value of --faiss-match."""

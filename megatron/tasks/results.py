@@ -1,4 +1,4 @@
-"""A task's progress, and its numbers: a table, Megatron-LM's line and JSON."""
+"""A task's progress, and its numbers as a table, as Megatron-LM's line and as JSON."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Numbers = dict[str, Number]
 
 
 def format_number(value: Number) -> str:
-    """Format a whole number with thousands separators, any other with six digits."""
+    """Format an integer with thousands separators, and any other number with six digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | Number]]) -> str:
-    """Align columns under their titles: text to the left, numbers to the right."""
+    """Align columns under their titles, with text to the left and numbers to the right."""
     cells = [[v if isinstance(v, str) else format_number(v) for v in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     is_text = [all(isinstance(row[i], str) for row in rows) for i in range(len(titles))]
@@ -44,7 +44,7 @@ def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | Number]]) 
 
 
 def megatron_line(task: str, headline: Mapping[str, str], numbers: Mapping[str, Number]) -> str:
-    """Return the line that Megatron-LM's tasks print, for programs that read it."""
+    """Return the line that Megatron-LM's tasks print, for programs that parse it."""
     parts = [
         f"{name}: {numbers[key]}" if name == "token ratio" else f"{name}: {numbers[key]:.4E}"
         for key, name in headline.items()
@@ -53,7 +53,7 @@ def megatron_line(task: str, headline: Mapping[str, str], numbers: Mapping[str, 
 
 
 def results_path(asked: str | None, folder: str, task: str, iteration: int) -> Path:
-    """Return the file that --results names, or a file in the folder of checkpoints."""
+    """Return the file that --results names, or else a file in the checkpoint folder."""
     if asked is not None:
         return Path(asked)
     return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
@@ -65,7 +65,7 @@ def check_results(options: TaskConfig, data: Sequence[str], resumed: Path | None
     Args:
         options: The flags --results and --overwrite.
         data: The files that the task reads.
-        resumed: The --save folder of a run that continues its own checkpoints. Such a run may
+        resumed: The --save folder of a run that continues from its own checkpoints. Such a run may
             replace the results that it wrote itself.
 
     Raises:
@@ -81,21 +81,17 @@ def check_results(options: TaskConfig, data: Sequence[str], resumed: Path | None
         )
     with writing_to("--results", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path.parent):  # writing the results creates a file here too
+        with TemporaryFile(dir=path.parent):  # writing the results also creates a file here
             pass
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if resumed is None or _writer_of(path) != str(resumed.resolve()):
+    # A results file names the --save folder of the run that wrote it.
+    if resumed is None or read_results(path).get("save") != str(resumed.resolve()):
         expect_no_file("--results", [path], overwrite=options.overwrite)
 
 
-def _writer_of(path: Path) -> str | None:
-    """Return the --save folder that a file of results names, or `None` if it names none."""
-    return read_results(path).get("save")
-
-
 def read_results(path: Path) -> dict[str, Any]:
-    """Return what a file of results holds, or an empty dict if it holds none or is damaged."""
+    """Return the content of a results file, or an empty dict if it is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -104,10 +100,10 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def report_results(path: Path, content: Mapping[str, Any]) -> None:
-    """Write results and print where they are.
+    """Write results and print the path of the file.
 
     Raises:
-        StorageError: The folder cannot be written.
+        StorageError: The folder cannot be written to.
     """
     note = ", replacing earlier ones" if path.exists() else ""
     write_results(path, content)
@@ -115,10 +111,10 @@ def report_results(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_results(path: Path, content: Mapping[str, Any]) -> None:
-    """Write results as JSON, durably. An older file is replaced, and NaN becomes null.
+    """Write results durably as JSON. An older file is replaced, and NaN becomes null.
 
     Raises:
-        StorageError: The folder cannot be written.
+        StorageError: The folder cannot be written to.
     """
     text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
     with storage_errors(path):
@@ -138,12 +134,12 @@ class TaskProgress:
     """A progress bar if the error stream is a terminal, otherwise an occasional line.
 
     Args:
-        shown: Whether this process prints.
-        log_interval: Batches between lines.
+        shown: Whether this process shows progress.
+        log_interval: The number of batches between lines.
     """
 
     def __init__(self, *, shown: bool, log_interval: int) -> None:
-        """Store the settings; the bar is made when progress is first shown."""
+        """Store the settings. The bar is created when progress is first shown."""
         self._shown = shown
         self._log_interval = log_interval
         self._bar: Any = None

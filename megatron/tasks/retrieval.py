@@ -1,4 +1,4 @@
-"""How often a bi-encoder finds a passage that answers a question (ORQA, Natural Questions)."""
+"""Evaluation of how often a bi-encoder finds a passage that answers a question (ORQA, NQ)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from megatron.models.plan import RETRIEVAL_HEAD
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, show_notices
-from megatron.tasks.answer_match import MATCHES
 from megatron.tasks.passages import (
+    MATCHES,
     PaddedTexts,
     Passage,
     PassageVectors,
@@ -64,8 +64,8 @@ from megatron.tasks.table import PROGRAM, flags_elsewhere
 from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
-_MICRO_BATCH = 8  # questions at a time, by default
-_TOPS = (1, 5, 20, 100)  # accuracies that are reported if no flag names any
+_MICRO_BATCH = 8  # the default number of questions at a time
+_TOPS = (1, 5, 20, 100)  # the top-k accuracies to report by default
 _READS = {"training.micro_batch_size", "retriever.retriever_report_topk_accuracies"}
 
 
@@ -79,7 +79,7 @@ def parse(
 
     Raises:
         ConfigError: One or more flags are wrong. The message names all of them.
-        CheckpointError: --load names no checkpoint of a bi-encoder.
+        CheckpointError: --load does not name a checkpoint of a bi-encoder.
     """
 
     def check(
@@ -89,8 +89,9 @@ def parse(
             yield f"--task {task} needs --evidence-data-path: give the file of passages"
         if not _question_files(own) and own.embedding_path is None:
             yield (
-                f"--task {task} without --qa-data-dev, --qa-data-test and --embedding-path has "
-                "nothing to do: give questions, or a file in which to keep the passages' vectors"
+                f"--task {task} has nothing to do without --qa-data-dev, --qa-data-test and "
+                "--embedding-path: give questions, or a file in which to store the passages' "
+                "vectors"
             )
         for flag, path in (
             ("--evidence-data-path", own.evidence_data_path),
@@ -123,7 +124,7 @@ def _question_files(own: RetrieverTaskConfig) -> dict[str, str]:
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Evaluate, and return the exit code. Collective.
+    """Evaluate, and return the exit code. All processes call it.
 
     Raises:
         UserError: A flag, the checkpoint or the data must be changed.
@@ -144,11 +145,11 @@ class LoadedTowers:
 
     Attributes:
         model: The bi-encoder in evaluation mode.
-        tokenizer: The tokenizer that it was trained with.
-        iteration: Number of training steps taken.
+        tokenizer: The tokenizer with which it was trained.
+        iteration: The number of training steps taken.
         layout: This process's place in the parallel layout.
         device: The device of this process.
-        length: The longest text in tokens.
+        length: The largest number of tokens in a text.
     """
 
     model: BiEncoderModel
@@ -160,10 +161,10 @@ class LoadedTowers:
 
     @torch.no_grad()
     def vectors(self, tower: TextEncoder, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Return the vectors of texts, [n, e]. Collective over the tensor-parallel ranks."""
+        """Return the vectors of texts, `[n, e]`. All tensor-parallel ranks call it."""
         batch: PaddedTexts = padded(texts, self.tokenizer, self.length)
         if excess := -batch.tokens.shape[1] % self.layout.sequence.size:
-            columns = ((0, 0), (0, excess))  # sequence parallelism gives each rank equal shares
+            columns = ((0, 0), (0, excess))  # sequence parallelism needs equal shares on all ranks
             tokens = np.pad(batch.tokens, columns, constant_values=self.tokenizer.pad)
             batch = PaddedTexts(tokens, np.pad(batch.padding, columns))
         where = self.device.torch_device
@@ -173,17 +174,17 @@ class LoadedTowers:
 
 
 def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) -> LoadedTowers:
-    """Load the bi-encoder under --load, whatever layout it was saved in. Collective.
+    """Load the bi-encoder in --load, whatever layout it was saved in. All processes call it.
 
     Args:
         config: The run's configuration.
-        length: The longest text in tokens.
-        device: Device to run on.
+        length: The largest number of tokens in a text.
+        device: The device to run on.
         layout: This process's place in the parallel layout.
 
     Raises:
-        ConfigError: The model has no positions for texts of this length.
-        CheckpointError: The checkpoint is damaged, or holds another network than the flags say.
+        ConfigError: The model has too few positions for texts of this length.
+        CheckpointError: The checkpoint is damaged, or its network does not match the flags.
     """
     folder, options = config.checkpoint.load, config.checkpoint
     assert folder is not None
@@ -192,7 +193,7 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
         if length > most:
             raise ConfigError(
                 f"--retriever-seq-length {length}: the model has {most} positions: give at most "
-                "that"
+                f"{most}"
             )
     reader = open_existing(
         folder,
@@ -213,10 +214,10 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
 
 
 def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
-    """Embed the passages, search them for all questions, and report. Collective.
+    """Embed the passages, search them for all questions, and report. All processes call it.
 
     Returns:
-        The numbers, on rank 0; nothing on the others.
+        The numbers on rank 0; empty on other ranks.
     """
     config, (_, own, texts) = parsed.config, parsed.extra
     loaded = load_towers(config, texts.retriever_seq_length, device, layout)
@@ -247,7 +248,7 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
 def _passage_vectors(
     loaded: LoadedTowers, config: RunConfig, own: RetrieverTaskConfig
 ) -> PassageVectors | None:
-    """Return the passages' vectors, from --embedding-path or new ones, on rank 0. Collective."""
+    """Load the passages' vectors or compute them; return them on rank 0. All processes call it."""
     path = None if own.embedding_path is None else Path(own.embedding_path)
     evidence = Path(own.evidence_data_path or "")
     status = evidence.stat()
@@ -266,9 +267,9 @@ def _passage_vectors(
         vectors, made_from = PassageVectors.load(path)
         if made_from == origin:
             kept.append(vectors)
-            say(f"  {path}: {len(vectors.numbers):,} vectors of these passages and this model")
+            say(f"  {path}: {len(vectors.numbers):,} vectors for these passages and this model")
         else:
-            say(f"  {path}: vectors of other passages or of another model are replaced")
+            say(f"  {path}: replacing vectors of other passages or of another model")
         return bool(kept)
 
     if exchange.on_main(find):
@@ -321,7 +322,7 @@ def _batches(passages: Iterable[Passage], size: int) -> Iterator[list[Passage]]:
 def _query_vectors(
     loaded: LoadedTowers, questions: Sequence[Question], size: int
 ) -> NDArray[np.float32]:
-    """Return the questions' vectors, [q, e]. Every data-parallel rank computes all of them."""
+    """Return the questions' vectors, `[q, e]`. Every data-parallel rank computes all of them."""
     rows = [
         loaded.vectors(
             loaded.model.queries,
@@ -335,7 +336,7 @@ def _query_vectors(
 def search(
     passages: PassageVectors, queries: NDArray[np.float32], k: int, *, use_gpu: bool = False
 ) -> NDArray[np.int64]:
-    """Return the numbers of the k passages with the highest inner products, best first, [q, k].
+    """Return the numbers of the k passages with the highest inner products, best first, `[q, k]`.
 
     Raises:
         ConfigError: faiss is missing, or cannot use a GPU.
@@ -346,13 +347,13 @@ def search(
     if use_gpu:
         if not getattr(faiss, "get_num_gpus", int)():
             raise ConfigError(
-                "--faiss-use-gpu: this build of the package faiss has no GPU: drop the flag, or "
-                "install a build for GPUs"
+                "--faiss-use-gpu: this build of the package faiss does not support GPUs, or there "
+                "is no GPU: drop the flag, or install a build for GPUs"
             )
         options = faiss.GpuMultipleClonerOptions()
         options.shard = options.useFloat16 = True
         index = faiss.index_cpu_to_all_gpus(index, co=options)
-    for at in range(0, len(passages.vectors), 1 << 16):  # in fp32 only piece by piece
+    for at in range(0, len(passages.vectors), 1 << 16):  # convert to fp32 piece by piece
         index.add(passages.vectors[at : at + (1 << 16)].astype(np.float32))
     _, rows = index.search(np.ascontiguousarray(queries), k)
     return passages.numbers[rows]
@@ -366,7 +367,7 @@ def _score(
     own: RetrieverTaskConfig,
     flag: str,
 ) -> Numbers:
-    """Return how often one of the best k passages answers a question, in percent, for some k."""
+    """Return the top-k accuracies for several k: how many questions are answered, in percent."""
     k = min(own.faiss_topk_retrievals, len(passages.numbers))
     found = search(passages, queries, k, use_gpu=own.faiss_use_gpu)
     needed = {*found.reshape(-1).tolist()}
@@ -391,13 +392,13 @@ def first_hits(
     texts: Mapping[int, str],
     matches: Callable[[str, Sequence[str]], bool],
 ) -> list[int]:
-    """Return for each question the place of the first passage that answers it, or k.
+    """Return, for each question, the place of the first passage that answers it, or k.
 
     Args:
-        found: The numbers of the passages found for each question, [q, k].
+        found: The numbers of the passages found for each question, `[q, k]`.
         questions: The questions.
         texts: The text of each passage that was found.
-        matches: A function that says whether a text holds one of some answers.
+        matches: A function that returns whether a text contains one of several answers.
     """
     k = found.shape[1]
     return [

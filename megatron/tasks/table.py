@@ -37,7 +37,7 @@ OPTIONS = (
     TaskConfig,
     RetrieverTextConfig,
     *(config for config, _ in _OWN.values()),
-)  # in addition to a run's
+)  # in addition to the options of a run
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Task:
     """One task.
 
     Attributes:
-        kind: The module that runs it.
+        kind: The kind of task, which determines the module that runs it.
         help: A description.
     """
 
@@ -54,13 +54,13 @@ class Task:
 
 
 TASKS: dict[str, Task] = {
-    "WIKITEXT103": Task("language model", "perplexity per word of WikiText, or of another text"),
-    "LAMBADA": Task("language model", "the last word of passages"),
+    "WIKITEXT103": Task("language model", "perplexity per word of WikiText or another text"),
+    "LAMBADA": Task("language model", "prediction of the last word of passages"),
     "PERPLEXITY": Task("language model", "perplexity of any corpus of documents"),
     "LM_EVAL": Task("harness", "tasks of EleutherAI's lm-evaluation-harness"),
-    "MSDP-PROMPT": Task("dialogue", "knowledge for a dialogue, or the response, from examples"),
-    "MSDP-EVAL-F1": Task("dialogue", "F1 of words between what was written and what was expected"),
-    "RACE": Task("finetuning", "questions about a text, four answers each"),
+    "MSDP-PROMPT": Task("dialogue", "write knowledge or responses for dialogues, from examples"),
+    "MSDP-EVAL-F1": Task("dialogue", "word F1 between written and expected texts"),
+    "RACE": Task("finetuning", "questions about a text, with four answers each"),
     "MNLI": Task("finetuning", "does one text follow from the other?"),
     "QQP": Task("finetuning", "do two questions have the same meaning?"),
     "SST-2": Task("finetuning", "is a film review good or bad?"),
@@ -69,17 +69,17 @@ TASKS: dict[str, Task] = {
     "STS-B": Task("finetuning", "how similar are two sentences, from 0 to 5?"),
     "QNLI": Task("finetuning", "does a sentence answer the question?"),
     "RTE": Task("finetuning", "does one text follow from the other?"),
-    "RETRIEVER-EVAL": Task("retrieval", "passages that answer questions (a bi-encoder)"),
+    "RETRIEVER-EVAL": Task("retrieval", "find passages that answer questions, with a bi-encoder"),
     "RET-FINETUNE-NQ": Task("towers", "finetune a bi-encoder on questions and their passages"),
-    "ICT-ZEROSHOT-NQ": Task("retrieval", "the same, under its other name"),
-    "WNLI": Task("finetuning", "does a sentence with a pronoun resolved follow from it?"),
+    "ICT-ZEROSHOT-NQ": Task("retrieval", "another name for RETRIEVER-EVAL"),
+    "WNLI": Task("finetuning", "does a sentence follow from one in which it resolves a pronoun?"),
 }
 
 
 def flags_elsewhere(task: str) -> dict[str, str]:
     """Return the flags that belong to other tasks, with the names of those tasks."""
     return {
-        flag: f"{tasks}, and this is {task}"
+        flag: f"{tasks}, but this is {task}"
         for kind, (config, tasks) in _OWN.items()
         if kind != TASKS[task].kind
         for field in fields_of(config)
@@ -88,10 +88,10 @@ def flags_elsewhere(task: str) -> dict[str, str]:
 
 
 def find_task(arguments: Sequence[str]) -> str:
-    """Return the task on a command line, from --task (the last counts) or an old flag for it.
+    """Return the task that a command line names with --task (the last one counts) or an old flag.
 
     Raises:
-        ConfigError: The task is missing or unknown, or an old flag names another one.
+        ConfigError: The task is missing or unknown, or an old flag names a different task.
     """
     known = [name for kind in OPTIONS for field in fields_of(kind) for name in field.names]
     asked: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
@@ -118,5 +118,5 @@ def find_task(arguments: Sequence[str]) -> str:
 
 
 def _letters(name: str) -> str:
-    """Return the lower-case letters and digits of a name, which spellings such as sst-2 share."""
+    """Return the letters and digits of a name in lower case, to compare spellings such as sst-2."""
     return "".join(filter(str.isalnum, name.lower()))

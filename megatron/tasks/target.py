@@ -1,4 +1,4 @@
-"""The class or value that a finetuned model has to predict, and measures of its guesses."""
+"""The class or value that a finetuned model has to predict, and metrics of its guesses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = ("classification_head", "multichoice_head")  # Megatron's names
 
 @dataclass(frozen=True)
 class Guesses:
-    """The labels and guesses of some samples, in the same order: class numbers or values."""
+    """The labels and guesses of some samples in the same order, as class indexes or values."""
 
     labels: tuple[float, ...]
     guesses: tuple[float, ...]
@@ -39,10 +39,10 @@ class Target:
 
     Attributes:
         task: The task's name.
-        classes: The names of the classes in order; empty for a value.
-        span: The lowest and highest value; `None` for classes.
-        texts: The number of texts in a sample: 1, or one per class, of which one is correct.
-        scores: The names in `numbers` whose mean decides which checkpoint is best.
+        classes: The names of the classes, in order. Empty for a value.
+        span: The lowest and highest value. `None` for classes.
+        texts: The number of texts in a sample: 1, or one per class, where one of them is correct.
+        scores: The names in `numbers` whose mean determines the best checkpoint.
     """
 
     task: str
@@ -64,7 +64,7 @@ class Target:
 
     @property
     def score_name(self) -> str:
-        """The name of the score for output."""
+        """The name of the score, for messages."""
         return self.scores[0] if len(self.scores) == 1 else f"mean of {' and '.join(self.scores)}"
 
     def score(self, numbers: Numbers) -> float:
@@ -78,7 +78,7 @@ class Target:
         return class_numbers(self._matrix(found))
 
     def table(self, found: Guesses) -> str:
-        """Return a table with one row per class, or per unit of the labels' span."""
+        """Return a table with one row per class, or per unit interval of the labels' span."""
         if self.span is not None:
             rows = band_rows(found.labels, found.guesses, self.span)
             return format_table(BAND_TITLES, rows)
@@ -86,7 +86,7 @@ class Target:
         return format_table(CLASS_TITLES, rows)
 
     def details(self, found: Guesses) -> dict[str, Any]:
-        """Return the confusion matrix, [class][guess]; an empty dictionary for values."""
+        """Return the confusion matrix, [class][guess], or an empty dictionary for values."""
         if self.span is not None:
             return {}
         return {"classes": list(self.classes), "counts": self._matrix(found)}
@@ -108,7 +108,7 @@ def count_classes(labels: Sequence[float], guesses: Sequence[float], size: int) 
 
 
 def accuracy(matrix: Matrix) -> float:
-    """Return the share of correct guesses."""
+    """Return the fraction of correct guesses."""
     return sum(matrix[i][i] for i in range(len(matrix))) / _total(matrix)
 
 
@@ -123,7 +123,7 @@ def matthews(matrix: Matrix) -> float:
 
 
 def class_numbers(matrix: Matrix) -> Numbers:
-    """Return the metrics over all classes; with two classes, also the F1 of the second."""
+    """Return the metrics over all classes. With two classes, include the F1 of the second."""
     numbers: Numbers = {
         "number correct": sum(matrix[i][i] for i in range(len(matrix))),
         "total examples": _total(matrix),
@@ -162,7 +162,7 @@ BAND_TITLES = ("label", "examples", "mean label", "mean guess", "mean squared er
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
     """Return Pearson's correlation of two lists `[n]`, or 0 if one of them is constant.
 
-    It is 1 if the points lie on a rising line.
+    It is 1 if the points lie on an increasing straight line.
     """
     a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
     a, b = a - a.mean(), b - b.mean()
@@ -171,7 +171,7 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Return Spearman's correlation: Pearson's of the ranks."""
+    """Return Spearman's correlation, which is Pearson's correlation of the ranks."""
     return pearson(ranks(x), ranks(y))
 
 
@@ -195,7 +195,7 @@ def value_numbers(labels: Sequence[float], guesses: Sequence[float]) -> Numbers:
 def band_rows(
     labels: Sequence[float], guesses: Sequence[float], span: tuple[int, int]
 ) -> list[list[str | Number]]:
-    """Return one row per unit of the span under `BAND_TITLES`. Empty rows are left out.
+    """Return one row per unit interval of the span under `BAND_TITLES`, without empty rows.
 
     Args:
         labels: The labels.

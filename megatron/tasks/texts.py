@@ -1,4 +1,4 @@
-"""The texts of a task: reading files and undoing the tokenization of a corpus."""
+"""The texts of a task: readers of files, and detokenizers for tokenized corpora."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_text(path: str, flag: str) -> str:
 
     Args:
         path: The file.
-        flag: The flag that names it, for error messages.
+        flag: The flag that names the file, for error messages.
 
     Raises:
         DataError: The file cannot be read, or is not UTF-8.
@@ -55,7 +55,7 @@ def read_documents(paths: Sequence[str], key: str = "text") -> Iterator[str]:
     """Yield the texts of a corpus: JSON lines (also compressed), parquet, or whole .txt files.
 
     Raises:
-        DataError: A line is not a JSON object with text under `key`. The message names it.
+        DataError: A line is not a JSON object with text under `key`. The message names the line.
     """
     try:
         lines = dict.fromkeys(find_inputs(paths), 0)
@@ -75,7 +75,7 @@ def _text_of(line: bytes, key: str, where: str) -> str:
         raise DataError(f"{where}: not JSON: {error}: give one object per line") from None
     text = document.get(key) if isinstance(document, dict) else None
     if not isinstance(text, str):
-        raise DataError(f'{where}: no text under "{key}": each line should be {{"{key}": "..."}}')
+        raise DataError(f'{where}: no text under "{key}": write each line as {{"{key}": "..."}}')
     return text
 
 
@@ -86,7 +86,7 @@ _WIKITEXT: tuple[tuple[str, str], ...] = (
     *((f" @{sign}@ ", sign) for sign in "-,."),
     *((f" {sign} ", f"{sign} ") for sign in ":;.!?,"),
 )
-# Pairs of signs; spaces at the ends of the text between them are removed.
+# Pairs of characters. Spaces next to them, inside the pair, are removed.
 _PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 _WIKITEXT_LAST: tuple[tuple[str, str], ...] = (
     *(("= " * count + "=", "=" * (count + 1)) for count in (3, 2, 1)),
@@ -108,7 +108,7 @@ _PTB: tuple[tuple[str, str], ...] = (
 
 
 def wikitext(text: str) -> str:
-    """Undo WikiText's `@-@` and the like, and spaces around punctuation, brackets and quotes."""
+    """Undo WikiText's tokenization: `@-@` and similar marks, and spaces around punctuation."""
     text = _replace(text.replace("s '", "s'"), _WIKITEXT)
     for opening, closing in _PAIRS:
         inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
@@ -117,7 +117,7 @@ def wikitext(text: str) -> str:
 
 
 def ptb(text: str) -> str:
-    """Join the contractions that Penn Treebank splits, and undo its `N` for numbers."""
+    """Join the contractions that Penn Treebank splits, and replace its `N` by a number."""
     return _replace(text, _PTB)
 
 
@@ -127,12 +127,12 @@ def identity(text: str) -> str:
 
 
 DETOKENIZERS: dict[str, Detokenizer] = {"wikitext": wikitext, "ptb": ptb, "none": identity}
-# Megatron-LM also decides by the path of the data, but fails if the path holds none of these.
+# Megatron-LM also chooses by the path of the data, but fails if the path contains none of these.
 _IN_PATH = {"ptb": "ptb", "wiki": "wikitext", "lambada": "none"}
 
 
 def detokenizer_for(path: str, asked: str | None) -> str:
-    """Return the name of the requested detokenizer, or of the one that the path suggests."""
+    """Return the name of the requested detokenizer, or of the one suggested by the path."""
     if asked is not None:
         return asked
     return next((name for part, name in _IN_PATH.items() if part in path), "none")

@@ -65,17 +65,17 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 from megatron.training.run import Run
 
 _READ = 1 << 20  # characters
-_AT_A_TIME = 64  # passages that are embedded together in evaluations
+_AT_A_TIME = 64  # the number of passages that are embedded together in evaluations
 
 
 @dataclass(frozen=True)
 class LabeledQuestion:
-    """A question, a passage that answers it, and passages that do not, as (title, text).
+    """A question, a passage that answers it, and passages that do not, each as (title, text).
 
     Attributes:
         text: The question, without its question mark.
-        right: The passage that answers it.
-        hard: Wrong passages that look right, for example those that BM25 finds.
+        right: The passage that answers the question.
+        hard: Wrong passages that look right (hard negatives), for example those that BM25 finds.
         others: Further wrong passages.
     """
 
@@ -89,14 +89,14 @@ def read_labeled(path: str, flag: str, hard: int | None, others: int) -> list[La
     """Return the questions of a file in the JSON format of DPR.
 
     Args:
-        path: A list of objects with `question`, `positive_ctxs`, `hard_negative_ctxs` and
-            `negative_ctxs`, whose passages have a `title` and a `text`.
+        path: The file, a list of objects with `question`, `positive_ctxs`, `hard_negative_ctxs`
+            and `negative_ctxs`, whose passages have a `title` and a `text`.
         flag: The flag that names the file.
-        hard: The number of hard negatives of a question to keep; `None` keeps all.
-        others: The number of further negatives to keep.
+        hard: The number of hard negatives to keep for each question. `None` keeps all.
+        others: The number of further negatives to keep for each question.
 
     Raises:
-        DataError: The file cannot be read, or an entry lacks something.
+        DataError: The file cannot be read, or an entry is incomplete.
     """
     found = []
     for number, entry in enumerate(_entries(path, flag), 1):
@@ -107,7 +107,7 @@ def read_labeled(path: str, flag: str, hard: int | None, others: int) -> list[La
             raise DataError(f'{where} has no "question": fix or remove it')
         right = _passages(fields, "positive_ctxs", 1, where)
         if not right:
-            raise DataError(f'{where} has no passage in "positive_ctxs": fix or remove it')
+            raise DataError(f'{where} has no passages in "positive_ctxs": fix or remove it')
         found.append(
             LabeledQuestion(
                 question.removesuffix("?"),
@@ -139,9 +139,9 @@ def _passages(
 
 
 def _entries(path: str, flag: str) -> Iterator[Any]:
-    """Yield the entries of a JSON list, with one of them in memory. DPR's file has 7 GB."""
+    """Yield the entries of a JSON list, with one in memory at a time. DPR's file has 7 GB."""
     decoder, text, begun = json.JSONDecoder(), "", False
-    broken = f"{flag} {path}: not a JSON list of questions in the format of DPR"
+    broken = f"{flag} {path}: not a JSON list of questions in DPR's format"
     try:
         with Path(path).open(encoding="utf-8") as file:
             while True:
@@ -158,7 +158,7 @@ def _entries(path: str, flag: str) -> Iterator[Any]:
                 except ValueError:
                     more = file.read(max(_READ, len(text)))
                     if not more:
-                        raise DataError(f"{broken}, or cut off: fix the file") from None
+                        raise DataError(f"{broken}, or truncated: fix the file") from None
                     text += more
                     continue
                 yield entry
@@ -168,11 +168,11 @@ def _entries(path: str, flag: str) -> Iterator[Any]:
 
 
 class TextRows:
-    """What turns texts into rows of equal length.
+    """A converter of texts to rows of equal length.
 
     Args:
-        tokenizer: A BERT's tokenizer.
-        length: The number of tokens of a row.
+        tokenizer: The tokenizer of a BERT.
+        length: The number of tokens in a row.
     """
 
     def __init__(self, tokenizer: Tokenizer, length: int) -> None:
@@ -184,7 +184,7 @@ class TextRows:
         return self._tokenizer.tokenize_spelled(text)
 
     def passage(self, one: tuple[str, str]) -> list[int]:
-        """Return the tokens of a title and a text."""
+        """Return the tokens of a passage, given as title and text."""
         return ids_of_passage(*one, self._tokenizer)
 
     def stacked(self, texts: Sequence[Sequence[int]], rows: int) -> tuple[Any, Any]:
@@ -198,17 +198,17 @@ class TextRows:
 
 
 class TrainingQuestions:
-    """Questions in the order of training, each with its passage and some wrong ones.
+    """Questions in training order, each with its passage and some wrong passages.
 
-    Sample k is a pure function of seed and k. In each epoch, other hard negatives are drawn.
+    Sample k is a pure function of seed and k. In each epoch, different hard negatives are drawn.
 
     Args:
         questions: The questions.
-        rows: What makes rows of texts.
+        rows: The converter of texts to rows.
         order: The index of the question of each sample.
-        negatives: The number of wrong passages of a question. Those that a question lacks are
-            masked.
-        seed: The seed of the draws.
+        negatives: The number of wrong passages per question. If a question has fewer, the missing
+            rows are masked.
+        seed: The seed of the random draws.
     """
 
     def __init__(
@@ -248,18 +248,18 @@ class TrainingQuestions:
 
 
 class TowersRecipe:
-    """A question must find its passage among those of all questions and wrong ones."""
+    """A recipe in which a question must find its passage among those of all questions."""
 
     program = PROGRAM
     architecture = "ict"
     head = RETRIEVAL_HEAD
 
     def __init__(self, train: Sequence[LabeledQuestion], used: int | None, negatives: int) -> None:
-        """Store the questions, the number of them per epoch, and that of wrong passages."""
+        """Store the questions, the number to use per epoch, and the number of wrong passages."""
         self._train, self._used, self._negatives = train, used, negatives
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the name of the loss and of the share of questions that find their passage."""
+        """Return the names of the loss and of the fraction of questions that find their passage."""
         return ("lm loss", "correct predictions")
 
     def build_part(
@@ -269,7 +269,7 @@ class TowersRecipe:
         return build_model(BiEncoderModel, config, context, padded_vocab_size, part, self.head)
 
     def describe_kernels(self, part: BiEncoderModel) -> str:
-        """Name the form of attention and say why it was chosen."""
+        """Return the name of the attention kernel and the reason for choosing it."""
         choice = part.attention_choice
         return f"{choice.name} attention with padding masks ({choice.reason})"
 
@@ -299,7 +299,7 @@ class TowersRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Mapping[str, Tensor]:
-        """Run one micro-batch, and return the loss over all ranks."""
+        """Run a micro-batch, and return the loss over all ranks."""
         # The right passages come first, as in Megatron-LM.
         passages, mask = (
             batch[f"context_{name}"].transpose(0, 1).flatten(0, 1)
@@ -313,7 +313,7 @@ class TowersRecipe:
 
 
 def score_scale(config: RunConfig) -> float:
-    """Return the factor of the scores, which --retriever-score-scaling decides."""
+    """Return the factor of the scores, which depends on --retriever-score-scaling."""
     return config.model.hidden_size**-0.5 if config.retriever.retriever_score_scaling else 1.0
 
 
@@ -321,10 +321,10 @@ class TowersFinetuning(StartFromBert):
     """The start from pretrained towers or a BERT, and the evaluation after each epoch.
 
     Args:
-        options: The flags that say where results are written.
+        options: The flags that determine where results are written.
         pretrained: The folder of a pretrained bi-encoder, or `None`.
-        valid: The questions to evaluate on, by file, with the negatives that count.
-        ends: The updates after which an epoch has ended.
+        valid: The questions to evaluate on, by file, with only the negatives to use.
+        ends: The numbers of the updates that end an epoch.
         group: The number of questions whose passages are compared with each other.
     """
 
@@ -341,7 +341,7 @@ class TowersFinetuning(StartFromBert):
         self._ends, self._group = ends, group
 
     def begin(self, run: Run) -> None:
-        """Load the weights to start from. Without --save-interval, save after each epoch."""
+        """Load the initial weights. Without --save-interval, save after each epoch."""
         if run.config.checkpoint.save_interval is None:
             run.save_at = self._ends
         if self._pretrained is None:
@@ -359,7 +359,7 @@ class TowersFinetuning(StartFromBert):
             run.pretrained = str(reader.path)
 
     def callbacks(self, run: Run) -> list[Callback]:
-        """Return the evaluation after each epoch but the last, after which `end` evaluates."""
+        """Return the evaluation after each epoch except the last, after which `end` evaluates."""
         return [AtEpochsEnd(self._ends - {max(self._ends)}, self.evaluate_all)]
 
     def end(self, run: Run) -> None:
@@ -379,18 +379,18 @@ class TowersFinetuning(StartFromBert):
         report_results(path, content)
 
     def evaluate_all(self, run: Run) -> dict[str, Numbers]:
-        """Return the numbers of `evaluate` for each file. Collective."""
+        """Return the numbers of `evaluate` for each file. All processes call this method."""
         return {path: self.evaluate(run, path) for path in self._valid}
 
     @torch.no_grad()
     def evaluate(self, run: Run, path: str) -> Numbers:
-        """Return the mean rank of the right passages and the accuracies, and say them. Collective.
+        """Print and return the mean rank of the right passages and the accuracies. All call it.
 
         As in Megatron-LM, a question's passage is ranked among all passages of its group.
         """
         run.optimizer.wait_for_weights()
         (part,), config, data = run.parts, run.config, run.layout.data
-        assert isinstance(part, BiEncoderModel), "towers are one part"
+        assert isinstance(part, BiEncoderModel), "the towers form a single part"
         part.eval()
         rows = TextRows(run.tokenizer, config.data.seq_length)
         questions, tops = self._valid[path], config.retriever.retriever_report_topk_accuracies
@@ -433,7 +433,7 @@ def _embed(
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Finetune and evaluate, and return the exit code. Collective.
+    """Finetune and evaluate, and return the exit code. All processes call it.
 
     Raises:
         UserError: A flag, a checkpoint or the data must be changed.
@@ -454,7 +454,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 
 
 def prepare(parsed: ParsedRun, world_size: int) -> tuple[RunConfig, TowersRecipe, TowersFinetuning]:
-    """Read the data, which decides the run's length, and return the arguments of `pretrain`.
+    """Read the data, which determines the run's length, and return the arguments of `pretrain`.
 
     Raises:
         ConfigError: A flag does not fit that length.
@@ -508,7 +508,7 @@ def parse(
         if not tuning.train_data:
             yield f"--task {task} needs --train-data: give a file of questions in DPR's format"
         if own.train_with_neg and not own.train_hard_neg:
-            yield "--train-with-neg needs --train-hard-neg: give the wrong passages per question"
+            yield "--train-with-neg needs --train-hard-neg: give the number of wrong passages"
         if own.train_hard_neg and not own.train_with_neg:
             yield f"--train-hard-neg {own.train_hard_neg}: add --train-with-neg, or drop it"
         if options.results is not None and not options.valid_data:
@@ -538,20 +538,21 @@ def parse(
     most, length = model.max_position_embeddings, texts.retriever_seq_length
     if model.position_embedding_type == "learned_absolute" and most and length > most:
         raise ConfigError(
-            f"--retriever-seq-length {length}: the model has {most} positions: give at most that"
+            f"--retriever-seq-length {length}: the model has {most} positions: give at most {most}"
         )
     tensor = parsed.config.parallel.tensor_model_parallel_size
     if parsed.config.parallel.sequence_parallel and length % tensor:
         raise ConfigError(
-            f"--retriever-seq-length {length}: --sequence-parallel needs a multiple of {tensor}"
+            f"--retriever-seq-length {length}: --sequence-parallel needs a multiple of {tensor}: "
+            "change one of them"
         )
     batches = parsed.config.evaluation.eval_iters
-    ignored = f"--eval-iters {batches} changes nothing: each epoch ends with an evaluation"
+    ignored = f"--eval-iters {batches} has no effect: each epoch ends with an evaluation"
     return replace(parsed, notices=(*parsed.notices, *([ignored] if batches else [])))
 
 
 def _start(given: Mapping[str, Any]) -> RunOptions:
-    """Return the settings that flags override: those of the towers, or of the BERT."""
+    """Return the settings that flags override, from the bi-encoder or the BERT."""
     refuse_lengths(given)
     for name, kind in (("pretrained_checkpoint", "ict"), ("load", "ict"), ("bert_load", "bert")):
         folder = given.get(name)
@@ -564,8 +565,8 @@ def _start(given: Mapping[str, Any]) -> RunOptions:
         break
     else:
         raise ConfigError(
-            "--pretrained-checkpoint is required: give the folder of a bi-encoder, or that of a "
-            "BERT as --bert-load"
+            "--pretrained-checkpoint is required: give the folder of a bi-encoder, or the folder "
+            "of a BERT as --bert-load"
         )
     model: ModelOptions = replace(start.model, architecture="ict", bert_binary_head=True)
     return replace(

@@ -1,14 +1,14 @@
-"""Tokenizers: conversion of text to ids and back, based on well-maintained libraries.
+"""Tokenizers, which convert text to ids and back with well-maintained libraries.
 
     build, base                             construction from flags, and the common interface
-    files                                   vocabulary files, and entries appended to them
-    chat_template, turn_end                 conversations as the texts that chat models read
-    library                                 calls to libraries, whose errors become DataError
-    gpt2, fast_bpe                          GPT-2's BPE, and its fast encoders
-    huggingface, sentencepiece, tiktoken    the other kinds
-    wordpiece, yuan                         BERT's kind, and that of the Chinese Yuan models
+    files                                   vocabulary files and the entries appended to them
+    chat_template, turn_end                 chat templates, and the token that ends an answer
+    library                                 library calls, with every error turned into a DataError
+    gpt2, fast_bpe                          GPT-2's BPE and its fast encoders
+    huggingface, sentencepiece, tiktoken    tokenizer files read by the libraries of these names
+    wordpiece                               BERT's WordPiece, and the Chinese Yuan models' tokenizer
 
-Each kind imports its library only when it is built, so that no tool loads the other libraries.
+A library is imported only when a tokenizer that needs it is built, so no tool loads the others.
 """
 
 from megatron.tokenizer.base import Tokenizer

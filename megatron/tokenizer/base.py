@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _SpecialId:
-    """A property of a tokenizer: the id of the special token with the property's name."""
+    """A read-only attribute that holds the id of the special token with the attribute's name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -31,10 +31,10 @@ class Tokenizer(ABC):
     Reading the id of a special token that the tokenizer does not have raises a ConfigError.
 
     Args:
-        kind: The `--tokenizer-type` that it was built as.
+        kind: The `--tokenizer-type` of the tokenizer.
         digest: The digest of everything that determines the ids (files and options).
-        special_ids: The ids of `eod`, `bos`, `eos`, `cls`, `sep`, `pad` and `mask`, if the
-            tokenizer has them.
+        special_ids: The ids of those of `eod`, `bos`, `eos`, `cls`, `sep`, `pad` and `mask` that
+            the tokenizer has.
         vocab_size: The number of entries, including appended ones.
         sentinels: The ids of T5's sentinels, `<extra_id_0>` first.
 
@@ -43,11 +43,11 @@ class Tokenizer(ABC):
         text_vocab_size: The number of entries in the tokenizer's files, without appended ones.
         appended_ids: The ids that `tokenize` appends to every text, such as `</s>`.
         additional_special_tokens_ids: The ids of T5's sentinels, whether appended or not.
-        spelling: What determines the ids of `tokenize_spelled` in addition to the files and options
-            of `fingerprint`.
-        has_t5_sentinels: Whether the sentinels are those of T5's own vocabulary, not appended by
-            Megatron. In that case the other special tokens are also used as in T5: the decoder
-            begins with padding, and both texts end with `eos`.
+        spelling: A description of any setting that changes the ids of `tokenize_spelled` but is
+            not covered by `fingerprint`.
+        has_t5_sentinels: Whether the sentinels belong to T5's own vocabulary, as opposed to being
+            appended by Megatron. If so, the other special tokens are also used as in T5: the
+            decoder begins with padding, and both texts end with `eos`.
         eod: The id that ends a document.
         bos: The id that begins a sequence.
         eos: The id that ends a sequence.
@@ -57,7 +57,7 @@ class Tokenizer(ABC):
         mask: The id that replaces a masked token.
     """
 
-    _where_named = ""  # for messages: the other place that may name a special token
+    _where_named = ""  # added to error messages: another place where a special token can be named
     _vocab: Mapping[str, int]
     appended_ids: tuple[int, ...] = ()
     has_t5_sentinels = False
@@ -104,38 +104,38 @@ class Tokenizer(ABC):
         return ids[: len(ids) - len(self.appended_ids)]
 
     def tokenize_spelled(self, text: str) -> list[int]:
-        """Return the ids of a text that already has its special tokens; none are added."""
+        """Return the ids of a text whose special tokens are already written out; none are added."""
         return self.tokenize(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of many texts, one array per text, as fast as the tokenizer can."""
+        """Return the ids of many texts, one array per text, by the tokenizer's fastest method."""
         import numpy as np
 
         return [np.array(self.tokenize(text), np.int64) for text in texts]
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of many parts of a text, without special tokens around each."""
+        """Return the ids of each part of a text, without special tokens around the parts."""
         return self.tokenize_batch(texts)
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids of `tokenize_spelled`, and the characters that each stands for.
+        """Return the ids of `tokenize_spelled` and the range of characters that each one covers.
 
         Returns:
-            The ids, and the first character and the one after the last of each, `[tokens, 2]`.
+            The ids, and the start and end (exclusive) of each in characters, `[tokens, 2]`.
 
         Raises:
-            ConfigError: This kind of tokenizer does not tell where its tokens lie.
+            ConfigError: This kind of tokenizer does not report the positions of its tokens.
         """
         raise ConfigError(
-            f"--tokenizer-type {self.kind} does not tell where in a text its tokens lie, which "
-            "conversations need: use HuggingFaceTokenizer, GPT2BPETokenizer, TikTokenizer or a "
-            "SentencePiece model (GPTSentencePieceTokenizer, Llama2Tokenizer)"
+            f"--tokenizer-type {self.kind} does not report the positions of its tokens in a text, "
+            "which conversations need: use HuggingFaceTokenizer, GPT2BPETokenizer, TikTokenizer or "
+            "a SentencePiece model (GPTSentencePieceTokenizer, Llama2Tokenizer)"
         )
 
     def text_growth(self) -> int:
-        """Return a bound on the ratio of a text's length to the total length of its ids' entries.
+        """Return a bound on a text's length divided by the total length of its tokens' entries.
 
-        The time that `detokenize` takes is proportional to this length.
+        The time that `detokenize` takes is proportional to the text's length.
 
         Raises:
             DataError: There is no bound.
@@ -177,7 +177,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """A tokenizer whose ids stand for the bytes of a text, none of which are lost."""
+    """A tokenizer whose ids encode the bytes of a text without loss."""
 
     @abstractmethod
     def bytes_of(self, index: int) -> bytes:
@@ -186,7 +186,7 @@ class ByteTokenizer(Tokenizer):
     @property
     @abstractmethod
     def special_texts(self) -> Mapping[str, int]:
-        """The special tokens as a text may spell them, and their ids."""
+        """The special tokens, as written in a text, and their ids."""
 
     @cached_property
     def _spelling(self) -> re.Pattern[str]:
@@ -202,13 +202,13 @@ class ByteTokenizer(Tokenizer):
         return ids
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids of `tokenize_spelled`, and the characters that each stands for."""
+        """Return the ids of `tokenize_spelled` and the range of characters that each one covers."""
         import numpy as np
 
         ids = self.tokenize_spelled(text)
         lengths = np.array([len(self.bytes_of(index)) for index in ids], np.int64)
         ends = np.cumsum(lengths)
         data = np.frombuffer(text.encode(), np.uint8)
-        # The number of characters that begin before each byte; others continue a character.
+        # The number of characters that begin before each byte (10xxxxxx continues a character).
         begun = np.concatenate([[0], np.cumsum(data & 0xC0 != 0x80)])
         return ids, np.stack([begun[ends - lengths + 1] - 1, begun[ends]], 1)

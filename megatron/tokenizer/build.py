@@ -1,4 +1,4 @@
-"""Construction of tokenizers from the flags, and the simplest ones: numbers and characters."""
+"""Construction of tokenizers from the flags, and the two simplest: numbers and characters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import digest
 
-# The module and class of each kind. A module is imported when its kind is built, so that no kind
-# loads the libraries of the others.
+# The module and class of each tokenizer type. A module is imported only when its type is built, so
+# that no type loads the libraries of the others.
 _CLASSES = {
     "GPT2BPETokenizer": ("gpt2", "GPT2Tokenizer"),
     "BertWordPieceLowerCase": ("wordpiece", "WordPieceTokenizer"),
@@ -27,14 +27,14 @@ _CLASSES = {
     "HuggingFaceTokenizer": ("huggingface", "HuggingFaceTokenizer"),
     "PretrainedFromHF": ("huggingface", "HuggingFaceTokenizer"),
     "TikTokenizer": ("tiktoken", "TikTokenizer"),
-    "EncDecTokenizer": ("yuan", "EncDecTokenizer"),
+    "EncDecTokenizer": ("wordpiece", "EncDecTokenizer"),
     "CharacterLevelTokenizer": ("build", "CharacterLevelTokenizer"),
     "NullTokenizer": ("build", "NullTokenizer"),
 }
 
 
 def files_of(config: TokenizerConfig) -> tuple[str, ...]:
-    """Return the config fields that name the files of the chosen kind, if one is chosen."""
+    """Return the config fields that name the chosen tokenizer's files; none if none is chosen."""
     needs = TOKENIZER_NEEDS.get(config.tokenizer_type or "", ())
     return tuple(field for field in needs if field != "vocab_size")
 
@@ -55,7 +55,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     module, name = _CLASSES[kind]
     found = importlib.import_module(f"megatron.tokenizer.{module}")
     tokenizer: Tokenizer = getattr(found, name)(config)
-    tokenizer.tokenize_open("0")  # some libraries report a damaged file only now
+    tokenizer.tokenize_open("0")  # some libraries report a damaged file only on first use
     return tokenizer
 
 
@@ -74,10 +74,11 @@ def padded_vocabulary(config: RunConfig) -> int:
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
     """Return the number of rows of a word embedding that holds `vocab_size` entries.
 
-    It is a multiple of the least common multiple of `divisible_by` and the tensor-parallel size.
-    With the usual 128 it is the same for every tensor-parallel size that divides 128, so losses do
-    not depend on the layout; padding rows take part in the softmax. Megatron-LM pads to a multiple
-    of the product instead. Its checkpoints can still be read (`checkpoint.reader`).
+    The result is a multiple of the least common multiple of `divisible_by` and the tensor-parallel
+    size. With the usual 128 it is the same for every tensor-parallel size that divides 128.
+    Padding rows take part in the softmax, so this keeps losses independent of the layout.
+    Megatron-LM pads to a multiple of the product instead; its checkpoints can still be read
+    (`checkpoint.reader`).
     """
     multiple = math.lcm(divisible_by, tensor_parallel_size)
     return -(-vocab_size // multiple) * multiple
@@ -128,7 +129,7 @@ class NullTokenizer(Tokenizer):
 
 
 class CharacterLevelTokenizer(Tokenizer):
-    """CharacterLevelTokenizer of 2019: the 256 characters of Latin-1, after 8 special entries."""
+    """CharacterLevelTokenizer (2019): 8 special entries, then the 256 characters of Latin-1."""
 
     _SPECIAL = ("pad", "eos", "bos", "unk", "sep", "L2R", "ENC", "MASK")
 

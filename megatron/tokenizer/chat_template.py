@@ -1,9 +1,10 @@
 """Chat templates, which turn a conversation into the text form that a chat model was trained on.
 
-Templates come with models, so they are not trusted: Jinja's sandbox keeps them from files and from
-Python's insides, products are limited before they are computed, and so is the rendered text. A loop
-without output can only be stopped from outside: the server and the conversion of conversations
-render in processes whose time and memory are limited (`limit_process`).
+Templates come with models, so they are not trusted. Jinja's sandbox denies them access to files and
+to Python's internals, the size of a product is checked before it is computed, and the length of the
+rendered text is limited. A loop that writes nothing can only be stopped from outside, so the server
+and the conversion of conversations render in processes with limited time and memory
+(`limit_process`).
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ if TYPE_CHECKING:
     from megatron.tokenizer.base import Tokenizer
 
 _MAX_TEMPLATE = 1 << 20  # bytes
-_MAX_TEXT = 1 << 26  # characters that a template may write, or multiply a string to
-_MAX_BITS = 1 << 12  # of a product of integers
+_MAX_TEXT = 1 << 26  # characters of a rendered text, or of a string that a template repeats
+_MAX_BITS = 1 << 12  # bits of a product of integers
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-Span = tuple[int, int]  # the first character, and the one after the last
+Span = tuple[int, int]  # start and end (exclusive), in characters
 
-# The date that templates get in training, so that ids do not depend on the day. The templates of
-# Llama 3 fall back to it too.
+# The date that templates receive in training, so that ids do not depend on the day. Llama 3's
+# templates fall back to the same date.
 TRAINING_DATE = datetime(2024, 7, 26)
 
 
@@ -49,7 +50,7 @@ class _GenerationTag(Extension):
     Attributes:
         is_used: Whether the template has such a tag.
         length: The number of characters that the current rendering has written.
-        spans: The text marked by the current rendering.
+        spans: The spans of text marked by the current rendering.
     """
 
     tags = {"generation"}
@@ -74,9 +75,9 @@ class _GenerationTag(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox for data that may not be changed, with limited products.
+    """Jinja's sandbox for immutable data, with a limit on the size of products.
 
-    Products grow so fast that limits on memory and time would notice too late.
+    Products grow so fast that a limit on memory or time would take effect too late.
     """
 
     intercepted_binops = frozenset({"*", "**"})
@@ -101,7 +102,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _as_it_is(_: Context, value: Any) -> Any:
-    """Return the value unchanged. Taking a context makes Jinja call this only while rendering."""
+    """Return the value unchanged. As it takes a context, Jinja calls it only while rendering."""
     return value
 
 
@@ -114,9 +115,9 @@ class ChatTemplate:
         """Compile the template.
 
         Args:
-            source: Text of the template.
-            special: Texts of special tokens such as bos_token and eos_token, by name.
-            date: The time that `strftime_now` tells. `None` stands for the time of each call.
+            source: The text of the template.
+            special: The texts of special tokens such as bos_token and eos_token, by name.
+            date: The time that `strftime_now` reports. `None` means the time of the call.
 
         Raises:
             ConfigError: The text is not a valid template.
@@ -148,7 +149,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ConfigError(
-                f"the chat template has a mistake in line {error.lineno}: {error}: fix it, or "
+                f"the chat template has an error on line {error.lineno}: {error}: fix it, or "
                 "give another one with --chat-template"
             ) from error
         except (RecursionError, SyntaxError, MemoryError) as error:
@@ -188,7 +189,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and what of it `{% generation %}` marks.
+        """Return the text of a conversation and the spans that `{% generation %}` marks.
 
         Args:
             messages: Messages, each with a role, content and optionally a name.
@@ -235,9 +236,9 @@ class Chat(NamedTuple):
     Attributes:
         messages: The messages, as the template reads them.
         inputs: Further variables of the template, such as `tools`.
-        prompt: The number of messages that are a prompt: everything after them is trained. `None`
-            if the assistant's turns are trained.
-        untrained: The assistant's turns that are not trained, counted from 0 among themselves.
+        prompt: The number of leading messages that form the prompt. Everything after them is
+            trained on. `None` means that the assistant's turns are trained on.
+        untrained: The turns of the assistant to leave out of training. 0 is its first turn.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -249,19 +250,20 @@ class Chat(NamedTuple):
 def trained_text(
     template: ChatTemplate, chat: Chat, *, last_only: bool = False
 ) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and what of it is trained.
+    """Return the text of a conversation and the spans of it to train on.
 
-    Trained are the assistant's turns, each with what ends it. If the template marks text with
-    `{% generation %}`, this is that text. Otherwise a turn is what the template adds to the
-    messages before it, written as a request for an answer; it must only add.
+    These spans are the assistant's turns, each including the token that ends it. If the template
+    marks text with `{% generation %}`, the marks define the turns. Otherwise a turn is the text
+    that the template appends to a prompt made of the earlier messages. Such a template must write
+    the earlier messages the same way with and without the turn.
 
     Args:
         template: The template.
         chat: The conversation.
-        last_only: Whether only the assistant's last turn is trained.
+        last_only: Whether to train only on the assistant's last turn.
 
     Raises:
-        DataError: The template refuses the messages, or does not show what to train.
+        DataError: The template refuses the messages, or does not show which text to train on.
     """
     messages, inputs = chat.messages, chat.inputs
     if chat.prompt is not None:
@@ -282,8 +284,8 @@ def trained_text(
             return text, marks
         if len(marks) != len(turns):
             raise DataError(
-                f"the chat template marks {len(marks)} texts with {{% generation %}} for "
-                f"{len(turns)} turns of the assistant, so single turns cannot be chosen: mark each "
+                f"the chat template marks {len(marks)} spans with {{% generation %}}, but the "
+                f"assistant has {len(turns)} turns, so single turns cannot be selected: mark each "
                 "turn once"
             )
         return text, [marks[turn] for turn in chosen]
@@ -291,7 +293,7 @@ def trained_text(
 
 
 def _added_text(template: ChatTemplate, chat: Chat, at: int, text: str) -> Span:
-    """Return what a turn of the assistant adds to the text of the messages before it.
+    """Return the span that a turn of the assistant adds to the text of the messages before it.
 
     Args:
         template: The template.
@@ -300,7 +302,8 @@ def _added_text(template: ChatTemplate, chat: Chat, at: int, text: str) -> Span:
         text: The text of the whole conversation.
 
     Raises:
-        DataError: The template writes the messages before in another way, or this one.
+        DataError: The template writes this message or an earlier one differently when more
+            messages follow.
     """
     messages, inputs = chat.messages, chat.inputs
     start = template.render(messages[:at], inputs)
@@ -311,7 +314,7 @@ def _added_text(template: ChatTemplate, chat: Chat, at: int, text: str) -> Span:
     through = template.render(messages[: at + 1], inputs, add_generation_prompt=False)
     if text.startswith(through) and through.startswith(start):
         return len(start), len(through)
-    # Some templates leave out the reasoning before an answer once more follows.
+    # Some templates drop the reasoning before an answer once another message follows.
     answer = str(messages[at].get("content", "")).strip()
     added = through[through.rfind(answer) :] if answer else through
     after = text[len(start) :].lstrip()
@@ -321,39 +324,39 @@ def _added_text(template: ChatTemplate, chat: Chat, at: int, text: str) -> Span:
 
 
 def _misfit(what: str, text: str, start: str) -> DataError:
-    """Return the error for a text that does not begin as the text of its first messages does."""
+    """Return the error for a text that does not begin with the text of its first messages."""
     at = len(commonprefix([text, start]))
     return DataError(
-        f"the chat template writes {what} in another way when more follows "
-        f"({start[at : at + 30]!r} becomes {text[at : at + 30]!r}), so it does not show what to "
-        "train: put {% generation %} and {% endgeneration %} around the assistant's text in the "
-        "template and give it with --chat-template, or try --last-turn-only"
+        f"the chat template writes {what} differently when more messages follow "
+        f"({start[at : at + 30]!r} becomes {text[at : at + 30]!r}), so it does not show which text "
+        "to train on: put {% generation %} and {% endgeneration %} around the assistant's text in "
+        "the template and give it with --chat-template, or try --last-turn-only"
     )
 
 
 def encode(
     tokenizer: Tokenizer, text: str, spans: Sequence[Span]
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Return the ids of a conversation's text, and which tokens are trained.
+    """Return the ids of a conversation's text, and which of them to train on.
 
-    The text is tokenized as a whole, as when the model answers. A token is trained if one of its
-    characters is.
+    The text is tokenized as a whole, as it is when the model answers. A token is trained on if any
+    of its characters is in a span.
 
     Args:
         tokenizer: The tokenizer.
         text: The text, with its special tokens.
-        spans: The trained text, in order.
+        spans: The spans to train on, in order.
 
     Raises:
         DataError: The tokenizer refuses the text.
-        ConfigError: The tokenizer does not tell where its tokens lie.
+        ConfigError: The tokenizer does not report the positions of its tokens.
     """
     import numpy as np
 
     ids, bounds = tokenizer.tokenize_spans(text)
     trained = np.zeros(len(ids), np.bool_)
     starts, ends = bounds[:, 0].copy(), bounds[:, 1]
-    # Some tokenizers leave out the space that belongs to a token.
+    # Some tokenizers omit a token's leading space from its range.
     starts[1:] = np.minimum(starts[1:], ends[:-1])
     for first, end in spans:
         if first < end:
@@ -362,10 +365,10 @@ def encode(
 
 
 def find_template(chat_template: str | None, tokenizer_model: str | None) -> str | None:
-    """Return the template of `--chat-template`, or by default the one next to the tokenizer.
+    """Return the template that `--chat-template` names, or else the one next to the tokenizer.
 
     Args:
-        chat_template: The template's file, or `None` for the default.
+        chat_template: The template's file, or `None` for the one next to the tokenizer.
         tokenizer_model: The tokenizer's file or folder.
 
     Returns:
@@ -395,7 +398,7 @@ def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
     """Return the texts of special tokens by name, from the tokenizer's tokenizer_config.json.
 
     Args:
-        tokenizer_model: File or folder of the tokenizer.
+        tokenizer_model: The tokenizer's file or folder.
 
     Raises:
         ConfigError: The file cannot be read or is not JSON.
@@ -410,7 +413,7 @@ def added_tokens(tokenizer_model: str | None) -> list[str]:
     """Return the texts of the tokens that the tokenizer's tokenizer_config.json adds.
 
     Args:
-        tokenizer_model: File or folder of the tokenizer.
+        tokenizer_model: The tokenizer's file or folder.
 
     Raises:
         ConfigError: The file cannot be read or is not JSON.
@@ -446,7 +449,9 @@ def _read(what: str, path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(_MAX_TEMPLATE + 1)
         if len(data) > _MAX_TEMPLATE:
-            raise ConfigError(f"{what} {path} is larger than {_MAX_TEMPLATE:,} bytes: give another")
+            raise ConfigError(
+                f"{what} {path} is larger than {_MAX_TEMPLATE:,} bytes: give a smaller file"
+            )
         return data.decode("utf-8")
     except OSError as error:
         raise ConfigError(

@@ -1,17 +1,17 @@
 """Fast encoders for byte-level BPE: gigatoken if it is installed, otherwise tiktoken.
 
-Both produce GPT-2's ids. On one core gigatoken reaches about 150 MB/s, tiktoken 10 MB/s.
+Both produce GPT-2's ids. On one core, gigatoken reaches about 150 MB/s and tiktoken 10 MB/s.
 
-Compiled vocabularies are kept in MEGATRON_CACHE, which lets a tool start 0.2 s sooner. Building an
-encoder from a vocabulary of 50,000 entries and its merges takes 0.3 s, most of which is spent
-looking up merges. If ids are in the order of merges, as GPT-2's are, a file of the pieces in that
-order holds the same information and loads in a third of the time. It is kept only if a check shows
-that its encoder has the same merges. Its name is
+Compiled vocabularies are cached in MEGATRON_CACHE, which lets a tool start 0.2 s sooner. Building
+an encoder from a vocabulary of 50,000 entries and its merges takes 0.3 s, most of it spent looking
+up merges. If the ids are in the order of the merges, as GPT-2's are, a file of the pieces in that
+order holds the same information and loads in a third of the time. The file is kept only if a check
+shows that its encoder has the same merges. Its name is
 
     <digest of its source>-<vocabulary size>-<end id>-<digest of the rest>.tiktoken
 
-so that the vocabulary need not be parsed, and a stale or damaged file is not used. Only this user
-may enter the folder, which can be deleted at any time.
+so the vocabulary need not be parsed, and a stale or damaged file is never used. Only the current
+user can access the folder, which can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from megatron.durable import open_trusted, renamed_when_done
 from megatron.environment import private_cache
 from megatron.tokenizer.files import digest
 
-# Contractions, words, numbers, punctuation (the last three with the space before), whitespace.
+# Contractions; words, numbers and punctuation, each with a preceding space; whitespace.
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# gigatoken never forgets a distinct word: its memory is about 20 MB after 75 MB of English, but
-# eight times the input for random letters. A fresh encoder costs 0.2 s, 5% at this interval.
+# gigatoken never forgets a word that it has seen. It takes about 20 MB of memory after 75 MB of
+# English, but eight times the input's size for random letters. Building a fresh encoder takes
+# 0.2 s, which adds 5% of time at this interval (in characters).
 _FORGET_AFTER = 256 << 20
 
 
 @cache
 def byte_of_character() -> Mapping[str, int]:
-    """Return GPT-2's spelling of bytes: the byte that each printable character stands for.
+    """Return the byte that each printable character stands for in GPT-2's vocabulary.
 
-    Printable Latin-1 characters stand for themselves. The other 68 bytes, in order, are spelled as
-    U+0100 and up, so a space is U+0120 and a newline U+010A.
+    Printable Latin-1 characters stand for themselves. The other 68 bytes, in order, are written as
+    U+0100 and up, so a space is U+0120 and a newline is U+010A.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -57,8 +58,8 @@ def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key
     """Build the fastest encoder that is installed, and cache its compiled form if possible.
 
     Args:
-        vocab: The map from entries, in GPT-2's spelling of bytes, to ids.
-        merges: The lines `left right`, in the order of the merges.
+        vocab: The map from entries, with bytes written as in `byte_of_character`, to ids.
+        merges: The merges, as lines `left right`, in order.
         end: The id that ends a document.
         key: The digest of all three.
     """
@@ -67,7 +68,7 @@ def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key
     import orjson
     from gigatoken.gigatoken_rs import load_hf_json
 
-    # The parts of a tokenizer.json that decide the ids.
+    # The parts of a tokenizer.json that determine the ids.
     model = {"type": "BPE", "vocab": vocab, "merges": merges}
     pipeline = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}, "model": model}
     encoder = GigatokenEncoder(partial(load_hf_json, orjson.dumps(pipeline)))
@@ -97,7 +98,7 @@ def compiled_encoder(key: str) -> tuple[GigatokenEncoder, int, int] | None:
 
 
 class GigatokenEncoder:
-    """A gigatoken encoder with GPT-2's split. Threads may share it; a lock admits one at a time.
+    """A gigatoken encoder with GPT-2's split. Threads can share it: a lock admits one at a time.
 
     Args:
         load: A function that creates a fresh encoder.
@@ -152,10 +153,10 @@ Encoder = GigatokenEncoder | TiktokenEncoder
 def _keep_compiled(
     key: str, vocab: Mapping[str, int], merges: Sequence[str], end: int, encoder: Any
 ) -> None:
-    """Write a compiled file, if such a file can hold an equal encoder.
+    """Write a compiled file, provided that it can represent the encoder.
 
     Raises:
-        OSError: The folder cannot be written to, or other users may enter it.
+        OSError: The folder cannot be written to, or other users can access it.
         RuntimeError: The user has no home folder.
         ValueError: The compiled file does not give the same merges.
     """

@@ -1,4 +1,4 @@
-"""Vocabulary files, their digest, and T5's sentinels in them."""
+"""Vocabulary files, their digest, and the T5 sentinels in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.errors import DataError
 
 
 class VocabularyFile(NamedTuple):
-    """A file that a tokenizer is built from. Messages show it as its flag and path.
+    """A file from which a tokenizer is built. Messages name it by its flag and path.
 
     Attributes:
         flag: The flag that names the file.
@@ -54,10 +54,10 @@ class VocabularyFile(NamedTuple):
             ) from error
 
     def entries(self) -> dict[str, int]:
-        """Return the number of each entry of a text with one entry per line.
+        """Return the line number, from 0, of each entry of a text with one entry per line.
 
         Raises:
-            DataError: The content is not UTF-8, or an entry is there twice.
+            DataError: The content is not UTF-8, or an entry appears twice.
         """
         vocab: dict[str, int] = {}
         for number, line in enumerate(self.text().removesuffix("\n").split("\n")):
@@ -85,7 +85,7 @@ class VocabularyFile(NamedTuple):
 
 
 def digest(*parts: bytes | str) -> str:
-    """Return a short digest of `parts`, which depends on the boundaries between them."""
+    """Return a short digest of `parts` and of the boundaries between them."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -102,7 +102,7 @@ def extra_ids(count: int) -> list[str]:
 def find_sentinels(vocab: Mapping[str, int]) -> list[int]:
     """Return the ids of `<extra_id_0>`, `<extra_id_1>` ..., until `vocab` lacks one.
 
-    Some models (mT5's) have U+2581, which stands for a space, before each sentinel.
+    Some models, such as mT5's, put U+2581 (which stands for a space) before each sentinel.
     """
     ids: list[int] = []
     while True:

@@ -23,8 +23,8 @@ _UNKNOWN = "\ufffd".encode()
 class GPT2Tokenizer(ByteTokenizer):
     """GPT2BPETokenizer: `--vocab-file` (json) and `--merge-file`.
 
-    Special tokens in a document are ordinary text: `<|endoftext|>` inside it is split like any
-    other word. In a text whose special tokens are spelled out, such as a conversation, it is one.
+    Special tokens in a document are ordinary text: `<|endoftext|>` is split like any other word.
+    In a conversation, or any text passed to `tokenize_spelled`, it is a special token.
 
     Raises:
         DataError: A file is missing, damaged, or does not fit the other.
@@ -54,9 +54,9 @@ class GPT2Tokenizer(ByteTokenizer):
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """The map from entries, in GPT-2's printable spelling of bytes, to ids.
+        """The map from entries, with bytes written as in `byte_of_character`, to ids.
 
-        It is parsed on first use, which saves 15 ms if a compiled encoder is all that is needed.
+        It is parsed on first use, which saves 15 ms if only a compiled encoder is needed.
         """
         vocab: dict[str, int] = self._file.json()
         return vocab
@@ -82,7 +82,7 @@ class GPT2Tokenizer(ByteTokenizer):
 
     @property
     def special_texts(self) -> Mapping[str, int]:
-        """The end of a document, and its id."""
+        """The token that ends a document, and its id."""
         return {_END: self.eod}
 
     @cached_property
@@ -108,7 +108,7 @@ def _parse_merges(file: VocabularyFile) -> list[str]:
     for number, line in enumerate(merges):
         if line.count(" ") != 1:
             raise DataError(
-                f"{file}: merge {number + 1} is {line[:40]!r}, expected two pieces separated by a "
+                f"{file}: merge {number + 1} is {line[:40]!r}; expected two pieces separated by a "
                 "space (GPT-2's merges.txt)"
             )
     return merges
@@ -117,14 +117,16 @@ def _parse_merges(file: VocabularyFile) -> list[str]:
 def _check(
     vocab_file: VocabularyFile, vocab: Any, merge_file: VocabularyFile, merges: list[str]
 ) -> None:
-    """Check the vocabulary's ids, and that it has every entry that is needed."""
+    """Check the vocabulary's ids and that it has every required entry."""
     file = vocab_file
     if not isinstance(vocab, dict) or not all(type(index) is int for index in vocab.values()):
         raise DataError(f"{file}: expected a JSON object of entries and ids (GPT-2's vocab.json)")
     if _END not in vocab:
         raise DataError(f"{file}: there is no entry {_END}, which ends documents; add it")
     if set(vocab.values()) != set(range(len(vocab))):
-        raise DataError(f"{file}: the ids must be 0 to {len(vocab) - 1}, each once; fix the file")
+        raise DataError(
+            f"{file}: each id from 0 to {len(vocab) - 1} must appear exactly once; fix the file"
+        )
     missing = [merge for merge in merges if merge.replace(" ", "") not in vocab]
     missing += [character for character in byte_of_character() if character not in vocab]
     if missing:

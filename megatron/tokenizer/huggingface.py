@@ -1,4 +1,4 @@
-"""Tokenizers from a tokenizer.json, read by the `tokenizers` library. Nothing is downloaded."""
+"""Tokenizers in a tokenizer.json, read by the `tokenizers` library. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class HuggingFaceTokenizer(Tokenizer):
     It may also be the name of a model, such as bigscience/bloom, whose files are already in Hugging
     Face's cache. Nothing is downloaded, and no code of a model is run.
 
-    A tokenizer_config.json in the same folder names the special tokens. The file's own
-    post-processing applies, so a model that begins texts with a special token gets it here too.
+    A tokenizer_config.json in the same folder names the special tokens. The post-processing that
+    the tokenizer.json defines applies, so a special token that it puts before texts is added here
+    too.
 
     Raises:
         ConfigError: There is no such file.
@@ -49,7 +50,7 @@ class HuggingFaceTokenizer(Tokenizer):
         file = VocabularyFile.read("--tokenizer-model", str(path))
         make = partial(Pipeline.from_str, file.text())
         self._tokenizer = Library(file, "a tokenizer.json of Hugging Face", make)
-        # A corpus is neither truncated nor padded, even if the file says so.
+        # A corpus is never truncated or padded, even if the file asks for it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -93,7 +94,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids of `tokenize_spelled`, and the characters that each stands for."""
+        """Return the ids of `tokenize_spelled` and the range of characters that each one covers."""
         import numpy as np
 
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
@@ -112,11 +113,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return text
 
     def text_growth(self) -> int:
-        """Return a bound on the ratio of a text's length to the total length of its ids' entries.
+        """Return a bound on a text's length divided by the total length of its tokens' entries.
 
         Raises:
-            DataError: The file's decoder matches a regular expression, which may take arbitrarily
-                long.
+            DataError: The file's decoder matches a regular expression, which may take an unbounded
+                amount of time.
         """
         decoder = self._tokenizer.attribute("decoder")
         return 2 if decoder is None else _growth(json.loads(decoder.__getstate__()))
@@ -150,7 +151,7 @@ def _find_file(given: str) -> Path:
 def _growth(decoder: dict[str, Any]) -> int:
     """Return a bound on the factor by which a decoder may lengthen a text.
 
-    The bounds of a sequence of decoders are multiplied. Each is at least 2.
+    The bound of a sequence of decoders is the product of their bounds. Each bound is at least 2.
     """
     if decoder["type"] == "Sequence":
         return math.prod(map(_growth, decoder["decoders"]))
@@ -158,8 +159,9 @@ def _growth(decoder: dict[str, Any]) -> int:
         return 2
     if "String" not in decoder["pattern"]:
         raise DataError(
-            "the decoder in --tokenizer-model replaces a regular expression, which may take "
-            "arbitrarily long: give a tokenizer.json whose decoder replaces only fixed strings"
+            "the decoder in --tokenizer-model replaces a regular expression, which may take an "
+            "unbounded amount of time: give a tokenizer.json whose decoder replaces only fixed "
+            "strings"
         )
-    # The search for a fixed string takes its length at each position of the text.
+    # At each position of the text, the search for a fixed string may compare its whole length.
     return 1 + max(len(decoder["content"]), len(decoder["pattern"]["String"]))

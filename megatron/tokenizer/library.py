@@ -1,4 +1,4 @@
-"""Calls to tokenizer libraries, which may raise anything when a file or a text is hostile."""
+"""Calls to tokenizer libraries, which may raise any error when a file or a text is malicious."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.errors import DataError, UserError
 class Library:
     """A wrapper around a tokenizer library's object, with methods that raise only DataError.
 
-    Every library is built and called through this class. Libraries raise errors of any type:
-    RuntimeError, plain Exception, and, when Rust code panics, PanicException. It is not derived
-    from Exception, so handlers elsewhere would not catch it.
+    All library objects are built and called through this class. Libraries raise errors of any
+    type: RuntimeError, plain Exception, and PanicException when Rust code panics. PanicException
+    is not derived from Exception, so other handlers would not catch it.
 
     Args:
         file: The flag and path that messages show.
@@ -29,11 +29,13 @@ class Library:
         """Build the object."""
         problem = f"{file}: not {kind}, or damaged; give another file"
         self._object = _call(problem, make)
-        self._problem = f"{file}: the tokenizer fails; if it fails on every text, give another file"
+        self._problem = (
+            f"{file}: the tokenizer failed; if it fails on every text, give another file"
+        )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a method of the object."""
-        # Copying and unpickling look up such names before there is an object.
+        # Copying and unpickling look up such names before `_object` is set.
         if name.startswith("_"):
             raise AttributeError(name)
         return partial(_call, self._problem, getattr(self._object, name))

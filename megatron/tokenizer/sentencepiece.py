@@ -1,4 +1,4 @@
-"""SentencePiece models, in the three ways Megatron-LM uses them."""
+"""SentencePiece models, used in the three ways that Megatron-LM uses them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# A field of a model's file, of which the last one counts: no space is put before texts.
+# A field of a model file, with the meaning "put no space before a text". The last such field wins.
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
     """GPTSentencePieceTokenizer: the model's own pieces; `</s>` ends documents.
 
-    `--vocab-extra-ids` appends sentinels as T5 does, the last one first. With T5's model, 100 of
-    them result in T5's vocabulary.
+    `--vocab-extra-ids` appends sentinels as T5 does, in descending order. Appending 100 of them to
+    T5's model gives T5's vocabulary.
 
     Raises:
         DataError: `--tokenizer-model` is missing or not a SentencePiece model.
@@ -43,12 +43,17 @@ class GPTSentencePieceTokenizer(Tokenizer):
         make = partial(SentencePieceProcessor, model_proto=file.data)
         model = self._model = Library(file, "a SentencePiece model (.model)", make)
         self._file = file
-        if _is_legacy(config.tokenizer_model):
-            self.spelling = "a space after special tokens"
+        settings_path = Path(config.tokenizer_model or "").parent / "tokenizer_config.json"
+        if settings_path.is_file():
+            settings = VocabularyFile.read("--tokenizer-model", str(settings_path)).json()
+            if isinstance(settings, dict) and settings.get("legacy") is True:
+                self.spelling = "a space after special tokens"
+        # Whether every space of a text becomes part of a token, as in Llama's model.
+        self._keeps_spaces = len(model.encode_as_ids("   ")) > 0
         self._pieces: int = model.get_piece_size()
         vocab = self._vocab = {model.id_to_piece(i): i for i in range(self._pieces)}
         own, extra = find_sentinels(vocab), extra_ids(config.vocab_extra_ids)
-        self._entry_of: dict[int, str] = {}  # entries found in text in addition to the pieces
+        self._entry_of: dict[int, str] = {}  # appended entries that are recognized in text
         special = self._find_special_ids(file, own, extra)
         self._pattern = re.compile("(" + "|".join(map(re.escape, self._entry_of.values())) + ")")
         key = digest(file.data, str(len(extra)))
@@ -97,11 +102,12 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return list(self.tokenize_spans(text)[0])
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids of `tokenize_spelled`, and the characters that each stands for.
+        """Return the ids of `tokenize_spelled` and the range of characters that each one covers.
 
-        Parts between special tokens are tokenized as by `transformers` 5: the model puts a space
-        before the beginning of a text, and with `"legacy": true` in tokenizer_config.json before
-        each part, unless there is one. A model that removes spaces (T5's) always puts one there.
+        The parts between special tokens are tokenized as in `transformers` 5. The model puts a
+        space before the text, and also before each part if tokenizer_config.json has
+        `"legacy": true`, unless there is one already. A model that removes spaces, such as T5's,
+        always puts a space before each part.
         """
         import numpy as np
 
@@ -118,7 +124,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
                 uses_prefix = is_prefixed or not self._keeps_spaces
                 pieces = _pieces_of(self._model if uses_prefix else self._without_prefix, part)
                 ids += [piece.id for piece in pieces]
-                # Models that remove spaces leave out those at the beginning.
+                # Models that remove spaces omit leading spaces.
                 at = begin + max(part.find("".join(piece.surface for piece in pieces)), 0)
                 for piece in pieces:
                     spans.append((at, at + len(piece.surface)))
@@ -126,18 +132,14 @@ class GPTSentencePieceTokenizer(Tokenizer):
             begin += len(part)
         bounds = np.array(spans, np.int64).reshape(-1, 2)
         starts, ends = bounds[:, 0], bounds[:, 1]
-        # The bytes of a character, and a space that the model adds, stand for what follows them.
+        # A byte of a character, or a space that the model added, covers no characters of its own:
+        # it gets the end of the next token that does.
         through = np.minimum(np.searchsorted(ends, starts, "right"), max(len(ends) - 1, 0))
         return ids, np.stack([starts, ends[through]], 1)
 
     @cached_property
-    def _keeps_spaces(self) -> bool:
-        """Whether every space of a text becomes a part of a token, as in Llama's model."""
-        return len(self._model.encode_as_ids("   ")) > 0
-
-    @cached_property
     def _without_prefix(self) -> Library:
-        """The model, but without the space that it puts before texts."""
+        """The same model, except that it puts no space before a text."""
         from sentencepiece import SentencePieceProcessor
 
         make = partial(SentencePieceProcessor, model_proto=self._file.data + _NO_PREFIX)
@@ -145,7 +147,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _spelled(self) -> re.Pattern[str]:
-        """A pattern of every special token, the model's own and those that are appended."""
+        """A pattern that matches every special token, the model's own and the appended ones."""
         model = self._model
         own = (i for i in range(self._pieces) if model.is_control(i) or model.is_unknown(i))
         entries = {*map(model.id_to_piece, own), *self._entry_of.values()}
@@ -215,19 +217,10 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
         return {name: self._vocab[entry] for name, entry in entries.items()}
 
 
-def _is_legacy(tokenizer_model: str | None) -> bool:
-    """Return whether the model also puts a space before text that follows a special token."""
-    path = Path(tokenizer_model or "").parent / "tokenizer_config.json"
-    if not path.is_file():
-        return False
-    settings = VocabularyFile.read("--tokenizer-model", str(path)).json()
-    return isinstance(settings, dict) and settings.get("legacy") is True
-
-
 def _pieces_of(model: Library, text: str) -> Sequence[Any]:
-    """Return the pieces of a text, each with its `id` and the text that it stands for, `surface`.
+    """Return the pieces of a text, each with its `id` and the text that it covers (`surface`).
 
-    The method has another name before sentencepiece 0.2.2.
+    The method had a different name before sentencepiece 0.2.2.
     """
     from sentencepiece import SentencePieceProcessor
 

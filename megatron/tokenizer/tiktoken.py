@@ -1,4 +1,4 @@
-"""tiktoken's rank files, and JSON vocabularies in the style of Mistral's Tekken."""
+"""tiktoken's rank files, and JSON vocabularies in the format of Mistral's Tekken."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ _KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
 }
 
 
-# The pieces, special tokens and split that tiktoken needs, and the vocabulary size.
+# The pieces, special tokens and split pattern that tiktoken needs, and the vocabulary size.
 _Definition = tuple[dict[bytes, int], dict[str, int], str, int]
 
 
 class TikTokenizer(ByteTokenizer):
     """TikTokenizer: `--tokenizer-model` is a rank file (base64 lines) or a Tekken-style .json.
 
-    In a rank file, the ranks are the ids. r50k_base and cl100k_base are recognized by name. Any
-    other file gets the `cl100k` split (or `--tiktoken-pattern`) and `--tokenizer-special-tokens`
-    (default `<|endoftext|>`) after the last rank.
+    In a rank file, the ranks are the ids. r50k_base and cl100k_base are recognized by name. For any
+    other file, text is split by the pattern `cl100k` (or `--tiktoken-pattern`), and
+    `--tokenizer-special-tokens` (default `<|endoftext|>`) follow the last rank.
+
     In a Tekken json, `--tiktoken-num-special-tokens` special ids come first (`<unk> <s> </s>` and
-    fillers), followed by as many pieces as `--vocab-size` (default 131072) leaves room for. The
-    split is `v2` unless `--tiktoken-pattern` is given.
+    placeholders), followed by as many pieces as fit into `--vocab-size` (default 131072). The split
+    pattern is `v2` unless `--tiktoken-pattern` is given.
 
     Raises:
         ConfigError: The flags do not match the file.
@@ -132,7 +133,7 @@ def _read_ranks(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
 
 
 def _read_tekken(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
-    """Read a list of {rank, token_bytes, token_str}, or an object with the list as `vocab`."""
+    """Read a list of {rank, token_bytes, token_str}, or an object whose `vocab` is such a list."""
     entries = file.json()
     entries = entries.get("vocab") if isinstance(entries, dict) else entries
     size = config.vocab_size or _TEKKEN_VOCAB_SIZE
@@ -156,8 +157,9 @@ def _read_tekken(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
         ) from error
     if len(ranks) + reserved != size:
         raise ConfigError(
-            f"{file} has {len(ranks)} distinct pieces; with {reserved} special tokens these do not "
-            f"make --vocab-size {size}: give --vocab-size {len(ranks) + reserved}"
+            f"{file} has {len(ranks)} distinct pieces, which together with {reserved} special "
+            f"tokens do not add up to --vocab-size {size}: give --vocab-size "
+            f"{len(ranks) + reserved}"
         )
     _check_bytes(file, ranks)
     return ranks, special, config.tiktoken_pattern or "v2", size
@@ -179,5 +181,5 @@ def _check_bytes(file: VocabularyFile, ranks: Mapping[bytes, int]) -> None:
     if missing:
         raise DataError(
             f"{file}: no piece for byte {missing[0]} ({len(missing)} bytes are missing); a rank "
-            "file has all 256 bytes: this one is truncated or of another kind"
+            "file has pieces for all 256 bytes: this one is truncated or in another format"
         )

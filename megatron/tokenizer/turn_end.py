@@ -1,4 +1,4 @@
-"""The token with which a chat template ends the assistant's turn, where an answer stops."""
+"""The token with which a chat template ends the assistant's turn and at which an answer stops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import TRAINING_DATE, Chat, ChatTemplate, trained_text
 
-_SECONDS = 5.0  # in which a template must write two messages
+_SECONDS = 5.0  # the time limit for a template to render two messages
 _ANSWER = "Yes"
 _MESSAGES = [{"role": "user", "content": "No?"}, {"role": "assistant", "content": _ANSWER}]
 
@@ -19,11 +19,11 @@ _MESSAGES = [{"role": "user", "content": "No?"}, {"role": "assistant", "content"
 def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that ends the assistant's turn, or `None` if no single one does.
 
-    The template is not trusted: it is rendered in a process of its own, for a limited time.
+    The template is not trusted, so it is rendered in a separate process with a time limit.
 
     Args:
         source: The text of the template.
-        special: Texts of special tokens such as eos_token, by name.
+        special: The texts of special tokens such as eos_token, by name.
         tokenizer: The tokenizer.
     """
     processes = multiprocessing.get_context("fork")
@@ -54,5 +54,5 @@ def _send_turn_end(
         ids = tokenizer.tokenize_spelled(rest) if rest else ()
         end = int(ids[0]) if len(ids) == 1 else None
     except (UserError, ValueError, IndexError, MemoryError):
-        pass  # such a template is reported where conversations are written with it
+        pass  # this is reported when conversations are rendered with the template
     sender.send(end)

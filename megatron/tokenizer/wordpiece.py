@@ -1,13 +1,19 @@
-"""BERT's WordPiece: text is cleaned and split into words, and words into the longest pieces."""
+"""Tokenizers that match the longest entries of a vocabulary: BERT's WordPiece and Yuan's.
+
+BERT's tokenizer splits text at spaces and punctuation. The Chinese Yuan models' tokenizer segments
+it with jieba.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.data import TokenizerConfig
-from megatron.errors import DataError
+from megatron.environment import private_cache
+from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import VocabularyFile, digest, extra_ids
 from megatron.tokenizer.library import Library
@@ -18,15 +24,22 @@ if TYPE_CHECKING:
 
 _REQUIRED = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _UNKNOWN = "[UNK]"
-# Longer words are unknown, as in Google's BERT.
-_LONGEST_WORD = 200
+_LONGEST_WORD = 200  # characters; a longer word is unknown, as in Google's BERT and in Yuan
+
+_YUAN_UNKNOWN, _SPACE, _NEWLINE, _CONTINUES = "<unk>", "\u2582", "\u2583", "##"
+_WHITE = str.maketrans(" \n", _SPACE + _NEWLINE)
+_YUAN_SPECIAL = {name: f"<{name}>" for name in ("sep", "pad", "mask", "eod")}
+_YUAN_SPECIAL |= {"bos": "<s>", "eos": "</s>"}
+_YUAN_REQUIRED = (_YUAN_UNKNOWN, "<pad>", "<eod>", _SPACE, _NEWLINE)
+_WORDS = 1 << 16  # the number of words whose ids are cached
 
 
 class WordPieceTokenizer(Tokenizer):
     """BertWordPieceLowerCase and BertWordPieceCase: `--vocab-file`, one entry per line.
 
     [BOS], [EOS] and `--vocab-extra-ids` sentinels are appended if the file lacks them.
-    BertWordPieceTokenizer, the name of 2019, is the second if the file has capitalized words.
+    BertWordPieceTokenizer, the name used in 2019, means BertWordPieceCase if the file has
+    capitalized words and BertWordPieceLowerCase otherwise.
 
     Raises:
         DataError: The file is missing, or lacks an entry that BERT needs.
@@ -35,7 +48,9 @@ class WordPieceTokenizer(Tokenizer):
     def __init__(self, config: TokenizerConfig) -> None:
         """Read the file, and append the entries that it lacks."""
         file = VocabularyFile.read("--vocab-file", config.vocab_file)
-        vocab = self._vocab = _parse_vocab(file)
+        vocab = self._vocab = _parse_vocab(
+            file, (*_REQUIRED.values(), _UNKNOWN), "a BERT vocabulary"
+        )
         kind = config.tokenizer_type or ""
         if kind == "BertWordPieceTokenizer":
             is_cased = any(entry.isascii() and entry.istitle() for entry in vocab)
@@ -70,17 +85,6 @@ class WordPieceTokenizer(Tokenizer):
         return " ".join(entries.get(int(i), _UNKNOWN) for i in ids).replace(" ##", "")
 
 
-def _parse_vocab(file: VocabularyFile) -> dict[str, int]:
-    vocab = file.entries()
-    missing = [entry for entry in (*_REQUIRED.values(), _UNKNOWN) if entry not in vocab]
-    if missing:
-        raise DataError(
-            f"{file}: no entry {', '.join(missing)}; give a BERT vocabulary (text, one entry per "
-            "line)"
-        )
-    return vocab
-
-
 def wordpiece_pipeline(vocab: Mapping[str, int], *, lower_case: bool) -> Any:
     """Build BERT's pipeline in the `tokenizers` library with these entries."""
     from tokenizers import Tokenizer as Pipeline
@@ -93,3 +97,120 @@ def wordpiece_pipeline(vocab: Mapping[str, int], *, lower_case: bool) -> Any:
     pipeline.normalizer = BertNormalizer(lowercase=lower_case)
     pipeline.pre_tokenizer = BertPreTokenizer()
     return pipeline
+
+
+class EncDecTokenizer(Tokenizer):
+    """EncDecTokenizer of Yuan 1.0: `--vocab-file` has one entry per line, 53,228 in Yuan's own.
+
+    jieba splits a text into words, and each word into the longest matching entries, from left to
+    right. An entry without Chinese characters begins with `##` unless it is at the start of a word.
+    A space becomes the entry U+2582, except between two entries without Chinese characters, where
+    it is omitted. A newline, or `<n>` in the text, becomes the entry U+2583.
+
+    Raises:
+        DataError: The file is not such a vocabulary.
+        ConfigError: jieba is not installed.
+    """
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        """Read the vocabulary and jieba's dictionary."""
+        file = VocabularyFile.read("--vocab-file", config.vocab_file)
+        vocab = self._vocab = _parse_vocab(file, _YUAN_REQUIRED, "the vocabulary of a Yuan model")
+        self._cut = _segmenter()
+        self._space = vocab[_SPACE]
+        self._is_latin = [not _has_chinese(entry) and entry != _SPACE for entry in vocab]
+        # Words repeat, and looking up a word takes a twentieth of the time needed to match it.
+        self._ids_of = lru_cache(_WORDS)(self._match)
+        special = {name: vocab[entry] for name, entry in _YUAN_SPECIAL.items() if entry in vocab}
+        count = next(i for i in range(len(vocab) + 1) if f"<s_{i}>" not in vocab)
+        sentinels = [vocab[f"<s_{i}>"] for i in range(count)]
+        super().__init__("EncDecTokenizer", digest(file.data), special, len(vocab), sentinels)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of one text."""
+        ids = [
+            index
+            for word in self._cut(text.replace("<n>", "\n"))
+            for index in self._ids_of(word.translate(_WHITE))
+        ]
+        latin, space = self._is_latin, self._space
+        last = len(ids) - 1
+        return [
+            index
+            for i, index in enumerate(ids)
+            if index != space or not 0 < i < last or not (latin[ids[i - 1]] and latin[ids[i + 1]])
+        ]
+
+    def _match(self, word: str) -> tuple[int, ...]:
+        """Return the ids of a word's longest entries, from left to right."""
+        if len(word) > _LONGEST_WORD:
+            return (self._vocab[_YUAN_UNKNOWN],)
+        ids, start = [], 0
+        while start < len(word):
+            for end in range(len(word), start, -1):
+                piece = word[start:end]
+                if start and not _has_chinese(piece):
+                    piece = _CONTINUES + piece
+                if piece in self._vocab:
+                    break
+            else:
+                piece, end = _YUAN_UNKNOWN, start + 1
+            ids.append(self._vocab[piece])
+            start = end
+        return tuple(ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with a space between two words without Chinese characters."""
+        return "".join(self._spelled([int(i) for i in ids])).translate(
+            str.maketrans(_SPACE + _NEWLINE, " \n")
+        )
+
+    def _spelled(self, ids: Sequence[int]) -> Iterator[str]:
+        entries, latin = self.inv_vocab, self._is_latin
+        before = False  # whether the previous entry has no Chinese characters
+        for index in ids:
+            entry = entries.get(index, _YUAN_UNKNOWN)
+            is_latin = entry != _NEWLINE and (index not in entries or latin[index])
+            if before and entry.startswith(_CONTINUES):
+                yield entry[len(_CONTINUES) :]
+            else:
+                yield f" {entry}" if before and is_latin else entry
+            before = is_latin
+
+
+def _has_chinese(text: str) -> bool:
+    return any("\u4e00" <= character <= "\u9fff" for character in text)
+
+
+def _parse_vocab(file: VocabularyFile, required: Sequence[str], wanted: str) -> dict[str, int]:
+    """Return the number of each entry, after checking that the required ones are present."""
+    vocab = file.entries()
+    missing = [entry for entry in required if entry not in vocab]
+    if missing:
+        raise DataError(
+            f"{file}: no entry {', '.join(missing)}; give {wanted} (text, one entry per line)"
+        )
+    return vocab
+
+
+@lru_cache(1)
+def _segmenter() -> Any:
+    """Return jieba's function that splits a text into words.
+
+    Raises:
+        ConfigError: jieba is not installed.
+    """
+    try:
+        import jieba
+    except ImportError as error:
+        raise ConfigError(
+            "--tokenizer-type EncDecTokenizer needs jieba: pip install jieba"
+        ) from error
+    jieba.setLogLevel(logging.WARNING)
+    segmenter = jieba.Tokenizer()
+    # jieba caches its dictionary as a file of Python objects, by default in a folder where other
+    # users can write.
+    segmenter.tmp_dir = str(private_cache("jieba"))
+    library = Library("jieba", "its dictionary", lambda: segmenter)
+    library.initialize()
+    return partial(library.lcut, cut_all=False)

@@ -101,7 +101,7 @@ def test_task_files_of_each_kind(tmp_path) -> None:
         read_tasks([str(packed)], ())
     lines.write_text('[{"question": "why"}]\n7\n')
     assert read_tasks([str(lines)], ("question",)) == ["why"]
-    with pytest.raises(DataError, match=r"a.jsonl: no answer in any line"):
+    with pytest.raises(DataError, match=r"a.jsonl: no line has answer"):
         read_tasks([str(lines)], ("answer",))
     with pytest.raises(DataError, match=r"missing.txt: cannot be read"):
         read_tasks([str(tmp_path / "missing.txt")], ())

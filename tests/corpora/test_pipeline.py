@@ -168,7 +168,7 @@ def test_finished_tasks_are_not_repeated(plan, expected) -> None:
 
 def test_a_folder_with_another_corpus_is_refused(plan, expected, tmp_path) -> None:
     other = CorpusPlan(plan.input, {**plan.steps, "fix": type(plan.steps["fix"])(newlines=False)})
-    with pytest.raises(ConfigError, match=r"steps.fix.newlines was True, is False.*--overwrite"):
+    with pytest.raises(ConfigError, match=r"steps.fix.newlines was True, now False.*--overwrite"):
         build_corpus(other, expected, Cluster(), overwrite=False)
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds other files"):
@@ -357,7 +357,7 @@ _BAD_INPUTS = {
     "half.jsonl": (b'{"text": "\\ud800"}', "half a surrogate pair"),
     "null.jsonl": (b'{"text": null}', "no text under the key 'text'"),
     "long.jsonl": (b'{"text": "' + b"1" * (65 << 20), "the line is longer than 64 MiB: fix"),
-    "bytes.txt": (b"1 \xff", "not UTF-8 at byte 2: convert it"),
+    "bytes.txt": (b"1 \xff", "not UTF-8 at byte 2: convert the file"),
     "plain.jsonl.gz": (_GOOD, "unreadable or truncated: Not a gzipped file"),
     "plain.jsonl.bz2": (_GOOD, "unreadable or truncated"),
     "plain.jsonl.zst": (_GOOD, "unreadable or truncated"),

@@ -60,4 +60,4 @@ def test_jobs_that_slurm_refuses_are_told_in_one_line(
     assert build_corpus.main(words) == 9
     *slurms, ours = capfd.readouterr().err.splitlines()
     assert any("Memory specification" in line for line in slurms)
-    assert ours.startswith("error: --executor slurm: sbatch refused the jobs of clean")
+    assert ours.startswith("error: --executor slurm: sbatch refused the jobs of stage clean")

@@ -63,7 +63,7 @@ def test_a_machine_without_slurm_says_so(tmp_path, monkeypatch) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "a"}\n')
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="no sbatch"):
+    with pytest.raises(ConfigError, match="sbatch was not found"):
         build_corpus(
             CorpusPlan((str(source),), {"fix": FixStep()}),
             tmp_path / "out",

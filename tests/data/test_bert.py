@@ -187,7 +187,7 @@ def test_a_document_with_an_overlong_sentence_is_left_out_loudly(
 ) -> None:
     config = on_file(write_lengths(tmp_path / "x", [[9, 9], [10, 513, 10], [20, 512]]))
     dataset = train(config, tokenizer)
-    assert "1 of the 3 train documents are left out" in capsys.readouterr().err
+    assert "1 of the 3 train documents are dropped" in capsys.readouterr().err
     assert {tuple(row[:2]) for row in dataset.source.rows.tolist()} == {(0, 2), (5, 7)}  # type: ignore[attr-defined]
 
 

@@ -123,7 +123,7 @@ def test_a_schedule_is_parsed_and_checked() -> None:
         BlendPhase(160, (0.5, 0.5)),
     ]
     for wrong in ("1:1,1", "0:1", "0:1,1,1", "0:-1,2", "0:0,0", "0:inf,1", "0:nan,1", "0", "x:1,1"):
-        with pytest.raises(ConfigError, match=f"--blend-schedule: '{wrong}' is not a phase of 2"):
+        with pytest.raises(ConfigError, match=f"--blend-schedule: '{wrong}' is not a phase for 2"):
             parse_blend_schedule([wrong], 2, 8)
     with pytest.raises(ConfigError, match="'20:1,1' is not a phase"):
         parse_blend_schedule(["0:1,1", "20:2,1", "20:1,1"], 2, 8)
@@ -149,7 +149,7 @@ def test_flags_change_a_blend_during_a_run(tmp_path: Path, monkeypatch: pytest.M
     assert sources(Layout.single(), words)[:24] == [0] * 16 + [1] * 8  # 6 iterations of 4 samples
     by_samples = [*words[:-3], "--blend-schedule", "0:1,0", "4:0,1", "--train-samples", "24"]
     assert sources(Layout.single(), by_samples)[:24] == [0] * 4 + [1] * 20
-    with pytest.raises(ConfigError, match="--blend-schedule: '0:1' is not a phase of 2 datasets"):
+    with pytest.raises(ConfigError, match="--blend-schedule: '0:1' is not a phase for 2 datasets"):
         sources(Layout.single(), [*words[:-3], "--blend-schedule", "0:1"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.data.block_map import BlockMapPlan, TitledDocuments, build_block_map
+from megatron.data.ict import BlockMapPlan, TitledDocuments, build_block_map
 from megatron.data.sentence_map import LONGEST_SENTENCE, mt19937_64
 
 

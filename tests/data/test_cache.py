@@ -193,7 +193,7 @@ def test_a_file_system_without_owners_is_reported(
     """All files belong to somebody else there, or anybody may write to them."""
     monkeypatch.setattr(cache_module, "open_trusted", lambda *_: durable.open_trusted(Path("/")))
     assert equal(IndexCache((tmp_path,)).load_or_build("text", SPECS, Builder()))
-    assert "other users may write to its files" in capsys.readouterr().err
+    assert "other users can write to its files" in capsys.readouterr().err
 
 
 def test_a_digest_does_not_depend_on_the_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:

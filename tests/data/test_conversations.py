@@ -130,9 +130,9 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     ),
     "no known format": ({"question": "a"}, "keys: 'question'", "messages"),
     "preferences for imitation": (PREFERENCE, "preference record", "give other data"),
-    "messages not a list": ({"messages": "Hello"}, "'messages' is a string", "write one"),
+    "messages not a list": ({"messages": "Hello"}, "'messages' is a string", "write a list"),
     "no messages": ({"messages": []}, "empty list", "add messages"),
-    "a message not an object": (_said("Hello"), "message 1 is a string", "write role"),
+    "a message not an object": (_said("Hello"), "message 1 is a string", "write an object"),
     "no role": (_said({"content": "a"}), "no 'role'", "give one of"),
     "ShareGPT's names": (_said({"from": "human", "value": "a"}), "no 'role'", "'conversations'"),
     "unknown role": (_said({"role": "robot", "content": "a"}), "unknown role 'robot'", "system"),
@@ -157,40 +157,52 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "'tool' after 'assistant'",
         "follows an assistant's tool_calls",
     ),
-    "a call by the user": (_said({**USER, "tool_calls": []}, ANSWER), "only the assistant", "role"),
+    "a call by the user": (
+        _said({**USER, "tool_calls": []}, ANSWER),
+        "only the assistant",
+        "remove",
+    ),
     "calls not a list": (_said(USER, {**ANSWER, "tool_calls": "f"}), "not a list", "write a list"),
     "a call without a name": (_said(USER, {**ANSWER, "tool_calls": [{}]}), "no 'name'", "name the"),
     "broken arguments": (
         _said(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, USER),
         "'arguments' of 'f': broken JSON",
-        "write JSON",
+        "write valid JSON",
     ),
     "tools not objects": (_said(USER, ANSWER, tools=["f"]), "'tools' is not", "write a list"),
-    "tools in broken JSON": (_said(USER, ANSWER, tools="["), "'tools': broken JSON", "write JSON"),
+    "tools in broken JSON": (
+        _said(USER, ANSWER, tools="["),
+        "'tools': broken JSON",
+        "write valid JSON",
+    ),
     "variables not an object": (
         _said(USER, ANSWER, chat_template_kwargs=[1]),
         "'chat_template_kwargs' is a list",
-        "expected an object",
+        "write an object",
     ),
-    "another weight": (_said(USER, {**ANSWER, "weight": 2}), "'weight' is 2", "0 or 1"),
-    "train not a boolean": (_said(USER, {**ANSWER, "train": 1}), "'train' is 1", "true or false"),
-    "nothing has weight": (_said(USER, {**ANSWER, "weight": 0}), "weight 0", "train one"),
+    "another weight": (_said(USER, {**ANSWER, "weight": 2}), "'weight' of a turn is 2", "0 or 1"),
+    "train not a boolean": (_said(USER, {**ANSWER, "train": 1}), "'train' of a turn is 1", "true"),
+    "nothing has weight": (_said(USER, {**ANSWER, "weight": 0}), "weight 0", "give one weight 1"),
     "an unknown speaker": (
         {"conversations": [{"from": "alien", "value": "a"}]},
         "unknown 'from' 'alien'",
         "human",
     ),
-    "a speaker without words": ({"conversations": [{"from": "human"}]}, "no 'value'", "write both"),
+    "a speaker without words": (
+        {"conversations": [{"from": "human"}]},
+        "lacks 'from' or 'value'",
+        "write both",
+    ),
     "conversations not a list": ({"conversations": {}}, "not a list of turns", "from"),
     "a string and messages": (
         {"prompt": "Hello", "completion": [ANSWER]},
         "some are lists of messages",
-        "write one kind",
+        "use one form",
     ),
     "a completion by the user": (
         {"prompt": [USER], "completion": [USER]},
-        "does not begin with the assistant",
-        "move the other turns",
+        "does not begin with a turn of the assistant",
+        "move earlier turns",
     ),
     "an empty completion": ({"prompt": "a", "completion": ""}, "'completion' is empty", "remove"),
     "text not a string": ({"text": 1}, "'text' is a number", "write a string"),
@@ -219,7 +231,7 @@ def test_malformed_records_are_left_out_if_wanted(
     encoder = _encoder(folder)
     found = _load(tmp_path, encoder, [_said(USER, ANSWER), *records], skip_bad_lines=True)
     assert len(found) == 1
-    assert f"bad lines left out: {len(REFUSED)}" in found.summary()
+    assert f"bad lines skipped: {len(REFUSED)}" in found.summary()
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 3
     assert warnings[0].startswith(f"WARNING: --data-path {tmp_path / 'chats.jsonl'}:2: ")
@@ -231,10 +243,13 @@ def test_malformed_records_are_left_out_if_wanted(
     [
         (_said(USER, ANSWER), 'needs "chosen" and "rejected"'),
         ({"chosen": "Yes", "rejected": "Yes"}, "are the same"),
-        ({"chosen": "Yes", "rejected": [ANSWER]}, "two kinds"),
+        ({"chosen": "Yes", "rejected": [ANSWER]}, "differ in type"),
         ({**PREFERENCE, "rejected": "No."}, "some are lists"),
-        ({**PREFERENCE, "rejected": [USER]}, "'rejected' does not begin with the assistant"),
-        ({**PREFERENCE, "rejected": [{**ANSWER, "weight": 0}]}, "weight 0|'messages' only"),
+        (
+            {**PREFERENCE, "rejected": [USER]},
+            "'rejected' does not begin with a turn of the assistant",
+        ),
+        ({**PREFERENCE, "rejected": [{**ANSWER, "weight": 0}]}, "weight 0|only in 'messages'"),
     ],
 )
 def test_malformed_preferences_are_refused(
@@ -259,7 +274,7 @@ def test_a_preference_is_two_examples_with_one_prompt(folder: Path, tmp_path: Pa
     for pair in range(5):
         chosen, rejected = found[2 * pair], found[2 * pair + 1]
         assert np.array_equal(chosen[0][~chosen[1]], rejected[0][~rejected[1]])
-    with pytest.raises(ConfigError, match="tear preferences apart"):
+    with pytest.raises(ConfigError, match="separate the two answers"):
         _encoder(folder, preferences=True, truncation="split")
 
 
@@ -366,7 +381,7 @@ def test_long_examples_are_told_dropped_cut_or_split(folder: Path, tmp_path: Pat
     assert parts.lengths.max() <= 4
     assert np.array_equal(np.concatenate(pieces), uncut[0][0])  # each label is in one part
     first = int(np.argmax(trained))
-    with pytest.raises(DataError, match="dropped without a trained token: 1; no example is left"):
+    with pytest.raises(DataError, match="no token is trained: 1; no examples are left"):
         load("keep-start", most=first)
 
 
@@ -375,7 +390,7 @@ def test_a_hostile_template_is_stopped(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron.data.conversations._RENDER_SECONDS", 0.5)
-    with pytest.raises(DataError, match="chats.jsonl:1: .*(chat template|no example is left)"):
+    with pytest.raises(DataError, match="chats.jsonl:1: .*(chat template|no examples are left)"):
         _load(tmp_path, _encoder(folder, HOSTILE_TEMPLATES[name]), [_said(USER, ANSWER)])
 
 
@@ -384,8 +399,8 @@ def test_a_hostile_template_is_stopped(
     [
         (None, "messages need a chat template.*--chat-template"),
         ("{{ raise_exception('no tools') }}", "refuses the messages: no tools"),
-        ("{{ messages | length }} {{ messages }}", "in another way when more follows.*generation"),
-        ("{% generation %}{% endgeneration %}a", "dropped without a trained token"),
+        ("{{ messages | length }} {{ messages }}", "differently when more .*generation"),
+        ("{% generation %}{% endgeneration %}a", "dropped because no token is trained"),
     ],
 )
 def test_a_template_that_does_not_fit_is_refused(

@@ -82,7 +82,7 @@ def test_a_blend_member_without_documents_is_left_out(
     b = str(write_corpus(tmp_path / "b", documents=2, longest=90))
     config = DataConfig(seq_length=16, data_path=("3", a, "1", b), split="90,10")
     _, valid, test = build(config)
-    assert f"no valid document in {b}" in capsys.readouterr().err
+    assert f"no valid documents in {b}" in capsys.readouterr().err
     assert valid is not None
     assert len(valid) == 21  # all of the samples, not three quarters
     assert test is None

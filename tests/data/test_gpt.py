@@ -122,7 +122,7 @@ def test_ids_outside_the_vocabulary_are_refused_at_the_start(tmp_path: Path) -> 
 
 def test_a_split_without_tokens_is_refused_with_numbers(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "x", longest=1)
-    with pytest.raises(DataError, match="train split is documents 0 to 99 of 100"):
+    with pytest.raises(DataError, match="train split consists of documents 0 to 99 of 100"):
         build(prefix)
 
 

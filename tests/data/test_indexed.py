@@ -124,7 +124,7 @@ def test_documents_of_the_oldest_files_end_with_an_empty_sequence(
         (1, 2, "format version 2, expected 1"),
         (2, 7, "dtype code 7 is not an integer type"),
         (3, 2, "2 bytes per token, expected 4 for int32"),
-        (4, 4, "3 dimensions of 4 sequences, expected one of each"),
+        (4, 4, "3 dimensions for 4 sequences, expected one per sequence"),
         (6, 5, "176 bytes, expected 184 for 3 sequences and 5 document bounds"),
         (6, 0, "176 bytes, expected 144 for 3 sequences and 0 document bounds"),
         (8, 2, "dimension offset 1 is 2, expected 1"),
@@ -132,9 +132,9 @@ def test_documents_of_the_oldest_files_end_with_an_empty_sequence(
         (14, 7, "offset of sequence 3 is 7, expected 6"),
         (15, 2**40, "length of sequence 0 is 1099511627776, expected 0 to 2147483647"),
         (15, -1, "length of sequence 0 is -1, expected 0 to 2147483647"),
-        (19, 4, "document bound 2 is 3, expected not to fall"),
-        (21, 2, r"document bound 3 is 2, expected not to fall"),
-        (18, 1, r"first and last document bound \[1, 3\], expected \[0, 3\]"),
+        (19, 4, "document bound 2 is 3, expected at least the previous"),
+        (21, 2, r"document bound 3 is 2, expected at least the previous"),
+        (18, 1, r"first and last document bounds are \[1, 3\], expected \[0, 3\]"),
     ],
 )
 def test_a_damaged_older_index_is_refused(
@@ -320,7 +320,7 @@ def test_a_missing_dataset_lists_similar_names(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "corpus_text_document.bin")
     with pytest.raises(DataError, match="no dataset in"):
         IndexedDataset(tmp_path / "no" / "where")
-    with pytest.raises(DataError, match="a.*: cannot be looked up: File name too long"):
+    with pytest.raises(DataError, match="a.*: cannot be accessed .File name too long"):
         IndexedDataset("a" * 5000)  # such as another file's text under --data-args-path
 
 

@@ -50,7 +50,7 @@ def test_pairs_longer_than_a_row(truncation: str) -> None:
 
 
 def test_no_pair_is_left() -> None:
-    with pytest.raises(DataError, match="none of 24 pairs fits into --seq-length 3"):
+    with pytest.raises(DataError, match="none of the 24 pairs fits into --seq-length 3"):
         FittedPairs(toy_pairs(), 3, "drop")
 
 

@@ -85,7 +85,7 @@ def test_a_copy_that_breaks_off_leaves_nothing(storage, tmp_path, monkeypatch):
                 raise ConnectionResetError("reset by peer")
 
         patch.setattr(type(storage), "open", lambda *a, **k: Broken())
-        with pytest.raises(DataError, match=r"one.jsonl: cannot be read: ConnectionResetError: re"):
+        with pytest.raises(DataError, match=r"one.jsonl: cannot be read .ConnectionResetError: re"):
             local_copy(address, "--data-path", str(tmp_path))
     assert files_below(tmp_path) == [".one.jsonl.lock"]
     with monkeypatch.context() as patch:
@@ -124,7 +124,7 @@ def test_several_processes_copy_once(storage, tmp_path, monkeypatch):
     ("name", "folder", "kind", "told"),
     [
         (f"{ADDRESS}/x", None, ConfigError, f"--data-path {ADDRESS}/x: give --data-cache-path"),
-        (f"{ADDRESS}/x", "cache", DataError, "nothing is found there: give the prefix"),
+        (f"{ADDRESS}/x", "cache", DataError, "nothing was found at this URL: give the prefix"),
         ("nothing://x", "cache", ConfigError, "--data-path nothing://x: Protocol not known"),
         ("http://127.0.0.1:9/x", "cache", (DataError, ConfigError), "--data-path http://127.0"),
     ],

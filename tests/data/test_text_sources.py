@@ -100,9 +100,9 @@ def test_a_named_dataset_trains(corpora, tmp_path):
     ("content", "message"),
     [
         (None, "No such file or directory: give a readable YAML file"),
-        (b"a: [", r"not a YAML file \(.*\): fix it"),
-        (b"\xff", r"not a YAML file \(.*\): fix it"),
-        (b"- a", "expected names of corpora with their paths"),
+        (b"a: [", r"not a YAML file \(.*\): fix the file"),
+        (b"\xff", r"not a YAML file \(.*\): fix the file"),
+        (b"- a", "expected corpus names with their paths"),
         (b"wikipedia: 3", "'wikipedia' is not a path or a list of paths"),
         (b"wikipedia: []", "'wikipedia' is not a path or a list of paths"),
         (b"other: x", "--input wikipedia: no such file or folder"),

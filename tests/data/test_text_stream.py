@@ -232,7 +232,7 @@ def test_the_check_for_tokens_reads_only_the_beginning(vocabulary, tmp_path, mon
 def test_a_split_in_which_no_document_begins_is_refused(long_lines, vocabulary):
     size = long_lines.stat().st_size // 13
     dataset = dataset_of(long_lines, vocabulary, pieces=(1, size // 1024))
-    told = r"parts 2 to 3 of 49, which --split gives to one split, hold no tokens: give more text"
+    told = r"parts 2 to 3 of 49, which --split assigns to one split, have no tokens: give more text"
     with pytest.raises(DataError, match=told):
         dataset.require_tokens()
     with pytest.raises(DataError, match=told):
@@ -331,7 +331,7 @@ def test_mistakes_are_told_in_the_flags_of_training(vocabulary, tmp_path):
     path.write_text('{"text": "w1 w2"}\n' * 20)
     dataset = dataset_of(path, vocabulary)
     path.write_text("")
-    with pytest.raises(DataError, match=r"--data-path .*shrunk\.jsonl: the file shrank"):
+    with pytest.raises(DataError, match=r"--data-path .*shrunk\.jsonl: the file has shrunk"):
         _ = dataset[0]
 
 
@@ -366,7 +366,7 @@ def _table(**columns: list[object]) -> bytes:
         ("x.jsonl", b"{\n", "broken JSON .*: fix the line"),
         ("x.jsonl", b"[1]\n", "expected a JSON object, found a list.*: fix the line"),
         ("x.jsonl", b'{"text": 1}\n', "'text' is a number, expected a string.*: fix the line"),
-        ("x.txt", b"w1 \xff", "not UTF-8 at byte 3: convert it"),
+        ("x.txt", b"w1 \xff", "not UTF-8 at byte 3: convert the file"),
         ("x.jsonl.gz", gzip.compress(_LINES)[:-9], "unreadable or truncated: .*; copy the file"),
         ("x.jsonl.gz", _LINES, "unreadable or truncated: Not a gzipped file"),
         ("x.jsonl.bz2", bz2.compress(_LINES)[:-9], "unreadable or truncated: .*; copy the file"),
@@ -408,10 +408,10 @@ def test_bad_lines_are_refused_or_left_out(vocabulary, tmp_path, capsys):
     assert set(text) == {first, first + 1, encoder_of(vocabulary).tokenizer.eod}
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3, lines
-    assert "no key 'text' (line starts at byte 18): left out" in lines[0] + lines[1]
-    assert lines[2].endswith("further bad lines of this file, which are only counted")
+    assert "no key 'text' (line starts at byte 18): line skipped" in lines[0] + lines[1]
+    assert lines[2].endswith("further bad lines of this file are only counted")
     path.write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match="holds no tokens: give more text"):
+    with pytest.raises(DataError, match="has no tokens: give more text"):
         dataset_of(path, vocabulary)[0]
 
 
@@ -516,7 +516,7 @@ def test_a_split_without_tokens_is_refused_before_training(corpus, vocabulary, t
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
     words = ["--vocab-file", vocabulary, "--tokenizer-type", "BertWordPieceLowerCase"]
     words += ["--train-data-path", str(corpus), "--valid-data-path", str(tmp_path / "blank.jsonl")]
-    with pytest.raises(DataError, match=r"--valid-data-path .*blank\.jsonl: the text holds no tok"):
+    with pytest.raises(DataError, match=r"--valid-data-path .*blank\.jsonl: the text has no tok"):
         toy.build_toy(Layout.single(), words)
 
 

@@ -120,7 +120,7 @@ def test_other_settings_are_refused(source: Path, tmp_path: Path) -> None:
     target, other = tmp_path / "out.jsonl", ToyScorer()
     annotate(source, target, ToyScorer(), total=2)
     other.settings["--classifier"] = "another"
-    with pytest.raises(StorageError, match="--classifier is another now and was toy"):
+    with pytest.raises(StorageError, match="--classifier was toy, now another"):
         annotate(source, target, other)
     assert not other.asked
 
@@ -165,7 +165,7 @@ def test_the_command_with_perspective(
     words = ["detoxify", "annotate", "--data-path", str(source), "--api-url", service.url]
     words += ["--requests-per-second", "1000", "--retries", "1"]
     assert megatron(words) == 9
-    assert "give --api-key-file FILE, or set PERSPECTIVE_API_KEY" in capsys.readouterr().err
+    assert "give --api-key-file FILE or set PERSPECTIVE_API_KEY" in capsys.readouterr().err
     (tmp_path / "key").write_text(KEY + "\n")
     service.answers = [Answer(), Answer(), Answer(500, b""), Answer(403, error_body("no quota"))]
     flags = ["--workers", "1", "--api-key-file", str(tmp_path / "key")]
@@ -196,7 +196,7 @@ def test_flags_are_checked(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPat
     assert "requires --classifier-model" in capsys.readouterr().err
     monkeypatch.setenv("PERSPECTIVE_API_KEY", "two words")
     assert megatron(words) == 9
-    assert "does not hold an API key" in capsys.readouterr().err
+    assert "is not a valid API key" in capsys.readouterr().err
     assert megatron(["detoxify", "annotate", "--data-path", "nowhere"]) == 6
     assert "--data-path nowhere: no such file" in capsys.readouterr().err
     assert megatron([*words, "--classifier-model", str(tmp_path)]) == 6

@@ -82,7 +82,10 @@ def test_one_table_of_both_models(words: list[str], tmp_path: Path, capsys) -> N
 def test_files_that_do_not_belong_together_are_refused(
     words: list[str], tmp_path: Path, capsys
 ) -> None:
-    for samples, said in ((1, "line 2 continues another prompt"), (3, "line 3 continues another")):
+    for samples, said in (
+        (1, "line 2 continues a different prompt"),
+        (3, "line 3 continues another"),
+    ):
         assert megatron([*words, "--samples-per-prompt", str(samples)]) == 6
         assert said in capsys.readouterr().err
     lines = (tmp_path / "before.jsonl").read_text().splitlines(keepends=True)
@@ -106,7 +109,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_classifier(
     monkeypatch.setattr(evaluate, "build_scorer", lambda options: pytest.fail("too early"))
     one = [word for word in words if not word.endswith("after.jsonl")]
     assert megatron([*one, "--out-path", str(tmp_path / "again.jsonl")]) == 9
-    assert "before.jsonl is annotated already, so there is nothing to write" in (
+    assert "before.jsonl is already annotated, so there is nothing to write" in (
         capsys.readouterr().err
     )
     assert not (tmp_path / "again.jsonl").exists()
@@ -124,9 +127,9 @@ def test_flags_are_checked(words: list[str], tmp_path: Path, capsys) -> None:
     assert "--names: give one for each of the 2 files" in said
     assert "--perplexity: give one for each" in said
     assert "--samples-per-prompt 0: give 1 or more" in said
-    assert "--out-path is for a single file" in said
+    assert "--out-path needs a single file" in said
     assert megatron([*words, "--names", "x", "x"]) == 9
-    assert "--names x x: give each model a name of its own" in capsys.readouterr().err
+    assert "--names x x: give each model a different name" in capsys.readouterr().err
     huge = b'{"results": {"perplexity": 1%s}}' % (400 * b"0")
     for content in (b"", b"[]", b'{"results": {"perplexity": null}}', huge):
         (tmp_path / "bad.json").write_bytes(content)

@@ -99,7 +99,7 @@ def test_the_server_says_when_to_come_back(service: StandIn, as_date: bool) -> N
     first, second = service.times
     assert second - first >= 0.3
     service.answers = [Answer(429, b"", (("Retry-After", "86400"),))]
-    with pytest.raises(ServiceError, match="asks to wait 86400 seconds"):
+    with pytest.raises(ServiceError, match="requests a delay of 86400 seconds"):
         client_of(service).score("text")
 
 
@@ -152,7 +152,7 @@ def test_a_wrong_key_is_not_in_the_message(service: StandIn) -> None:
 
 @pytest.mark.parametrize("url", ["http://example.org/x", "ftp://localhost/x", "example.org", ""])
 def test_the_key_is_sent_encrypted_only(url: str) -> None:
-    with pytest.raises(ConfigError, match="give an address with https://"):
+    with pytest.raises(ConfigError, match="give a URL with https://"):
         PerspectiveClient(KEY, url, ATTRIBUTES)
 
 

@@ -78,6 +78,6 @@ def test_a_share_is_checked_and_the_input_is_not_replaced(tmp_path: Path, capsys
     source = write(tmp_path / "in.jsonl", [0.1, 0.2])
     words = ["detoxify", "select", "--data-path", str(source)]
     assert megatron([*words, "--keep", "0"]) == 9
-    assert "--keep 0: give a share" in capsys.readouterr().err
+    assert "--keep 0: give a fraction" in capsys.readouterr().err
     assert megatron([*words, "--out-path", str(source), "--overwrite"]) == 9
     assert "is also the input" in capsys.readouterr().err

@@ -160,7 +160,7 @@ NESTED = "[" * 10**5 + "]" * 10**5
 BAD: dict[str, tuple[Build, str]] = {
     # The file
     "no file": (lambda f: ["--train-data-path", f"{f}/no.jsonl"], "no.jsonl: no such.*check the p"),
-    "a folder": (lambda f: ["--train-data-path", str(f)], "holds no file.*give another folder"),
+    "a folder": (lambda f: ["--train-data-path", str(f)], "contains no file.*give another folder"),
     "empty": (data(b""), "chats.jsonl: the file is empty: give"),
     "blank lines": (data(b"\n \n\n"), "chats.jsonl: 0 records.*give other data"),
     "binary": (data(bytes(range(256)) * 9), "chats.jsonl:1: .*--skip-bad-lines"),
@@ -173,7 +173,10 @@ BAD: dict[str, tuple[Build, str]] = {
     ),
     "broken parquet": (data(b"PAR1 PAR1", "a.parquet"), "a.parquet: not a readable.*copy it again"),
     "a pickle": (data(PICKLE, "a.pkl"), "a.pkl: unknown suffix.*rename the file"),
-    "a text": (data("Hello\n", "a.txt"), "a.txt: conversations are JSON lines.*write one JSON obj"),
+    "a text": (
+        data("Hello\n", "a.txt"),
+        "a.txt: conversations must be JSON lines.*write one JSON obj",
+    ),
     # Lines
     "half a line": (second(GOOD[:-9]), "chats.jsonl:2: broken JSON.*character 8.*--skip-bad-lines"),
     "a list": (data(f"[{GOOD}]"), "chats.jsonl:1: expected a JSON object, found a list: write one"),
@@ -217,7 +220,7 @@ BAD: dict[str, tuple[Build, str]] = {
     "a binary template": (template(b"a\n\xff"), r"chat.jinja:2: not UTF-8 .*convert the file"),
     "a mistake in a template": (template("a\n{% if %}"), "chat.jinja: .*line 2.*--chat-template"),
     "a nested template": (template("{{ " + "(" * 5000 + ")" * 5000), "chat.jinja: .*too deeply"),
-    "a template that loops": (template(LOOP), "chats.jsonl:1: .*does it loop.*--chat-template"),
+    "a template that loops": (template(LOOP), "chats.jsonl:1: .*may loop forever.*--chat-template"),
     "a template that raises": (template("{{ raise_exception('no') }}"), "chats.jsonl:1: .*: no"),
     "a template that recurs": (
         template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
@@ -236,11 +239,11 @@ BAD: dict[str, tuple[Build, str]] = {
     "a template that multiplies": (template("{{ 'x' * 10**9 }}"), "chats.jsonl:1: .*more than 67,"),
     "a template that pads": (template("{{ 'x'.ljust(10**10) }}"), ":1: .*too much memory.*skip"),
     "a huge range": (template("{{ range(10**12) | list }}"), "chats.jsonl:1: .*Range too big"),
-    "a template without answers": (template("Hello"), "no example is left: .*--chat-template"),
+    "a template without answers": (template("Hello"), "no examples are left: .*--chat-template"),
     # Tokenizers
     "an end that is no token": (
         settings(eos_token="<end>", chat_template="{{ eos_token }}"),
-        "special token '<end>', which .*splits into letters: give",
+        "special token '<end>', which .*splits into several tokens: give",
     ),
     "an added token that is none": (
         settings(added_tokens_decoder={"9": {"content": "<|x|>"}}, chat_template="<|x|>"),

@@ -191,7 +191,7 @@ REFUSALS = {
     "other tokenizer": (
         [*WORDS[:2], *OTHER],
         {"retro_made_from": {"gpt_tokenizer": "another"}},
-        "--retro-workdir workdir was made with another tokenizer",
+        "--retro-workdir workdir was made with a different tokenizer",
     ),
     "moved network": (WORDS, {}, "--bert-embedder-load bert_ckpt: there is no checkpoint"),
     "no network": (

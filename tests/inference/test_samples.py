@@ -91,16 +91,16 @@ def test_a_file_of_samples_that_were_drawn_otherwise_is_not_gone_on_with(
     assert run(model, *few, "--num-samples", 2, "--temperature", 0.5, "--top_k", 5) == 8
     said = capsys.readouterr().err
     for name, here, there in (("temperature", 0.5, 1.5), ("top_k", 5, 0), ("seed", 1234, 7)):
-        assert f"--{name} is {here} now and was {there}" in said
-    assert "--top_p" not in said.split("other settings")[1]
+        assert f"--{name} was {there}, now {here}" in said
+    assert "--top_p" not in said.split("different settings")[1]
     assert "name another file, or remove this one" in said
     assert run(model, *few, "--num-samples", 2, "--greedy") == 8
-    assert "--seed is not used now and was 7" in capsys.readouterr().err
+    assert "--seed was 7, now not used" in capsys.readouterr().err
     assert target.read_bytes() == content
     target.with_name("samples.jsonl.settings.json").unlink()
     assert run(model, *few, "--num-samples", 2, "--greedy") == 0
     assert (
-        "cannot check that these samples were drawn with the same settings"
+        "cannot check whether the existing samples were drawn with the same settings"
         in capsys.readouterr().out
     )
     assert len(read(target)) == 2

@@ -80,7 +80,7 @@ def test_missing_and_damaged_blocks_are_found_and_good_ones_are_kept(
     assert missing_blocks(blocks, contents, ALONE) == [blocks[0], blocks[2]]
     warning = capsys.readouterr().err
     assert str(blocks[2].path) in warning
-    assert "made again" in warning
+    assert "rebuilt" in warning
     for block in blocks_to_do(blocks, contents, ALONE):
         write_block(block, {"data": rows_of(block)})
     assert missing_blocks(blocks, contents, ALONE) == []
@@ -134,16 +134,19 @@ def _unstored(file: h5py.File) -> None:
         (_unstored, "not stored contiguously"),
         (_linked, "no data set 'data'"),
         (lambda file: file.create_group("data"), "is a group"),
-        (lambda file: file.create_dataset("other", data=[1]), "no data set 'data'; it has 'other'"),
+        (
+            lambda file: file.create_dataset("other", data=[1]),
+            r"no data set 'data' \(the file has 'other'\)",
+        ),
         (
             lambda file: file.create_dataset("data", data=np.zeros((4, 2), np.float32)),
-            "holds 4x2 values of float32, expected 4x3 of float32",
+            "has 4x2 values of float32, expected 4x3 of float32",
         ),
         (
             lambda file: file.create_dataset("data", data=np.zeros((4, 3))),
-            "holds 4x3 values of float64",
+            "has 4x3 values of float64",
         ),
-        (lambda file: file.create_dataset("data", data=np.float32(1)), "holds  values of float32"),
+        (lambda file: file.create_dataset("data", data=np.float32(1)), "has  values of float32"),
     ],
 )
 def test_what_a_file_must_not_hold_is_refused_by_name(

@@ -247,7 +247,7 @@ def test_a_folder_of_something_else_is_refused_before_it_changes(
 def test_other_data_of_the_same_name_is_refused(words: list[str], tmp_path: Path) -> None:
     preprocess(words, tmp_path / "w", "--retro-tasks", "db-build")
     write_dataset(tmp_path / "text_document", [np.arange(8, 40)] * 40)
-    with pytest.raises(DataError, match="these names here too, but another content"):
+    with pytest.raises(DataError, match="have the same names, but different content"):
         preprocess(words, tmp_path / "w")
 
 
@@ -288,7 +288,10 @@ def test_a_second_job_in_the_same_folder_is_refused(words: list[str], tmp_path: 
         (["--retro-query-num-neighbors-save", "9"], "is more than --retro-query-num-neighbors-q"),
         (["--retro-index-add-load-fraction", "0"], "load-fraction 0.0: must be above 0"),
         (["--tensor-model-parallel-size", "2"], "embeds with a whole BERT: drop the flag"),
-        (["--retro-index-str", "IVF4,Nothing"], "faiss makes no index of 8 numbers from it"),
+        (
+            ["--retro-index-str", "IVF4,Nothing"],
+            "faiss cannot build such an index for vectors of 8 numbers",
+        ),
         (["--retro-index-nfeats", "9"], "give --retro-index-nfeats 8"),
         (["--retro-gpt-splt", "1"], "unknown flag --retro-gpt-splt: did you mean --retro-gpt-spl"),
     ],

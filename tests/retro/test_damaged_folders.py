@@ -91,7 +91,7 @@ DAMAGES = {
     ),
     "too few neighbors": (
         lambda folder: replaced(neighbors(folder), "neighbors", lambda found: found[:, :1]),
-        r"query/.*\.hdf5 holds 1 neighbors of each chunk, but --retro-num-neighbors 2",
+        r"query/.*\.hdf5 holds 1 neighbors per chunk, but --retro-num-neighbors 2",
     ),
     "neighbors of another type": (
         lambda folder: replaced(neighbors(folder), "neighbors", lambda found: found.astype("i4")),
@@ -132,27 +132,27 @@ DAMAGES = {
     ),
     "chunks that are not written": (
         lambda folder: put(chunks(folder), "n_written", 0, 3),
-        r"train\.hdf5: 3 of \d+ chunks are written: run db-build again",
+        r"train\.hdf5: 3 of \d+ chunks were written: run db-build again",
     ),
     "a chunk of no dataset": (
         lambda folder: put(chunks(folder), "chunks", (-1, 0), 7),
-        r"train\.hdf5: chunk \d+ is not a part of a document.*delete it and run db-build",
+        r"train\.hdf5: chunk \d+ is not part of a document.*delete it and run db-build",
     ),
     "a chunk of no document": (
         lambda folder: put(chunks(folder), "chunks", (-1, 1), 60),
-        r"train\.hdf5: chunk \d+ is not a part of a document.*delete it and run db-build",
+        r"train\.hdf5: chunk \d+ is not part of a document.*delete it and run db-build",
     ),
     "a chunk after the end of its document": (
         lambda folder: put(chunks(folder), "chunks", (-1, slice(2, 4)), [50, 54]),
-        r"train\.hdf5: chunk \d+ is not a part of a document.*delete it and run db-build",
+        r"train\.hdf5: chunk \d+ is not part of a document.*delete it and run db-build",
     ),
     "a chunk that is too long": (
         lambda folder: put(chunks(folder), "chunks", (0, 3), CHUNK + 1),
-        r"train\.hdf5: chunk 0 is not a part of a document.*delete it and run db-build",
+        r"train\.hdf5: chunk 0 is not part of a document.*delete it and run db-build",
     ),
     "an empty chunk": (
         lambda folder: put(chunks(folder), "chunks", (7, slice(2, 4)), [1, 1]),
-        r"train\.hdf5: chunk 7 is not a part of a document.*delete it and run db-build",
+        r"train\.hdf5: chunk 7 is not part of a document.*delete it and run db-build",
     ),
     "a damaged list of datasets": (
         lambda folder: corpora_file(folder).write_text("["),
@@ -164,11 +164,11 @@ DAMAGES = {
     ),
     "a dataset of another size": (
         lambda folder: told(corpora_file(folder), n_docs=59),
-        r"infos\.json: .* made from 59 documents .* which has 60 now: restore the dataset",
+        r"infos\.json: .* made from 59 documents .* which now has 60: restore the dataset",
     ),
     "other data": (
         of_other_data,
-        r"train\.hdf5: chunk \d+ is not a part of a document.*other data",
+        r"train\.hdf5: chunk \d+ is not part of a document.*other data",
     ),
     "another tokenizer": (
         lambda folder: with_tokens(folder, lambda token: token + 1000),
@@ -220,7 +220,7 @@ def test_the_database_s_data_must_be_that_of_the_run(folder, whole):
     told(folder / "args.json", retro_made_from={"data": digest})
     build_toy(Layout.single(), words(str(folder)), "retro")
     with_tokens(folder, lambda token: token // 2)
-    with pytest.raises(DataError, match=r"data .*/other of .*infos\.json has another content now"):
+    with pytest.raises(DataError, match=r"data .*/other of .*infos\.json has changed since"):
         build_toy(Layout.single(), words(str(folder)), "retro")
 
 
@@ -238,7 +238,7 @@ def test_of_a_large_table_evenly_spaced_rows_are_checked(folder, monkeypatch):
         put(chunks(folder), "chunks", (chunk, 0), 7)
         found = ChunkDatabase(folder, CHUNK, EOD)
         if is_seen:
-            with pytest.raises(DataError, match=f"chunk {chunk} is not a part"):
+            with pytest.raises(DataError, match=f"chunk {chunk} is not part"):
                 found.check()
         put(chunks(folder), "chunks", (chunk, 0), 0)
 

@@ -259,7 +259,7 @@ def test_a_damaged_value_of_a_block_is_named(
     path = plan_blocks(Path(corpus.db_dir), 50, 10)[2].path
     with h5py.File(path, "r+") as file:
         file["chunks_valid"][row, column] = value
-    with pytest.raises(DataError, match=f"{path.name} does not fit .*delete it"):
+    with pytest.raises(DataError, match=f"{path.name} does not match .*delete it"):
         build(asked)
 
 
@@ -280,13 +280,13 @@ def test_damage_of_the_merged_table_is_named(tmp_path: Path, prefix: str) -> Non
         file["chunks"][2, 0] = 5
         file["chunks"][3, 1] = 10**6
     database = ChunkDatabase(workdir, CHUNK, EOD)
-    with pytest.raises(DataError, match=r"train\.hdf5: chunk 2 is not a part of a document"):
+    with pytest.raises(DataError, match=r"train\.hdf5: chunk 2 is not part of a document"):
         database.tokens([0, 1, 2])
-    with pytest.raises(DataError, match=r"train\.hdf5: chunk 3 is not a part of a document"):
+    with pytest.raises(DataError, match=r"train\.hdf5: chunk 3 is not part of a document"):
         database.tokens([3])
     with h5py.File(path, "r+") as file:
         file["n_written"][0] = 5
-    with pytest.raises(DataError, match="5 of .* chunks are written"):
+    with pytest.raises(DataError, match="5 of .* chunks were written"):
         ChunkDatabase(workdir, CHUNK, EOD)
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"train\.hdf5"):
@@ -299,7 +299,7 @@ def test_damage_of_the_merged_table_is_named(tmp_path: Path, prefix: str) -> Non
 def test_another_dataset_in_the_place_of_the_first_is_named(tmp_path: Path, prefix: str) -> None:
     build(options(tmp_path / "w", prefix))
     write_dataset(Path(prefix), random_documents(49))
-    with pytest.raises(DataError, match="made from 50 documents of .*, which has 49 now"):
+    with pytest.raises(DataError, match="made from 50 documents of .*, which now has 49"):
         ChunkDatabase(tmp_path / "w", CHUNK, EOD)
 
 

@@ -196,5 +196,5 @@ def test_a_huggingface_model_that_is_no_encoder(sentence_encoder: Path, tmp_path
     transformers.T5Model(config).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((sentence_encoder / name).read_bytes())
-    with pytest.raises(ConfigError, match="a T5Model does not encode texts by itself"):
+    with pytest.raises(ConfigError, match="a T5Model cannot encode texts on its own"):
         build_embedder(EmbedderOptions("huggingface", str(tmp_path), max_length=32), Device.cpu())

@@ -259,8 +259,14 @@ def test_the_exception_at_the_end(table: NDArray[np.float32], tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"factory": "IVFnonsense"}, "--retro-index-str IVFnonsense: faiss makes no index"),
-        ({"factory": "PQ5"}, "--retro-index-str PQ5: faiss makes no index of 16 numbers"),
+        (
+            {"factory": "IVFnonsense"},
+            "--retro-index-str IVFnonsense: faiss cannot build such an index",
+        ),
+        (
+            {"factory": "PQ5"},
+            "--retro-index-str PQ5: faiss cannot build such an index for vectors of 16",
+        ),
         ({"factory": "Flat", "add_fraction": 0.5}, "--retro-index-str IDMap,Flat"),
         ({"width": 24}, "--retro-index-nfeats 24: the vectors of the BERT have 16 numbers"),
         ({"factory": "IVF400,Flat"}, "cannot train it on 300 vectors .* larger --retro-index-nt"),

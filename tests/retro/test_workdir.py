@@ -95,7 +95,7 @@ def test_a_folder_made_with_other_flags_is_refused(
     ("origin", "message"),
     [
         (ORIGIN._replace(split="80,18,2"), "db: --retro-gpt-split 90,8,2 in the folder, 80,18,2"),
-        (ORIGIN._replace(data="changed"), "the files have these names here too, but another"),
+        (ORIGIN._replace(data="changed"), "the files here have the same names, but different"),
         (ORIGIN._replace(gpt_tokenizer="GPT2:9"), "--retro-gpt-vocab-file: the tokenizer has"),
         (ORIGIN._replace(bert_tokenizer="Bert:9"), "--retro-bert-vocab-file: the tokenizer has"),
     ],
@@ -166,6 +166,6 @@ def test_a_folder_without_arguments_is_refused_if_it_has_parts(
     arguments_file(tmp_path).unlink()
     with pytest.raises(DataError, match=r"args\.json does not exist, but .* has db, index, query"):
         check_folder(tmp_path, asked, ORIGIN)
-    with pytest.raises(DataError, match="is not a working folder of Retro; make one"):
+    with pytest.raises(DataError, match="is not a Retro working folder; make one"):
         read_arguments(tmp_path)
     check_folder(tmp_path / "new", asked, ORIGIN)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.tasks.answer_match import holds_pattern, holds_words, words_of
+from megatron.tasks.passages import holds_pattern, holds_words, words_of
 
 
 def test_words_are_runs_of_letters_digits_and_marks_or_single_signs():

@@ -54,15 +54,19 @@ _TITLES = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\
 @pytest.mark.parametrize(
     ("task", "content", "message"),
     [
-        ("SST-2", "good film\n", r"bad.tsv, line 1: 1 columns .* where 2 are expected"),
-        ("SST-2", "good\t1\nbad\t7\n", r"bad.tsv, line 2: label '7', where one of 0, 1"),
+        ("SST-2", "good film\n", r"bad.tsv, line 1: 1 tab-separated columns, expected 2"),
+        ("SST-2", "good\t1\nbad\t7\n", r"bad.tsv, line 2: label '7', expected one of 0, 1"),
         ("SST-2", "\nsentence\tlabel\n \nfine\t1\n\nbad\t7\n", "line 6: label '7'"),
         ("SST-2", "sentence\tlabel\n\nsentence\tlabel\n", "line 3: label 'label'"),
-        ("SST-2", "sentence\tlabel\n", "holds no example"),
-        ("MRPC", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n", "holds no example"),
+        ("SST-2", "sentence\tlabel\n", "has no examples"),
+        ("MRPC", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n", "has no examples"),
         ("QQP", "1\t2\t3\tfirst\t\t0\n" * 2, "an empty text"),
-        ("STS-B", "0\t" * 9 + "5.2\n", "line 1: label '5.2', where a number from 0 to 5"),
-        ("STS-B", _TITLES + "0\t" * 9 + "nan\n", "line 2: label 'nan', where a number from 0 to 5"),
+        ("STS-B", "0\t" * 9 + "5.2\n", "line 1: label '5.2', expected a number from 0 to 5"),
+        (
+            "STS-B",
+            _TITLES + "0\t" * 9 + "nan\n",
+            "line 2: label 'nan', expected a number from 0 to 5",
+        ),
         ("CoLA", "x\t1\t*\tIt is.\nx\t1\n", "line 2: 2 columns"),
     ],
 )
@@ -87,10 +91,12 @@ def test_one_broken_line_among_many_is_left_out(tmp_path, capsys):
     path = tmp_path / "some.tsv"
     path.write_text("fine\t1\n" * 150 + "broken\n")
     assert len(read_glue("SST-2", str(path))) == 150
-    assert "1 lines are left out" in capsys.readouterr().out
+    assert "1 broken lines are skipped" in capsys.readouterr().out
 
 
 def test_a_race_file_that_is_none_is_named(tmp_path):
     (tmp_path / "7.txt").write_text('\n\n{"article": "x", "questions": ["y"], "options": [["a"]]}')
-    with pytest.raises(DataError, match=r"7.txt, line 3: not an article of RACE \(KeyError"):
+    with pytest.raises(
+        DataError, match=r"7.txt, line 3: not an article in RACE.s format \(KeyError"
+    ):
         read_race(str(tmp_path))

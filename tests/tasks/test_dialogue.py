@@ -143,7 +143,7 @@ def test_the_model_writes_its_most_likely_tokens_in_any_layout(files, monkeypatc
     assert (files / "rest.txt").read_text().splitlines() == ["kept", *expected[1:]]
     monkeypatch.setattr(dialogue, "read_prompts", _numbers_only([" ".join("1" * 14)]))
     _prompt(Layout.single(), [*words, str(files / "long.txt")])
-    assert "WARNING: 1 of 1 prompts lose their beginning" in capsys.readouterr().out
+    assert "WARNING: the beginning of 1 of 1 prompts is cut off" in capsys.readouterr().out
 
 
 class _Api(BaseHTTPRequestHandler):
@@ -199,7 +199,7 @@ def test_an_interrupted_server_s_work_is_continued(files, monkeypatch):
     assert not (files / "input.txt.out").exists()
     part = files / "input.txt.out.part.jsonl"
     part.write_bytes(part.read_bytes() + b'{"prompt": "a line that is cut o')
-    with pytest.raises(StorageError, match="--out-seq-length is 5 now and was 100"):
+    with pytest.raises(StorageError, match="--out-seq-length was 100, now 5"):
         dialogue.run("MSDP-PROMPT", [*words, "--out-seq-length", "5"], Launch())
     dialogue.run("MSDP-PROMPT", words, Launch())
     assert asked[3:] == ["a b \nc \n( 5 6 ) 1 2 =>"]
@@ -232,7 +232,7 @@ def test_what_a_server_says_is_checked(api, path, said):
 
 
 def test_a_server_that_is_not_there():
-    with pytest.raises(UserError, match="give the address of a running server"):
+    with pytest.raises(UserError, match="give the URL of a running server"):
         dialogue.ask_server("http://127.0.0.1:9", 5, "a")
 
 
@@ -250,7 +250,7 @@ def test_f1_is_megatron_s(tmp_path, capfd):
     assert written["results"]["pairs"] == 4
     (tmp_path / "guess").write_text("a\n")
     assert main([*words, "--overwrite"]) == DataError.exit_code
-    assert "give two files of as many" in capfd.readouterr().err
+    assert "give two files with the same number" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
         assert evaluated.all_files == last.all_files
         assert evaluated.iteration == best.iteration > 0
         for task, head in (("RACE", "multichoice_head with 1"), ("MNLI", ".* with 3")):
-            found = f"{flag} .*: this model is finetuned for another task: it has "
+            found = f"{flag} .*: this model was finetuned for another task: it has "
             found += "classification_head with 2"
             with pytest.raises(CheckpointError, match=f"{found} .*--task {task} needs {head}"):
                 finetune_command.parse(task, words, 1)
@@ -295,7 +295,7 @@ def test_heads_of_pretraining_are_not_said_to_be_drawn(toy, tmp_path, capsys):
     finetune(Layout.single(), "SST-2", words)
     said = capsys.readouterr().out
     assert "successfully loaded checkpoint" in said
-    assert "initialized anew" not in said
+    assert "new weights" not in said
 
 
 def _counts(last):
@@ -418,9 +418,9 @@ def test_the_best_is_by_the_metric_of_glue(task, better, worse):
         (["--epochs", "1", "--results", "x"], "--results x without --valid-data: nothing is"),
         (["--epochs", "1", "--overwrite"], "--overwrite without --results: there is no file"),
         (["--train-iters", "5"], "--train-iters: --epochs sets the length of training"),
-        (["--dataloader-type", "cyclic"], "a task shuffles each epoch anyway"),
+        (["--dataloader-type", "cyclic"], "a task always shuffles each epoch"),
         (["--iterations-to-skip", "3"], "this could skip the end of an epoch"),
-        (["--log-validation-ppl-to-tensorboard"], "a task's loss is not a loss of tokens"),
+        (["--log-validation-ppl-to-tensorboard"], "a task's loss is not a token loss"),
         (["--strict-lambada"], "--strict-lambada belongs to WIKITEXT103, LAMBADA and PERPLEXITY"),
     ],
 )
@@ -446,7 +446,7 @@ def test_losses_on_no_data_are_said_to_be_none(toy):
     at = words.index("--valid-data")
     without = words[:at] + words[at + 2 :]
     (line,) = finetune_command.parse("SST-2", without, 1).notices
-    assert line == "--eval-iters 2 changes nothing without --valid-data"
+    assert line == "--eval-iters 2 has no effect without --valid-data"
     (line,) = finetune_command.parse("SST-2", [*words, "--eval-iters", "0"], 1).notices
     assert line == "--eval-interval 4 changes nothing without --eval-iters above 0"
 
@@ -470,7 +470,7 @@ def test_an_evaluation_takes_a_training_s_flags_and_says_so(toy, tmp_path):
     of_the_task = ["--train-data", str(toy[0] / "dev.sts"), "--keep-last"]  # not of this task
     parsed = finetune_command.parse("SST-2", [*plain, *of_the_task], 1)
     assert parsed.notices == tuple(
-        f"{flag} changes nothing with --epochs 0" for flag in ("--train-data", "--keep-last")
+        f"{flag} has no effect with --epochs 0" for flag in ("--train-data", "--keep-last")
     )
     _, one = finetune(Layout.single(), "SST-2", plain)
     _, other = finetune(Layout.single(), "SST-2", [*plain, *training, *of_the_task])
@@ -484,7 +484,7 @@ def test_every_sample_counts(toy):
     weighted = [*words, "--calculate-per-token-loss"]
     (line,) = finetune_command.parse("SST-2", weighted, 1).notices
     reason = "because the loss is counted per sample"
-    assert line == f"--calculate-per-token-loss changes nothing, {reason}"
+    assert line == f"--calculate-per-token-loss has no effect, {reason}"
     layout = Layout.single()
     assert finetune(layout, "SST-2", weighted) == finetune(layout, "SST-2", words)
 

@@ -143,7 +143,7 @@ def test_mistakes_are_said(toy, monkeypatch):
     monkeypatch.setattr(
         harness_tasks, "TaskManager", lambda include_path, **_: own_only(include_path=include_path)
     )
-    with pytest.raises(ConfigError, match="the harness knows no such task"):
+    with pytest.raises(ConfigError, match="the harness has no such task"):
         _evaluate(Layout.single(), toy, ["--lm-eval-tasks", "no_such_task"])
     with pytest.raises(ConfigError) as caught:
         harness.parse("LM_EVAL", ["--valid-data", "x", "--lm-eval-limit", "0"], 1)

@@ -187,7 +187,7 @@ def test_a_task_that_is_spelt_otherwise(name, meant):
 def test_a_flag_of_other_tasks_says_whose_it_is(toy, flag, whose):
     with pytest.raises(ConfigError) as caught:
         language_model.parse("LAMBADA", _words(toy, "corpus.jsonl", flag, "1"), 1)
-    assert caught.value.problems == [f"{flag} belongs to {whose}, and this is LAMBADA: drop it"]
+    assert caught.value.problems == [f"{flag} belongs to {whose}, but this is LAMBADA: drop it"]
 
 
 def test_flags_of_megatron_without_a_field_belong_to_no_task(toy, tmp_path):
@@ -256,7 +256,7 @@ def test_mistakes_are_found_at_the_door(flags, message):
         ('{"text": "1 \\ud800"}\n', "line 1: not JSON: broken JSON .half a surrogate pair"),
         ('{"text": ""}\n', "passage 1 has no word to predict"),
         ('{"text": "5"}\n', "passage 1 has no context"),
-        ("", "holds no passage"),
+        ("", "has no passages"),
     ],
 )
 def test_wrong_lines_are_named(toy, tmp_path, content, message):

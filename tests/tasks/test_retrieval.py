@@ -123,11 +123,11 @@ def test_vectors_are_kept_and_used_again(toy, tmp_path, capsys):
     words += ["--results", str(tmp_path / "out.json")]
     numbers = evaluate(Layout.single(), words)
     assert path.stat().st_mtime_ns == before
-    assert "23 vectors of these passages and this model" in capsys.readouterr().out
+    assert "23 vectors for these passages and this model" in capsys.readouterr().out
     assert numbers["test top-1"] == 0
     other = words_of(toy, "--embedding-path", str(path), model="small")
     run_distributed(2, evaluate, other)
-    assert "are replaced" in capsys.readouterr().out or path.stat().st_mtime_ns != before
+    assert "replacing vectors" in capsys.readouterr().out or path.stat().st_mtime_ns != before
     assert PassageVectors.load(path)[0].vectors.shape == (COUNT, 6)
 
 
@@ -162,7 +162,7 @@ def test_damaged_vectors_are_refused(tmp_path, damage):
         ("1\tonly text", "line 2: expected a number, a text and a title .* found 2 columns"),
         ("x\ttext\ttitle", "line 2: expected a number"),
         ("9223372036854775808\ttext\ttitle", "line 2: expected a number"),  # beyond int64
-        ("", "there is no passage|found 0 columns"),
+        ("", "there are no passages|found 0 columns"),
     ],
 )
 def test_broken_passages_are_refused(tmp_path, line, message):
@@ -206,8 +206,8 @@ def test_the_first_passage_that_answers_counts():
         (["--evidence-data-path", "none.tsv"], "none.tsv: no such file"),
         (["--evidence-data-path", __file__], "has nothing to do"),
         (["--evidence-data-path", __file__, "--qa-data-dev", "no"], "--qa-data-dev no: no such"),
-        (["--epochs", "3"], "--epochs belongs to GLUE and RACE, and this is RETRIEVER-EVAL"),
-        (["--train-with-neg"], "--train-with-neg belongs to RET-FINETUNE-NQ, and this is RETR"),
+        (["--epochs", "3"], "--epochs belongs to GLUE and RACE, but this is RETRIEVER-EVAL"),
+        (["--train-with-neg"], "--train-with-neg belongs to RET-FINETUNE-NQ, but this is RETR"),
     ],
 )
 def test_mistakes_on_the_command_line(toy, words, message):

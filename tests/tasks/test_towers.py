@@ -194,10 +194,10 @@ def test_wrong_passages_are_drawn_anew_and_stood_in_for(toy):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "not a JSON list of questions in the format of DPR: give such a file"),
+        ("{}", "not a JSON list of questions in DPR's format: give such a file"),
         ("[]", "the file has no questions"),
-        ("[{]", "or cut off: fix the file"),
-        ('[{"question": "a"}', r'entry 1 has no passage in "positive_ctxs"'),
+        ("[{]", "or truncated: fix the file"),
+        ('[{"question": "a"}', r'entry 1 has no passages in "positive_ctxs"'),
         ('[{"positive_ctxs": []}]', 'entry 1 has no "question"'),
         ("[3]", 'entry 1 has no "question"'),
         ('[{"question": "a", "positive_ctxs": [{"title": "b"}]}]', 'entry 1: "positive_ctxs" is'),

@@ -93,7 +93,7 @@ def _rendered(source: str) -> str | None:
 
 
 def test_a_broken_template_is_named() -> None:
-    with pytest.raises(ConfigError, match="mistake in line 2.*--chat-template"):
+    with pytest.raises(ConfigError, match="error on line 2.*--chat-template"):
         ChatTemplate("a\n{% if %}", {})
 
 

@@ -27,7 +27,7 @@ class Pipeline:
 
 @pytest.mark.parametrize("error", [RuntimeError("bad"), PanicException("bad"), TypeError("bad")])
 def test_whatever_a_library_raises_is_an_error_about_the_file(error: BaseException) -> None:
-    with pytest.raises(DataError, match=r"--x y: the tokenizer fails; .* bad\)"):
+    with pytest.raises(DataError, match=r"--x y: the tokenizer failed; .* bad\)"):
         Library("--x y", "a pipeline", Pipeline).encode(error)
     with pytest.raises(DataError, match="--x y: not a pipeline, or damaged; give another file"):
         Library("--x y", "a pipeline", lambda: Pipeline().encode(error))
@@ -50,7 +50,7 @@ def test_a_library_can_be_copied() -> None:
         (
             "GPTSentencePieceTokenizer",
             "SentencePiece model",
-            "tokenizer fails; .*not initialized",
+            "tokenizer failed; .*not initialized",
         ),
         ("TikTokenizer", "tiktoken file", "not a rank file or Tekken json, or damaged"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import yuan
+from megatron.tokenizer import wordpiece
 from tests.tokenizer.test_kinds import build
 
 _ENTRIES = ["<unk>", "<s>", "</s>", "\u2583", "<sep>", "<pad>", "<mask>", "<eod>", "\u2582"]
@@ -83,7 +83,7 @@ def test_pieces(small, text, entries, spelled):
 
 def test_a_missing_library_is_named(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
-    yuan._segmenter.cache_clear()
+    wordpiece._segmenter.cache_clear()
     with pytest.raises(ConfigError, match="needs jieba: pip install jieba"):
         build("EncDecTokenizer", vocab_file=small)
 

@@ -60,7 +60,7 @@ def _write(**files: bytes) -> None:
 
 
 # File name, content, message. A line's number and first byte are named, and what to do.
-_SKIP = r"\(line starts at byte 30\); fix the line, or leave bad lines out with --on-error skip"
+_SKIP = r"\(line starts at byte 30\); fix the line, or skip bad lines with --on-error skip"
 _CUT = "unreadable or truncated: .*; copy the file again"
 _TEXTS = [
     ("a.jsonl", _line(b'{"text": "\xff"}'), rf"a.jsonl:3: bad UTF-8 \(byte 10 of .*{_SKIP}"),
@@ -138,7 +138,7 @@ def test_preprocessing(fails, tmp_path, name, content, message, workers):
     ("make", "words", "message"),
     [
         (lambda: None, "no.jsonl", "no.jsonl: no such file or folder"),
-        (lambda: os.mkdir("empty"), "empty", "empty: this folder holds no file with a known"),
+        (lambda: os.mkdir("empty"), "empty", "empty: this folder contains no file with a known"),
         (lambda: os.symlink("no", "l.jsonl"), "l*", "l.jsonl: this is a link to a file that does"),
         (
             lambda: Path("a.jsonl").write_bytes(_GOOD),
@@ -164,7 +164,7 @@ def test_names_of_inputs(fails, make, words, message):
         ),
         (
             lambda: _write(a_idx=_flipped(FIXTURE_IDX, 0), a_bin=FIXTURE_BIN),
-            "a.idx: not an index file: starts with .* give the prefix",
+            "a.idx: not an index file: it starts with .* give the prefix",
         ),
         (lambda: _write(a_idx=FIXTURE_IDX), "dataset a: a.bin does not exist"),
         (

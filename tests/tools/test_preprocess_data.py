@@ -260,7 +260,7 @@ def test_files_globs_and_directories_in_order(run, tmp_path):
         ("nowhere.jsonl", "nowhere.jsonl: no such file"),
         ("*.xz", "no file matches this pattern"),
         ("link.jso*", "link.jsonl: this is a link to a file that does not exist"),
-        ("empty", r"holds no file with a known suffix \(.jsonl, .*.txt\)"),
+        ("empty", r"contains no file with a known suffix \(.jsonl, .*.txt\)"),
         ("readme.md", "unknown suffix; expected .jsonl"),
         ("cut.jsonl.gz", "cut.jsonl.gz.*unreadable or truncated"),
         ("cut.jsonl.bz2", "cut.jsonl.bz2.*unreadable or truncated"),
@@ -572,7 +572,7 @@ def test_a_line_that_is_too_long_is_named_or_left_out(run, tmp_path, name):
     code, _, err = run("--input", path, "--max-line-mb", 1)
     assert code == 6
     assert f"error: {path}:2: the line is longer than 1 MiB" in err
-    assert "raise --max-line-mb, or leave bad lines out with --on-error skip" in err
+    assert "raise --max-line-mb, or skip bad lines with --on-error skip" in err
     assert (err.count("\n"), names(tmp_path)) == (1, [])
     code, out, err = run("--input", path, "--max-line-mb", 1, "--on-error", "skip")
     assert (code, err.count("\n")) == (0, 2)

@@ -162,7 +162,7 @@ def test_another_content_of_the_same_name_is_refused(workdir, tmp_path, name, sh
     copy = shutil.copytree(workdir, tmp_path / "work")
     told = json.loads((copy / "args.json").read_text())
     (copy / "args.json").write_text(json.dumps({**told, "retro_made_from": {name: "0" * 64}}))
-    with pytest.raises(DataError, match=f"the {shown}.* has another content now"):
+    with pytest.raises(DataError, match=f"the {shown}.* has changed since"):
         build_toy(Layout.single(), words(str(copy)), "retro")
 
 
