@@ -1,4 +1,4 @@
-"""Inputs and labels of multi-token prediction: those of a micro-batch, some places further on."""
+"""Inputs and labels of multi-token prediction: a micro-batch, shifted by some places."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from megatron.data.gpt import TokenBatch
 def batches_ahead(
     batch: TokenBatch, depths: int, documents: Tensor | None = None, *, eod: int | None = None
 ) -> Iterator[TokenBatch]:
-    """Yield what each depth reads and predicts: `batch`, moved by one more place each time.
+    """Yield the inputs and labels of each depth: `batch`, shifted by one more place each time.
 
-    At place i, depth k reads token i + k and predicts token i + k + 1, whose weight in the loss is
-    the one that it has in `batch`. It is 0 if the sequence ends before, and if `documents` are kept
-    apart, also where token i + k + 1 belongs to another document than token i.
+    At place i, depth k reads token i + k and predicts token i + k + 1. The weight of this
+    prediction in the loss is the weight that token i + k + 1 has in `batch`. It is 0 beyond the end
+    of the sequence. If `documents` are given, it is also 0 where token i + k + 1 belongs to a
+    different document than token i.
 
     Args:
-        batch: The micro-batch, whole sequences [b, s].
+        batch: The micro-batch, with whole sequences `[b, s]`.
         depths: The number of depths.
-        documents: The number of each token's document, [b, s]; `None` lets predictions pass over
+        documents: The number of each token's document, `[b, s]`. `None` allows predictions across
             the ends of documents.
-        eod: The id of the token that ends a document, if such tokens end `documents`.
+        eod: The id of the end-of-document token, if such tokens end `documents`.
     """
     here = batch
     mask, there = batch.loss_mask, documents
@@ -41,5 +42,5 @@ def batches_ahead(
 
 
 def _moved(x: Tensor, last: int = 0) -> Tensor:
-    """Return what stands one place further on, [b, s]; `last` at the end."""
+    """Shift `[b, s]` by one place to the left, and fill the end with `last`."""
     return F.pad(x[:, 1:], (0, 1), value=last)

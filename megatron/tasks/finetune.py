@@ -274,16 +274,7 @@ class Finetuning(Extras):
         root = Path(run.config.checkpoint.save) / BEST
         target = self._recipe.target
         score = target.score(target.numbers(evaluated.all_files))
-
-        def best_so_far() -> float:
-            record = read_results(root / _RECORD)
-            best = record.get("score")
-            is_comparable = record.get("of") == list(target.scores)
-            if isinstance(best, float) and math.isfinite(best) and is_comparable:
-                return best
-            return -2.0  # below all scores
-
-        best = JsonExchange(run.layout.world).on_main(best_so_far)
+        best = JsonExchange(run.layout.world).on_main(lambda: _best_score(root, target.scores))
         if not score > best:  # NaN is never better
             return
         save_weights(run, root)
@@ -401,6 +392,15 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
     take_weights(run, padded, fresh=anew)
     run.pretrained = str(reader.path) + (f" (new weights: {', '.join(anew)})" if anew else "")
     return reader.iteration
+
+
+def _best_score(root: Path, scores: Sequence[str]) -> float:
+    """Return the score of the weights in `root`, or -2, which is below all scores, without one."""
+    record = read_results(root / _RECORD)
+    score = record.get("score")
+    if isinstance(score, float) and math.isfinite(score) and record.get("of") == list(scores):
+        return score
+    return -2.0
 
 
 def _with_underscores(numbers: Numbers) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from megatron.inference.server import run as server
 from megatron.report.page import render
 from megatron.report.sources import open_runs
 from megatron.tasks.finetune import _best_score
-from megatron.tasks.results import _writer_of
+from megatron.tasks.results import read_results
 from megatron.tokenizer import build_tokenizer, fast_bpe
 from megatron.tokenizer.chat_template import find_template, special_tokens
 from megatron.tokenizer.files import digest
@@ -269,7 +269,7 @@ def _read_compiled(data: bytes, folder: Path) -> None:
 
 def _read_results(data: bytes, folder: Path) -> None:
     (folder / "results.json").write_bytes(data)
-    _writer_of(folder / "results.json")
+    read_results(folder / "results.json")
 
 
 def _read_best(data: bytes, folder: Path) -> None:
