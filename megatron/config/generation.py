@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.fields import fields_of, flag
+from megatron.errors import ConfigError
 
 MOST_SEQUENCES = 1 << 16  # per step; CUDA graphs are recorded for sizes up to this
 
+_MOST_GUESSES, _LONGEST_RUN = 64, 64  # tokens
 _MOST_SAMPLES = 10_000_000  # per file, because a file that is continued is read whole
 
 
@@ -51,7 +54,96 @@ def adapter_problems(words: Sequence[str] | None) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
+class Speculation:
+    """What --speculative-config asks for, under vLLM's names.
+
+    Attributes:
+        method: "ngram" guesses that tokens follow again which followed the same tokens earlier in
+            the text; "mtp" asks the model's layers for further tokens (--mtp-num-layers).
+        num_speculative_tokens: Maximum number of guesses for each step.
+        prompt_lookup_max: For ngram: length of the longest run of tokens to look for.
+        prompt_lookup_min: For ngram: length of the shortest run.
+    """
+
+    method: str = flag("ngram", choices=("ngram", "mtp"))
+    num_speculative_tokens: int = flag(1, unit="tokens", at_least=1, at_most=_MOST_GUESSES)
+    prompt_lookup_max: int = flag(4, unit="tokens", at_least=1, at_most=_LONGEST_RUN)
+    prompt_lookup_min: int = flag(2, unit="tokens", at_least=1, at_most=_LONGEST_RUN)
+
+
+def read_speculation(text: str | None) -> Speculation | None:
+    """Return what the value of --speculative-config asks for, or `None` without a value.
+
+    Raises:
+        ConfigError: The value has a mistake.
+    """
+    if text is None:
+        return None
+    problems = speculation_problems(text)
+    if problems:
+        raise ConfigError(problems)
+    given = json.loads(text)
+    if "prompt_lookup_max" in given:
+        given.setdefault("prompt_lookup_min", min(2, given["prompt_lookup_max"]))
+    return Speculation(**given)
+
+
+def speculation_problems(text: str | None) -> list[str]:
+    """Return a line for each mistake in the value of --speculative-config."""
+    if text is None:
+        return []
+    shown = f"--speculative-config {text}"
+    example = 'give a JSON object such as \'{"method": "ngram", "num_speculative_tokens": 4}\''
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        return [f"{shown}: {example}"]
+    known = {entry.name: entry for entry in fields_of(Speculation)}
+    problems = [
+        f"{shown}: {name} is missing: {example}"
+        for name in ("method", "num_speculative_tokens")
+        if name not in given
+    ]
+    for name, value in given.items():
+        entry = known.get(name)
+        choices = None if entry is None else entry.info.choices
+        if entry is None:
+            problems.append(f"{shown}: unknown key {name!r}: use {', '.join(known)}")
+        elif type(value) is not entry.kind or (choices and value not in choices):
+            expected = f"use {' or '.join(choices)}" if choices else example
+            problems.append(f"{shown}: {name} is {json.dumps(value)}: {expected}")
+        elif wrong := entry.out_of_bounds(value):
+            problems.append(f"{shown}: {name} is {value}: {wrong}")
+        elif name.startswith("prompt_lookup_") and given.get("method") == "mtp":
+            problems.append(f"{shown}: {name} is for the method ngram: drop it")
+    if not problems:
+        shortest = given.get("prompt_lookup_min", 1)
+        longest = given.get("prompt_lookup_max", Speculation.prompt_lookup_max)
+        if shortest > longest:
+            problems.append(
+                f"{shown}: prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}: "
+                "exchange them"
+            )
+    return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """Speculative decoding.
+
+    Attributes:
+        speculative_config: Guess tokens and check several at once, with the same text. A JSON
+            object with vLLM's keys, such as '{"method": "ngram", "num_speculative_tokens": 4}' or
+            '{"method": "mtp", "num_speculative_tokens": 1}'. Default: one token at a time.
+    """
+
+    speculative_config: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(SpeculationOptions):
     """Text generation server.
 
     Attributes:
@@ -111,6 +203,7 @@ class ServerConfig:
 def server_problems(server: ServerConfig) -> list[str]:
     """Return one line for each mistake in the server's flags."""
     problems = [*bounds_problems(server), *adapter_problems(server.serve_adapter)]
+    problems += speculation_problems(server.speculative_config)
     if server.top_k > 0 and server.top_p > 0:
         problems.append(
             f"--top_k {server.top_k} and --top_p {server.top_p:g} cannot be combined: use one of "
@@ -120,7 +213,7 @@ def server_problems(server: ServerConfig) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplesConfig:
+class SamplesConfig(SpeculationOptions):
     """Samples.
 
     Attributes:
@@ -214,6 +307,7 @@ def sample_problems(samples: SamplesConfig) -> list[str]:
     return [
         *(message for wrong, message in checks if wrong),
         *adapter_problems(samples.serve_adapter),
+        *speculation_problems(samples.speculative_config),
         *bounds_problems(samples),
     ]
 

@@ -5,6 +5,7 @@ request           requests and events, which `messages` carries between processe
 engine            turns requests into events: `scheduler` plans a step, `executor` runs it,
                   `sampling` picks tokens, `cache` holds keys and values, `answers` keeps track
                   of each request's sequences and choices
+speculation       guesses of the next tokens, which a step checks all at once
 worker            the loop that every serving rank runs
 samples, score    generate many texts into files; compute how likely given texts are
 sharing           divides prompts among copies of the model, and collects their texts in order

@@ -146,6 +146,8 @@ class PlainAnswer(Answer):
             logprob=sampling.logprobs,
             tops=sampling.top_logprobs,
         )
+        if not self._choice.is_penalized:  # a draft would be in the history of those after it
+            self._first.limit = len(request.prompt) + sampling.max_new_tokens
 
     def finished(self) -> Finished:
         """Return the answer's final event, with the counts so far."""
@@ -173,24 +175,31 @@ class PlainAnswer(Answer):
         sampling, choice = self.request.sampling, self._choice
         if not sampling.max_new_tokens:
             return []
-        if choice.is_drawn or sampling.banned_pairs:
-            number = len(self._first.tokens) - len(self.request.prompt)  # new token's index, from 0
+        first = row.size - 1 - row.drafts
+        if not choice.is_drawn and not sampling.banned_pairs:
+            return [(place, choice) for place in range(first, row.size)]
+        choices = []
+        for place in range(first, row.size):
+            # The new token's index, from 0.
+            number = len(self._first.tokens) - len(self.request.prompt) + place - first
             top_p = sampling.top_p
             if top_p and sampling.top_p_decay:
                 decayed = top_p * sampling.top_p_decay**number
                 top_p = max(decayed, min(sampling.top_p_bound, top_p), _SMALLEST_TOP_P)
-            choice = choice._replace(
+            placed = choice._replace(
                 top_p=top_p,
                 uniform=uniform(self._seed, number),
-                banned=_banned(sampling, self._first.tokens[-1]),
+                banned=_banned(sampling, row.tokens[place]),
             )
-        return [(row.size - 1, choice)]
+            choices.append((place, placed))
+        return choices
 
     def _take_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
         events: list[Event] = []
         sampling, tokens = self.request.sampling, self._first.tokens
-        if results:
-            (chosen,) = results
+        # A draft that is not the chosen token makes the choices after it meaningless.
+        guesses = (*row.tokens[row.size - row.drafts :], None)
+        for chosen, guess in zip(results, guesses, strict=False):
             assert chosen.token is not None
             if tokens[-1] == UNKNOWN:
                 tokens.pop()
@@ -199,6 +208,10 @@ class PlainAnswer(Answer):
             events.append(Token(self.request.id, chosen.token, logprob, chosen.top))
             if ends(sampling, tokens):
                 return [*events, self.finished()]
+            if chosen.token != guess:
+                break
+        if row.drafts:
+            scheduler.keep(row.sequence)
         if self._new_tokens >= sampling.max_new_tokens:
             events.append(replace(self.finished(), reason="length"))
         return events

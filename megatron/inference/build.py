@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron.config.generation import Speculation
+from megatron.config.model import ModelConfig
 from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.inference.cache import CacheMemory
@@ -16,9 +18,11 @@ from megatron.inference.executor import DecodeGraphs, Executor
 from megatron.inference.load import Loaded
 from megatron.inference.request import EngineLimits
 from megatron.inference.scheduler import SchedulerSettings
+from megatron.inference.speculation import Drafter, MultiTokenDrafter, NgramDrafter
 from megatron.kernels.library import find_library
 from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention, describe_chunks
 from megatron.kernels.row_product import choose_row_product
+from megatron.models.multi_token import multi_token_plan
 from megatron.models.plan import AttentionPlan
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
@@ -45,6 +49,7 @@ class EngineOptions:
             many as fit in memory, but no more than `max_sequences` sequences of full length need.
         block_size: Number of tokens in a cache block.
         seed: Seed for requests that do not set one.
+        speculation: How to guess tokens; `None` generates one token at a time.
         graphs: Whether to record steps as CUDA graphs on a GPU. This needs a single process that
             holds the whole model.
     """
@@ -55,6 +60,7 @@ class EngineOptions:
     block_size: int = 16
     seed: int = 1234
     graphs: bool = True
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if a value is out of range."""
@@ -95,6 +101,9 @@ def build_engine(
     library = find_library(where)
     invariant = loaded.config.model.batch_invariant_mode
     paged = choose_paged_attention(library.library, head_size, dtype, batch_invariant=invariant)
+    speculation = options.speculation
+    reads_states = speculation is not None and speculation.method == "mtp"
+    check_speculation(loaded.config.model, speculation)
     memory = _make_cache(loaded, options, paged, device)
     without = ""  # why there are no graphs
     if not options.graphs:
@@ -108,16 +117,24 @@ def build_engine(
     channel = PipelineChannel(layout, device=where, dtype=precision.stream_dtype)
     most, size = options.max_sequences, options.block_size
     vocab_size = loaded.tokenizer.vocab_size
-    graphs = None if without else DecodeGraphs(model, memory, device, most, loaded.adapters)
+    graphs = None
+    if not without:
+        singles = most * (1 + (speculation.num_speculative_tokens if speculation else 0))
+        graphs = DecodeGraphs(
+            model, memory, device, singles, loaded.adapters, keeps_states=reads_states
+        )
     cache_tokens = memory.blocks * size
     each = " on rank 0" if copy.size > 1 else ""
     cache_size = f"{memory.size_bytes / 1e9:.3g} GB{each}"
     by_rows = choose_row_product(where) is not None
     chunks = describe_chunks(head_size, dtype, where)
+    executor = Executor(
+        *(model, layout, memory, device, channel, copy, graphs, vocab_size),
+        loaded.adapters,
+        keeps_states=reads_states,
+    )
     return BatchEngine(
-        Executor(
-            *(model, layout, memory, device, channel, copy, graphs, vocab_size), loaded.adapters
-        ),
+        executor,
         SchedulerSettings(
             blocks=memory.blocks,
             block_size=size,
@@ -140,8 +157,56 @@ def build_engine(
             ("CUDA graphs", f"none ({without})" if without else "recorded when first needed"),
             ("cache", f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {size}: {cache_size}"),
             ("batch", f"up to {most:,} sequences"),
+            *([("drafts", describe_speculation(speculation))] if speculation else []),
         ],
+        drafter=None if speculation is None else new_drafter(executor, speculation),
     )
+
+
+def check_speculation(model: ModelConfig, speculation: Speculation | None) -> None:
+    """Check that a model can make the guesses that --speculative-config asks for.
+
+    Raises:
+        ConfigError: It is a Retro, or has too few layers for further tokens.
+    """
+    if speculation is None:
+        return
+    if model.architecture == "retro":
+        raise ConfigError(
+            "--speculative-config: a Retro has no KV cache, so it computes whole texts at each "
+            "step: drop it"
+        )
+    if speculation.method != "mtp":
+        return
+    depths = model.mtp_num_layers or 0
+    asked = speculation.num_speculative_tokens
+    shown = f"--speculative-config: num_speculative_tokens {asked} with the method mtp"
+    if not depths:
+        raise ConfigError(
+            f"{shown}: the model predicts one token at a time: use the method ngram, or a model "
+            "trained with --mtp-num-layers"
+        )
+    if asked > depths:
+        raise ConfigError(
+            f"{shown}: the model was trained with --mtp-num-layers {depths}: give at most {depths}"
+        )
+
+
+def new_drafter(executor: Executor, speculation: Speculation) -> Drafter:
+    """Return the drafter that a speculation asks for."""
+    tokens = speculation.num_speculative_tokens
+    if speculation.method == "mtp":
+        return MultiTokenDrafter(executor, tokens)
+    return NgramDrafter(tokens, speculation.prompt_lookup_max, speculation.prompt_lookup_min)
+
+
+def describe_speculation(speculation: Speculation) -> str:
+    """Return the panel's text about drafts."""
+    tokens = f"up to {speculation.num_speculative_tokens} token(s)"
+    if speculation.method == "mtp":
+        return f"{tokens} by the model's layers for further tokens"
+    shortest, longest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
+    return f"{tokens} that followed the last {longest} to {shortest} tokens earlier"
 
 
 def is_asynchronous(device: Device) -> bool:
@@ -158,8 +223,13 @@ def _make_cache(
     """Return a cache with the number of blocks that fit in memory on every rank. Collective."""
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
     shapes = {}  # (KV heads in this process, channels of each head) by layer
-    for index in model.part.layers:
-        mixer = model.plan.layers[index].mixer
+    mixers = {index: model.plan.layers[index].mixer for index in model.part.layers}
+    ahead = multi_token_plan(model.plan)
+    if ahead is not None and model.part.head and options.speculation is not None:
+        used = options.speculation.num_speculative_tokens
+        depths = ahead.layers[: used if options.speculation.method == "mtp" else 0]
+        mixers |= {ahead.numbered_after + i: layer.mixer for i, layer in enumerate(depths)}
+    for index, mixer in mixers.items():
         assert isinstance(mixer, AttentionPlan), f"layer {index} keeps no keys and values"
         shapes[index] = (max(1, mixer.kv_heads // layout.tensor.size), mixer.head_size)
     token_bytes = 2 * dtype.itemsize * sum(heads * channels for heads, channels in shapes.values())

@@ -31,6 +31,12 @@ from megatron.inference.request import (
 )
 from megatron.inference.sampling import Chosen
 from megatron.inference.scheduler import Scheduler, SchedulerSettings, StepPlan
+from megatron.inference.speculation import Drafter
+
+_COUNTED = (
+    *("prompt_tokens", "cached_tokens", "new_tokens"),
+    *("drafted_tokens", "accepted_tokens", "choosing_rows"),
+)
 
 
 class _Flight(NamedTuple):
@@ -60,6 +66,7 @@ class BatchEngine:
         seed: Seed for requests that do not set one.
         looks_ahead: Whether to queue a step before the previous step's results are read.
         choices: Names and descriptions of the implementations in use, for the start-up panel.
+        drafter: What guesses tokens for the next step; `None` if nothing does.
     """
 
     executor: StepExecutor
@@ -68,6 +75,7 @@ class BatchEngine:
     seed: int
     looks_ahead: bool
     choices: Sequence[PanelRow]
+    drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
         """Start without requests."""
@@ -76,7 +84,7 @@ class BatchEngine:
         self._answers: dict[str, Answer] = {}
         # Beam searches run one at a time: beams of two could wait for each other's blocks.
         self._searches: deque[Answer] = deque()
-        self._totals = dict.fromkeys(("prompt_tokens", "cached_tokens", "new_tokens"), 0)
+        self._totals = dict.fromkeys(_COUNTED, 0)
 
     @property
     def has_work(self) -> bool:
@@ -141,7 +149,8 @@ class BatchEngine:
         if flight is None:
             assert not self._answers, "requests are waiting, but none can proceed"
             return []
-        if self.looks_ahead and self._expects(flight):
+        # Drafts follow from the tokens that a step has chosen.
+        if self.looks_ahead and self.drafter is None and self._expects(flight):
             self._flight = self._begin_step()
         events = self._land(flight)
         if not self._answers:
@@ -194,10 +203,16 @@ class BatchEngine:
                 events.append(self._end_early(answer, "error", message))
                 continue
             news = answer.take(row, results, self._scheduler)
-            self._totals["new_tokens"] += sum(isinstance(event, Token) for event in news)
+            new = sum(isinstance(event, Token) for event in news)
+            self._totals["new_tokens"] += new
+            self._totals["drafted_tokens"] += row.drafts
+            self._totals["accepted_tokens"] += max(0, new - 1)
+            self._totals["choosing_rows"] += bool(new)
             if news and isinstance(news[-1], Finished):
                 self._end(answer, news[-1])
             events += news
+        if self.drafter is not None:
+            self.drafter.draft(flight.plan)
         return events
 
     def _end_early(self, answer: Answer, reason: Reason, message: str = "") -> Finished:

@@ -35,6 +35,8 @@ from megatron.parallel.pipeline.schedule import Operation
 
 logger = logging.getLogger(__name__)
 
+_Outputs = tuple[Tensor, Tensor | None]  # logits, and hidden states if they are kept
+
 
 class WantedLogits(NamedTuple):
     """A token whose logits are needed, and how to choose or score a token from them.
@@ -86,6 +88,11 @@ class Executor:
         vocab_size: Number of vocabulary entries that can be chosen. Any further entries are
             padding.
         adapters: The model's adapters, or `None` if it has none.
+        keeps_states: Whether to keep the hidden states of each step, from which the model's own
+            layers for further tokens make drafts.
+
+    Attributes of the last step:
+        states: Normalized hidden states [s, 1, h] of its tokens; `None` before the last stage.
     """
 
     model: GPTModel
@@ -97,9 +104,11 @@ class Executor:
     graphs: DecodeGraphs | None
     vocab_size: int
     adapters: AdapterRows | None = None
+    keeps_states: bool = False
 
     def __post_init__(self) -> None:
         """Start before the first step, when no tokens have been chosen."""
+        self.states: Tensor | None = None
         self._chosen = torch.zeros(0, dtype=torch.int64)  # the last step's tokens, on the device
         self._places: dict[Sequence, int] = {}  # the index in `_chosen` of a sequence's next token
 
@@ -118,11 +127,14 @@ class Executor:
             A function that waits for the device, and returns what was chosen for each of `wanted`.
         """
         logits = None
-        # Every sequence adds one token and chooses the next.
-        if self.graphs is not None and len(wanted) == len(plan) and plan[-1].goes_on:
-            logits = self.graphs.run(plan, self._sources(plan), self._chosen)
+        # A token is chosen after each token of the step, and no prompt is computed.
+        if self.graphs is not None and plan[-1].goes_on and len(wanted) == sum(map(_size, plan)):
+            singles = tuple(single for row in plan for single in row.one_by_one())
+            found = self.graphs.run(singles, self._sources(singles), self._chosen)
+            if found is not None:
+                logits, self.states = found
         if logits is None:
-            logits = self._through_stages(*self._inputs(plan, wanted))
+            logits = self._through_stages(*self.inputs(plan, [each[:2] for each in wanted]))
         if not wanted:
             return list
         choices = [each.choice for each in wanted]
@@ -157,8 +169,12 @@ class Executor:
             receive = Operation("receive_activation", 0, 0, pipeline.rank - 1)
             channel.post_receive(receive)
             hidden = channel.receive(receive)
-        result = self.model(tokens, hidden=hidden, cache=cache)
-        assert isinstance(result, Tensor)
+        result: Tensor
+        if self.keeps_states and pipeline.is_last:
+            self.states = self.model.states(tokens, hidden, cache)
+            result = self.model.logits(self.states[cache.outputs])
+        else:
+            result = self.model(tokens, hidden=hidden, cache=cache)
         if not pipeline.is_last:
             channel.send(Operation("send_activation", 0, 0, pipeline.rank + 1), result)
             channel.finish()
@@ -168,24 +184,34 @@ class Executor:
         """Return the index in `_chosen` of each row's last token, or -1 if the token is known."""
         return [self._places[row.sequence] if row.tokens[-1] == UNKNOWN else -1 for row in plan]
 
-    def _inputs(self, plan: StepPlan, wanted: Many[WantedLogits]) -> tuple[Tensor, StepCache]:
-        """Return the token ids [1, s], and the step's view of the cache."""
+    def inputs(self, plan: StepPlan, outputs: Many[tuple[int, int]]) -> tuple[Tensor, StepCache]:
+        """Return the token ids [1, s], and the step's view of the cache.
+
+        A sequence with drafts attends from each of its tokens as from that of a sequence of its
+        own: with the kernel, and so the bits, of steps without drafts.
+
+        Args:
+            plan: The step.
+            outputs: The tokens whose logits are needed, each with the index of its row and its
+                place in the row.
+        """
         send = self.device.send
         firsts = np.cumsum([0] + [row.size for row in plan])
         places = [np.arange(row.start, row.start + row.size) for row in plan]
         count = sum(row.goes_on for row in plan)  # these come first
-        outputs = [firsts[each.row] + each.place for each in wanted]
+        outputs_at = [firsts[row] + place for row, place in outputs]
         singles = None
         if count:
-            lengths = np.array([row.start + 1 for row in plan[:count]], dtype=np.int32)
-            tables = send(_tables(plan[:count]))
+            lengths = np.concatenate(places[:count]).astype(np.int32) + 1
+            sizes = [row.size for row in plan[:count]]
+            tables = send(np.repeat(_tables(plan[:count]), sizes, axis=0))
             longest = int(lengths.max())
             singles = Singles(tables, send(lengths), longest, self.memory.block_size)
         cache = StepCache(
             memory=self.memory,
             positions=send(np.concatenate(places)),
             slots=self._slots(plan, places),
-            outputs=send(np.array(outputs, dtype=np.int64)),
+            outputs=send(np.array(outputs_at, dtype=np.int64)),
             singles=singles,
             chunks=self._chunks(plan[count:]) if count < len(plan) else None,
         )
@@ -216,6 +242,10 @@ class Executor:
             for row, place in zip(rows, places, strict=True)
         ]
         return self.device.send(np.concatenate(parts))
+
+
+def _size(row: Row) -> int:
+    return row.size
 
 
 def _adapters(rows: Many[Row]) -> Integers:
@@ -265,6 +295,8 @@ class DecodeGraphs:
         device: Device,
         max_sequences: int,
         adapters: AdapterRows | None = None,
+        *,
+        keeps_states: bool = False,
     ) -> None:
         """Allocate the input memory.
 
@@ -272,15 +304,17 @@ class DecodeGraphs:
             model: The whole model, in this single process.
             memory: The cache, with attention that can be recorded.
             device: Device of the model and the cache.
-            max_sequences: Maximum number of sequences in a step.
+            max_sequences: Maximum number of sequences in a step. Each token of a sequence with
+                drafts counts as one.
             adapters: The model's adapters, or `None` if it has none.
+            keeps_states: Whether `run` also returns hidden states.
         """
-        self._adapters = adapters
+        self._adapters, self._keeps_states = adapters, keeps_states
         self._model, self._memory, self._device = model, memory, device
         self._record = device.recorder()
         self._counts = row_counts(max_sequences)
         self._lengths = lengths_to_record(model.plan.positions)
-        self._recordings: dict[tuple[int, int, bool], Callable[[], Tensor]] = {}
+        self._recordings: dict[tuple[int, int, bool], Callable[[], _Outputs]] = {}
         self._works = True
         # Rows: token, its index in `_chosen` or -1, position, slot, length with the new token,
         # adapter.
@@ -290,8 +324,10 @@ class DecodeGraphs:
         self._tables = self._inputs.new_zeros(max_sequences, width, dtype=torch.int32)
         self._in_tables: list[Integers | None] = [None] * max_sequences
 
-    def run(self, plan: StepPlan, sources: Many[int], chosen: Tensor) -> Tensor | None:
-        """Return the logits [1, u, v] of the plan's sequences, or `None` if recording fails.
+    def run(self, plan: StepPlan, sources: Many[int], chosen: Tensor) -> _Outputs | None:
+        """Return the logits [1, u, v] of the plan's sequences, and their hidden states [u, 1, h].
+
+        The result is `None` if recording fails, and the states are if they are not kept.
 
         Args:
             plan: A step in which every sequence adds one token.
@@ -318,9 +354,10 @@ class DecodeGraphs:
                 self._works = False
                 return None
             self._recordings[kind] = replay
-        return replay()[:, : len(plan)]
+        logits, states = replay()
+        return logits[:, : len(plan)], None if states is None else states[: len(plan)]
 
-    def _step(self, count: int, longest: int, is_adapted: bool) -> Tensor:
+    def _step(self, count: int, longest: int, is_adapted: bool) -> _Outputs:
         """Compute a step from the input memory."""
         known, sources, positions, slots, lengths, adapters = self._inputs[:, :count]
         if self._adapters is not None:
@@ -334,14 +371,17 @@ class DecodeGraphs:
             singles=Singles(self._tables[:count], lengths.int(), longest, self._memory.block_size),
             chunks=None,
         )
-        return self._model(tokens.unsqueeze(0), cache=cache)
+        if not self._keeps_states:
+            return self._model(tokens.unsqueeze(0), cache=cache), None
+        states = self._model.states(tokens.unsqueeze(0), None, cache)
+        return self._model.logits(states), states
 
     def _fill_in(self, plan: StepPlan, sources: Many[int], count: int) -> None:
         """Copy the step's tokens and tables into the input memory."""
         size, used = self._memory.block_size, len(plan)
         tokens = [row.tokens[0] for row in plan]
         starts = np.fromiter((row.start for row in plan), np.int64, used)
-        last = np.fromiter((row.blocks[-1] for row in plan), np.int64, used)
+        last = np.fromiter((row.blocks[row.start // size] for row in plan), np.int64, used)
         empty_row = np.array([[0], [-1], [0], [self._memory.spare_slot], [0], [0]])
         inputs = np.repeat(empty_row, count, axis=1)
         slots = last * size + starts % size

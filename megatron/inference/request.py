@@ -271,6 +271,10 @@ class Stats:
         prompt_tokens: Number of prompt tokens since the start.
         cached_tokens: Number of these prompt tokens that were found in the cache.
         new_tokens: Number of tokens generated since the start.
+        drafted_tokens: Number of drafts that steps have checked (speculative decoding).
+        accepted_tokens: Number of these drafts that were right.
+        choosing_rows: Number of times that a step has chosen tokens for a sequence. Each chose one
+            token and accepted some drafts, unless it was a step of a beam search.
     """
 
     running: int = 0
@@ -281,3 +285,6 @@ class Stats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    choosing_rows: int = 0

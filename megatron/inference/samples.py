@@ -17,14 +17,19 @@ from itertools import count
 from pathlib import Path
 
 from megatron.command import format_panel
-from megatron.config import ParsedRun
-from megatron.config.generation import SamplesConfig, find_sample_notices, sample_problems
+from megatron.config import ParsedRun, RunConfig
+from megatron.config.generation import (
+    SamplesConfig,
+    find_sample_notices,
+    read_speculation,
+    sample_problems,
+)
 from megatron.config.parser import Program
 from megatron.data.json_lines import Setting, json_object, keep_settings
 from megatron.durable import storage_errors
 from megatron.errors import EXIT_OK, ConfigError, DataError, StorageError, UserError, say_on_stderr
 from megatron.inference.adapters import OpenedAdapter, add_to, open_adapters
-from megatron.inference.build import EngineOptions, ranks_of_copy
+from megatron.inference.build import EngineOptions, check_speculation, ranks_of_copy
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Add, Command, Shutdown
 from megatron.inference.request import (
@@ -70,11 +75,22 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
     return _generate(program, parsed, launch)
 
 
+def _engine_options(samples: SamplesConfig, config: RunConfig) -> EngineOptions:
+    speculation = read_speculation(samples.speculative_config)
+    check_speculation(config.model, speculation)
+    return EngineOptions(
+        max_sequences=samples.max_batch_size,
+        seed=config.training.seed,
+        speculation=speculation,
+    )
+
+
 def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     samples: SamplesConfig
     (samples,) = parsed.extra
     config, embedder = parsed.config, samples.bert_embedder_load
     check_retrieval(config, embedder, cache_tokens=None)
+    options = _engine_options(samples, config)
     adapters = open_adapters(samples.serve_adapter, config)
     # On stderr like the panel, because the samples on stdout may be piped into another program.
     show_notices((*parsed.notices, *find_sample_notices(samples)), launch, say_on_stderr)
@@ -82,7 +98,6 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     source = samples.sample_input_file
     target = samples.sample_output_file or f"{source}.out" if source else samples.genfile
     seed, workdir = config.training.seed, config.data.retro_workdir
-    options = EngineOptions(max_sequences=samples.max_batch_size, seed=seed)
     with processes(config, launch) as (device, layout), ExitStack() as stack:
         folder = config.checkpoint.load
         assert folder is not None

@@ -68,6 +68,8 @@ class Sequence:
         prompt: Number of tokens that the sequence began with. They are always computed as a prompt,
             even if only one is left. A negative number means all of `tokens`.
         adapter: Index of the sequence's adapter, counted from 1; 0 is the base model.
+        limit: Number of tokens beyond which no drafts are made (`speculation`); 0 means never.
+        drafts: Guesses of the tokens that follow `tokens`, for the next step.
     """
 
     request: str
@@ -81,6 +83,8 @@ class Sequence:
     is_over: bool = False
     prompt: int = -1
     adapter: int = 0
+    limit: int = 0
+    drafts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Count all tokens as the prompt unless `prompt` is given."""
@@ -106,7 +110,8 @@ class Row(NamedTuple):
         tokens: The tokens to compute.
         blocks: The sequence's blocks, up to and including those of these tokens. The array stays
             the same object until the blocks change.
-        is_last: Whether this row ends with the last known token, so that the next can be chosen.
+        is_last: Whether this row has the last known token, so that the next can be chosen.
+        drafts: Number of tokens at the end that are guesses, which come after the last known one.
     """
 
     sequence: Sequence
@@ -114,6 +119,7 @@ class Row(NamedTuple):
     tokens: tuple[int, ...]
     blocks: Integers
     is_last: bool
+    drafts: int = 0
 
     @property
     def size(self) -> int:
@@ -122,8 +128,15 @@ class Row(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Whether this row computes a single token after the prompt."""
-        return len(self.tokens) == 1 and self.start >= self.sequence.prompt
+        """Whether this row computes a single token after the prompt, and perhaps drafts."""
+        return len(self.tokens) == 1 + self.drafts and self.start >= self.sequence.prompt
+
+    def one_by_one(self) -> list[Row]:
+        """Return a row for each token of this row."""
+        return [
+            self._replace(start=self.start + place, tokens=(token,), drafts=0)
+            for place, token in enumerate(self.tokens)
+        ]
 
 
 StepPlan = tuple[Row, ...]  # rows that go on come first
@@ -189,11 +202,17 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Return the next step, which is empty if there is nothing to do."""
         step = _OpenPlan(self.settings.max_tokens)
+        # Drafts take what is left of the budget after a token for every sequence.
+        room = step.budget - len(self.running)
         # Sequences that need only their next token come first.
         for sequence in sorted(self.running, key=lambda sequence: sequence.missing > 1):
             count = min(sequence.missing, step.budget)
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
-                step.put(sequence, count)
+                drafts = sequence.drafts[: max(0, room)] if sequence.missing == 1 else ()
+                if drafts and not self._grow(sequence, count + len(drafts)):
+                    drafts = ()  # nobody loses a place for guesses
+                step.put(sequence, count, drafts)
+                room -= len(drafts)
         self._begin_waiting(step)
         # If no running sequence has anything to compute, and there is still no room for the first
         # in the queue, the running ones are beams that wait for one another. They give up their
@@ -209,6 +228,10 @@ class Scheduler:
         """Record that later steps will find the plan's tokens in the cache."""
         for row in plan:
             row.sequence.computed = row.start + row.size
+
+    def keep(self, sequence: Sequence) -> None:
+        """Record that all tokens of a sequence but the last are in the cache, and no drafts."""
+        sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
 
     def done(self, plan: StepPlan) -> None:
         """Record that the plan's tokens are known and in the cache.
@@ -321,13 +344,13 @@ class _OpenPlan:
     preempted: set[Sequence] = field(default_factory=set)
     coming: set[BlockKey | None] = field(default_factory=set)
 
-    def put(self, sequence: Sequence, count: int) -> None:
-        """Add a row that computes this many more tokens of a sequence."""
+    def put(self, sequence: Sequence, count: int, drafts: tuple[int, ...] = ()) -> None:
+        """Add a row that computes this many more tokens of a sequence, and then its drafts."""
         start = sequence.computed
-        tokens = tuple(sequence.tokens[start : start + count])
+        tokens = (*sequence.tokens[start : start + count], *drafts)
         is_last = start + count == len(sequence.tokens)
-        self.rows[sequence] = Row(sequence, start, tokens, sequence.blocks, is_last)
-        self.budget -= count
+        self.rows[sequence] = Row(sequence, start, tokens, sequence.blocks, is_last, len(drafts))
+        self.budget -= len(tokens)
 
     def drop(self, sequence: Sequence) -> None:
         """Remove the row of a sequence that has lost its place in the batch."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.config.stages import ModelPart
 from megatron.kernels.attention import Mask, Segments
+from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
 from megatron.models.head import Output, TokenScore
@@ -94,20 +95,9 @@ class GPTModel(Network):
             selects. A reward model returns a score for each token instead, fp32 [b, s]. With
             `ahead`, the weighted sum of the losses and that of each depth, [1 + depths].
         """
-        if cache is None:
-            sequence = tokens.shape[1] * self.layout.context.size
-            positions = local_positions(sequence, self.layout.context, tokens.device)
-            if isinstance(mask, Segments) and mask.positions is not None:
-                positions = mask.positions
-        else:
-            positions = cache.positions
-        if hidden is None:
-            hidden = self.embed(tokens, positions if position_ids is None else position_ids)
-        rotation = self.rotation(positions)
-        stream = self.layers.run(Stream(hidden), mask, rotation, cache)
+        x, rotation = self._run_layers(tokens, position_ids, mask, hidden, cache)
         if self.final_norm is None:
-            return stream.join()
-        _, x = self.final_norm(stream)  # [s, b, h]
+            return x
         if self.score is not None:
             rewards: Tensor = self.score(x)
             return rewards
@@ -127,3 +117,63 @@ class GPTModel(Network):
         for states, one in zip(further, ahead, strict=True):
             sums.append(self.output(states, one.labels, one.loss_mask))
         return torch.stack(sums)
+
+    def states(self, tokens: Tensor, hidden: Tensor | None, cache: KeyValueCache) -> Tensor:
+        """Run the layers of this part on new tokens, as `forward` does, but not the output layer.
+
+        Args:
+            tokens: [1, s].
+            hidden: [s, 1, h], the previous part's output; `None` in the first part of the model.
+            cache: Keys and values of earlier tokens, and the positions of the new tokens.
+
+        Returns:
+            Hidden states [s, 1, h] of all tokens, normalized in the last part of the model.
+        """
+        return self._run_layers(tokens, None, None, hidden, cache)[0]
+
+    def states_ahead(
+        self, depth: int, tokens: Tensor, hidden: Tensor, cache: KeyValueCache
+    ) -> Tensor:
+        """Return the normalized hidden states of a depth of multi-token prediction, [s, 1, h].
+
+        Args:
+            depth: The depth, from 0.
+            tokens: [1, s], the tokens that the depth reads at the cache's positions.
+            hidden: [s, 1, h], the normalized hidden states of the depth before.
+            cache: The depth's keys and values of earlier tokens.
+        """
+        assert self.mtp is not None, "the model predicts one token"
+        vectors, rotation = self.embed(tokens, cache.positions), self.rotation(cache.positions)
+        states: Tensor = self.mtp[depth](hidden, vectors, None, rotation, cache)
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits [1, k, v/t] of normalized hidden states [k, 1, h]."""
+        assert self.output is not None, "the last part of the model has the output layer"
+        scores: Tensor = self.output(states, None)
+        return scores
+
+    def _run_layers(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        mask: Mask | None,
+        hidden: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> tuple[Tensor, Rotation | None]:
+        """Return hidden states, normalized in the model's last part, and the rotation used."""
+        if cache is None:
+            sequence = tokens.shape[1] * self.layout.context.size
+            positions = local_positions(sequence, self.layout.context, tokens.device)
+            if isinstance(mask, Segments) and mask.positions is not None:
+                positions = mask.positions
+        else:
+            positions = cache.positions
+        if hidden is None:
+            hidden = self.embed(tokens, positions if position_ids is None else position_ids)
+        rotation = self.rotation(positions)
+        stream = self.layers.run(Stream(hidden), mask, rotation, cache)
+        if self.final_norm is None:
+            return stream.join(), rotation
+        normal: Tensor = self.final_norm(stream)[1]  # [s, b, h]
+        return normal, rotation

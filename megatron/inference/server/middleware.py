@@ -124,6 +124,8 @@ class Metrics(Collector):
             "megatron_cached_tokens", "Prompt tokens found in the cache.", stats.cached_tokens
         )
         yield counter("megatron_new_tokens", "Tokens generated.", stats.new_tokens)
+        yield counter("megatron_drafted_tokens", "Drafts checked.", stats.drafted_tokens)
+        yield counter("megatron_accepted_tokens", "Drafts accepted.", stats.accepted_tokens)
         yield counter(
             "megatron_preemptions", "Sequences that gave up their blocks.", stats.preempted
         )

@@ -17,12 +17,17 @@ from typing import Any
 
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_CONFIG
 from megatron.command import PanelRow, format_panel, say
-from megatron.config.generation import ServerConfig, named_adapters, server_problems
+from megatron.config.generation import (
+    ServerConfig,
+    named_adapters,
+    read_speculation,
+    server_problems,
+)
 from megatron.config.parser import Program
 from megatron.environment import module_command
 from megatron.errors import EXIT_OK, ConfigError, UserError
 from megatron.inference.adapters import add_to, open_adapters
-from megatron.inference.build import EngineOptions
+from megatron.inference.build import EngineOptions, check_speculation
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
 from megatron.inference.request import Event, RequestError, Stats
@@ -54,6 +59,8 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     # Find mistakes before loading the model, which may take minutes.
     embedder = server.bert_embedder_load
     check_retrieval(parsed.config, embedder, server.cache_tokens)
+    speculation = read_speculation(server.speculative_config)
+    check_speculation(parsed.config.model, speculation)
     name = _name_of(parsed.config.checkpoint.load, server)
     adapters = open_adapters(server.serve_adapter, parsed.config)
     token = find_token(server)
@@ -67,6 +74,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         max_sequences=server.max_batch_size,
         cache_tokens=server.cache_tokens,
         seed=parsed.config.training.seed,
+        speculation=speculation,
     )
     with (
         processes(parsed.config, launch) as (device, layout),
