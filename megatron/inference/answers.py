@@ -179,9 +179,9 @@ class PlainAnswer(Answer):
         if not choice.is_drawn and not sampling.banned_pairs:
             return [(place, choice) for place in range(first, row.size)]
         choices = []
-        for place in range(first, row.size):
-            # The new token's index, from 0.
-            number = len(self._first.tokens) - len(self.request.prompt) + place - first
+        tokens = self._first.tokens
+        number = len(tokens) - len(self.request.prompt)  # the new token's index, from 0
+        for place, last in enumerate((tokens[-1], *row.tokens[first + 1 :]), first):
             top_p = sampling.top_p
             if top_p and sampling.top_p_decay:
                 decayed = top_p * sampling.top_p_decay**number
@@ -189,9 +189,10 @@ class PlainAnswer(Answer):
             placed = choice._replace(
                 top_p=top_p,
                 uniform=uniform(self._seed, number),
-                banned=_banned(sampling, row.tokens[place]),
+                banned=_banned(sampling, last),
             )
             choices.append((place, placed))
+            number += 1
         return choices
 
     def _take_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:

@@ -94,7 +94,7 @@ class NgramDrafter:
         return ()
 
 
-class _Window(NamedTuple):
+class _DepthWindow(NamedTuple):
     """Consecutive positions of a sequence at which a depth is computed.
 
     Attributes:
@@ -152,18 +152,18 @@ class MultiTokenDrafter:
                 room = room_of(row, self._tokens)
                 row.sequence.drafts = tuple(guesses[row.sequence][:room])
 
-    def _first_windows(self, plan: StepPlan) -> list[_Window]:
+    def _first_windows(self, plan: StepPlan) -> list[_DepthWindow]:
         """Return what the step has computed of each sequence, without rejected drafts."""
         states, first, windows = self._executor.states, 0, []
         for row in plan:
             end = min(row.start + row.size, row.sequence.computed)
             if not row.sequence.is_over and end > row.start:
                 part = None if states is None else states[first : first + end - row.start]
-                windows.append(_Window(row, row.start, end, part))
+                windows.append(_DepthWindow(row, row.start, end, part))
             first += row.size
         return windows
 
-    def _with_tail(self, window: _Window, depth: int) -> _Window:
+    def _with_tail(self, window: _DepthWindow, depth: int) -> _DepthWindow:
         """Return the window with the position before it, if its state was kept.
 
         Also keep the state at the position before the next window of this depth.
@@ -184,8 +184,8 @@ class MultiTokenDrafter:
         return window._replace(start=before, states=states)
 
     def _run(
-        self, depth: int, windows: Many[_Window], guesses: dict[Sequence, list[int]]
-    ) -> list[_Window]:
+        self, depth: int, windows: Many[_DepthWindow], guesses: dict[Sequence, list[int]]
+    ) -> list[_DepthWindow]:
         """Compute a depth at its windows, and add its guess to those of each sequence.
 
         Returns:
@@ -219,7 +219,7 @@ class MultiTokenDrafter:
             found[index] = windows[index]._replace(states=part)
         return found
 
-    def _row(self, window: _Window, depth: int, guesses: dict[Sequence, list[int]]) -> Row:
+    def _row(self, window: _DepthWindow, depth: int, guesses: dict[Sequence, list[int]]) -> Row:
         """Return the window as a row of a step, with the tokens that a depth reads in it."""
         sequence = window.row.sequence
         size = window.end - window.start
