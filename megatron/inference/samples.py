@@ -45,6 +45,7 @@ from megatron.inference.request import (
 )
 from megatron.inference.retrieval import KINDS, build_any_engine, check_retrieval
 from megatron.inference.sharing import GeneratedText, SharedPrompts
+from megatron.inference.speculation import describe_drafts
 from megatron.inference.text import Detokenizer
 from megatron.inference.worker import serve
 from megatron.processes.groups import job_store
@@ -89,6 +90,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     samples: SamplesConfig
     (samples,) = parsed.extra
     config, embedder = parsed.config, samples.bert_embedder_load
+    folder = config.checkpoint.load or ""  # a rule requires it
     check_retrieval(config, embedder, cache_tokens=None)
     options = _engine_options(samples, config)
     adapters = open_adapters(samples.serve_adapter, config)
@@ -99,8 +101,6 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     target = samples.sample_output_file or f"{source}.out" if source else samples.genfile
     seed, workdir = config.training.seed, config.data.retro_workdir
     with processes(config, launch) as (device, layout), ExitStack() as stack:
-        folder = config.checkpoint.load
-        assert folder is not None
         loaded = add_to(
             load_gpt(folder, device, layout, config=config, kinds=KINDS), adapters, device
         )
@@ -121,11 +121,10 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
         if layout.world.rank:
             shared = SharedPrompts(store, _prompts_of(samples))
         else:
-            settings = settings_of(sampling, seed)
-            settings |= _sources_of(workdir, adapters)
+            settings = settings_of(sampling, seed) | _sources_of(workdir, adapters)
             answers = ", ".join(f"{name} {value}" for name, value in settings.items())
-            rows = [("answers", answers), *engine_rows(loaded, engine, device)]
-            say_on_stderr(format_panel(program, rows))
+            panel = [("answers", answers), *engine_rows(loaded, engine, device)]
+            say_on_stderr(format_panel(program, panel))
             write = printer(len(prompts))
             if target is not None:
                 file = stack.enter_context(closing(SampleFile(Path(target))))
@@ -147,6 +146,8 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
             adapter=len(adapters),
         )
         serve(engine, inbox)
+        if options.speculation is not None:
+            say_on_stderr(describe_drafts(engine.stats))
         shared.finish()
     if layout.world.rank:
         return EXIT_OK

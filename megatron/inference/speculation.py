@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.inference.executor import Executor
+from megatron.inference.request import Stats
 from megatron.inference.scheduler import Row, Sequence, StepPlan
 from megatron.parallel.collectives import broadcast, gather_to
 
@@ -41,6 +42,15 @@ def room_of(row: Row, most: int) -> int:
     if sequence.is_over or not row.is_last:
         return 0
     return max(0, min(most, sequence.limit - 1 - len(sequence.tokens)))
+
+
+def describe_drafts(stats: Stats) -> str:
+    """Return how many drafts were right, as text."""
+    each = stats.new_tokens / max(stats.choosing_rows, 1)
+    return (
+        f"speculative decoding: {each:.2f} tokens of an answer per step, "
+        f"{stats.accepted_tokens:,} of {stats.drafted_tokens:,} drafts accepted"
+    )
 
 
 @dataclass
