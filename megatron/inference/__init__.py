@@ -1,16 +1,16 @@
-"""Text generation with a trained model: the requests of all clients share one engine's steps.
+"""Text generation with a trained model. The requests of all clients share the steps of one engine.
 
-load, build       make an `engine` from a checkpoint
+load, build       build an `engine` from a checkpoint
 request           requests and events, which `messages` carries between processes as JSON
 engine            turns requests into events: `scheduler` plans a step, `executor` runs it,
                   `sampling` picks tokens, `cache` holds keys and values, `answers` keeps track
                   of each request's sequences and choices
 speculation       guesses of the next tokens, which a step checks all at once
 worker            the loop that every serving rank runs
-samples, score    generate many texts into files; compute how likely given texts are
+samples, score    generate many texts into a file; compute the likelihood of given texts
 sharing           divides prompts among copies of the model, and collects their texts in order
 text              turns tokens that arrive one by one into text that can be shown
 fill              fills in hidden words with a BERT or T5
-retrieval         an executor without a cache, for a Retro, which reads passages as it writes
+retrieval         an executor for a Retro, which has no cache and reads passages while writing
 server            serves text generation over HTTP
 """

@@ -1,7 +1,7 @@
-"""Adapters of one served model (LoRA): opened and checked before the model, loaded after it.
+"""LoRA adapters of a served model, opened and checked before the model and loaded after it.
 
-A folder is that of PEFT's files (`--saver peft`, `save_pretrained`) or of a run with --lora-rank,
-whose checkpoints hold the base model too, so that it can be compared.
+An adapter's folder contains PEFT's files (`--saver peft`, `save_pretrained`) or the checkpoints of
+a run with --lora-rank. Such checkpoints also contain the base model, which is compared.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from megatron.parallel.adapter import Adapter, projections_of
 from megatron.parallel.adapter_stack import AdapterRows, AdapterStack, StackedFactors
 from megatron.parallel.layers import Linear
 
-_SHOWN_ROWS = 8  # rows of the embedding by which two base models are compared
-# Values of two base models may have been rounded to different formats of 16 bits.
+_SHOWN_ROWS = 8  # embedding rows to compare between two base models
+# The two base models may have been rounded to different 16-bit formats.
 _ROUNDING = 2**-7
-_REMEDY = "serve the model that it was trained on with --load, or leave the adapter out"
+_REMEDY = "serve the model that it was trained on with --load, or drop the adapter"
 
 
 class AdapterFiles(NamedTuple):
-    """The files of an adapter, which fit the base model.
+    """The files of an adapter that fits the base model.
 
     Attributes:
-        model: The base model's network with adapters of this one's sizes.
-        reader: Reader of its tensors, which have our names.
-        targets: The adapted projections of each linear layer that has any, by its name.
+        model: The base model's network, with adapters of this adapter's sizes.
+        reader: Reader of its tensors under our names.
+        targets: The adapted projections of each adapted linear layer, by the layer's name.
     """
 
     model: ModelConfig
@@ -55,11 +55,11 @@ class AdapterFiles(NamedTuple):
 
 
 class OpenedAdapter(NamedTuple):
-    """An adapter whose files fit the base model.
+    """An opened adapter that fits the base model.
 
     Attributes:
         flag: The flag and its value, for messages.
-        name: The name by which requests choose it.
+        name: The name that requests use for it.
         files: Its files.
     """
 
@@ -69,16 +69,16 @@ class OpenedAdapter(NamedTuple):
 
 
 def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[OpenedAdapter]:
-    """Open adapters, and check that they are of the model that `config` loads.
+    """Open adapters, and check that they belong to the model that `config` loads.
 
     Args:
         words: Values of --serve-adapter, each NAME=FOLDER.
         config: The run, with the base model's network and its folder.
 
     Raises:
-        CheckpointError: A folder holds no adapter, or one that is damaged, not supported, or of
-            another model.
-        ConfigError: Tensor ranks divide the base model's query groups.
+        CheckpointError: A folder has no adapter, or the adapter is damaged, not supported, or
+            trained on another model.
+        ConfigError: There are more tensor ranks than query groups in the base model.
     """
     named = named_adapters(words)
     if not named:
@@ -88,8 +88,8 @@ def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[Opened
     trust = options.allow_foreign_checkpoints
     if config.model.architecture != "gpt":
         raise CheckpointError(
-            f"--serve-adapter: {options.load} holds a {config.model.architecture}, but adapters "
-            "are those of a GPT: drop the flag"
+            f"--serve-adapter: {options.load} holds a {config.model.architecture}, but only "
+            "a GPT can have adapters: drop the flag"
         )
     groups, tensor = config.model.num_query_groups, config.parallel.tensor_model_parallel_size
     if config.model.group_query_attention and groups and groups < tensor:
@@ -110,11 +110,11 @@ def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[Opened
 
 
 def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> Loaded:
-    """Return the model with adapters, of which each request chooses one or none. Collective.
+    """Return the model with adapters. Each request chooses one of them or none. Collective.
 
     Args:
-        loaded: The base model, whose layers are changed.
-        opened: The adapters. Without any, the model stays as it is.
+        loaded: The base model. Its layers are changed.
+        opened: The adapters. If there are none, the model is not changed.
         device: The model's device.
 
     Raises:
@@ -141,7 +141,7 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
             part = StackedFactors.of(index, linear.adapter, linear.weight)
             parts[name].append(part)
             linear.adapter = None
-            # In a batch, zero times infinity would reach the other requests.
+            # In a batch, zero times infinity would affect other requests.
             if not (part.a.isfinite().all() and part.b.isfinite().all()):
                 raise CheckpointError(
                     f"{one.flag}: the adapter of {name} has values that are not finite: export it "
@@ -163,15 +163,13 @@ def _open_folder(
     reader = open_root(folder, verify=False, allow_foreign=allow_foreign)
     if reader is None:
         raise CheckpointError(
-            f"the folder holds no adapter: give one with {ADAPTER_CONFIG}, or the --save folder of "
-            "a run with --lora-rank"
+            f"the folder has no adapter: give a folder with {ADAPTER_CONFIG}, or the --save folder "
+            "of a run with --lora-rank"
         )
     if reader.meta["config"].get("model", {}).get("lora_rank") is None:
-        raise CheckpointError(
-            "the folder holds a whole model without adapters: serve it by itself with --load"
-        )
+        raise CheckpointError("the folder has a whole model without adapters: serve it with --load")
     if isinstance(reader, NativeReader):
-        reader.verify(only=is_of_adapter)  # the rest of it is as large as the base model
+        reader.verify(only=is_of_adapter)  # the rest is as large as the base model
     sizes = network_in(reader)
     model = replace(config.model, **{name: getattr(sizes, name) for name in ADAPTER_FIELDS})
     differing = network_differences(model, reader)
@@ -195,15 +193,15 @@ def _open_peft(
 ) -> AdapterFiles:
     rows = base.meta["padded_vocab_size"]
     model = network_with(folder, network, allow_foreign=allow_foreign)
-    # Those of experts cannot be chosen per request.
+    # Adapters of experts cannot be chosen per request.
     every = adapted_layers(model, rows).items()
     layers = {name: layer for name, layer in every if isinstance(layer, Linear)}
     try:
         known = peft_names(model, layers, family_for(network, rows, None))
     except CheckpointError as error:
         raise CheckpointError(
-            f"PEFT's files name other modules than this network has ({str(error).splitlines()[0]}):"
-            " give the checkpoints of a run with --lora-rank"
+            "PEFT's files name modules that this network does not have "
+            f"({str(error).splitlines()[0]}): give the checkpoints of a run with --lora-rank"
         ) from None
     names = names_in(folder, known, allow_foreign=allow_foreign)
     reader = PeftReader(folder, model, names, remedy=_REMEDY, allow_foreign=allow_foreign)
@@ -213,25 +211,25 @@ def _open_peft(
     }
     targets = {layer: found for layer, found in targets.items() if found}
     if not targets:
-        raise CheckpointError(f"{folder} holds no tensors: export the adapter again")
+        raise CheckpointError(f"{folder} has no tensors: export the adapter again")
     return AdapterFiles(model, reader, targets)
 
 
 def _check_places(reader: Reader, targets: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a checkpoint with adapters of what is not a linear layer."""
+    """Refuse a checkpoint with adapters that are not on linear layers."""
     known = tuple(f"model.{layer}.adapter." for layer in targets)
     for name in reader.names():
         if name.startswith("model.") and is_of_adapter(name) and not name.startswith(known):
             raise CheckpointError(
-                f"{name} cannot be chosen per request: merge the adapter into a model of its own "
-                "with --saver hf, and serve that"
+                f"{name} cannot be chosen per request: merge the adapter into a separate model "
+                "with --saver hf, and serve that model"
             )
 
 
 def _compare(reader: Reader, base: Reader) -> None:
-    """Refuse an adapter whose run had frozen other weights than the base model's.
+    """Refuse an adapter if the frozen weights of its run differ from the base model's.
 
-    Norms, biases and some rows of the embedding are compared.
+    Only norms, biases and a few rows of the embedding are compared.
     """
     for name in reader.names():
         if not name.startswith("model.") or is_of_adapter(name) or name not in base.held:

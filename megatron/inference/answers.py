@@ -44,7 +44,7 @@ class Answer(ABC):
             request: The request to answer.
         """
         self.request = request
-        # Tokens found in the cache are not computed again, so they would have no scores.
+        # Tokens found in the cache are not computed again and would have no scores.
         reuses = not request.sampling.prompt_logprobs
         self._first = Sequence(request.id, list(request.prompt), reuses, adapter=request.adapter)
         self.sequences = [self._first]
@@ -64,7 +64,7 @@ class Answer(ABC):
         Args:
             row: The computed row.
             results: One result for each of the row's `choices`.
-            scheduler: The scheduler, which learns about sequences that begin or end here.
+            scheduler: The scheduler. It is told about sequences that begin or end.
 
         Returns:
             The events to report.

@@ -1,4 +1,4 @@
-"""Construction of an engine for a model: size of the cache, attention and CUDA graphs."""
+"""Construction of an engine for a model, with its cache, attention and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EngineOptions:
     """Options of an engine.
 
     Attributes:
-        max_sequences: Maximum number of sequences computed at once. Further ones wait.
+        max_sequences: Maximum number of sequences computed at once. Further sequences wait.
         max_step_tokens: Maximum number of tokens in a step, or `max_sequences` if that is larger.
             Longer prompts take several steps.
         cache_tokens: Capacity of the cache in tokens, for all sequences together. `None` uses as
@@ -105,7 +105,7 @@ def build_engine(
     reads_states = speculation is not None and speculation.method == "mtp"
     check_speculation(loaded.config.model, speculation)
     memory = _make_cache(loaded, options, paged, device)
-    without = ""  # why there are no graphs
+    without = ""  # reason for not using graphs
     if not options.graphs:
         without = "turned off"
     elif not is_asynchronous(device):
@@ -154,7 +154,7 @@ def build_engine(
             ("attention", f"new tokens: {paged.name}; prompts: {chunks}"),
             ("products", "cuBLASLt, independent of the batch" if by_rows else "PyTorch"),
             ("other kernels", str(library)),
-            ("CUDA graphs", f"none ({without})" if without else "recorded when first needed"),
+            ("CUDA graphs", f"off ({without})" if without else "recorded when first needed"),
             ("cache", f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {size}: {cache_size}"),
             ("batch", f"up to {most:,} sequences"),
             *([("drafts", describe_speculation(speculation))] if speculation else []),
@@ -230,7 +230,7 @@ def _make_cache(
         depths = ahead.layers[: used if options.speculation.method == "mtp" else 0]
         mixers |= {ahead.numbered_after + i: layer.mixer for i, layer in enumerate(depths)}
     for index, mixer in mixers.items():
-        assert isinstance(mixer, AttentionPlan), f"layer {index} keeps no keys and values"
+        assert isinstance(mixer, AttentionPlan), f"layer {index} has no keys and values"
         shapes[index] = (max(1, mixer.kv_heads // layout.tensor.size), mixer.head_size)
     token_bytes = 2 * dtype.itemsize * sum(heads * channels for heads, channels in shapes.values())
     tokens = options.cache_tokens
@@ -268,7 +268,7 @@ def ranks_of_copy(layout: Layout) -> Axis:
 
 
 def _group_of(layout: Layout, ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """Return the process group of these ranks. All processes make all groups in the same order."""
+    """Return the process group of these ranks. All processes create all groups in one order."""
     if len(ranks) == 1:
         return None
     step = layout.tensor.size  # the distance between neighboring data-parallel ranks

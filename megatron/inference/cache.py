@@ -27,7 +27,7 @@ def next_key(
     """Return the key of a sequence's next full block, which follows the blocks with these keys.
 
     The key is a cryptographic hash, so nobody can construct two different prompts with the same
-    key. The same tokens have another key with another adapter, which computes other values.
+    key. It includes the adapter, because with another adapter the same tokens have other values.
 
     Args:
         keys: Keys of all blocks before it.
@@ -172,7 +172,7 @@ class StepCache:
             query: Queries [s, 1, n/t, d].
             key: Keys [s, 1, g/t, d].
             value: Values [s, 1, g/t, d].
-            options: The number of the layer, and how its scores become weights.
+            options: The layer number, and how scores become attention weights.
 
         Returns:
             Attention output [s, 1, n d / t].

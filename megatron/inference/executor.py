@@ -53,7 +53,7 @@ class WantedLogits(NamedTuple):
 
 
 class StepExecutor(Protocol):
-    """What an engine needs of an executor.
+    """The interface that an engine needs from an executor.
 
     Attributes:
         device: Device of the model.
@@ -107,7 +107,7 @@ class Executor:
     keeps_states: bool = False
 
     def __post_init__(self) -> None:
-        """Start before the first step, when no tokens have been chosen."""
+        """Set the state before the first step, without chosen tokens."""
         self.states: Tensor | None = None
         self._chosen = torch.zeros(0, dtype=torch.int64)  # the last step's tokens, on the device
         self._places: dict[Sequence, int] = {}  # the index in `_chosen` of a sequence's next token
@@ -158,7 +158,7 @@ class Executor:
         return lambda: unpack(reading.wait(), choices)
 
     def retrieved(self, plan: StepPlan) -> list[Retrieved]:
-        """Return the passages that a plan reads: a GPT reads none."""
+        """Return the passages that a plan reads. A GPT reads none."""
         return []
 
     def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
@@ -271,7 +271,7 @@ def lengths_to_record(most: int) -> list[int]:
     """Return the maximum sequence lengths to record for, each four times the one before.
 
     A recording for longer sequences is only slightly slower for shorter ones. Keys up to the first
-    length are a single part, so no partial results have to be joined.
+    length are a single part, so no partial results have to be merged.
     """
     lengths = [PART]
     while lengths[-1] < most:

@@ -1,6 +1,6 @@
 """Filling in hidden words, marked by `[MASK]` in a text, with a trained BERT or T5.
 
-A BERT fills each `[MASK]` with a single token, a T5 with a run of words of any length.
+A BERT fills each `[MASK]` with a single token, and a T5 with any number of words.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
 class Guess(NamedTuple):
-    """The words for a marked place, and the probability that the model gives them."""
+    """Words for a marked place, and the probability that the model gives them."""
 
     words: str
     probability: float

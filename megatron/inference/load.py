@@ -46,7 +46,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.products import PLAIN, RowByRow
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
-# The kind of a checkpoint that gives answers a reward: an architecture's name in messages.
+# The kind of a checkpoint that scores answers, used like an architecture's name in messages.
 REWARD_MODEL = "reward model"
 
 
@@ -76,8 +76,8 @@ class Loaded:
 def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildContext:
     """Return the context for building a model that generates text.
 
-    If the device allows it, each row of a matrix product is bitwise the same, whatever other rows
-    are in the batch.
+    If the device allows it, each row of a matrix product has the same bits regardless of the other
+    rows in the batch.
 
     Args:
         config: Configuration that the model was trained with.
@@ -99,7 +99,7 @@ def load_gpt(
     row_by_row: bool = True,
     kinds: Sequence[str] = ("gpt",),
 ) -> Loaded:
-    """Load the newest complete checkpoint in a folder, whatever layout it was saved in.
+    """Load the newest complete checkpoint in a folder, regardless of the layout it was saved in.
 
     If the configuration sets --ckpt-step, load that iteration's checkpoint instead. Collective
     over `layout`.
@@ -112,8 +112,8 @@ def load_gpt(
             network, have the layout's parallel sizes, and give each stage a single part of the
             model.
         row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
-            matrix products are computed as in training, as a Retro's always are, because its texts
-            share no batch.
+            matrix products are computed as in training. A Retro always does the latter, because its
+            texts share no batch.
         kinds: Architectures that the caller accepts, of gpt and retro.
 
     Raises:
@@ -191,8 +191,8 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     It has the network, precision, tokenizer and window of the run that wrote the checkpoint. FP8 is
     left out, because it is an approximation that speeds up training, and the weights have 16 bits.
     Settings for how that run started, or how it computed on its device, are left out too, because
-    this device may be a different one. Experts have no capacity limit, because which tokens it
-    drops depends on the rest of the batch.
+    this device may be different. Experts have no capacity limit, because the tokens that it drops
+    depend on the rest of the batch.
 
     Args:
         reader: Reader of the checkpoint.

@@ -56,8 +56,8 @@ class Sampling:
         top_p_bound: Value below which `top_p` does not decay.
         repetition_penalty: Number that divides the positive scores and multiplies the negative
             scores of tokens in the prompt and the answer. 1 disables it.
-        seed: Seed of the random draws. The same seed gives the same tokens, whatever else runs.
-            `None` derives one from the engine's seed and the request's id.
+        seed: Seed of the random draws. The same seed gives the same tokens, regardless of other
+            requests. `None` derives one from the engine's seed and the request's id.
         stop_tokens: Tokens that end the answer and are part of it. The tokenizer's end-of-document
             token ends an answer only if it is listed here.
         stop_sequences: Token sequences that end the answer once its last tokens match one. The
@@ -158,8 +158,8 @@ class Retrieved:
 
     Attributes:
         request: Id of the request.
-        passages: Passages for each chunk in turn, the nearest first. For a beam search, those of
-            every beam.
+        passages: Passages for each chunk in turn, the nearest first. For a beam search, the
+            passages of every beam.
     """
 
     request: str
@@ -221,9 +221,10 @@ class Finished:
         request: Id of the request.
         reason: Cause of the end. "stop" is a stop token or sequence, "length" is `max_new_tokens`,
             "cancelled" is a client's cancellation, "refused" means that the engine cannot answer
-            the request and never began, and "error" means that the answer failed.
+            the request and has not started, and "error" means that the answer failed.
         message: Explanation of the problem if the reason is "refused" or "error".
-        new_tokens: Length of the answer in tokens. For a beam search, that of the best answer.
+        new_tokens: Length of the answer in tokens. For a beam search, the length of the best
+            answer.
         cached_tokens: Number of prompt tokens that had been computed for an earlier request.
         beams: Answers of a beam search, best first.
     """

@@ -1,8 +1,8 @@
-"""An engine for a Retro: its executor, and how an engine for either kind of model is built.
+"""An executor for a Retro, and construction of an engine for a GPT or a Retro.
 
-A Retro has no KV cache. Each step computes every text in the batch from its first token, which is
-correct but slow: the time of a token grows with the length of the text and the size of the batch.
-The rest of the engine is that of a GPT, with a "cache" of one empty block for each text.
+A Retro has no KV cache. Each step computes every text in the batch from its first token. This is
+correct but slow: the time per token grows with the length of the text and the size of the batch.
+The rest of the engine is the same as for a GPT, with a "cache" of one empty block per text.
 
 Shapes: l chunks of m tokens, each with k neighbors of r tokens.
 """
@@ -35,7 +35,7 @@ from megatron.retro.neighbors import NOBODY
 from megatron.retro.retriever import Retriever, open_retriever
 
 KINDS = ("gpt", "retro")  # architectures that `build_any_engine` accepts
-_KEPT = 4096  # chunks whose neighbors are remembered, for the steps that read them again
+_KEPT = 4096  # number of chunks whose neighbors are remembered
 
 
 @dataclass
@@ -44,12 +44,12 @@ class RetroExecutor:
 
     Attributes:
         model: The Retro, in evaluation mode.
-        retriever: What finds the neighbors of a chunk.
+        retriever: The retriever that finds the neighbors of a chunk.
         device: Device of the model.
         copy: This process.
         chunk_length: Length of a chunk, m.
         num_neighbors: Number of neighbors of a chunk, k.
-        filler: Token after the end of a text, whose last chunk is filled up.
+        filler: Token that fills up the last chunk of a text.
         vocab_size: Number of vocabulary entries that can be chosen.
     """
 
@@ -65,8 +65,14 @@ class RetroExecutor:
     def __post_init__(self) -> None:
         """Start with no chunks remembered."""
         self._nobody = self.retriever.tokens(np.full((1, self.num_neighbors), NOBODY))
-        # Chunks are looked up one by one, so that what is found depends on nothing else in a step.
-        self._read = lru_cache(_KEPT)(self._look_up)
+
+        # Chunks are looked up one by one, so a chunk's neighbors depend on nothing else in a step.
+        @lru_cache(_KEPT)
+        def read(chunk: tuple[int, ...]) -> tuple[Ids, list[NeighborPassage]]:
+            neighbors = self.retriever.find(np.array([chunk]))
+            return self.retriever.tokens(neighbors), self.retriever.passages(neighbors)
+
+        self._read = read
 
     @torch.no_grad()
     def begin(self, plan: StepPlan, wanted: Sequence[WantedLogits]) -> Callable[[], list[Chosen]]:
@@ -107,8 +113,8 @@ class RetroExecutor:
     def _logits(self, row: Row, places: Sequence[int]) -> Tensor:
         """Return the logits [u, v] of u tokens of a row."""
         text = row.sequence.tokens[: row.start + row.size]
-        # The model reads whole chunks. Earlier tokens see neither the filling nor what is retrieved
-        # for the chunk that it fills.
+        # The model reads whole chunks. Earlier tokens see neither the filler nor the passages that
+        # are retrieved for the filled chunk.
         neighbors = [self._read(chunk)[0] for chunk in self._chunks(row)]
         short = -len(text) % self.chunk_length
         if short:
@@ -123,11 +129,6 @@ class RetroExecutor:
         """Return the complete chunks of a text, up to the end of a row."""
         m, text = self.chunk_length, row.sequence.tokens
         return [tuple(text[i * m : (i + 1) * m]) for i in range((row.start + row.size) // m)]
-
-    def _look_up(self, chunk: tuple[int, ...]) -> tuple[Ids, list[NeighborPassage]]:
-        """Return the tokens [1, k, r] of a chunk's neighbors, and their passages."""
-        neighbors = self.retriever.find(np.array([chunk]))
-        return self.retriever.tokens(neighbors), self.retriever.passages(neighbors)
 
 
 def check_retrieval(config: RunConfig, embedder: str | None, cache_tokens: int | None) -> None:
@@ -177,7 +178,7 @@ def build_any_engine(
     Raises:
         CheckpointError: There is no embedding network.
         ConfigError: A flag must be changed.
-        DataError: The working folder of a Retro is damaged, or another model's.
+        DataError: The working folder of a Retro is damaged or belongs to another model.
     """
     model, config = loaded.model, loaded.config
     if not isinstance(model, RetroModel):
@@ -210,7 +211,7 @@ def build_any_engine(
         looks_ahead=False,  # the last chunk's neighbors depend on the token that is being chosen
         choices=[
             ("passages", f"{config.data.retro_workdir}, for each complete chunk of a text"),
-            ("cache", "none: each new token takes a pass over the whole text"),
+            ("cache", "off (each new token takes a pass over the whole text)"),
             ("batch", f"up to {most:,} sequences, one after the other"),
         ],
     )

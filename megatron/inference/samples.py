@@ -164,7 +164,7 @@ def _prompts_of(samples: SamplesConfig) -> list[str | None]:
     """Return the prompt of every text to generate. `None` stands for no prompt.
 
     Raises:
-        ConfigError: More texts are requested than the file of prompts is for.
+        ConfigError: More texts are requested than the file of prompts allows.
         DataError: The file of prompts cannot be read.
     """
     if samples.sample_input_file is None:
@@ -183,7 +183,7 @@ def _prompts_of(samples: SamplesConfig) -> list[str | None]:
 def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
     """Return the flags that, for a given model, determine the text after a prompt.
 
-    Greedy decoding draws nothing, so it leaves the seed out.
+    Greedy decoding draws no random numbers, so the seed is left out.
     """
     found: DrawSettings = {
         "--out-seq-length": sampling.max_new_tokens,
@@ -195,7 +195,7 @@ def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
 
 
 def _sources_of(workdir: str | None, adapters: Sequence[OpenedAdapter]) -> DrawSettings:
-    """Return the flags that name what a text depends on beside the model."""
+    """Return the flags that name the other inputs of a text besides the model."""
     found: DrawSettings = {}
     if workdir:
         found["--retro-workdir"] = str(Path(workdir).resolve())

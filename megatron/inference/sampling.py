@@ -193,10 +193,10 @@ def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Return log-probabilities [k, v] of logits, whose bits do not depend on the other rows."""
-    if Device(logits.device).is_gpu:  # where the order of a plain sum depends on the number of rows
+    """Return log probabilities [k, v] of logits. A row's bits do not depend on the other rows."""
+    if Device(logits.device).is_gpu:  # a plain sum's order depends on the number of rows
         return logits.log_softmax(dim=-1)
-    # As `kernels/cross_entropy.py` computes them, so that training finds the same bits.
+    # The same computation as in `kernels/cross_entropy.py`, so that training has the same bits.
     logits = logits - logits.amax(dim=-1, keepdim=True)
     return logits - logits.exp().sum(dim=-1, keepdim=True).log()
 

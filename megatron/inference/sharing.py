@@ -1,9 +1,9 @@
-"""Division of many prompts among the copies of a model, and collection of their texts in order.
+"""Division of prompts among the copies of a model, and collection of the texts in order.
 
-Every copy claims the next prompt as soon as it has room, so a copy that gets long texts holds up no
-other. All texts travel to rank 0, which writes them in the order of their prompts: what was written
-before an interruption is always the beginning of the result. A text depends on the seed and on its
-prompt's index, so it is the same for any number of copies.
+Every copy claims the next prompt as soon as it has room, so a copy with long texts does not delay
+the others. All texts are sent to rank 0, which writes them in the order of their prompts. After an
+interruption, the file is therefore always the beginning of the result. A text depends on the seed
+and on its prompt's index, so it is the same for any number of copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.errors import DataError
 
 _CLAIMED, _START = "claimed", "start"
-_WAIT = 0.05  # seconds between two looks for the texts of other copies
+_WAIT = 0.05  # seconds between checks for the texts of other copies
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class GeneratedText:
         text: The text generated after the prompt.
         length: Number of tokens in the text.
         finished: Whether the model ended the text with its end-of-document token.
-        error: Why there is no text, or "" if there is one.
+        error: The reason why there is no text, or "" if there is one.
         passages: Fields of each `NeighborPassage` that a Retro read, or `None` for a GPT.
     """
 
@@ -45,7 +45,7 @@ class GeneratedText:
 
 
 class SharedPrompts:
-    """The prompts that are left to answer, as one copy of the model sees them."""
+    """The remaining prompts, as seen by one copy of the model."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class SharedPrompts:
         done: int = 0,
         write: Callable[[GeneratedText], None] | None = None,
     ) -> None:
-        """Begin to share. Each copy's first rank calls this.
+        """Start sharing. Each copy's first rank must call this.
 
         Args:
             store: A store that the first ranks share.
-            prompts: All prompts, including those that are done.
+            prompts: All prompts, including finished ones.
             done: On rank 0, the number of prompts that have been answered already.
             write: On rank 0, a function that takes the texts in the order of their prompts. `None`
                 on the other ranks.
 
         Raises:
-            DataError: Another number of prompts was found on rank 0.
+            DataError: Rank 0 found a different number of prompts.
         """
         self._store, self._prompts, self._write = store, prompts, write
         if write is not None:
@@ -81,13 +81,13 @@ class SharedPrompts:
         self.failed = 0
 
     def claim(self) -> Iterator[tuple[int, str | None]]:
-        """Yield the index and text of prompts that no other copy answers."""
+        """Yield the index and text of prompts that no other copy has claimed."""
         while (index := self._first + self._store.add(_CLAIMED, 1) - 1) < len(self._prompts):
             self._claimed.append(index)
             yield index, self._prompts[index]
 
     def put(self, text: GeneratedText) -> None:
-        """Take the text for the earliest claimed prompt that has none yet."""
+        """Store the text of the earliest claimed prompt that has no text yet."""
         index = self._claimed.popleft()
         if self._write is None:
             self._store.set(f"text/{index}", json.dumps(asdict(text)))

@@ -45,7 +45,7 @@ def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
     """Run until the command to shut down. Collective over the ranks of this copy of the model.
 
     Args:
-        engine: This rank's engine, which has the same settings as those of the other ranks.
+        engine: This rank's engine, which has the same settings as the other ranks' engines.
         inbox: The first rank's inbox, or `None` on the other ranks.
     """
     copy, device = engine.executor.copy, engine.executor.device.torch_device

@@ -299,7 +299,7 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
     assert "there is no such folder" in _refused(saved.base, tmp_path / "nowhere")
     assert "adapter_config.json, or the --save folder of" in _refused(saved.base, tmp_path)
     whole = _refused(saved.base, saved.base)
-    assert "a whole model without adapters: serve it by itself with --load" in whole
+    assert "a whole model without adapters: serve it with --load" in whole
     # The same shapes, other weights.
     other = str(tmp_path / "other")
     save_run(build_toy(Layout.single(), f"{NETWORK} --save {other} --seed 5".split()))
@@ -375,7 +375,7 @@ def _other_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda held: held.clear(), "holds no tensors: export the adapter again"),
+        (lambda held: held.clear(), "has no tensors: export the adapter again"),
         (lambda held: held.popitem(), "is missing: serve the model that it was trained on"),
         (
             lambda held: held.update({"base_model.model.lm_head.weight": torch.zeros(2)}),

@@ -130,7 +130,7 @@ def test_the_choices_are_said_and_not_among_the_samples(
     assert rows["precision"] == "float32 weights"
     assert rows["window"].endswith(" tokens, for a prompt and its answer together")
     assert rows["attention"].startswith("new tokens: plain PyTorch (no fused kernels)")
-    assert rows["CUDA graphs"] == "none (not available on cpu)"
+    assert rows["CUDA graphs"] == "off (not available on cpu)"
     tokens, blocks = (int(rows["cache"].split()[i].replace(",", "")) for i in (0, 2))
     assert tokens == 16 * blocks
     assert rows["layout"]

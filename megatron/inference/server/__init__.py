@@ -6,6 +6,6 @@
 
 The front is the web server. It holds the tokenizer and enforces every limit, and does not import
 torch. It renders chat templates and tokenizes texts in child processes (`texts`), which it can end
-at any time. Rank 0 starts the front and sends it its `settings`. After that the two exchange only
-token ids over a single socket: requests go to rank 0, and events come back.
+at any time. Rank 0 starts the front and sends it its `settings`. After that, the two exchange only
+token ids over one socket: requests go to rank 0, and events come back.
 """

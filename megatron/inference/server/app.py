@@ -104,7 +104,7 @@ def build_app(service: Service, metrics: Metrics) -> ASGIApp:
     def endpoint(path: str, handle: Handler, *methods: str) -> Route:
         return Route(path, Endpoint(handle, settings, pace), methods=methods)
 
-    # Routes that need no token: the health check, and the page, which holds no secrets and asks for
+    # Routes that need no token: the health check, and the page, which has no secrets and asks for #
     # the token.
     open_routes = [Route("/health", health), *(Route(path, page_file) for path in _PAGE)]
     routes = [
@@ -147,7 +147,7 @@ async def _needs_token(_: Request, __: Exception) -> Response:
     )
 
 
-@cache  # built on the first request for it, because that takes longer than all other routes
+@cache  # built on the first request, because building it takes longer than all other routes
 def document(needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
     """Return this server's OpenAPI 3.1 document, generated from the request models.
 

@@ -106,18 +106,14 @@ def _is(kind: type) -> Holds:
     return lambda value, _: type(value) is kind
 
 
-def _are_texts(value: Any, _: MegatronRequest) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _is_temperature(value: Any, _: MegatronRequest) -> bool:
-    return type(value) in (int, float) and 0 < value <= _MAX_TEMPERATURE
-
-
 _TOP_K_RANGE = "equal to or greater than 0 and less than or equal to 1000"
 # (field, rule, Megatron's message), in Megatron's order. {} in a message stands for the field.
 _RULES: tuple[tuple[str, Holds, str], ...] = (
-    ("prompts", _are_texts, "{} is not a list of strings"),
+    (
+        "prompts",
+        lambda v, _: isinstance(v, list) and all(isinstance(text, str) for text in v),
+        "{} is not a list of strings",
+    ),
     ("prompts", lambda v, _: len(v) > 0, "{} is empty"),
     ("prompts", lambda v, _: len(v) <= MAX_PROMPTS, f"Maximum number of prompts is {MAX_PROMPTS}"),
     ("tokens_to_generate", _is(int), "{} must be an integer greater than 0"),
@@ -128,7 +124,11 @@ _RULES: tuple[tuple[str, Holds, str], ...] = (
         lambda v, r: v or r.tokens_to_generate > 0,
         "tokens_to_generate=0 implies logprobs should be True",
     ),
-    ("temperature", _is_temperature, "{} must be a positive number less than or equal to 100.0"),
+    (
+        "temperature",
+        lambda v, _: type(v) in (int, float) and 0 < v <= _MAX_TEMPERATURE,
+        "{} must be a positive number less than or equal to 100.0",
+    ),
     ("top_k", _is(int), "{} must be an integer " + _TOP_K_RANGE),
     ("top_k", lambda v, _: 0 <= v <= _MAX_TOP_K, "{} must be " + _TOP_K_RANGE),
     ("top_p", _is(float), "{} must be a positive float less than or equal to 1.0"),

@@ -62,7 +62,11 @@ class Guard:
             response.headers["Connection"] = "close"
             return response
         if self.token is not None:
-            return self.app if self._has_token(headers) else self.open_app
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            # Compare in constant time, so that the delay does not reveal how much of a guess is
+            # right.
+            is_right = hmac.compare_digest(given.strip().encode(), self.token.encode())
+            return self.app if is_right and scheme.lower() == "bearer" else self.open_app
         host = headers.get("host", "")
         # `localhost` from `localhost:5000`, `::1` from `[::1]:5000`.
         is_ipv6 = host.startswith("[")
@@ -71,13 +75,6 @@ class Guard:
             return self.app
         message = f"Host header {host!r} is not allowed: send requests to localhost"
         return error_response(ApiError(403, message))
-
-    def _has_token(self, headers: Headers) -> bool:
-        assert self.token is not None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        # Compare in constant time, so that the delay does not reveal how much of a guess is right.
-        is_right = hmac.compare_digest(given.strip().encode(), self.token.encode())
-        return is_right and scheme.lower() == "bearer"
 
 
 class Metrics(Collector):
@@ -113,13 +110,17 @@ class Metrics(Collector):
         """Yield the current metrics of the engine and its queue."""
         engine, stats = self._engine, self._engine.stats
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        yield gauge("megatron_sequences", "Sequences that run or wait.", engine.active)
+        yield gauge("megatron_sequences", "Sequences running or waiting.", engine.active)
         yield gauge("megatron_sequences_running", "Sequences in the batch.", stats.running)
-        yield gauge("megatron_sequences_waiting", "Sequences that wait for a place.", stats.waiting)
+        yield gauge(
+            "megatron_sequences_waiting",
+            "Sequences waiting for a place in the batch.",
+            stats.waiting,
+        )
         yield gauge("megatron_cache_blocks", "Blocks of the key-value cache.", stats.blocks)
         yield gauge("megatron_cache_blocks_used", "Blocks of the cache in use.", stats.blocks_used)
         yield gauge("megatron_engine_up", "Whether the engine runs.", int(engine.alive))
-        yield counter("megatron_prompt_tokens", "Tokens of prompts.", stats.prompt_tokens)
+        yield counter("megatron_prompt_tokens", "Prompt tokens.", stats.prompt_tokens)
         yield counter(
             "megatron_cached_tokens", "Prompt tokens found in the cache.", stats.cached_tokens
         )
@@ -127,7 +128,9 @@ class Metrics(Collector):
         yield counter("megatron_drafted_tokens", "Drafts checked.", stats.drafted_tokens)
         yield counter("megatron_accepted_tokens", "Drafts accepted.", stats.accepted_tokens)
         yield counter(
-            "megatron_preemptions", "Sequences that gave up their blocks.", stats.preempted
+            "megatron_preemptions",
+            "Sequences preempted (they gave up their cache blocks).",
+            stats.preempted,
         )
 
 

@@ -24,7 +24,8 @@ _SHOWN = 64  # number of characters to quote from an unknown field name
 _FAIL_FAST = Field(fail_fast=True)  # only the first mistake is reported
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
 _Prompt = Annotated[
-    # Without it, checking a million numbers as a list of strings would collect a million mistakes.
+    # Without this, checking a million numbers as a list of strings would collect a million
+    # mistakes.
     str
     | Annotated[list[str], _FAIL_FAST]
     | Annotated[list[int], _FAIL_FAST]
@@ -209,7 +210,7 @@ _TYPES = {
 
 _NO_FUNCTIONS = "the model cannot call functions: omit it"
 _TEXT_ONLY = "the model answers in text only: omit it"
-_NO_SETTING = "the model has no such setting: omit it"
+_NO_SETTING = "this model has no such setting: omit it"
 _NOT_KEPT = "the server does not store requests: omit it"
 # OpenAI's unsupported fields: the reason, and values that are accepted because they do nothing.
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -221,7 +222,7 @@ _REFUSED_BY: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] =
     CompletionRequest: {
         **_REFUSED,
         "best_of": ("request n answers and choose among them", (1,)),
-        "suffix": ("text is only continued, never inserted: omit it", ("",)),
+        "suffix": ("this server only continues text and cannot insert it: omit it", ("",)),
     },
     ChatRequest: {
         **_REFUSED,
@@ -230,7 +231,10 @@ _REFUSED_BY: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] =
         "parallel_tool_calls": (_NO_FUNCTIONS, (True, False)),
         "functions": (_NO_FUNCTIONS, ([],)),
         "function_call": (_NO_FUNCTIONS, ("none",)),
-        "response_format": ("the form of answers is not enforced: omit it", ({"type": "text"},)),
+        "response_format": (
+            "the server does not enforce a response format: omit it",
+            ({"type": "text"},),
+        ),
         "modalities": (_TEXT_ONLY, (["text"],)),
         "audio": (_TEXT_ONLY, ()),
         "prediction": (_NO_SETTING, ()),
@@ -239,7 +243,7 @@ _REFUSED_BY: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] =
         "web_search_options": ("the server does not search the web: omit it", ()),
         "store": (_NOT_KEPT, (False,)),
         "metadata": (_NOT_KEPT, ({},)),
-        "service_tier": ("the server has only one tier: omit it", ("auto", "default")),
+        "service_tier": ("the server has only one service tier: omit it", ("auto", "default")),
     },
 }
 

@@ -98,8 +98,8 @@ class EngineClient:
         if self.active + len(requests) > self._most:
             raise ApiError(
                 429,
-                f"{self.active} sequences run or wait, and {len(requests)} more would exceed the "
-                f"server's {self._most}: try again in a moment",
+                f"{self.active} sequences are running or waiting, and {len(requests)} more would "
+                f"exceed the server's {self._most}: try again in a moment",
             )
         names, events = [f"r{next(self._numbers)}" for _ in requests], asyncio.Queue[Event]()
         for name, request in zip(names, requests, strict=True):

@@ -43,7 +43,7 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """Everything that the web server needs to know.
+    """All settings of the web server.
 
     Attributes:
         model: The model's name for OpenAI clients.

@@ -251,7 +251,7 @@ class TextProcess:
         setup = self._setup
         await self._lock.acquire()
         # Even if the client leaves, the exchange must take its own result from the pipe.
-        exchange = asyncio.ensure_future(self._start_and_exchange(pack(Job, job)))
+        exchange = asyncio.ensure_future(self._exchange(pack(Job, job)))
         exchange.add_done_callback(lambda _: self._lock.release())
         result = await asyncio.shield(exchange)
         if result.fault is not None:
@@ -260,13 +260,10 @@ class TextProcess:
             raise ApiError(400, result.error)
         return result
 
-    async def _start_and_exchange(self, message: bytes) -> Result:
-        if self._process is None:  # the last text ended the process
-            await self.start()
-        return await self._exchange(message)
-
     async def _exchange(self, message: bytes) -> Result:
         """Send a message and return the result, which is an error if the process has ended."""
+        if self._process is None:  # the last text ended the process
+            await self.start()
         process = self._process
         assert process is not None
         assert process.stdin is not None
