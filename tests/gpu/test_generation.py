@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.config import parse_config
+from megatron.config.generation import Speculation
 from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
@@ -51,6 +52,9 @@ MIXTURE = (
 SINKS = ("--softmax-type", "learnable", "--window-size", "60,0", "--window-attn-skip-freq", "2")
 
 
+AHEAD = ("--mtp-num-layers", "2")
+
+
 @cache
 def model(further: tuple[str, ...]) -> GPTModel:
     config = parse_config([*FLAGS, *further], world_size=1).config
@@ -87,6 +91,23 @@ def test_the_batch_does_not_show(further: tuple[str, ...]) -> None:
     alone = engine(OPTIONS, further)
     for request in both[:12] + both[-6:]:
         assert drain(alone, [request])[request.id] == together[request.id]
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "not recorded"])
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_guesses_of_the_next_tokens_do_not_show(method: str, graphs: bool) -> None:
+    """To the bit of every log probability, right and wrong guesses."""
+    asked = [*ASKED, *(Request(f"loop {i}", (3, 4, 5 + i) * 50, SAMPLING) for i in range(8))]
+    guessing = replace(
+        OPTIONS,
+        speculation=Speculation(method=method, num_speculative_tokens=2, prompt_lookup_min=1),
+        graphs=graphs,
+    )
+    found = engine(guessing, AHEAD)
+    assert drain(found, asked) == drain(engine(OPTIONS, AHEAD), asked)
+    assert found.stats.drafted_tokens > 500
+    recorded = found.executor.graphs
+    assert (recorded is not None and len(recorded._recordings) > 0) == graphs
 
 
 def test_a_beginning_that_is_found_or_cut_elsewhere_does_not_show() -> None:
