@@ -78,7 +78,7 @@ def test_responses_need_punkt(files, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("input.txt", "7\t8\n7\n", "input.txt, line 2: 1 columns"),
+        ("input.txt", "7\t8\n7\n", "input.txt, line 2: 1 tab-separated columns"),
         ("input.txt", "9\t8\n", 'no examples for "9 8": add them'),
         ("knowledge.json", "{}\n", "knowledge.json, line 1: not of the form"),
         ("knowledge.json", '{"a": "b"}\n', "line 1: not of the form"),
