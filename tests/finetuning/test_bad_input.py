@@ -210,7 +210,7 @@ BAD: dict[str, tuple[Build, str]] = {
     ),
     "a pair among answers": (second(PAIR), ":2: a preference record, but .*give other data"),
     "an answer among pairs": (second(said("user: a", "assistant: b"), *DPO), ":1: a messages reco"),
-    "mixed pairs": (data(json.dumps({**PAIR, "chosen": TURNS}), "a.jsonl", *DPO), ":1: .*one kind"),
+    "mixed pairs": (data(json.dumps({**PAIR, "chosen": TURNS}), "a.jsonl", *DPO), ":1: .*one form"),
     "long pairs": (
         data(json.dumps({**PAIR, "chosen": "y " * 99}), "a.jsonl", *DPO),
         ":1: .*--trun",

@@ -159,7 +159,7 @@ def test_damaged_vectors_are_refused(tmp_path, damage):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("1\tonly text", "line 2: expected a number, a text and a title .* found 2 columns"),
+        ("1\tonly text", "line 2: expected a number, a text and a title.* found 2 columns"),
         ("x\ttext\ttitle", "line 2: expected a number"),
         ("9223372036854775808\ttext\ttitle", "line 2: expected a number"),  # beyond int64
         ("", "there are no passages|found 0 columns"),
