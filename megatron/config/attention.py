@@ -59,6 +59,10 @@ class SelfAttentionOptions:
         softmax_type: What a query's weights add up to. vanilla: 1. off-by-one: less than 1, as if
             there were a further key with score 0 and no value. learnable: likewise, with a learned
             score for each head (attention sinks, as in GPT-OSS).
+        attn_logit_softcapping: Bound c of the attention scores, which become c x tanh(score / c)
+            (Gemma 2). Default: no bound.
+        window_rotary_base: Base of the rotary frequencies in the layers with --window-size, which
+            are then neither interpolated nor scaled (Gemma 3). Default: as in the other layers.
         no_rope_freq: The layers without rotary positions: a number N means every Nth layer, and a
             pattern such as ([0]*3+[1])*6 has a 1 for each of them. Default: none.
         rope_type: How rotary positions extend beyond the trained context. yarn: low frequencies are
@@ -92,6 +96,8 @@ class SelfAttentionOptions:
     softmax_type: str = flag(
         "vanilla", choices=("vanilla", "off-by-one", "learnable"), only_for=("gpt",)
     )
+    attn_logit_softcapping: float | None = flag(None, above=0, only_for=("gpt",))
+    window_rotary_base: float | None = flag(None, above=0, requires=_ROTARY, needs=_WINDOW)
     no_rope_freq: str | None = flag(None, requires=_ROTARY)
     rope_type: str = flag("rope", choices=("rope", "yarn"), requires=_ROTARY)
     rotary_scaling_factor: float = flag(1.0, at_least=1, requires=_YARN)

@@ -75,7 +75,9 @@ class DenseOptions:
             tensor-parallel size.
         normalization: Normalization before each block.
         norm_epsilon: Constant added to the variance in normalization layers.
-        apply_layernorm_1p: Store LayerNorm weights as offsets from one.
+        apply_layernorm_1p: Store the weights of normalizations as offsets from one.
+        norm_placement: Where the layers normalize: before attention and MLP, after them (what they
+            add to the residual stream, as in OLMo 2), or both (Gemma 2).
         apply_residual_connection_post_layernorm: Take the residual after the normalization
             (original BERT order).
         openai_gelu: Use OpenAI's tanh form of GeLU.
@@ -88,11 +90,14 @@ class DenseOptions:
             PyTorch's operations.
         untie_embeddings_and_output_weights: Give the output layer its own weights instead of the
             word embeddings.
+        scale_embeddings: Multiply word embeddings by the square root of --hidden-size (Gemma).
+        final_logit_softcapping: Bound c of the scores for the vocabulary, which become
+            c x tanh(score / c) (Gemma 2). Default: no bound.
         scale_decoder_outputs: Divide the input of the T5 output layer by the square root of
             --hidden-size (original T5).
         add_output_bias: Add a bias for every vocabulary entry in the T5 output layer.
-        softmax_scale: Factor applied to the attention scores of a T5 (1.0 in Google's models).
-            Default: 1 / square root of --kv-channels.
+        softmax_scale: Factor applied to the attention scores of a GPT or T5 (1.0 in Google's T5
+            models). Default: 1 / square root of --kv-channels.
         add_bias_linear: Add biases to the linear layers.
         add_qkv_bias: Add biases to queries, keys and values, even with --disable-bias-linear.
         qk_layernorm: Normalize queries and keys with --normalization before the attention scores.
@@ -162,6 +167,7 @@ class DenseOptions:
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, names="--norm-epsilon --layernorm-epsilon", above=0)
     apply_layernorm_1p: bool = False
+    norm_placement: str = flag("before", choices=("before", "after", "both"), only_for=("gpt",))
     apply_residual_connection_post_layernorm: bool = False
     openai_gelu: bool = False
     squared_relu: bool = False
@@ -171,9 +177,11 @@ class DenseOptions:
     onnx_safe: bool | None = None
     bias_gelu_fusion: bool = True
     untie_embeddings_and_output_weights: bool = False
+    scale_embeddings: bool = flag(False, only_for=("gpt",))
+    final_logit_softcapping: float | None = flag(None, above=0, only_for=("gpt",))
     scale_decoder_outputs: bool = flag(False, only_for=("t5",))
     add_output_bias: bool = flag(True, off="--disable-output-bias", only_for=("t5",))
-    softmax_scale: float | None = flag(None, above=0, only_for=("t5",))
+    softmax_scale: float | None = flag(None, above=0, only_for=("gpt", "t5"))
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, needs=_UNBIASED)
     qk_layernorm: bool = False
@@ -327,6 +335,7 @@ NETWORK_FIELDS = tuple(
 # longer context. --rotary-percent is not one: channels that were never rotated hold no positions.
 ROTARY_SPEED = (
     "rotary_base",
+    "window_rotary_base",
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
@@ -347,6 +356,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         **dict.fromkeys(YARN_FIELDS, model.rope_type == "yarn"),
         **dict.fromkeys(LATENT_FIELDS, model.multi_latent_attention),
         **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), positions == "rope"),
+        "window_rotary_base": positions == "rope" and model.window_size is not None,
         "rope_scaling_factor": model.use_rope_scaling,
         "max_position_embeddings": positions != "relative",  # which covers any distance
         "qk_layernorm_scope": model.qk_layernorm,

@@ -120,6 +120,17 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
         ("--scale-decoder-outputs", model.scale_decoder_outputs),
         ("--disable-output-bias", not model.add_output_bias),
         (f"--softmax-scale {model.softmax_scale}", model.softmax_scale is not None),
+        (
+            f"--attn-logit-softcapping {model.attn_logit_softcapping}",
+            model.attn_logit_softcapping is not None,
+        ),
+        (
+            f"--final-logit-softcapping {model.final_logit_softcapping}",
+            model.final_logit_softcapping is not None,
+        ),
+        (f"--window-rotary-base {model.window_rotary_base}", model.window_rotary_base is not None),
+        (f"--norm-placement {model.norm_placement}", model.norm_placement != "before"),
+        ("--scale-embeddings", model.scale_embeddings),
     ):
         if on:
             yield name

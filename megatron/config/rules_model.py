@@ -42,6 +42,7 @@ _NOT_WITH_SINKHORN: Exclusions = {
 _NOT_WITH_LATENT: Exclusions = {
     "model.group_query_attention": ((False,), "every head has its own keys and values"),
     "model.add_qkv_bias": ((False,), "its projections have no biases"),
+    "model.softmax_scale": ((None,), "the size of its heads and YaRN decide"),
     "model.qk_layernorm_scope": (("head",), "a whole latent vector is normalized, for all heads"),
     "model.rotary_percent": ((1.0,), "--qk-pos-emb-head-dim is the number of channels that rotate"),
     "model.lora_rank": ((None,), "its projections do not support adapters"),
@@ -145,13 +146,22 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
                 yield str(error)
     if model.rope_type == "yarn":
         yield from _yarn(model)
-    if model.window_size is None:
-        return
-    parallel = config.parallel
+    parallel, bound = config.parallel, model.attn_logit_softcapping
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p":
+        for name, value, missing in (
+            ("--window-size", model.window_size, "windows"),
+            ("--softmax-scale", model.softmax_scale, "scale but 1 / square root of --kv-channels"),
+            ("--attn-logit-softcapping", bound, "bound of the scores"),
+        ):
+            if value is not None:
+                yield (
+                    f"{name} {value} with --cp-comm-type p2p: a ring has no {missing}: use "
+                    "--cp-comm-type a2a, in which each rank holds whole sequences"
+                )
+    if bound is not None and model.use_flash_attn:
         yield (
-            f"--window-size {model.window_size} with --cp-comm-type p2p: a ring has no windows: "
-            "use --cp-comm-type a2a, in which each rank holds whole sequences"
+            f"--attn-logit-softcapping {bound:g} with --use-flash-attn: no flash kernel bounds "
+            "the scores: drop one of them"
         )
 
 
@@ -342,10 +352,12 @@ def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the normalization."""
-    if config.model.apply_layernorm_1p and config.model.normalization != "LayerNorm":
+    model = config.model
+    if model.norm_placement != "before" and model.apply_residual_connection_post_layernorm:
         yield (
-            "--apply-layernorm-1p requires LayerNorm and cannot be combined with --normalization "
-            f"{config.model.normalization}: drop one of them"
+            f"--norm-placement {model.norm_placement} with "
+            "--apply-residual-connection-post-layernorm, which takes the residual after a "
+            "normalization before each block: drop one of them"
         )
 
 
@@ -360,7 +372,12 @@ def precision(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--use-flash-attn: {misfit}: choose another --num-attention-heads or --kv-channels, "
             "or drop the flag"
         )
-    impl = numbers.cross_entropy_fusion_impl
+    impl, bound = numbers.cross_entropy_fusion_impl, config.model.final_logit_softcapping
+    if impl == "linear" and bound is not None:
+        yield (
+            f"--cross-entropy-fusion-impl linear with --final-logit-softcapping {bound:g}: its "
+            "chunks of scores are not bounded: use native"
+        )
     if impl != "native" and not numbers.cross_entropy_loss_fusion:
         yield (
             f"--cross-entropy-fusion-impl {impl} cannot be combined with "

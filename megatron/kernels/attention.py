@@ -233,6 +233,8 @@ def choose_attention(
 
 def _needs_scores(model: ModelConfig, precision: PrecisionConfig, device: torch.device) -> str:
     """Return why no fused kernel can compute what the flags ask for, or "" if one can."""
+    if model.attn_logit_softcapping is not None:
+        return f"--attn-logit-softcapping {model.attn_logit_softcapping:g}: no kernel bounds scores"
     if model.softmax_type == "vanilla":
         return ""
     misfit = flash_misfit(model.kv_channels, precision.weight_dtype, device)

@@ -121,7 +121,8 @@ class AttentionCore(nn.Module):
             self.layer_number,
             plan.scale,
             plan.window,
-            sinks=sinks,
+            plan.softcap,
+            sinks,
         )
 
     def _attend(

@@ -22,8 +22,8 @@ from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.latent_attention import LatentAttention
 from megatron.models.mixture import Mixture
 from megatron.models.mlp import MLP
-from megatron.models.norm import Norm, Stream, new_norm
-from megatron.models.plan import LayerPlan, SublayerPlan
+from megatron.models.norm import Joining, Norm, Stream, new_norm
+from megatron.models.plan import LayerPlan, SublayerPlan, rotaries
 from megatron.models.recompute import (
     RecomputePlan,
     computed_again,
@@ -84,10 +84,11 @@ def class_of(plan: SublayerPlan) -> Sublayer:
 
 
 class Block(nn.Module):
-    """A pre-norm layer: a mixer, then an MLP, each with a normalization before it.
+    """A layer: a mixer, then an MLP, each with a normalization before it, after it or both.
 
     A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
     to a Retro's neighbors. The first layer that reads these also holds their encoder.
+    A normalization after a sublayer is that of its output, before the residual is added.
     The residual of a sublayer is its input, or its normalized input with
     --apply-residual-connection-post-layernorm. The sublayer's dropout adds its output to the
     residual; without dropout the next normalization does (see `Stream`). An fp32 residual stream
@@ -109,7 +110,7 @@ class Block(nn.Module):
         self.bias_dropout_add = context.kernels.bias_dropout_add
         self.sequence = context.layout.sequence
         self.layer_number = layer_number
-        self.attention_norm = new_norm(plan.norm, hidden, context)
+        self.attention_norm, self.attention_output_norm = _new_norms(plan, context)
         self.attention = MIXERS[plan.mixer.kind](
             plan.mixer, context, layer_number, recompute_core=recompute_core
         )
@@ -125,7 +126,7 @@ class Block(nn.Module):
             self.retriever = LayerStack(
                 layers, context.within_rank(), range(len(layers)), numbered_after=before
             )
-        self.mlp_norm = new_norm(plan.norm, hidden, context)
+        self.mlp_norm, self.mlp_output_norm = _new_norms(plan, context)
         self.recomputes_mlp = _MODULES.get(plan.mlp.kind) in context.recomputed
         # Parts of a recomputed MLP must not recompute on their own: what they keep for that would
         # outlive the MLP's forward pass.
@@ -133,7 +134,7 @@ class Block(nn.Module):
         self.mlp = MLPS[plan.mlp.kind](
             plan.mlp, replace(context, layer=layer_number, recomputed=parts)
         )
-        self.keeps_norms = "layernorm" not in context.recomputed or plan.residual_after_norm
+        self.keeps_norms = "layernorm" not in context.recomputed or not _forgets_norms(plan)
         self.routers = context.registry.routers
         self.stops_early = not (context.gathers_weights and plan.mlp.kind == "mixture")
 
@@ -151,6 +152,7 @@ class Block(nn.Module):
     def parameter_count(plan: LayerPlan, split: WeightSplit) -> int:
         """Count the parameters that one process holds."""
         norm = Norm.parameter_count(plan.norm, plan.mixer.hidden)
+        norm *= plan.norms_input + plan.norms_output
         layers = (plan, *plan.encoding)
         parts = [part for layer in layers for part in layer.sublayers]
         vectors = sum(class_of(part).vectors(part, split) + norm for part in parts)
@@ -173,13 +175,14 @@ class Block(nn.Module):
         """Count the bytes kept for the backward pass, including those of the normalizations."""
         # Dropout adds one byte for each entry of its mask.
         entry = 2 * batch.width + (1 if plan.dropout > 0 else 0)
+        entry += (plan.norms_input + plan.norms_output - 1) * batch.width
         tokens = batch.tokens * plan.mixer.hidden // batch.sequence
         total = 0
         for part in plan.sublayers:
             if _MODULES.get(part.kind) in batch.recomputed:  # keeps only its input
                 total += entry * tokens
                 continue
-            forgets = "layernorm" in batch.recomputed and not plan.residual_after_norm
+            forgets = "layernorm" in batch.recomputed and _forgets_norms(plan)
             total += (entry - batch.width * forgets) * tokens
             total += class_of(part).activation_bytes(part, batch)
         if plan.retriever is not None:
@@ -211,13 +214,20 @@ class Block(nn.Module):
             The stream after the layer, in the shape of `stream`.
         """
         inputs = (mask, rotation, cache)
-        stream = self._add(stream, self.attention_norm, self.attention, inputs, "attention output")
+        stream = self._add(
+            stream,
+            self.attention_norm,
+            self.attention,
+            inputs,
+            "attention output",
+            self.attention_output_norm,
+        )
         if self.cross_norm is not None:
             assert encoder is not None, "a decoder's layer reads the encoder's output"
             norm, cross = self.cross_norm, self.cross_attention
             read = (encoder,) if self.retriever is None else (encoder, self.retriever)
             stream = self._add(stream, norm, cross, read, "cross output")
-        return self._add(stream, self.mlp_norm, self.mlp, (), "mlp output")
+        return self._add(stream, self.mlp_norm, self.mlp, (), "mlp output", self.mlp_output_norm)
 
     def _compute(
         self, norm: nn.Module, sublayer: Any, joined: Tensor, normal: Tensor, *inputs: Any
@@ -236,9 +246,15 @@ class Block(nn.Module):
             return sublayer(normal, *inputs)
 
     def _add(
-        self, stream: Stream, norm: nn.Module, sublayer: Any, inputs: tuple[Any, ...], site: str
+        self,
+        stream: Stream,
+        norm: nn.Module,
+        sublayer: Any,
+        inputs: tuple[Any, ...],
+        site: str,
+        output_norm: Norm | None = None,
     ) -> Stream:
-        """Return residual + dropout(sublayer(norm(stream), *inputs) + bias).
+        """Return residual + dropout(output_norm(sublayer(norm(stream), *inputs) + bias)).
 
         Without dropout, the sum is left to the next normalization.
         """
@@ -246,12 +262,27 @@ class Block(nn.Module):
         joined, normal = norm(stream, handovers.forward)
         residual = normal if self.residual_after_norm else joined
         update = self._compute(norm, sublayer, joined, normal, *inputs)
-        bias = sublayer.bias_to_add
+        bias, handover = sublayer.bias_to_add, handovers.backward
+        if output_norm is not None:
+            _, update = output_norm(Stream(update if bias is None else update + bias))
+            bias, handover = None, None  # the next kernel sees the gradient of another tensor
         if not self.training or self.dropout == 0:
             update = update if bias is None else update + bias
-            return Stream(residual, update, handovers.backward)
+            return Stream(residual, update, handover)
         with split_region(self.sequence, update.device, self.layer_number, site):
             return Stream(self.bias_dropout_add(update, bias, residual, self.dropout))
+
+
+def _new_norms(plan: LayerPlan, context: BuildContext) -> tuple[nn.Module, Norm | None]:
+    """Build what comes before a sublayer, and the normalization after it if there is one."""
+    hidden = plan.mixer.hidden
+    before = new_norm(plan.norm, hidden, context) if plan.norms_input else Joining(context)
+    return before, new_norm(plan.norm, hidden, context) if plan.norms_output else None
+
+
+def _forgets_norms(plan: LayerPlan) -> bool:
+    """Return whether the results of the normalizations before sublayers can be recomputed."""
+    return plan.norms_input and not plan.residual_after_norm
 
 
 class LayerStack(nn.ModuleDict):
@@ -284,6 +315,12 @@ class LayerStack(nn.ModuleDict):
             context = replace(context, recomputed=recompute.parts)
         for index in layers:
             self[str(index)] = Block(plans[index], context, numbered_after + index + 1)
+        kinds = rotaries(plans)
+        self.rotaries = {
+            index: kinds.index(rotary)
+            for index in layers
+            if (rotary := getattr(plans[index].mixer, "rotary", None)) is not None
+        }
         self.groups = layer_groups(recompute, layers)
         layout = context.layout
         splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
@@ -294,7 +331,13 @@ class LayerStack(nn.ModuleDict):
         self.stops_early = not (context.gathers_weights and self.routers.states)
 
     def run(self, stream: Stream, *inputs: Any) -> Stream:
-        """Run the layers on [s, b, h], passing `inputs` to each of them after the stream."""
+        """Run the layers on [s, b, h].
+
+        Args:
+            stream: The residual stream.
+            *inputs: The further arguments of each layer, of which the second is, instead of a
+                layer's rotation, a tuple with that of each of `rotaries(plans)`.
+        """
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():
                 # The stream is joined so that a group keeps a single tensor.
@@ -317,6 +360,9 @@ class LayerStack(nn.ModuleDict):
         return self._run(layers, Stream(x), *inputs).join()
 
     def _run(self, layers: range, stream: Stream, *inputs: Any) -> Stream:
+        mask, rotations, *others = inputs
         for index in layers:
-            stream = self[str(index)](stream, *inputs)
+            rotary = self.rotaries.get(index)
+            rotation = None if rotary is None or not rotations else rotations[rotary]
+            stream = self[str(index)](stream, mask, rotation, *others)
         return stream

@@ -52,7 +52,7 @@ class Embedding(nn.Module):
     def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
         """Allocate the tables that the plan names."""
         super().__init__()
-        self.dropout = plan.dropout
+        self.dropout, self.scale = plan.dropout, plan.scale
         self.sequence = context.layout.sequence
         self.fp32_residual = context.precision.fp32_residual_connection
         self.word = VocabularyEmbedding(
@@ -95,6 +95,8 @@ class Embedding(nn.Module):
             [s, b, h]; [s/t, b, h] with sequence parallelism.
         """
         x = self.word(tokens.t())
+        if self.scale is not None:  # rounded like the embeddings, as Gemma's weights were trained
+            x = x * torch.tensor(self.scale, dtype=x.dtype).item()
         if self.position is not None:
             x = x + self.position(position_ids.t())
         if self.token_type is not None:

@@ -5,6 +5,7 @@ A reward model computes a single score for each token instead.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -51,7 +52,7 @@ class Output(nn.Module):
         super().__init__()
         layout = context.layout
         self.communication = Communication(layout.tensor, layout.sequence_parallel, context.overlap)
-        self.scale = plan.scale
+        self.scale, self.softcap = plan.scale, plan.softcap
         precision = context.precision
         fuses = precision.cross_entropy_loss_fusion
         library = find_library(context.device).library if fuses else None
@@ -125,6 +126,8 @@ class Output(nn.Module):
         transport = around(self.communication)
         products = self.products if labels is None else PLAIN
         logits = parallel_linear(call, transport, slot=slot, products=products)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         if labels is None:
             return logits.transpose(0, 1)
         axis = self.communication.axis

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.rope import Rotation
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
-from megatron.models.plan import ModelPlan
+from megatron.models.plan import ModelPlan, rotaries
 from megatron.parallel.build import BuildContext
 
 
@@ -32,7 +32,8 @@ class Network(nn.Module):
         self.layout = context.layout
         self.attention_choice = context.kernels.attention
         self.embedding = new_embedding(plan, context, self.part)
-        self.rotary = None if plan.rotary is None else RotaryTable(plan.rotary, context.device)
+        kinds = rotaries(plan.layers)
+        self.rotary = nn.ModuleList(RotaryTable(rotary, context.device) for rotary in kinds)
 
     def embed(
         self,
@@ -48,6 +49,6 @@ class Network(nn.Module):
         vectors: Tensor = self.embedding(tokens, places, token_types, site=site)
         return vectors
 
-    def rotation(self, positions: Tensor) -> Rotation | None:
-        """Return the rotation of positions [s], or `None` if the model has no rotary positions."""
-        return None if self.rotary is None else self.rotary(positions)
+    def rotation(self, positions: Tensor) -> tuple[Rotation, ...]:
+        """Return the rotation of positions [s] by each kind of rotary positions in the model."""
+        return tuple(table(positions) for table in self.rotary)

@@ -86,6 +86,29 @@ def new_norm(plan: NormPlan, hidden: int, context: BuildContext) -> Norm:
     return Norm(plan, hidden, context, partial_gradient=context.layout.sequence.size > 1)
 
 
+class Joining(nn.Module):
+    """The place of a normalization before a sublayer that takes the hidden states as they are.
+
+    Args:
+        context: The number format of the sublayer's weights.
+    """
+
+    def __init__(self, context: BuildContext) -> None:
+        """Remember the number format."""
+        super().__init__()
+        self.dtype = context.compute_dtype
+
+    def forward(self, stream: Stream, handover: Handover | None = None) -> tuple[Tensor, Tensor]:
+        """Return the joined stream [s, b, h], and the same in the weights' type.
+
+        Args:
+            stream: The residual stream.
+            handover: Stays empty: no kernel finds an amax here.
+        """
+        x = stream.join()
+        return x, x.to(self.dtype)
+
+
 def new_query_norm(plan: NormPlan, size: int, context: BuildContext) -> Norm:
     """Build a normalization of queries or keys. Each tensor rank applies it to its own heads.
 

@@ -10,6 +10,7 @@ record.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.stages import ModelPart
@@ -160,6 +161,7 @@ class AttentionPlan(MixerPlan):
         norms_heads: Whether `qk_norm` normalizes each head separately, not all heads together.
         rotary: Rotary positions of queries and keys; `None` for none.
         window: Number of earlier tokens that a token attends to; `None` for all.
+        softcap: Bound of the scores; `None` for none.
         softmax: "vanilla", or with a logit for each head beside the scores that has no value: zero
             ("off-by-one") or "learnable".
     """
@@ -175,6 +177,7 @@ class AttentionPlan(MixerPlan):
     norms_heads: bool = True
     rotary: RotaryPlan | None = None
     window: int | None = None
+    softcap: float | None = None
     softmax: str = "vanilla"
 
     @property
@@ -378,12 +381,14 @@ class MixturePlan(SublayerPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """A transformer layer: mixer, cross-attention and MLP, each with a normalization before it.
+    """A transformer layer: mixer, cross-attention and MLP, each with its normalizations.
 
     Attributes:
         mixer: Record whose kind is in `block.MIXERS`.
         mlp: Record whose kind is in `block.MLPS`.
-        norm: Normalization before each sublayer.
+        norm: Every normalization of a sublayer.
+        norm_placement: Whether these come "before" the sublayers, "after" them (of what is added
+            to the residual stream), or "both".
         cross_attention: A decoder's attention to its encoder, between mixer and MLP; `None` for
             layers without one.
         retriever: The encoder of a Retro's neighbors, which attends to the input of this layer's
@@ -395,10 +400,21 @@ class LayerPlan:
     mixer: MixerPlan
     mlp: SublayerPlan
     norm: NormPlan
+    norm_placement: str = "before"
     cross_attention: AttentionPlan | None = None
     retriever: RetrieverPlan | None = None
     residual_after_norm: bool = False
     dropout: float = 0.0
+
+    @property
+    def norms_input(self) -> bool:
+        """Whether the input of each sublayer is normalized."""
+        return self.norm_placement != "after"
+
+    @property
+    def norms_output(self) -> bool:
+        """Whether the output of each sublayer is normalized."""
+        return self.norm_placement != "before"
 
     @property
     def sublayers(self) -> tuple[SublayerPlan, ...]:
@@ -410,6 +426,12 @@ class LayerPlan:
     def encoding(self) -> tuple[LayerPlan, ...]:
         """The layers of the retriever; empty if there is none."""
         return () if self.retriever is None else self.retriever.layers
+
+
+def rotaries(layers: Sequence[LayerPlan]) -> tuple[RotaryPlan, ...]:
+    """Return the rotary positions of layers, each kind once, in the order of first use."""
+    every = dict.fromkeys(getattr(layer.mixer, "rotary", None) for layer in layers)
+    return tuple(rotary for rotary in every if rotary is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,6 +463,7 @@ class EmbeddingPlan:
         calls: Number of lookups per pass: an encoder and a decoder make one each.
         ahead: Number of further lookups where the model ends (`multi_token`).
         dropout: Dropout probability of the sum.
+        scale: Factor of word embeddings; `None` leaves them as they are.
     """
 
     vocabulary: int
@@ -451,6 +474,7 @@ class EmbeddingPlan:
     calls: int = 1
     ahead: int = 0
     dropout: float = 0.0
+    scale: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,6 +520,7 @@ class OutputPlan(HeadPlan):
         tied: Whether its matrix is the word embedding table.
         bias: Whether each entry has a bias.
         scale: Factor applied to its input; `None` leaves the input as it is.
+        softcap: Bound of the scores; `None` for none.
     """
 
     kind: str = "output"
@@ -503,6 +528,7 @@ class OutputPlan(HeadPlan):
     tied: bool
     bias: bool = False
     scale: float | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -580,13 +606,6 @@ class ModelPlan:
     def ties_words(self) -> bool:
         """Whether the output layer uses the word embedding table."""
         return self.output is not None and self.output.tied
-
-    @property
-    def rotary(self) -> RotaryPlan | None:
-        """The rotary positions that layers share; `None` if no layer has them."""
-        every = {getattr(layer.mixer, "rotary", None) for layer in self.layers} - {None}
-        assert len(every) <= 1, "layers have different rotary positions"
-        return next(iter(every), None)
 
     @property
     def attention(self) -> AttentionPlan:

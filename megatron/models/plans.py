@@ -65,16 +65,7 @@ def layer_plan(
     init, norm = init_plan(model), norm_plan(model)
     rotary = None
     if model.position_embedding_type == "rope" and rotates:
-        rotary = RotaryPlan(
-            positions=model.max_position_embeddings,
-            channels=model.qk_pos_emb_head_dim
-            if model.multi_latent_attention
-            else int(head_size * model.rotary_percent),
-            base=model.rotary_base,
-            interpolation=model.rotary_seq_len_interpolation_factor,
-            scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
-            yarn=yarn(model) if model.rope_type == "yarn" else None,
-        )
+        rotary = rotary_plan(model, in_window=window is not None)
     attention = AttentionPlan(
         hidden=model.hidden_size,
         init=init,
@@ -91,6 +82,7 @@ def layer_plan(
         norms_heads=model.qk_layernorm_scope == "head",
         rotary=rotary,
         window=window,
+        softcap=model.attn_logit_softcapping,
         softmax=model.softmax_type,
     )
     mixer = latent_plan(model, attention) if model.multi_latent_attention else attention
@@ -118,10 +110,33 @@ def layer_plan(
         mixer=mixer,
         mlp=mixture_plan(model, mlp, experts) if experts else mlp,
         norm=norm,
+        norm_placement=model.norm_placement,
         cross_attention=crossing if crosses else None,
         residual_after_norm=model.apply_residual_connection_post_layernorm,
         dropout=model.hidden_dropout,
     )
+
+
+def rotary_plan(model: ModelConfig, *, in_window: bool) -> RotaryPlan:
+    """Return the record of a layer's rotary positions.
+
+    Args:
+        model: Resolved network flags.
+        in_window: Whether the layer's attention is limited to a window.
+    """
+    plan = RotaryPlan(
+        positions=model.max_position_embeddings,
+        channels=model.qk_pos_emb_head_dim
+        if model.multi_latent_attention
+        else int(model.kv_channels * model.rotary_percent),
+        base=model.rotary_base,
+        interpolation=model.rotary_seq_len_interpolation_factor,
+        scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
+        yarn=yarn(model) if model.rope_type == "yarn" else None,
+    )
+    if in_window and model.window_rotary_base is not None:
+        return RotaryPlan(plan.positions, plan.channels, model.window_rotary_base)
+    return plan
 
 
 def latent_plan(model: ModelConfig, attention: AttentionPlan) -> LatentAttentionPlan:
@@ -254,6 +269,7 @@ def embedding_plan(
         token_types=token_types,
         calls=calls,
         dropout=model.hidden_dropout,
+        scale=math.sqrt(model.hidden_size) if model.scale_embeddings else None,
     )
 
 
@@ -273,6 +289,7 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
         tied=not model.untie_embeddings_and_output_weights,
         bias=bias,
         scale=hidden**-0.5 if model.scale_decoder_outputs else None,
+        softcap=model.final_logit_softcapping,
     )
 
 

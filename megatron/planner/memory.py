@@ -184,11 +184,13 @@ def estimate_memory(
         config.training, split_inputs=config.parallel.distribute_saved_activations
     )
     recomputed = recompute.parts if recompute else frozenset()
+    is_bounded = config.model.attn_logit_softcapping is not None  # no fused kernel does that
+    keeps_scores = is_bounded or not config.model.masked_softmax_fusion
     batch = replace(
         micro_batch(config, layout),
         sequences=config.training.micro_batch_size * texts,
         imbalance=imbalance,
-        keeps_scores=not config.model.masked_softmax_fusion and "core_attn" not in recomputed,
+        keeps_scores=keeps_scores and "core_attn" not in recomputed,
         recomputed=recomputed,
         losses=loss_bound(kind, micro_batches),
         chunked_loss=numbers.cross_entropy_fusion_impl == "linear",

@@ -25,7 +25,7 @@ T5 = "--decoder-seq-length 32"
         ("bert", "--position-embedding-type relative"),
         ("gpt", "--scale-decoder-outputs"),
         ("bert", "--disable-output-bias"),
-        ("gpt", "--softmax-scale 1"),
+        ("bert", "--softmax-scale 1"),
     ],
 )
 def test_flags_of_another_network_are_refused(architecture, flag):

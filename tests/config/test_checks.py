@@ -128,11 +128,6 @@ _LINES = [
         "--swiglu --squared-relu",
         "--swiglu and --squared-relu: an MLP has a single activation function: use one of them",
     ),
-    (
-        "--apply-layernorm-1p --normalization RMSNorm",
-        "--apply-layernorm-1p requires LayerNorm and cannot be combined with --normalization "
-        "RMSNorm: drop one of them",
-    ),
     ("--num-layers 0", "--num-layers 0: must be at least 1"),
     ("--norm-epsilon 0", "--norm-epsilon 0.0: must be above 0"),
     ("--hidden-dropout 1", "--hidden-dropout 1.0: must be at least 0 and below 1"),

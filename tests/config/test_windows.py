@@ -102,6 +102,34 @@ def test_each_layer_learns_a_sink_for_every_head():
     assert any("--softmax-type" in line and "off-by-one" in line for line in told), told
 
 
-def test_a_ring_has_no_windows():
-    told = problems("--window-size 7,0 --context-parallel-size 2", world_size=2)
-    assert any("use --cp-comm-type a2a" in line for line in told)
+@pytest.mark.parametrize(
+    "flag", ["--window-size 7,0", "--softmax-scale 0.5", "--attn-logit-softcapping 50.0"]
+)
+def test_a_ring_has_neither_windows_nor_other_scores(flag):
+    told = problems(f"{flag} --context-parallel-size 2", world_size=2)
+    assert any(line.startswith(flag) and "use --cp-comm-type a2a" in line for line in told)
+    assert parse(f"{flag} --context-parallel-size 2 --cp-comm-type a2a", world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            "--attn-logit-softcapping 50 --use-flash-attn --bf16",
+            "--attn-logit-softcapping 50 with --use-flash-attn: no flash kernel bounds",
+        ),
+        (
+            "--final-logit-softcapping 30 --cross-entropy-fusion-impl linear",
+            "linear with --final-logit-softcapping 30: its chunks of scores are not bounded",
+        ),
+        (
+            "--norm-placement both --apply-residual-connection-post-layernorm",
+            "--norm-placement both with --apply-residual-connection-post-layernorm",
+        ),
+        ("--ckpt-format torch_dist --save a --norm-placement after", "--norm-placement after"),
+        ("--ckpt-format legacy --save a --scale-embeddings", "--scale-embeddings: Megatron-LM"),
+        ("--ckpt-format legacy --save a --softmax-type learnable", "--softmax-type learnable:"),
+    ],
+)
+def test_what_does_not_go_together_is_told(flags, told):
+    assert any(told in line for line in problems(f"--num-layers 2 {flags}")), problems(flags)

@@ -49,6 +49,7 @@ MIXTURE = (
 )
 
 
+BOUNDED = ("--attn-logit-softcapping", "20", "--softmax-scale", "0.1")
 SINKS = ("--softmax-type", "learnable", "--window-size", "60,0", "--window-attn-skip-freq", "2")
 
 
@@ -71,7 +72,9 @@ def engine(options: EngineOptions, further: tuple[str, ...] = ()) -> BatchEngine
     )
 
 
-@pytest.mark.parametrize("further", [(), MIXTURE, SINKS], ids=["dense", "mixture", "sinks"])
+@pytest.mark.parametrize(
+    "further", [(), MIXTURE, SINKS, BOUNDED], ids=["dense", "mixture", "sinks", "bounded"]
+)
 def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
     """To the bit, though a recording has more rows."""
     recorded = engine(OPTIONS, further)

@@ -24,6 +24,18 @@ from tests.models.small import (
 from tests.parallel.test_layers import take_part
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+GEMMA = {
+    "geglu": True,
+    "apply_layernorm_1p": True,
+    "norm_placement": "both",
+    "scale_embeddings": True,
+    "softmax_scale": 0.3,
+    "attn_logit_softcapping": 0.7,
+    "final_logit_softcapping": 0.2,
+    "window_size": "3,0",
+    "window_attn_skip_freq": "2",
+    "window_rotary_base": 50.0,
+}
 NETWORKS = {
     "gpt2": NO_DROPOUT,
     "llama": LLAMA,
@@ -48,6 +60,14 @@ NETWORKS = {
         "init_method_std": 0.1,
     },
     "off by one": {**LLAMA, "softmax_type": "off-by-one"},
+    "gemma": {
+        **LLAMA,
+        **GEMMA,
+        "swiglu": False,
+        "untie_embeddings_and_output_weights": False,
+    },
+    "after": {**LLAMA, "norm_placement": "after", "qk_layernorm": True, "add_qkv_bias": True},
+    "after, dropout": {**NO_DROPOUT, "norm_placement": "both", "hidden_dropout": 1e-9},
     # Dropout's way through a block, with nothing dropped.
     "dropout": {**NO_DROPOUT, "hidden_dropout": 1e-9},
 }

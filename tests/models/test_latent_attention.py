@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.kernels.rope import Rotation
 from megatron.models.costs import WeightSplit
 from megatron.models.latent_attention import LatentAttention
-from megatron.models.plan import LatentAttentionPlan
+from megatron.models.plan import LatentAttentionPlan, rotaries
 from tests.models.small import SEQUENCE, gpt
 
 RANK, STILL, TURNING, VALUE, HEADS, HIDDEN = 10, 6, 4, 7, 4, 16
@@ -88,9 +88,8 @@ def test_it_computes_its_equations(query_rank: int | None, value: int, yarn: boo
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.5, generator=generator)
-    rotation = model.rotation(torch.arange(SEQUENCE))
-    assert rotation is not None
-    assert model.plan.rotary.channels == TURNING
+    (rotation,) = model.rotation(torch.arange(SEQUENCE))
+    assert rotaries(model.plan.layers)[0].channels == TURNING
     scale = KEY**-0.5
     if yarn:
         scale *= (0.75 * 0.1 * math.log(4) + 1) ** 2

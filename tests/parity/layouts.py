@@ -104,6 +104,16 @@ LATENT = (
     "--yarn-original-max-position-embeddings 8 --mscale-all-dim 1"
 )
 _SINKS = "--softmax-type learnable --init-method-std 0.1"
+_GEMMA = (
+    "--geglu --normalization RMSNorm --apply-layernorm-1p --norm-placement both "
+    "--scale-embeddings --softmax-scale 0.3 --attn-logit-softcapping 2 "
+    "--final-logit-softcapping 3 --window-size 4,0 --window-attn-skip-freq 2 "
+    "--window-rotary-base 100 --position-embedding-type rope --qk-layernorm"
+)
+# At the toy's learning rate, training without normalizations before blocks is unstable.
+_AFTER = (
+    f"{_LLAMA} --norm-placement after --qk-layernorm --qk-layernorm-scope projection --lr 0.002"
+)
 _WIDE_NORMS = "--qk-layernorm --qk-layernorm-scope projection"
 # In fp32: Newton-Schulz iterations in bf16 make two results of two orders of a sum.
 MUON = (
@@ -234,6 +244,10 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2, context=2, network=_SINKS),
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_SINKS),
     *_MULTI_TOKEN_LAYOUTS,
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=_GEMMA),
+    LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL} {_RECOMPUTE}", network=_GEMMA),
+    LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_GEMMA),
+    LayoutCase(2, tensor=2, flags=_SP, network=_AFTER),
     LayoutCase(2, tensor=2, network=LATENT),
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=LATENT),
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL}", network=LATENT),

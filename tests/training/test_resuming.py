@@ -298,7 +298,7 @@ def test_a_finetuning_may_turn_rotary_positions_at_another_speed(tmp_path, capsy
     run = build_toy(Layout.single(), [*faster, "--finetune"])
     told = "  --finetune: --rotary-base is 500000.0 here and 10000.0 in the checkpoint: the"
     assert told in capsys.readouterr().out
-    table = run.parts[0].get_buffer("rotary.table")
+    table = run.parts[0].get_buffer("rotary.0.table")
     assert torch.equal(table[:, :, 0, 0], rotation_table(16, 8, base=500000))
     share = _refusal(*rope, "--rotary-percent", "0.5", "--load", str(tmp_path), "--finetune")
     assert "--rotary-percent is 0.5 here and 1.0 in the checkpoint" in share

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.huggingface.bert import Bert
 from megatron.checkpoint.huggingface.deepseek import DeepSeek
+from megatron.checkpoint.huggingface.gemma import Gemma
 from megatron.checkpoint.huggingface.gpt2 import GPT2
 from megatron.checkpoint.huggingface.llama import LlamaLike
 from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
@@ -17,6 +18,8 @@ from megatron.config.attention import layer_windows
 from megatron.config.experts import mixture_layers
 from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
 from megatron.errors import CheckpointError
+from megatron.models.plan import rotaries
+from megatron.models.plans import model_plan
 
 # A network that several families can express is written as the first of them.
 FAMILIES: list[Family] = [
@@ -28,6 +31,9 @@ FAMILIES: list[Family] = [
     QwenMixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, window="layers", shared=True),
     QwenMixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", window="layers"),
     Olmoe("olmoe", "OlmoeForCausalLM", qk_norm="projection", old_files=True, classifies=False),
+    Gemma("gemma", "GemmaForCausalLM"),
+    Gemma("gemma2", "Gemma2ForCausalLM", version=2),
+    Gemma("gemma3_text", "Gemma3ForCausalLM", version=3, qk_norm="head", classifies=False),
     DeepSeek("deepseek_v2", "DeepseekV2ForCausalLM"),
     DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", biased=True),
     *(GPT2(), Bert(), T5()),
@@ -118,6 +124,11 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
             value = model.kv_heads
         case "window_size" | "window_attn_skip_freq":  # there are many ways to write a pattern
             value = layer_windows(model, model.num_layers)
+        case "softmax_scale":
+            value = value or model.kv_channels**-0.5
+        case "window_rotary_base" if value is None:
+            plans = rotaries(model_plan(model, 1).layers)
+            value = plans[0].base if len(plans) == 1 else None
         case "rotary_seq_len_interpolation_factor":
             value = value or 1
         case "openai_gelu":

@@ -20,7 +20,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _SCORE = "score"  # a reward model's head
-_FULL, _SLIDING = "full_attention", "sliding_attention"  # values of layer_types
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 _KEYS = (
     rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
     rules.Key("hidden_size", "hidden_size"),
@@ -33,7 +33,7 @@ _FIXED = {
     "hidden_act": "silu",
     **dict.fromkeys(("mlp_bias", "rope_interleaved", "use_mrope"), False),
 }
-_LAYER = {
+LAYER = {
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.query_norm": ("self_attn.q_norm",),
     "attention.key_norm": ("self_attn.k_norm",),
@@ -58,6 +58,7 @@ class LlamaLike(rules.Family):
         old_files: Whether config.json may lack keys that its first version did not have.
         head_size: The head size if config.json does not give one. None means hidden size / heads.
         rotary_base: The base of the rotary frequencies if config.json does not give one.
+        tied: Whether the output has the word embeddings' weights if config.json does not say.
         classifies: Whether `transformers` has a class for reward models.
     """
 
@@ -71,6 +72,7 @@ class LlamaLike(rules.Family):
     old_files: bool = False
     head_size: int | None = None
     rotary_base: float = 10000.0
+    tied: bool = False
     classifies: bool = True
 
     @property
@@ -94,7 +96,7 @@ class LlamaLike(rules.Family):
             **flags,
             reward_head=self._is_reward_model(settings),
             **self._read_windows(settings, flags["num_layers"]),
-            **_read_rotation(settings, self.rotary_base),
+            **self._read_rotation(settings),
             kv_channels=settings.size("head_dim", self.head_size or hidden // heads, MOST_HEADS),
             group_query_attention=kv_heads != heads,
             num_query_groups=kv_heads if kv_heads != heads else 1,
@@ -102,7 +104,9 @@ class LlamaLike(rules.Family):
             position_embedding_type="rope",
             normalization="RMSNorm",
             swiglu=True,
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+            untie_embeddings_and_output_weights=not settings.switch(
+                "tie_word_embeddings", self.tied
+            ),
             add_bias_linear=False,
             add_qkv_bias=self.qkv_bias,
             qk_layernorm=self.qk_norm is not None,
@@ -129,12 +133,8 @@ class LlamaLike(rules.Family):
         """Return the flags of the attention windows."""
         if self.window is None:
             return {}
-        positions, kinds = settings.size("max_position_embeddings"), settings.words("layer_types")
-        other = set(kinds) - {_FULL, _SLIDING}
-        if other:
-            raise settings.error("layer_types", f"{', '.join(sorted(other))} is not supported")
-        if kinds and len(kinds) != layers:
-            raise settings.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
+        positions = settings.size("max_position_embeddings")
+        limited = limited_layers(settings, layers)
         all_layers = self.window == "model"
         full_layers = 0
         if settings.values.get("max_window_layers") == 0:
@@ -142,20 +142,22 @@ class LlamaLike(rules.Family):
         else:
             known = settings.size("max_window_layers", layers)
             full_layers = 0 if all_layers else known
-        used = settings.switch("use_sliding_window", all_layers) or _SLIDING in kinds
+        used = settings.switch("use_sliding_window", all_layers) or any(limited or ())
         if not used and settings.values.get("sliding_window") == 0:
             settings.must_be("sliding_window", 0)  # transformers 5 writes it if there is no window
             return {}
         window = settings.size("sliding_window", positions)
-        if kinds:
-            limited = [kind == _SLIDING for kind in kinds]
-        else:
+        if limited is None:
             limited = [layer >= full_layers for layer in range(layers)]
-        if not used or window >= positions or not any(limited):
-            return {}
-        flags = {"window_size": f"{window - 1},0"}
-        if not all(limited):
-            flags["window_attn_skip_freq"] = f"[{','.join(str(int(one)) for one in limited)}]"
+        return write_pattern(window, limited) if used and window < positions else {}
+
+    def _read_rotation(self, settings: Settings) -> dict[str, Any]:
+        """Return the flags of the rotary positions, from the keys of transformers 4 or 5."""
+        new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
+        base = settings.number("rope_theta", self.rotary_base)
+        flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
+        for rope in (new, old):
+            flags |= read_rope(rope, settings)
         return flags
 
     def _write_windows(self, model: ModelConfig) -> dict[str, Any]:
@@ -168,7 +170,7 @@ class LlamaLike(rules.Family):
         if self.window == "layers" and size is not None:
             # Versions of `transformers` without layer_types count the full layers before others.
             full_layers = limited.index(True) if any(limited) else len(limited)
-            kinds = [_SLIDING if one else _FULL for one in limited]
+            kinds = [SLIDING if one else FULL for one in limited]
             keys |= {"max_window_layers": full_layers, "layer_types": kinds}
         return keys
 
@@ -202,7 +204,7 @@ class LlamaLike(rules.Family):
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""
-        return _LAYER
+        return LAYER
 
     def names(self, model: ModelConfig) -> rules.Names:
         """Yield each of our modules with the Hugging Face modules that it combines."""
@@ -261,30 +263,63 @@ def _read_yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
     return flags
 
 
-def _read_rotation(settings: Settings, default: float) -> dict[str, Any]:
-    """Return the rotary embedding's flags from the keys of transformers 4 or 5."""
-    new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
-    base = settings.number("rope_theta", default)
-    flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
-    for rope in (new, old):
-        kind_key = "rope_type" if "rope_type" in rope.values else "type"
-        rope.must_be("type", rope.values.get(kind_key))  # if a file has both keys, they must agree
-        rope.must_be("partial_rotary_factor", 1.0)
-        match rope.word(
-            kind_key, {"default": "", "linear": "l", "llama3": "3", "yarn": "y"}, "default"
-        ):
-            case "l":
-                factor = rope.number("factor")
-                if factor != int(factor):
-                    raise rope.error(
-                        "factor", "must be an integer (--rotary-seq-len-interpolation-factor)"
-                    )
-                flags["rotary_seq_len_interpolation_factor"] = int(factor)
-            case "3":
-                for key, value in _LLAMA3.items():
-                    rope.must_be(key, value)
-                flags |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor")}
-            case "y":
-                flags |= _read_yarn(rope, settings)
-        rope.refuse_the_rest()
+def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[str, Any]:
+    """Return the flags of the rotary frequencies, apart from their base.
+
+    Args:
+        rope: The keys that say how frequencies are changed.
+        settings: All keys of config.json.
+        share: The part of a head's channels that rotates.
+    """
+    flags: dict[str, Any] = {}
+    kind_key = "rope_type" if "rope_type" in rope.values else "type"
+    rope.must_be("type", rope.values.get(kind_key))  # if a file has both keys, they must agree
+    rope.must_be("partial_rotary_factor", share)
+    match rope.word(
+        kind_key, {"default": "", "linear": "l", "llama3": "3", "yarn": "y"}, "default"
+    ):
+        case "l":
+            factor = rope.number("factor")
+            if factor != int(factor):
+                raise rope.error(
+                    "factor", "must be an integer (--rotary-seq-len-interpolation-factor)"
+                )
+            flags["rotary_seq_len_interpolation_factor"] = int(factor)
+        case "3":
+            for key, value in _LLAMA3.items():
+                rope.must_be(key, value)
+            flags |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor")}
+        case "y":
+            flags |= _read_yarn(rope, settings)
+    rope.refuse_the_rest()
+    return flags
+
+
+def limited_layers(settings: Settings, layers: int) -> list[bool] | None:
+    """Return which layers are limited to a window by layer_types; `None` without this key.
+
+    Raises:
+        CheckpointError: It names another kind of layer, or not as many as there are.
+    """
+    kinds = settings.words("layer_types")
+    other = set(kinds) - {FULL, SLIDING}
+    if other:
+        raise settings.error("layer_types", f"{', '.join(sorted(other))} is not supported")
+    if kinds and len(kinds) != layers:
+        raise settings.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
+    return [kind == SLIDING for kind in kinds] if kinds else None
+
+
+def write_pattern(window: int, limited: Sequence[bool]) -> dict[str, Any]:
+    """Return the flags of windows in some layers.
+
+    Args:
+        window: The tokens that a token attends to, itself among them.
+        limited: Which layers have the window.
+    """
+    if not any(limited):
+        return {}
+    flags = {"window_size": f"{window - 1},0"}
+    if not all(limited):
+        flags["window_attn_skip_freq"] = f"[{','.join(str(int(one)) for one in limited)}]"
     return flags

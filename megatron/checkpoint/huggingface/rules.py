@@ -391,18 +391,12 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
     """
     mixer, cross = attention_of(layer), layer.cross_attention
     hidden, norm = mixer.hidden, norm_shapes(layer.norm, mixer.hidden)
-    modules = {"attention_norm": norm, "mlp_norm": norm}
-    if isinstance(mixer, plans.LatentAttentionPlan):
-        modules |= latent_shapes(mixer)
-    else:
-        bias = mixer.bias or mixer.qkv_bias
-        modules |= {
-            "attention.qkv": linear_shapes((mixer.qkv,), hidden, bias=bias),
-            "attention.output": linear_shapes((hidden,), mixer.query, bias=mixer.bias),
-        }
-        if mixer.qk_norm is not None:
-            for name, size in zip(("query", "key"), mixer.norm_sizes, strict=True):
-                modules[f"attention.{name}_norm"] = norm_shapes(mixer.qk_norm, size)
+    modules = {}
+    if layer.norms_input:
+        modules |= {"attention_norm": norm, "mlp_norm": norm}
+    if layer.norms_output:
+        modules |= {"attention_output_norm": norm, "mlp_output_norm": norm}
+    modules |= attention_shapes(mixer)
     match layer.mlp:
         case plans.MLPPlan() as dense:
             modules |= mlp_shapes("mlp", dense)
@@ -426,6 +420,24 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
             "cross_attention.key_value": linear_shapes((2 * cross.query,), hidden, bias=cross.bias),
             "cross_attention.output": linear_shapes((hidden,), cross.query, bias=cross.bias),
         }
+    return modules
+
+
+def attention_shapes(mixer: plans.AttentionPlan) -> dict[str, dict[str, Shape]]:
+    """Return the shapes of the parameters of each module of self-attention."""
+    if isinstance(mixer, plans.LatentAttentionPlan):
+        modules = latent_shapes(mixer)
+    else:
+        bias = mixer.bias or mixer.qkv_bias
+        modules = {
+            "attention.qkv": linear_shapes((mixer.qkv,), mixer.hidden, bias=bias),
+            "attention.output": linear_shapes((mixer.hidden,), mixer.query, bias=mixer.bias),
+        }
+        if mixer.qk_norm is not None:
+            for name, size in zip(("query", "key"), mixer.norm_sizes, strict=True):
+                modules[f"attention.{name}_norm"] = norm_shapes(mixer.qk_norm, size)
+    if mixer.softmax == "learnable":
+        modules["attention.sinks"] = {"": (mixer.heads,)}
     return modules
 
 

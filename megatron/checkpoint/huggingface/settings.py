@@ -25,17 +25,18 @@ MOST_HEADS = 1 << 16  # and channels of a head
 _HARMLESS = frozenset(
     """
     _commit_hash _name_or_path _num_labels architectures attn_implementation bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
-    initializer_range is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference
-    label2id length_penalty max_length max_sequence_length min_length n_ctx neftune_noise_alpha
-    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
-    output_attentions output_hidden_states output_past output_router_logits output_scores
-    pad_token_id pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
-    pooler_size_per_head pooler_type predict_special_tokens prefix pretraining_tp problem_type
-    remove_invalid_values repetition_penalty return_dict return_dict_in_generate
-    router_aux_loss_coef router_jitter_noise sep_token_id summary_activation summary_first_dropout
+    begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder
+    is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id length_penalty
+    max_length max_sequence_length min_length n_ctx neftune_noise_alpha no_repeat_ngram_size
+    num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_past output_router_logits output_scores pad_token_id
+    pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
+    pooler_type predict_special_tokens prefix pretraining_tp problem_type remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef
+    router_jitter_noise sep_token_id summary_activation summary_first_dropout
     summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
     temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
     transformers.js_config transformers_version typical_p use_bfloat16 use_cache
@@ -86,7 +87,12 @@ class Settings:
         """Create settings from an object in the file; `path` says where it is, for messages."""
         self.values = {key: value for key, value in values.items() if value is not None}
         self.path = path
+        self._keys = frozenset(values)
         self._taken: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Return whether the file has the key, perhaps with the value null."""
+        return key in self._keys
 
     def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
         """Take a positive integer."""

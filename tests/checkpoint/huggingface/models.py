@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.checkpoint.huggingface import deepseek
+from tests.checkpoint.huggingface import decoders, deepseek
 
 Tensors = dict[str, Tensor]
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 2, 32, 4, 2, 48, 70, 24
@@ -113,6 +113,16 @@ _OLMOE = {
     "output_router_logits": False,
     "router_aux_loss_coef": 0.01,
 }
+_SLIDING = ["sliding_attention", "full_attention"]
+_GEMMA: dict[str, Any] = {
+    "head_dim": 10,
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": _SLIDING,
+    "query_pre_attn_scalar": 14,
+    "sliding_window": 5,
+    "tie_word_embeddings": True,
+}
 CASES: dict[str, Case] = {
     "llama": Case(_like_llama("llama", "Llama")),
     "llama without groups": Case(_like_llama("llama", "Llama", num_key_value_heads=HEADS)),
@@ -207,6 +217,38 @@ CASES: dict[str, Case] = {
         ),
         projection_norm=True,
     ),
+    "gemma": Case(
+        _like_llama(
+            "gemma",
+            "Gemma",
+            head_dim=10,
+            hidden_act="gelu_pytorch_tanh",
+            tie_word_embeddings=True,
+        )
+    ),
+    "gemma 2": Case(
+        _like_llama(
+            "gemma2", "Gemma2", **_GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=4.0
+        )
+    ),
+    "gemma 2 without bounds": Case(
+        _like_llama(
+            "gemma2",
+            "Gemma2",
+            **{**_GEMMA, "layer_types": _SLIDING[::-1], "query_pre_attn_scalar": 10},
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+        )
+    ),
+    "gemma 3": Case(
+        _like_llama(
+            "gemma3_text",
+            "Gemma3",
+            **_GEMMA,
+            rope_local_base_freq=50.0,
+            rope_scaling={"rope_type": "linear", "factor": 4.0},
+        )
+    ),
     "deepseek v2": Case(_like_llama("deepseek_v2", "DeepseekV2", **deepseek.V2)),
     "deepseek v2, greedy": Case(
         _like_llama(
@@ -226,14 +268,19 @@ CASES: dict[str, Case] = {
 
 def tensors_of(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensors:
     """Random tensors of a folder; a folder's layer has the same values whatever else it has."""
-    shapes = _gpt2_shapes(case.config) if case.is_gpt2 else _llama_shapes(case)
+    kind = decoders.FAMILIES.get(case.config["model_type"])
+    if kind is not None:
+        shapes = kind.shapes(case.config)
+    else:
+        shapes = _gpt2_shapes(case.config) if case.is_gpt2 else _llama_shapes(case)
     generator = torch.Generator().manual_seed(seed)
-    return {name: _draw(name, shape, generator).to(dtype) for name, shape in shapes.items()}
+    norms = 1.0 if kind is None else kind.norms
+    return {name: _draw(name, shape, generator, norms).to(dtype) for name, shape in shapes.items()}
 
 
-def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator, norms: float) -> Tensor:
     is_norm = len(shape) == 1 and name.endswith("weight")
-    return torch.randn(shape, generator=generator) * 0.2 + float(is_norm)
+    return torch.randn(shape, generator=generator) * 0.2 + (norms if is_norm else 0.0)
 
 
 def _head_size(config: Mapping[str, Any]) -> int:
@@ -361,6 +408,9 @@ def write_folder(
 def logits(case: Case, tensors: Tensors, tokens: Tensor) -> Tensor:
     """[b, s] -> [b, s, v], computed in float64."""
     wide = {name: tensor.double() for name, tensor in tensors.items()}
+    kind = decoders.FAMILIES.get(case.config["model_type"])
+    if kind is not None:
+        return kind.logits(case.config, wide, tokens)
     return (_gpt2 if case.is_gpt2 else _llama)(case, wide, tokens)
 
 

@@ -53,6 +53,9 @@ def test_transformers_computes_what_our_second_model_computes(name: str, tmp_pat
         "qwen2 mixture",
         "qwen3 mixture",
         "olmoe",
+        "gemma",
+        "gemma 2",
+        "gemma 3",
         "deepseek v2",
         "deepseek v3",
         "deepseek v3 with yarn",
@@ -82,6 +85,24 @@ def test_a_random_model_comes_in_verified_and_goes_out_as_it_was(
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
 
 
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA: dict[str, object] = {
+    "head_dim": 10,
+    "layer_types": _SLIDING,
+    "query_pre_attn_scalar": 13,
+    "sliding_window": 7,
+}
+DENSE: dict[str, dict[str, object]] = {
+    "gemma": {"head_dim": 10},
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
+    "gemma3_text": {
+        **_GEMMA,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+        },
+    },
+}
 MIXTURES: dict[str, dict[str, object]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
@@ -126,14 +147,20 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixture_has_their_loss_and_says_what_they_say(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+def test_a_model_has_their_loss_and_says_what_they_say(name: str, tmp_path: Path) -> None:
     """Random models with odd sizes, as `transformers` makes and saves them."""
     torch.manual_seed(5)
-    config = transformers.AutoConfig.for_model(
-        name, experts_implementation="eager", **{**SIZES, **deepcopy(MIXTURES[name])}
-    )
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    own = deepcopy(DENSE[name] if name in DENSE else MIXTURES[name])
+    eager = {} if name in DENSE else {"experts_implementation": "eager"}
+    config = transformers.AutoConfig.for_model(name, **eager, **{**SIZES, **own})
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:  # they begin as zeros and ones, which hides mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     theirs.save_pretrained(tmp_path)
     tokens = torch.randint(101, (3, 41), generator=torch.Generator().manual_seed(2))
     prompts = [tuple(row[: 5 + index].tolist()) for index, row in enumerate(tokens)]

@@ -1,0 +1,134 @@
+"""Gemma, Gemma 2 and the text models of Gemma 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.checkpoint.huggingface.llama import (
+    FULL,
+    LAYER,
+    SLIDING,
+    LlamaLike,
+    limited_layers,
+    read_rope,
+    write_pattern,
+)
+from megatron.checkpoint.huggingface.settings import Settings
+from megatron.config.attention import layer_windows
+from megatron.config.model import ModelConfig
+
+_GELU = "gelu_pytorch_tanh"
+_WINDOW = 4096  # of a model without layers that are limited to it; transformers asks for a number
+_SANDWICH = {
+    **LAYER,
+    "attention_output_norm": ("post_attention_layernorm",),
+    "mlp_norm": ("pre_feedforward_layernorm",),
+    "mlp_output_norm": ("post_feedforward_layernorm",),
+}
+
+
+@dataclass(frozen=True)
+class Gemma(LlamaLike):
+    """A family with scaled embeddings, GeGLU and normalizations whose weights start from one.
+
+    Attributes:
+        version: 1, 2 or 3. From 2 on, the outputs of attention and MLP are normalized, too, and
+            some layers have windows. Version 2 bounds scores, and version 3 normalizes heads and
+            has rotary frequencies of their own in windows.
+    """
+
+    fixed: Mapping[str, Any] = field(
+        default_factory=lambda: {"hidden_act": _GELU, "hidden_activation": _GELU}
+    )
+    head_size: int | None = 256
+    tied: bool = True
+    version: int = 1
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        model = replace(
+            super().network(settings, flags),
+            swiglu=False,
+            geglu=True,
+            apply_layernorm_1p=True,
+            scale_embeddings=True,
+        )
+        settings.must_be("use_bidirectional_attention", False)
+        if self.version == 1:
+            return model
+        scalar = settings.number("query_pre_attn_scalar", 256.0)
+        bounds = {}
+        for key, usual in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+            # Gemma 2 has bounds without the keys, but none where they are null.
+            if key in settings.values or (self.version == 2 and not settings.has(key)):
+                bounds[key] = settings.number(key, usual)
+        return replace(
+            model,
+            **bounds,
+            norm_placement="both",
+            softmax_scale=None if scalar == model.kv_channels else scalar**-0.5,
+        )
+
+    def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
+        """Return the flags of the attention windows."""
+        if self.version == 1:
+            return {}
+        every = 6 if self.version == 3 else 2
+        if self.version == 3:
+            every = settings.size("sliding_window_pattern", every)
+            settings.size("_sliding_window_pattern", every)  # transformers 5 writes it
+        limited = limited_layers(settings, layers)
+        if limited is None:
+            limited = [(layer + 1) % every > 0 for layer in range(layers)]
+        window = settings.size("sliding_window", _WINDOW)
+        return write_pattern(window, limited)
+
+    def _read_rotation(self, settings: Settings) -> dict[str, Any]:
+        """Return the flags of the rotary positions."""
+        if self.version < 3:
+            return super()._read_rotation(settings)
+        new = settings.part("rope_parameters")
+        full, local = new.part(FULL), new.part(SLIDING)
+        new.refuse_the_rest()
+        base = settings.number("rope_theta", 1e6)
+        local_base = settings.number("rope_local_base_freq", 10000.0)
+        flags = {
+            "rotary_base": full.number("rope_theta", base),
+            "window_rotary_base": local.number("rope_theta", local_base),
+        }
+        local.must_be("rope_type", "default")
+        local.refuse_the_rest()
+        for rope in (full, settings.part("rope_scaling")):
+            flags |= read_rope(rope, settings)
+        return flags
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json for a network."""
+        values = super().write(model, vocab)
+        if self.version == 1:
+            return {**values, "hidden_act": _GELU}
+        del values["hidden_act"]
+        limited = [window is not None for window in layer_windows(model, model.num_layers)]
+        scalar = (model.softmax_scale or model.kv_channels**-0.5) ** -2
+        values |= {
+            "hidden_activation": _GELU,
+            "query_pre_attn_scalar": _rounded(scalar),
+            "attn_logit_softcapping": model.attn_logit_softcapping,
+            "final_logit_softcapping": model.final_logit_softcapping,
+            "sliding_window": _WINDOW if model.window is None else model.window + 1,
+            "layer_types": [SLIDING if one else FULL for one in limited],
+        }
+        if self.version == 3:
+            values["rope_local_base_freq"] = model.window_rotary_base or model.rotary_base
+        return values
+
+    def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        return LAYER if self.version == 1 else _SANDWICH
+
+
+def _rounded(value: float) -> int | float:
+    """Return a whole number if the value is one but for rounding."""
+    return round(value) if abs(value - round(value)) < 1e-6 * value else value

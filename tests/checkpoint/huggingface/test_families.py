@@ -1,0 +1,141 @@
+"""Families that add to Llama's layers: what is refused by its key, and published models' sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.huggingface.families import families, family_for, misfits
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.huggingface.settings import Settings
+from megatron.errors import CheckpointError
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma", {"hidden_act": "relu"}, 'hidden_act "relu": only "gelu_pytorch_tanh"'),
+        ("gemma 2", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
+        ("gemma 2", {"layer_types": [_SLIDING, "chunked"]}, "chunked is not supported"),
+        ("gemma 2", {"layer_types": [_SLIDING]}, "has 1 entries for 2 layers"),
+        ("gemma 2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0: expected a number"),
+        ("gemma 2", {"attention_bias": True}, "attention_bias true: only false"),
+        (
+            "gemma 3",
+            {"rope_parameters": {_SLIDING: {"rope_type": "linear", "factor": 2.0}}},
+            "rope_type",
+        ),
+        ("gemma 3", {"rope_parameters": {"chunked": {}}}, "chunked: not supported"),
+    ],
+    ids=str,
+)
+def test_other_networks_are_refused_by_key(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    folder = write_folder(tmp_path, {**case.config, **changes}, tensors_of(case))
+    with pytest.raises(CheckpointError, match=message):
+        HFReader(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "changes"),
+    [
+        ("gemma", "gemma", {"norm_placement": "both"}),
+        ("gemma", "gemma", {"scale_embeddings": False}),
+        ("gemma", "gemma", {"apply_layernorm_1p": False}),
+        ("gemma", "gemma", {"softmax_scale": 0.5}),
+        ("gemma", "gemma", {"final_logit_softcapping": 3.0}),
+        ("gemma 2", "gemma2", {"norm_placement": "after"}),
+        ("gemma 2", "gemma2", {"window_rotary_base": 7.0}),
+        ("gemma 2", "gemma2", {"qk_layernorm": True}),
+        ("gemma 2", "gemma2", {"softmax_type": "learnable"}),
+        ("gemma 3", "gemma3_text", {"geglu": False, "swiglu": True}),
+    ],
+    ids=str,
+)
+def test_what_a_family_cannot_express_is_named(
+    name: str, family: str, changes: dict[str, Any]
+) -> None:
+    config = CASES[name].config
+    model = families()[family].read(Settings(config, "config.json")).model
+    assert family_for(model, 70, None).name == family
+    found = misfits(families()[family], replace(model, **changes), 70)
+    assert any(line.startswith(f"{key} is ") for key in changes for line in found), found
+
+
+_GEMMA_2 = {
+    **CASES["gemma 2"].config,
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "layer_types": None,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+_PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "gemma-2b": (
+        {
+            **CASES["gemma"].config,
+            "head_dim": 256,
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 18,
+            "num_key_value_heads": 1,
+            "vocab_size": 256000,
+        },
+        2_506_172_416,
+    ),
+    "gemma-2-2b": (_GEMMA_2, 2_614_341_888),
+    "gemma-3-1b": (
+        {
+            **CASES["gemma 3"].config,
+            "head_dim": 256,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "layer_types": None,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+        },
+        999_885_952,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _PUBLISHED)
+def test_published_models_have_their_size(name: str) -> None:
+    config, expected = _PUBLISHED[name]
+    family = families()[config["model_type"]]
+    described = family.read(Settings(config, "config.json"))
+    assert not misfits(family, described.model, described.vocab)
+    rules = family.rules(described.model, described.vocab)
+    assert sum(math.prod(shape) for rule in rules for shape in rule.shapes()) == expected
+
+
+def test_gemma_s_layers_have_windows_in_turns_without_layer_types() -> None:
+    family = families()["gemma2"]
+    model = family.read(Settings(_GEMMA_2, "config.json")).model
+    assert model.window_size == "4095,0"
+    assert model.window_attn_skip_freq == f"[{','.join(['1,0'] * 13)}]"
+    without = {key: value for key, value in _GEMMA_2.items() if "softcapping" not in key}
+    assert family.read(Settings(without, "config.json")).model.attn_logit_softcapping == 50
