@@ -95,7 +95,7 @@ class GPTModel(Network):
             selects. A reward model returns a score for each token instead, fp32 [b, s]. With
             `ahead`, the weighted sum of the losses and that of each depth, [1 + depths].
         """
-        x, rotation = self._run_layers(tokens, position_ids, mask, hidden, cache)
+        x, rotations = self._run_layers(tokens, position_ids, mask, hidden, cache)
         if self.final_norm is None:
             return x
         if self.score is not None:
@@ -112,6 +112,7 @@ class GPTModel(Network):
             self.embed(one.tokens, one.position_ids, site=f"embedding {depth} ahead")
             for depth, one in enumerate(ahead, 1)
         ]
+        rotation = self.rotation_in(self.plan.layers[-1], rotations)  # of which depths are copies
         further = run_depths(self.mtp, x, vectors, mask, rotation)
         sums = [self.output(x, labels, loss_mask)]
         for states, one in zip(further, ahead, strict=True):
@@ -143,7 +144,8 @@ class GPTModel(Network):
             cache: The depth's keys and values of earlier tokens.
         """
         assert self.mtp is not None, "the model predicts one token"
-        vectors, rotation = self.embed(tokens, cache.positions), self.rotation(cache.positions)
+        vectors = self.embed(tokens, cache.positions)
+        rotation = self.rotation_in(self.plan.layers[-1], self.rotation(cache.positions))
         states: Tensor = self.mtp[depth](hidden, vectors, None, rotation, cache)
         return states
 
@@ -160,8 +162,8 @@ class GPTModel(Network):
         mask: Mask | None,
         hidden: Tensor | None,
         cache: KeyValueCache | None,
-    ) -> tuple[Tensor, Rotation | None]:
-        """Return hidden states, normalized in the model's last part, and the rotation used."""
+    ) -> tuple[Tensor, tuple[Rotation, ...]]:
+        """Return hidden states, normalized in the model's last part, and the rotations used."""
         if cache is None:
             sequence = tokens.shape[1] * self.layout.context.size
             positions = local_positions(sequence, self.layout.context, tokens.device)
@@ -171,9 +173,9 @@ class GPTModel(Network):
             positions = cache.positions
         if hidden is None:
             hidden = self.embed(tokens, positions if position_ids is None else position_ids)
-        rotation = self.rotation(positions)
-        stream = self.layers.run(Stream(hidden), mask, rotation, cache)
+        rotations = self.rotation(positions)
+        stream = self.layers.run(Stream(hidden), mask, rotations, cache)
         if self.final_norm is None:
-            return stream.join(), rotation
+            return stream.join(), rotations
         normal: Tensor = self.final_norm(stream)[1]  # [s, b, h]
-        return normal, rotation
+        return normal, rotations

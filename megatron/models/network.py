@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.rope import Rotation
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
-from megatron.models.plan import ModelPlan, rotaries
+from megatron.models.plan import LayerPlan, ModelPlan, rotaries
 from megatron.parallel.build import BuildContext
 
 
@@ -52,3 +52,8 @@ class Network(nn.Module):
     def rotation(self, positions: Tensor) -> tuple[Rotation, ...]:
         """Return the rotation of positions [s] by each kind of rotary positions in the model."""
         return tuple(table(positions) for table in self.rotary)
+
+    def rotation_in(self, layer: LayerPlan, rotations: tuple[Rotation, ...]) -> Rotation | None:
+        """Return that of a layer among what `rotation` returned, or `None` if it has none."""
+        rotary = getattr(layer.mixer, "rotary", None)
+        return None if rotary is None else rotations[rotaries(self.plan.layers).index(rotary)]

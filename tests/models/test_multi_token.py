@@ -76,7 +76,7 @@ def test_each_depth_predicts_one_more_token_from_the_depth_before():
                     ),
                     -1,
                 )
-                rotation = model.rotation(torch.arange(len(joined)))
+                (rotation,) = model.rotation(torch.arange(len(joined)))
                 x = part.layer(Stream(joined @ part.projection.weight.t()), None, rotation).join()
                 states = _rms(x, part.final_norm.weight)
             logits = (states @ model.output.weight.t())[:, 0]

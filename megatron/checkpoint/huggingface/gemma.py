@@ -59,7 +59,7 @@ class Gemma(LlamaLike):
         if self.version == 1:
             return model
         scalar = settings.number("query_pre_attn_scalar", 256.0)
-        bounds = {}
+        bounds: dict[str, Any] = {}
         for key, usual in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
             # Gemma 2 has bounds without the keys, but none where they are null.
             if key in settings.values or (self.version == 2 and not settings.has(key)):

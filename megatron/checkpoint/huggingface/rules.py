@@ -391,7 +391,7 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
     """
     mixer, cross = attention_of(layer), layer.cross_attention
     hidden, norm = mixer.hidden, norm_shapes(layer.norm, mixer.hidden)
-    modules = {}
+    modules: dict[str, dict[str, Shape]] = {}
     if layer.norms_input:
         modules |= {"attention_norm": norm, "mlp_norm": norm}
     if layer.norms_output:
@@ -425,6 +425,7 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
 
 def attention_shapes(mixer: plans.AttentionPlan) -> dict[str, dict[str, Shape]]:
     """Return the shapes of the parameters of each module of self-attention."""
+    modules: dict[str, dict[str, Shape]]
     if isinstance(mixer, plans.LatentAttentionPlan):
         modules = latent_shapes(mixer)
     else:
