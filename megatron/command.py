@@ -28,7 +28,7 @@ from megatron.errors import (
 
 PanelRow = tuple[str, str]  # a line of a start-up panel: its name and its value
 _SPARE = 16 << 20  # bytes of address space that a rehearsal must leave
-_rehearsal: list[mmap.mmap] = []  # what this process holds if it only rehearses
+_rehearsal: list[mmap.mmap] = []  # memory that this process reserves if it only rehearses
 _without_output: list[Callable[[], object]] = []  # the callbacks of `outliving_output`
 
 
@@ -39,7 +39,7 @@ def say(text: str) -> None:
     fails too, the line is dropped, because a run must not end because of its log.
 
     Raises:
-        OutputClosedError: The reader of standard output has gone (but see `outliving_output`).
+        OutputClosedError: The reader of standard output is gone (but see `outliving_output`).
     """
     try:
         if sys.stderr.isatty():
@@ -47,7 +47,7 @@ def say(text: str) -> None:
 
             tqdm.write(text)
         else:
-            sys.stdout.write(text + "\n")  # one write keeps the lines of several ranks apart
+            sys.stdout.write(text + "\n")  # one write keeps lines of ranks whole
         sys.stdout.flush()
     except BrokenPipeError as error:
         if not _lost_its_reader():
@@ -91,13 +91,13 @@ def guard_imports() -> None:
     """Let Ctrl-C or a lack of memory end the process without a traceback until a command begins.
 
     `run_command` and `run_process` restore the normal handling. Scripts call this before they
-    import torch. The import takes seconds, during which Python would print a traceback, or some
-    import would swallow the interrupt.
+    import torch. That import takes seconds, during which Python would print a traceback on Ctrl-C,
+    or an imported module would swallow the interrupt.
 
     Under `ulimit -v`, the imports are rehearsed first (see `rehearsed`).
     """
     sys.excepthook = _end_without_memory
-    # Otherwise SIGINT is ignored or handled already.
+    # In other cases SIGINT is ignored, or already has a handler.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     _begin_rehearsal()
@@ -118,9 +118,9 @@ def _end_without_memory(
 def rehearsed() -> Iterator[None]:
     """Run the block in a forked process first if `ulimit -v` is set.
 
-    When memory is short, native libraries do more than raise errors: while they are loaded, they
-    abort, crash, or exit with 1 or 127, each with a message of its own. Only another process can
-    tell what happened. The block must not start threads or write files.
+    When memory is short, native libraries do more than raise errors. While they are loaded, they
+    abort, crash, or exit with 1 or 127, each with its own message, and only another process can
+    observe this. The block must not start threads or write files.
 
     Raises:
         ShortageError: There is too little memory for the block.
@@ -137,11 +137,12 @@ def rehearsed() -> Iterator[None]:
 
 
 def _begin_rehearsal() -> None:
-    """Fork a process that continues from here without output, and wait for its end.
+    """Fork a process that continues from here without output, and wait until it ends.
+
+    If the forked process ends normally, for example after --help, this process will do the same.
 
     Raises:
-        ShortageError: The forked process failed for lack of memory. If it ends normally, for
-            example after --help, this process will end in the same way.
+        ShortageError: The forked process failed for lack of memory.
     """
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return
@@ -168,7 +169,7 @@ def _end_rehearsal() -> None:
 
 
 def begin_command() -> None:
-    """End what `guard_imports` began: its rehearsal, and its handling of Ctrl-C.
+    """End the rehearsal and the handling of Ctrl-C that `guard_imports` began.
 
     Ctrl-C raises KeyboardInterrupt again, so that temporary files are removed.
     """
@@ -182,7 +183,7 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def _unwind(number: int, frame: object) -> NoReturn:
-    # `timeout` sends SIGTERM twice. The second must not end the removal of temporary files.
+    # `timeout` sends SIGTERM twice. The second one must not stop the removal of temporary files.
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
@@ -197,9 +198,9 @@ def run_command(work: Callable[[], int | None]) -> int:
         work: The command, a function that may return an exit code.
 
     Returns:
-        The code that `work` returns, 0 by default; the code of a UserError (a lack of memory counts
-        as one), after printing its message on stderr; 130 after Ctrl-C; 141 if the reader of stdout
-        has gone.
+        The code that `work` returns, 0 by default; after a UserError (or a lack of memory, which
+        counts as one), its code, after printing its message on stderr; 130 after Ctrl-C; 141 if
+        the reader of stdout is gone.
     """
     prepare_streams()
     previous = signal.signal(signal.SIGTERM, _unwind)
@@ -227,10 +228,11 @@ def run_command(work: Callable[[], int | None]) -> int:
 def prepare_streams() -> None:
     """Set up standard streams that accept any text.
 
-    The null device replaces streams that were closed when the process started, for example by a
-    daemon or `>&-`. Python sets those to `None`, and the next file to be opened would get their
-    descriptors and receive the output of libraries. Characters that the locale cannot encode, such
-    as the bytes of a path that is not UTF-8, are written as escapes instead of ending the program.
+    Streams that were closed when the process started, for example by a daemon or `>&-`, are
+    replaced by the null device. Python sets those to `None`, and the next file to be opened would
+    get their descriptors and receive the output of libraries. Characters that the locale cannot
+    encode, such as bytes of a path that is not UTF-8, are written as escapes instead of raising an
+    error.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -239,12 +241,12 @@ def prepare_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - stays open
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper):  # not a test's or a notebook's own
+        if isinstance(stream, io.TextIOWrapper):  # false for streams of tests and notebooks
             stream.reconfigure(errors="backslashreplace")
 
 
 def _lost_its_reader() -> bool:
-    """Return whether stdout's reader has gone (`| head`).
+    """Return whether the reader of stdout is gone (`| head`).
 
     If so, the remaining output is dropped, because Python would fail to print it at exit.
     """
@@ -257,7 +259,7 @@ def _lost_its_reader() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, after a command is done and its files are closed.
+    """End the process immediately, once a command is done and its files are closed.
 
     Python would first free every object one by one, which takes 35 ms with a vocabulary loaded.
     """

@@ -43,7 +43,7 @@ _properties = cache(torch.cuda.get_device_properties)
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The bytes allocated and reserved, now and at the peak, and the number of allocations in use.
+    """Bytes allocated and reserved, currently and at the peak, and the number of allocations.
 
     On a CPU, allocated and reserved both mean resident memory, and allocations are not counted.
     """
@@ -85,7 +85,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The marketing name, or "CPU"."""
+        """The product name, or "CPU"."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_gpu else "CPU"
 
     @property
@@ -105,15 +105,15 @@ class Device:
 
     @property
     def block_memory(self) -> int:
-        """The bytes of shared memory that a block of a kernel may have (on a CPU: emulated)."""
+        """The bytes of shared memory available to a block of a kernel (emulated on a CPU)."""
         if not self.is_gpu:
             return 227 * 1024
-        found: Any = _properties(self.torch_device)  # whose stub lacks this property
+        found: Any = _properties(self.torch_device)  # the type stub lacks this property
         return int(found.shared_memory_per_block_optin)
 
     @property
     def has_flash(self) -> bool:
-        """Whether PyTorch's flash attention kernels run here, as they do on GPUs since Ampere."""
+        """Whether PyTorch's flash attention kernels run here. They need a GPU since Ampere."""
         return self.capability >= (8, 0)
 
     @property
@@ -171,9 +171,9 @@ class Device:
     def host_buffer(self, size: int) -> torch.Tensor:
         """Return a resident host buffer of `size` bytes, pinned if this is a GPU.
 
-        The memory stays pinned while the result itself is referenced. References to views are not
-        enough. Forked processes do not inherit the memory, because they would copy every page that
-        is written.
+        The memory stays pinned as long as the result itself is referenced; references to views do
+        not suffice. Forked processes do not inherit the memory, because they would copy every page
+        that is written to.
 
         Raises:
             MemoryError: There is not enough memory.
@@ -236,13 +236,13 @@ class Device:
 
 
 class Ferry:
-    """A double-buffered copy between a GPU and the host for one thread, through pinned memory.
+    """Double-buffered copying between a GPU and the host for one thread, through pinned memory.
 
-    While the thread uses one piece, another is being copied.
+    While the thread uses one piece, the next one is copied.
 
     Args:
-        device: The GPU, which becomes the thread's current device. Otherwise the thread would open
-            another context on the first GPU.
+        device: The GPU, which becomes the thread's current device. Without this, the thread would
+            open another context on the first GPU.
         size: The number of bytes in a piece. Twice as many stay pinned while the ferry exists.
 
     Raises:
@@ -275,7 +275,7 @@ class Ferry:
                 if index > 0:  # while the caller uses the one before
                     self._arrived[(index - 1) % 2].synchronize()
                     yield places[(index - 1) % 2][: len(pieces[index - 1])].numpy().data
-        finally:  # also on an early exit: the target of a copy in progress must not be freed
+        finally:  # even on an early exit, because the target of an ongoing copy must not be freed
             self._stream.synchronize()
 
     def bring(self, data: Tensor, target: Tensor) -> None:
@@ -330,7 +330,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         """Start without any recording."""
         self._device = device
-        # The pool is freed with the last recording, so that it has one owner.
+        # The last recording frees the pool, so this object must be its only owner.
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
@@ -343,8 +343,8 @@ class Recorder:
             The result of the work, and a function that runs the kernels.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads (data loading, saving) may continue to run operations that a recording
-        # forbids.
+        # Other threads (data loading, saving) may continue to run operations that are forbidden
+        # during a recording.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
         self._graphs.add(graph)
@@ -400,7 +400,7 @@ class StreamMarks:
     """A measure of a device's progress: increasing numbers that its queue copies to the host.
 
     Each mark costs a copy of 4 bytes. Reading the latest number makes no driver call, because the
-    driver blocks all threads while one waits for space in a full queue.
+    driver blocks all threads while one of them waits for space in a full queue.
     """
 
     _NUMBERS = 2**16  # more than are ever in the queue

@@ -1,7 +1,7 @@
 """Files that are written completely or not at all, even if the process or machine fails.
 
-Every temporary file of the package is made by `create`, so no other user can create a file of that
-name in advance. Files loaded from a folder that others may write to are opened by `open_trusted`.
+Every temporary file of the package is created by `create`, so no other user can create a file with
+that name first. Files loaded from a folder that others may write to are opened by `open_trusted`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.errors import ConfigError, StorageError, warn
 
 TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
-PICTURES = (".png", ".pdf", ".svg")  # how the names of pictures may end
+PICTURES = (".png", ".pdf", ".svg")  # allowed file name endings of pictures
 
 # A check of a complete folder before it gets its final name, which raises to reject the folder.
 Check = Callable[[Path], None] | None
@@ -44,7 +44,7 @@ def writing_to(flag: str, path: str | Path) -> Iterator[None]:
             yield
     except StorageError as error:
         if isinstance(error.__cause__, StorageError):
-            raise  # a file within, which is told already
+            raise  # already reported for a file inside
         remedy = "free space, or give another path"
         raise StorageError(f"{flag} {path} cannot be written ({error}): {remedy}") from error
 
@@ -67,7 +67,7 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
 
 
 def picture_problems(flag: str, path: Path) -> list[str]:
-    """Return a line if a picture cannot have this name, whose end says which format it gets."""
+    """Return an error line if a picture's name does not end in a supported format."""
     if path.suffix.lower() in PICTURES:
         return []
     return [f"{flag} {path}: give a name that ends in {', '.join(PICTURES)}"]
@@ -133,7 +133,7 @@ def private_folder(path: Path) -> Path:
         path.mkdir(mode=0o700)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(errno.EPERM, "it is not a folder of this user alone", str(path))
+        raise PermissionError(errno.EPERM, "it is not a private folder of this user", str(path))
     return path
 
 

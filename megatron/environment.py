@@ -13,7 +13,7 @@ from megatron.durable import private_folder
 from megatron.errors import ConfigError
 
 LOCAL_RANK_ENV = "LOCAL_RANK"
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # of torchrun and of DeepSpeed's launcher
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # set by torchrun and by DeepSpeed's launcher
 _START = """
 import sys
 if {root!r} not in sys.path:
@@ -55,7 +55,7 @@ def usable_cores() -> int:
 
 
 def cores_per_process() -> int:
-    """Return this process's share of the cores, if the launcher started several on this machine."""
+    """Return the cores for this process, sharing them among the launcher's processes here."""
     return max(1, usable_cores() // max(1, local_world_size()))
 
 
@@ -77,13 +77,13 @@ def perspective_api_key() -> str | None:
 
 
 def private_cache(name: str) -> Path:
-    """Return this user's own folder for files that are compiled or kept between sessions.
+    """Return this user's private folder for compiled files and files kept between sessions.
 
     It is in the folder that MEGATRON_CACHE names, or in the user's cache folder. The name ends with
-    the user ID, so that several users can share MEGATRON_CACHE. Nobody else may enter it.
+    the user ID, so that several users can share MEGATRON_CACHE. Nobody else can access it.
 
     Args:
-        name: What is kept in the folder.
+        name: The folder's purpose, which begins its name.
 
     Raises:
         OSError: The folder cannot be created, or other users have access to it.
@@ -103,15 +103,15 @@ def with_our_programs() -> dict[str, str]:
 
 
 def share_cores(processes: int) -> None:
-    """Divide the cores among the processes that this one will start, unless the user has."""
+    """Divide the cores among the processes to be started, unless OMP_NUM_THREADS is set."""
     threads = max(1, (os.cpu_count() or 2) // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 def without_matrix_threads() -> None:
-    """Let numpy, if it is imported after this, start no threads for matrix products.
+    """Prevent numpy, if imported after this, from starting threads for matrix products.
 
-    The threads of its OpenBLAS take 20 to 70 ms to start, and make forks unsafe.
+    The threads of its OpenBLAS take 20 to 70 ms to start and make forks unsafe.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -119,7 +119,7 @@ def without_matrix_threads() -> None:
 def module_command(module: str) -> list[str]:
     """Return the command that runs a module's `main` in a new interpreter.
 
-    `python -m` would import every module from the current folder first, where another user may have
+    `python -m` would first look for every module in the current folder, where another user may have
     put a `json.py`. The new interpreter gets the folder of this package instead.
     """
     root = str(Path(__file__).resolve().parent.parent)

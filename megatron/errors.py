@@ -82,10 +82,10 @@ class StorageError(UserError, exit_code=8):
 
 
 class ShortageError(UserError, exit_code=10):
-    """The device, or the host, has less memory than the run needs."""
+    """The device or the host has less memory than the run needs."""
 
 
-# How the system, PyTorch, the loader of shared libraries, Rust and C++ report a lack of memory.
+# Messages of the system, PyTorch, the dynamic linker, Rust and C++ about a lack of memory.
 _SHORTAGE = re.compile(
     "(can't|cannot|unable to|failed to) (allocate|mmap|map)|out of memory|bad_alloc"
     "|not enough memory|can't start new thread",
@@ -97,7 +97,7 @@ _REMEDY = "Free memory, raise the limit of the process or container, or use a ma
 def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None:
     """Return the error to report if `error` means a lack of memory, otherwise `None`.
 
-    Memory can run out anywhere, and each library says so in its own way. This is the only place
+    Memory can run out anywhere, and each library reports it differently. This is the only place
     that knows all of their messages.
 
     Args:
@@ -106,11 +106,13 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
     """
     if isinstance(error, ShortageError):
         return error
-    # Code that wraps every error of a file or a library does not know that one is about memory.
-    told = next(filter(_is_shortage, _with_causes(error)), None)
-    if told is None:
+    # Code that wraps all errors of a file or library cannot tell which are about memory.
+    cause: BaseException | None = error
+    while cause is not None and not _is_shortage(cause):
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    if cause is None:
         return None
-    asked = re.search(r"allocate ([\d.]+ \w+)", str(told))
+    asked = re.search(r"allocate ([\d.]+ \w+)", str(cause))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return ShortageError(
         "out of memory"
@@ -118,13 +120,6 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
         + (f" (`ulimit -v` gives each process {limit / 1e9:.2f} GB)" if limit > 0 else "")
         + f". {remedy}"
     )
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, then the ones that it was raised for."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _is_shortage(error: BaseException) -> bool:
@@ -153,11 +148,11 @@ def shortage_errors(remedy: str) -> Iterator[None]:
 
 
 class OutputClosedError(UserError, exit_code=141):
-    """The reader of the log has gone. The exit code is what shells report after SIGPIPE."""
+    """The reader of the log is gone. The exit code is the one that shells report after SIGPIPE."""
 
 
 class ConfigError(UserError, exit_code=9):
-    """One or more configuration mistakes, all of them reported at once.
+    """One or more configuration mistakes, reported together.
 
     Attributes:
         problems: The mistakes, one line each.

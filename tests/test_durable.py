@@ -141,7 +141,7 @@ def test_a_folder_that_others_may_enter_is_refused(
 ) -> None:
     path = durable.private_folder(tmp_path / "private")
     attack(path)
-    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+    with pytest.raises(PermissionError, match="not a private folder of this user"):
         durable.private_folder(path)
 
 

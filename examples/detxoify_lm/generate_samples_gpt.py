@@ -9,6 +9,6 @@ if __name__ == "__main__":
     from megatron.command import guard_imports
 
     guard_imports()
-    from megatron.cli.programs import generate
+    from megatron.cli.main import generate
 
     sys.exit(generate(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The commands of `megatron`. Each imports what it needs when it runs."""
+"""The commands of `megatron`. Each one imports its modules only when it runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.errors import ConfigError
 
 
 class Command(NamedTuple):
-    """One command.
+    """A command.
 
     Attributes:
-        help: What it does, on one line.
-        module: The module that does it. With a function behind a colon, that function takes the
-            words after the command and returns an exit code. Otherwise the module is a tool: it has
+        help: A description on one line.
+        module: The module that implements it. If a function follows a colon, it takes the words
+            after the command and returns an exit code. Otherwise the module is a tool with
             `build_parser()` and `run(options)`.
     """
 
@@ -31,27 +31,27 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command("find the fastest layouts on a cluster", "megatron.planner.command"),
     "pretrain": Command("train a model from a recipe", "megatron.cli.pretrain:pretrain"),
     "finetune": Command("train a model further, or for a task", "megatron.cli.pretrain:finetune"),
-    "evaluate": Command("evaluate a model on a task", "megatron.cli.programs:evaluate"),
-    "chat": Command("talk to a checkpoint or a server", "megatron.cli.chat:chat"),
-    "generate": Command("write text, or continue prompts", "megatron.cli.programs:generate"),
+    "evaluate": Command("evaluate a model on a task", "megatron.cli.main:evaluate"),
+    "chat": Command("talk to a checkpoint or a server", "megatron.tools.text_generation_cli:chat"),
+    "generate": Command("generate text or continue prompts", "megatron.cli.main:generate"),
     "fill-in": Command("fill in the masked words of a text", "megatron.tools.fill_in"),
-    "score": Command("give answers a reward model's rewards", "megatron.tools.score"),
-    "embed": Command("make a vector of each text", "megatron.tools.bert_embedding"),
-    "serve": Command("serve a model: REST, OpenAI's API, a page", "megatron.cli.programs:serve"),
-    "convert": Command("convert checkpoints", "megatron.cli.programs:convert"),
+    "score": Command("score answers with a reward model", "megatron.tools.score"),
+    "embed": Command("compute a vector for each text", "megatron.tools.bert_embedding"),
+    "serve": Command("serve a model: two APIs and a web page", "megatron.cli.main:serve"),
+    "convert": Command("convert checkpoints", "megatron.cli.main:convert"),
     "find-lr": Command("plot the loss over learning rates", "megatron.training.find_lr"),
     "submit": Command("write and submit the job file for a cluster", "megatron.submit.command"),
     "report": Command("write or serve a page about runs", "megatron.report.command"),
     "plot": Command("draw the loss curve of a run", "megatron.tools.plot_loss"),
-    "data": Command("make and inspect datasets", "megatron.cli.programs:data"),
-    "detoxify": Command("make a GPT less toxic, and measure it", "megatron.cli.programs:detoxify"),
+    "data": Command("make and inspect datasets", "megatron.cli.main:data"),
+    "detoxify": Command("make a GPT less toxic and measure it", "megatron.cli.main:detoxify"),
     "demo": Command("train a small model on text, step by step", "megatron.tools.demo"),
     "recipes": Command("list the named models", "megatron.cli.recipes"),
 }
 DATA: Mapping[str, Command] = {
     "tokenizer": Command("train a tokenizer on text", "megatron.tools.train_tokenizer"),
     "preprocess": Command("turn text into token ids", "megatron.tools.preprocess_data"),
-    "show": Command("show documents, samples, statistics", "megatron.tools.show_data"),
+    "show": Command("show documents, samples and statistics", "megatron.tools.show_data"),
     "merge": Command("join datasets", "megatron.tools.merge_datasets"),
     "split": Command("split text for training and tests", "megatron.tools.split_json"),
     "build-corpus": Command("clean and deduplicate crawl files", "megatron.tools.build_corpus"),
@@ -61,7 +61,7 @@ DETOXIFY: Mapping[str, Command] = {
     "annotate": Command("add scores to texts", "megatron.detoxify.annotate"),
     "select": Command("keep the texts with the lowest scores", "megatron.detoxify.select_texts"),
     "evaluate": Command("compare models in one table", "megatron.detoxify.evaluate"),
-    "demo": Command("run all steps in small", "megatron.tools.demo_detoxify"),
+    "demo": Command("run all steps on a small scale", "megatron.tools.demo_detoxify"),
 }
 _HELP = ("-h", "--help")
 
@@ -82,9 +82,9 @@ def dispatch(program: str, commands: Mapping[str, Command], words: Sequence[str]
     """Run one of the commands of a table.
 
     Args:
-        program: What was typed before `words`, for messages.
+        program: The words before `words` on the command line, for messages.
         commands: The table.
-        words: The name of a command, and its own words.
+        words: The name of a command and its own words.
 
     Returns:
         The exit code.
@@ -121,3 +121,58 @@ def overview(program: str, commands: Mapping[str, Command]) -> str:
             f"`{program} COMMAND --help` explains a command.",
         ]
     )
+
+
+def serve(words: Sequence[str]) -> int:
+    """Run one process of the text generation server, and return the exit code."""
+    from megatron.config.generation import ServerConfig
+    from megatron.config.parser import help_if_asked
+
+    help_if_asked("megatron serve", (ServerConfig,), trains=False, argv=words)
+    from megatron.inference.server.run import main as run
+
+    return run(words)
+
+
+def generate(words: Sequence[str]) -> int:
+    """Run one process that generates text, and return the exit code."""
+    from megatron.config.generation import SamplesConfig
+    from megatron.config.parser import help_if_asked
+
+    help_if_asked("megatron generate", (SamplesConfig,), trains=False, argv=words)
+    from megatron.inference.samples import main as run
+
+    return run("megatron generate", words)
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """Run one process of the task named by `--task` or the first word, and return the exit code."""
+    from megatron.tasks.main import main as run
+
+    return run(with_task(words), "megatron evaluate")
+
+
+def with_task(words: Sequence[str]) -> list[str]:
+    """Return the words, with `--task` before the first word if that is not a flag."""
+    return [*(["--task"] if words and not words[0].startswith("-") else []), *words]
+
+
+def convert(words: Sequence[str]) -> int:
+    """Convert a checkpoint, and return the exit code."""
+    from megatron.tools.checkpoint.util import main as run
+
+    return run(words, "megatron convert")
+
+
+def data(words: Sequence[str]) -> int:
+    """Run a command for datasets and return the exit code."""
+    if not words or words[0] in _HELP:
+        return run_command(lambda: print(overview("megatron data", DATA)))
+    return dispatch("megatron data", DATA, words)
+
+
+def detoxify(words: Sequence[str]) -> int:
+    """Run a step of detoxification, and return the exit code."""
+    if not words or words[0] in _HELP:
+        return run_command(lambda: print(overview("megatron detoxify", DETOXIFY)))
+    return dispatch("megatron detoxify", DETOXIFY, words)

@@ -1,8 +1,8 @@
 """`megatron pretrain`: start the script that trains a recipe's kind of network.
 
-The command becomes the script (`pretrain_gpt.py`, `pretrain_bert.py` or `pretrain_t5.py`) with the
-recipe as `--config`, under `megatron.processes.torchrun` if several processes train. It prints that
-command line, which does the same without `megatron`.
+The command is replaced by the script (`pretrain_gpt.py`, `pretrain_bert.py` or `pretrain_t5.py`)
+with the recipe as `--config`, under `megatron.processes.torchrun` if several processes train. It
+first prints that command line, which does the same without `megatron`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.programs import with_task
+from megatron.cli.main import with_task
 from megatron.command import run_command, say
 from megatron.config.arguments import Given, split
 from megatron.config.fields import suggestion
@@ -27,7 +27,7 @@ from megatron.processes.launch import hide_gpus, is_launched
 from megatron.recipes import catalog
 from megatron.tasks.table import TASKS
 
-# torchrun, with the exit code of the run, and with time to save at SIGTERM.
+# Like torchrun, but it returns the run's exit code and leaves time to save at SIGTERM.
 _LAUNCHER = "megatron.processes.torchrun"
 _HELP = {"-h", "--help", "--help-all"}
 
@@ -48,7 +48,7 @@ def pretrain(words: Sequence[str]) -> int:
 
 
 def finetune(words: Sequence[str]) -> int:
-    """Train a classifier for a task, or a model further on other data, and return the exit code."""
+    """Train a classifier for a task, or continue training a model, and return the exit code."""
     names = {flag.name for flag in split(words)}
     if "--task" in names or (words and _is_task(words[0])):
         from megatron.tasks.main import main
@@ -68,14 +68,14 @@ def _is_task(word: str) -> bool:
 
 _RECIPE_HELP = """
 RECIPE is a name (`megatron recipes` lists them), a YAML file, or a Hugging Face folder.
---gpus N starts N processes on this machine, 0 one on its CPU (default: one for each GPU)."""
+--gpus N starts N processes on this machine; 0 starts one on its CPU (default: one per GPU)."""
 
 
 def _help(everything: bool) -> None:
     show_help("megatron pretrain RECIPE [--gpus N] [--small]", everything=everything)
     print(
         f"{_RECIPE_HELP}\n"
-        "--small trains a small model of the same kind on text of Python's library, in minutes."
+        "--small trains a small model of the same kind on Python's standard library, in minutes."
     )
 
 
@@ -84,8 +84,8 @@ def _finetune_help(everything: bool) -> None:
     tasks = [name for name, task in TASKS.items() if task.kind in ("finetuning", "towers")]
     print(
         f"{_RECIPE_HELP}\n"
-        "--load names the model to start from, --data-path conversations in JSON lines; with "
-        "--no-sft, plain documents. Instead of a recipe, a task trains a classifier: "
+        "--load names the model to start from, and --data-path conversations in JSON lines or, "
+        "with --no-sft, plain documents. Instead of a recipe, a task trains a classifier: "
         f"{', '.join(tasks)}."
     )
 
@@ -131,15 +131,15 @@ def _become(words: Sequence[str], *, finetunes: bool = False) -> None:
 def training_command(
     words: Sequence[str], *, finetunes: bool = False
 ) -> tuple[list[str], Path, list[str]]:
-    """Return the command that `megatron pretrain` turns into.
+    """Return the command that `megatron pretrain` runs.
 
     Args:
         words: The words after `megatron pretrain` or `megatron finetune`.
-        finetunes: Whether it is the latter.
+        finetunes: Whether they follow `megatron finetune`.
 
     Returns:
-        `python`, with the launcher and its flags if there are several processes; the script; the
-        script's flags.
+        `python`, with the launcher and its flags if there are several processes; the script; and
+        the script's flags.
 
     Raises:
         UserError: The recipe, --gpus, or the flags for several processes have mistakes.
@@ -155,9 +155,13 @@ def training_command(
         checked = flags
     count = _processes(counts[-1] if counts else None)
     launcher = f"-m {_LAUNCHER} --standalone --nproc-per-node {count}" if count > 1 else ""
-    if count > 1:  # a mistake is then told in one line, without torchrun's report on each process
+    if count > 1:  # reports a mistake in one line, without torchrun's report on each process
         catalog.check_flags(architecture, checked, count)
-    return ["python", *launcher.split()], _path_of(script), flags
+    # Our scripts are installed as modules next to the package.
+    spec = importlib.util.find_spec(script)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"{script}.py is not installed: install megatron again")
+    return ["python", *launcher.split()], Path(spec.origin), flags
 
 
 def _processes(asked: Given | None) -> int:
@@ -176,7 +180,7 @@ def _processes(asked: Given | None) -> int:
     if count < 0:
         raise ConfigError(f"{asked}: give the number of GPUs to use on this machine, 0 for none")
     if is_launched():
-        raise ConfigError(f"{asked}: a launcher has started this process already: drop the flag")
+        raise ConfigError(f"{asked}: a launcher has already started this process: drop the flag")
     if count == 0:
         hide_gpus()
     elif count > (present := _gpus() or count):
@@ -187,15 +191,7 @@ def _processes(asked: Given | None) -> int:
 def _gpus() -> int:
     """Return the number of GPUs that this process may use."""
     if not detect_architectures():
-        return 0  # without importing torch
+        return 0  # avoids importing torch
     import torch
 
     return torch.accelerator.device_count()
-
-
-def _path_of(script: str) -> Path:
-    """Return the path of one of our scripts, which are installed as modules beside the package."""
-    spec = importlib.util.find_spec(script)
-    if spec is None or spec.origin is None:
-        raise ConfigError(f"{script}.py is not installed: install megatron again")
-    return Path(spec.origin)

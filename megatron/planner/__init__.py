@@ -1,4 +1,4 @@
-"""Arithmetic about a run before it starts: its memory, its time, and the best layout.
+"""Estimates for a run before it starts: its memory, its time, and the best layout.
 
 Nothing here touches a GPU or needs `torch.distributed`.
 
@@ -6,8 +6,8 @@ Nothing here touches a GPU or needs `torch.distributed`.
     memory              the memory of a process
     cost                the time of a micro-batch in a layer and of messages
     pipeline_balance    the bubble of a pipeline, and a distribution of layers that shrinks it
-    prediction          the time of a whole update with its parts, and its memory
+    prediction          the time of a whole update with its parts, its memory, and the time that
+                        failures and checkpoints cost
     search              all sensible layouts on a number of GPUs, and the fastest of them
-    goodput             the time that failures and checkpoints cost, and how often to save
     command             `megatron plan`
 """

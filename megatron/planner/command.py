@@ -2,12 +2,12 @@ r"""Find the fastest layouts of a run on a cluster, without a GPU.
 
     megatron plan --model gpt-125m --gpus 64xH100 --global-batch 1024
     megatron plan --gpus 8xH200 --global-batch 64 -- --num-layers 32 --hidden-size 4096 ...
-    megatron plan --gpus 2xH200 --memory --time -- FLAGS   # predict FLAGS as they are
+    megatron plan --gpus 2xH200 --memory --time -- FLAGS   # only predict for the given FLAGS
 
 It tries all sensible combinations of tensor, sequence, context, pipeline (chunks, schedule), expert
-and data parallelism, ZeRO stage, recomputation and micro-batch, predicts memory and time of each,
-and prints the fastest that fit and what each of them waits for. docs/planner.md explains the
-predictions, and how far they are from measurements.
+and data parallelism, ZeRO stage, recomputation and micro-batch. It predicts memory and time of each
+and prints the fastest that fit, with what each of them spends its time on. docs/planner.md explains
+the predictions and how far they are from measurements.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ from megatron.models.plans import model_plan
 from megatron.parallel.pipeline.draw import as_text, draw
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Timeline, simulate
-from megatron.planner.goodput import Failures
 from megatron.planner.machine import DEFAULT, MACHINES, Machine, find_machine, read_machine
-from megatron.planner.prediction import Grid, Prediction, pipeline_of, predict
+from megatron.planner.prediction import Failures, Grid, Prediction, pipeline_of, predict
 from megatron.planner.search import PLANNED, Plan, Search, spell, with_teacher
 from megatron.recipes import catalog
 from megatron.recipes.derive import describe_network, network_flags
 from megatron.tokenizer.build import padded_vocab_size
 
 _GIB = 1024.0**3
-_VOCABULARY = 50257  # GPT-2's, if nothing else says how large the vocabulary is
-_DRAWN = 4  # micro-batches per stage in a drawing, which would otherwise be too dense to read
+_VOCABULARY = 50257  # GPT-2's, if nothing else determines the vocabulary
+_DRAWN = 4  # micro-batches per stage in a drawing, because more are too dense to read
 _MOST_DRAWN = 16  # stages of a drawing as text
 _HOUR = 3600.0
-_MOST_RULES = 3  # rules to name if they refuse all layouts
-_HOST_BOUND = 0.05  # share of the time from which waiting for the host is worth a line
+_MOST_RULES = 3  # rules to show if all layouts are refused
+_HOST_BOUND = 0.05  # minimum share of the time that makes waiting for the host worth a line
 
 
 def build_parser() -> ToolParser:
@@ -60,27 +59,27 @@ def build_parser() -> ToolParser:
     add("--model", metavar="MODEL",
         help="A recipe, a YAML file, or a Hugging Face folder or config.json.")  # fmt: skip
     add("--teacher", metavar="MODEL",
-        help="A distillation's teacher, as in --model: count its memory and time.")  # fmt: skip
+        help="Teacher of a distillation, as in --model: include its memory and time.")  # fmt: skip
     add("--gpus", required=True, metavar="NxGPU", help="For example 256xH100.")
     add("--global-batch", type=int, metavar="N", help="Samples per update.")
     add("--memory", nargs="?", type=float, const=math.nan, metavar="GIB",
         help="Memory that a process may use (default: the GPU's). Without a number: predict only "
-        "the memory of the flags as they are.")  # fmt: skip
+        "the memory for the given flags.")  # fmt: skip
     add("--time", nargs="?", type=float, const=math.nan, metavar="SECONDS",
-        help="The longest update to accept (default: any). Without a number: predict only the time "
-        "of the flags as they are.")  # fmt: skip
+        help="The longest acceptable update (default: any). Without a number: predict only the "
+        "time for the given flags.")  # fmt: skip
     add("--machine", type=Path, metavar="FILE",
         help="Measured rates: the file of tools/benchmark.py --ceilings, or fields of Machine as "
         "JSON.")  # fmt: skip
     add("--top", type=int, default=10, metavar="N", help="Layouts to print (default: 10).")
     add("--draw", type=Path, metavar="FILE.png", help="Draw the timeline of the fastest layout.")
-    add("--output", type=Path, metavar="FILE.yaml", help="Write the run with it, for --config.")
+    add("--output", type=Path, metavar="FILE.yaml", help="File for the run with it, for --config.")
     add("--jsonl", type=Path, metavar="FILE.jsonl",
-        help="Write the printed layouts with flags and predictions, one JSON object per "
+        help="Write the printed layouts with their flags and predictions, one JSON object per "
         "line.")  # fmt: skip
     add("--overwrite", action="store_true", help="Replace existing files.")
     add("--mtbf-hours", type=float, default=50_000, metavar="H",
-        help="Mean time between failures of a GPU (default: 50000, as Llama 3's).")  # fmt: skip
+        help="Mean time between failures of a GPU (default: 50000, as for Llama 3).")  # fmt: skip
     add("--checkpoint-seconds", type=float, default=1.0, metavar="S",
         help="Time that training waits for a checkpoint (default: 1).")  # fmt: skip
     add("--restart-seconds", type=float, default=300.0, metavar="S",
@@ -149,12 +148,12 @@ def run(options: argparse.Namespace) -> None:
             batch = request.start.training.global_batch_size
             raise ConfigError(
                 f"--gpus {options.gpus}: neither --global-batch {batch} nor the network's layers "
-                f"and heads can be divided over {request.gpus} GPUs: use a --global-batch that "
-                f"{request.gpus} divides"
+                f"and heads can be divided over {request.gpus} GPUs: use a multiple of "
+                f"{request.gpus} for --global-batch"
             )
         raise ConfigError(
             f"none of {tried:,} layouts fits {request.gpus} x {request.machine.name} ({dropped}): "
-            "use more GPUs, a --global-batch that more numbers divide, or a higher --memory or "
+            "use more GPUs, a --global-batch with more divisors, or a higher --memory or "
             + "\n".join(["--time", *(f"refused: {rule}" for rule in rules)])
         )
     best = plans[0]
@@ -208,7 +207,7 @@ def check(options: argparse.Namespace) -> None:
         if limits or ignored:
             raise ConfigError(
                 f"{' and '.join(limits + ignored)}: without a number, --memory and --time predict "
-                "one layout and search no other: drop this flag, or give each of them a number"
+                "only the given layout: drop this flag, or give each of them a number"
             )
     for flag in ("draw", "output", "jsonl"):
         path = getattr(options, flag)
@@ -217,12 +216,12 @@ def check(options: argparse.Namespace) -> None:
 
 
 def predicts_only(options: argparse.Namespace) -> bool:
-    """Return whether --memory or --time has no number, so that no other layouts are tried."""
+    """Return whether --memory or --time has no number, so that only one layout is predicted."""
     return any(limit is not None and math.isnan(limit) for limit in (options.memory, options.time))
 
 
 def without_layout(words: list[str]) -> list[str]:
-    """Return flags without those that the planner chooses."""
+    """Return the flags without those that the planner chooses."""
     return _without(words, _layout_names())
 
 
@@ -232,13 +231,13 @@ def _layout_names() -> set[str]:
 
 
 def _without(words: list[str], names: set[str]) -> list[str]:
-    """Return flags except those with these names."""
+    """Return the flags except those with these names."""
     kept = [flag for flag in split(words) if flag.name not in names]
     return [word for flag in kept for word in ((flag.name,) * bool(flag.name) + tuple(flag.values))]
 
 
 def read_request(options: argparse.Namespace) -> PlanRequest:
-    """Return what the command line asks to plan.
+    """Return the request that the command line makes.
 
     Raises:
         UserError: A model or machine is unknown, or flags have mistakes.
@@ -250,7 +249,9 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
         words += ["--global-batch-size", str(options.global_batch)]
     names = {field.name for field in split(words)}
     given = known | {path for path in _PATHS if names & set(field_at(path).names)}
-    vocabulary = _given_number(words, "--vocab-size", vocabulary - 1) + 1
+    sizes = [field.values for field in split(words) if field.name == "--vocab-size"]
+    if sizes and sizes[-1] and sizes[-1][0].isdigit():
+        vocabulary = int(sizes[-1][0]) + 1
     if "training.global_batch_size" not in given:
         raise ConfigError("--global-batch is required: the number of samples per update")
     if not {"data.data_path", "data.mock_data", "data.retro_workdir"} & given:
@@ -269,10 +270,10 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
     start = parse_config(words, world_size=gpus, architecture=architecture, program=program).config
     fp8, name = start.precision.fp8_format, machine.name
     if fp8 is not None and machine.products_fp8 is None:
-        raise ConfigError(f"--fp8-format: an {name} does not multiply in 8 bits: drop it")
+        raise ConfigError(f"--fp8-format: {name} does not support FP8: drop it")
     if fp8 is not None and start.model.num_experts and not machine.experts_in_fp8:
         raise ConfigError(
-            f"--fp8-format with --num-experts: a {name} does not multiply experts in 8 bits: drop "
+            f"--fp8-format with --num-experts: {name} does not support FP8 for experts: drop "
             "--fp8-format"
         )
     teacher = _read_teacher(options, start)
@@ -283,14 +284,14 @@ def _read_teacher(options: argparse.Namespace, start: RunOptions) -> ModelConfig
     """Return the network of --teacher.
 
     Raises:
-        UserError: The model is unknown or no GPT, or --teacher-load is given without it.
+        UserError: The model is unknown or not a GPT, or --teacher-load is given without --teacher.
     """
     folder = start.distillation.teacher_load
     if options.teacher is None:
         if folder is None:
             return None
         raise ConfigError(
-            f"--teacher-load {folder}: the planner reads no checkpoints: name the teacher's "
+            f"--teacher-load {folder}: the planner does not read checkpoints: name the teacher's "
             "network with --teacher MODEL (a recipe, a YAML file, or a Hugging Face folder)"
         )
     asked = {**vars(options), "model": options.teacher, "teacher": None, "words": []}
@@ -305,7 +306,7 @@ def _read_cluster(options: argparse.Namespace) -> tuple[int, Machine]:
     """Return the number of GPUs and their kind.
 
     Raises:
-        UserError: The number, the kind or the file of --machine is wrong.
+        UserError: The number, the kind or the file for --machine is wrong.
     """
     found = re.fullmatch(r"(\d+)(?:x(\w+))?", options.gpus)
     if found is None or int(found[1]) < 1:
@@ -333,16 +334,10 @@ _PATHS = (
 )
 
 
-def _given_number(words: list[str], name: str, default: int) -> int:
-    """Return the value of a flag."""
-    values = [flag.values for flag in split(words) if flag.name == name]
-    return int(values[-1][0]) if values and values[-1] and values[-1][0].isdigit() else default
-
-
 def _model_words(model: str | None, flags: list[str]) -> tuple[list[str], set[str], int, str]:
-    """Return a model as flags, the values it sets, its vocabulary and the kind of network.
+    """Return a model's flags, the values it sets, its vocabulary and the kind of network.
 
-    Without a model, the kind of network is that which `flags` are for.
+    Without a model, `flags` determine the kind of network.
     """
     if model is None:
         return [], set(), _VOCABULARY, catalog.kind_of(split(flags))
@@ -360,10 +355,10 @@ def _model_words(model: str | None, flags: list[str]) -> tuple[list[str], set[st
 
 
 def predict_given(request: PlanRequest, memory: bool, seconds: bool) -> Plan:
-    """Print the predicted memory or time, or both, of the flags as they are, and return both.
+    """Print the predicted memory, time or both for the given flags, and return both.
 
     Raises:
-        ConfigError: The flags have mistakes for this number of GPUs.
+        ConfigError: The flags are wrong for this number of GPUs.
     """
     words, kind = request.words, request.start.model.architecture
     config = parse_config(words, world_size=request.gpus, architecture=kind).config
@@ -417,7 +412,7 @@ def shares(found: Prediction) -> str:
 
 
 def table(plans: list[Plan], gpus: int) -> str:
-    """Return the layouts as a table, with the shares of each one's time by activity."""
+    """Return the layouts as a table with the shares of their time by activity."""
     names = list(plans[0].prediction.parts)
     rows = [("", "layout", "GiB", "s/update", "tokens/s/GPU", "MFU", *names)]
     for number, plan in enumerate(plans, 1):
@@ -480,7 +475,7 @@ def _training_words(request: PlanRequest, plan: Plan) -> list[str]:
 
 
 def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> str:
-    """Return how often to save, and the fraction of time that then makes progress."""
+    """Return how often to save and the fraction of time that then makes progress."""
     between = options.mtbf_hours * _HOUR / request.gpus
     failures = Failures(between, options.checkpoint_seconds, options.restart_seconds)
     interval = failures.best
@@ -496,7 +491,7 @@ def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> st
 def show_timeline(
     request: PlanRequest, plan: Plan, network: ModelPlan, options: argparse.Namespace
 ) -> None:
-    """Print the timeline of a layout with a pipeline, and draw it if asked."""
+    """Print the timeline of a layout with a pipeline, and draw it if requested."""
     pipeline, counts, costs = pipeline_of(plan.config, network, request.gpus, request.machine)
     micro_batches = min(pipeline.micro_batches, _DRAWN * pipeline.stages)
     schedule = make_schedule(pipeline.kind, pipeline.stages, pipeline.chunks, micro_batches)
@@ -510,7 +505,7 @@ def show_timeline(
 
 
 def write_settings(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> None:
-    """Write the whole run with the layout as YAML for --config.
+    """Write the complete run with the layout as YAML for --config.
 
     Raises:
         StorageError: The file cannot be written.

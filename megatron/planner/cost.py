@@ -1,7 +1,7 @@
 """The time of a micro-batch in a layer, of messages and of an update, on a given machine.
 
-All times are in seconds and follow from the layer plan: operations of matrix products and of
-attention, bytes that the other kernels move, bytes that processes exchange.
+All times are in seconds. They are computed from the layer plan: operations of matrix products and
+of attention, bytes that the other kernels move, and bytes that processes exchange.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ from megatron.parallel.layout import Layout
 from megatron.planner.machine import Link, Machine
 from megatron.planner.memory import micro_batch
 
-# Times that kernels without products read or write each byte of an activation that is kept.
+# How often kernels without products read or write each byte of a kept activation.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1.3, 1.7
-# The length of a sequence at which attention reaches half of its rate: causal, and whole squares.
+# The sequence length at which attention reaches half of its rate: causal and bidirectional.
 _CAUSAL_HALF, _SQUARE_HALF = 674, 450
-_DROPOUT_PASSES = 2.5  # further passes over an update of the residual stream, in each direction
+_DROPOUT_PASSES = 2.5  # additional passes over a residual update with dropout, in each direction
 _ATTENTION_DROPOUT = 0.85  # rate of attention with dropout, relative to attention without it
 _SMALL_HEADS = 0.8  # rate of attention with heads of 64 channels, relative to 128
-_FORWARD_ATTENTION = 0.25  # part of attention's time that its forward pass takes
+_FORWARD_ATTENTION = 0.25  # share of attention's time that its forward pass takes
 # Bytes read and written to unpack a frozen weight for a product in 16 bits.
 _UNPACKED: dict[str | None, float] = {None: 0, "nf4": 2.5, "fp8": 3}
 FP8_CAST = 5  # bytes read and written to cast an element and to transpose it
-# Bytes per updated parameter: the gradient, once more for its norm, the states and the weights.
+# Bytes per updated parameter: the gradient (read again for its norm), states and weights.
 OPTIMIZER_BYTES = 32
-# Part of a message's time that remains if it overlaps with products: both compete for the device.
+# Share of a message's time that remains when it overlaps with products, which it slows down.
 _OVERLAPPED = 0.25
-IN_BUCKETS = 0.8  # the same for gradients and weights that travel in buckets
-# Kernels without products of a sublayer, in each direction, and those of a mixture besides.
+IN_BUCKETS = 0.8  # the same for gradients and weights that are sent in buckets
+# Kernels without products in a sublayer, in each direction, and additional ones in a mixture.
 _KERNELS, _MIXTURE_KERNELS = 4, 30
-# Bytes that the divergence from a teacher reads and writes for each logit, forward and backward:
-# of whole distributions, and of the top k from files (parallel/distillation.py).
+# Bytes that the divergence from a teacher reads and writes per logit, forward and backward: for
+# whole distributions, and for the top k from files (parallel/distillation.py).
 _WHOLE_DIVERGENCE, _TOP_DIVERGENCE = (128, 88), (81, 63)
-_RECEIVING = 0.037  # part of the device that a pipeline's posted receive takes from products
+_RECEIVING = 0.037  # share of the device that a pipeline's posted receive occupies
 # What the host does for a sublayer, forward and backward, in launches of `Machine.launch` seconds:
-# for any, and besides for biases, dropout and experts.
+# for any sublayer, and in addition for biases, dropout and experts.
 _LAUNCHES, _BIAS_LAUNCHES, _DROPOUT_LAUNCHES, _MIXTURE_LAUNCHES = 28, 5, 4, 108
 # The same around a sublayer's messages, and around its gathered weights (ZeRO stage 3).
 _EXCHANGE_LAUNCHES, _GATHER_LAUNCHES = 22, 41
 _BATCH_LAUNCHES = 33  # the same for a micro-batch's data, embedding and loss
 # The same for an update's gradients, optimizer, results and log, and for a message or a bucket.
 UPDATE_LAUNCHES, MESSAGE_LAUNCHES = 160, 5
-# Bytes per element of a weight whose gradient is added to in fp32, and of an expert's, which the
-# products give in 16 bits.
+# Bytes moved per element of a weight whose gradient is accumulated in fp32, and of an expert's
+# weight, whose gradient the products return in 16 bits.
 _ACCUMULATED, _EXPERT_ACCUMULATED = 8, 10
 
 
 class Seconds(NamedTuple):
-    """Time of one pass, by what the device does.
+    """The time of one pass, by activity of the device.
 
     Attributes:
         products: Matrix products.
         attention: Attention.
         memory: Kernels that move data: normalizations, activations, casts, loss.
-        exchange: Messages between tensor, context and expert ranks that nothing hides.
+        exchange: Exposed messages between tensor, context and expert ranks.
     """
 
     products: float = 0.0
@@ -90,13 +90,13 @@ class Seconds(NamedTuple):
 
 
 class PassTimes(NamedTuple):
-    """Times of a micro-batch in a layer or a head.
+    """The times of a micro-batch in a layer or a head.
 
     Attributes:
         forward: The forward pass.
         inputs: The backward pass of the inputs, including recomputation.
         weights: The gradients of the weights.
-        host: The time that the host takes to launch all of them, while the device computes.
+        host: The time that the host takes to launch all passes while the device computes.
     """
 
     forward: Seconds
@@ -121,7 +121,7 @@ class PassTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything except its plan that the time of a layer depends on.
+    """Everything that the time of a layer depends on, except its plan.
 
     Attributes:
         machine: The rates of the machine.
@@ -131,12 +131,12 @@ class Setting:
         context_link: Connection of the context-parallel processes.
         expert_link: Connection of the processes that divide experts.
         fp8: Whether layers multiply in 8 bits.
-        fp8_weights: Whether they compute the gradients of weights in 8 bits, too.
+        fp8_weights: Whether they also compute the gradients of weights in 8 bits.
         overlaps: Whether tensor-parallel messages overlap with products.
         ring: Whether context-parallel processes pass keys and values around a ring.
-        gathers: Whether every layer's weights are gathered when it is used (ZeRO stage 3).
+        gathers: Whether each layer's weights are gathered when it is used (ZeRO stage 3).
         flash: Whether attention may only use the flash kernel, as ring attention must.
-        receives: Whether receives from other pipeline stages are posted beside passes.
+        receives: Whether receives from other pipeline stages are pending during passes.
         graphs: Whether passes are recorded, so that the host launches almost nothing.
         frozen: The format of packed frozen weights (--frozen-weights-dtype).
     """
@@ -159,7 +159,7 @@ class Setting:
 
     @classmethod
     def of(cls, config: RunConfig, machine: Machine, texts: int = 1) -> Setting:
-        """Return the setting of a run, whose samples have `texts` sequences."""
+        """Return the setting of a run whose samples have `texts` sequences."""
         sizes = config.parallel.sizes
         tensor, context, expert = sizes["tensor"], sizes["context"], sizes["expert"]
         stage = math.lcm(tensor * context, expert * sizes["expert_tensor"])
@@ -180,7 +180,7 @@ class Setting:
             overlaps=config.parallel.tp_comm_overlap,
             ring=config.parallel.cp_comm_type == "p2p",
             gathers=config.parallel.zero_stage == 3,
-            # cuDNN steps aside for both flags.
+            # Both flags rule out cuDNN.
             flash=config.training.deterministic_mode or config.model.use_flash_attn,
             receives=sizes["pipeline"] > 1,
             graphs=config.training.cuda_graph_impl != "none",
@@ -209,7 +209,7 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
         held = sum(outputs * inner for outputs, inner in class_of(part).matrices(part, split))
         unpacking = Seconds(memory=_UNPACKED[setting.frozen] * held / machine.copy)
         forward, inputs = forward.plus(unpacking), inputs.plus(unpacking)
-        is_mixture = isinstance(part, MixturePlan)  # whose weight gradients stay in 16 bits
+        is_mixture = isinstance(part, MixturePlan)  # its weight gradients stay in 16 bits
         added = (_EXPERT_ACCUMULATED if is_mixture else _ACCUMULATED) * held / machine.copy
         product = _products(part, setting, setting.fp8_weights and not is_mixture)
         weights = weights.plus(Seconds(product, memory=added, exchange=beside))
@@ -286,15 +286,15 @@ def _casts(part: SublayerPlan, setting: Setting, side: int) -> float:
 
 
 def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[float, float, float]:
-    """Return the time of messages that nothing hides: forward, before and beside a product."""
+    """Return the exposed time of messages: forward, for input gradients, for weight gradients."""
     batch, ahead, back, beside = setting.batch, 0.0, 0.0, 0.0
     if batch.tensor > 1:
         message = _message(batch, part.hidden, setting.tensor_link)
         waits = _OVERLAPPED if setting.overlaps else 1.0
         ahead += 2 * waits * message
         if batch.sequence > 1:
-            # The gradient of the output is gathered. Beside products the input is gathered again,
-            # and its gradient scattered.
+            # The gradient of the output is gathered. During products, the input is gathered again
+            # and its gradient is scattered.
             back += (waits + _OVERLAPPED) * message
             beside += _OVERLAPPED * message
         else:
@@ -321,7 +321,7 @@ def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[f
 
 
 def _message(batch: MicroBatch, hidden: int, link: Link) -> float:
-    """Return the time to gather or to scatter hidden states over tensor-parallel processes."""
+    """Return the time to gather or scatter hidden states over tensor-parallel processes."""
     sent = batch.width * batch.tokens * hidden * (1 - 1 / batch.tensor)
     return link.latency + sent / link.bandwidth
 
@@ -350,7 +350,7 @@ def recomputed(layer: LayerPlan, passes: PassTimes, modules: Iterable[str] | Non
 
 
 def head_passes(plan: ModelPlan, setting: Setting) -> PassTimes:
-    """Return the times of the heads: output layer, loss, and what a task adds."""
+    """Return the times of the heads: output layer, loss, and the heads of a task."""
     machine, batch = setting.machine, setting.batch
     share = batch.sequences / (batch.tensor * batch.context)
     product = memory = added = 0.0
@@ -385,7 +385,7 @@ def stage_message(config: RunConfig, plan: ModelPlan, machine: Machine, world_si
 def model_passes(
     config: RunConfig, plan: ModelPlan, machine: Machine
 ) -> tuple[list[PassTimes], PassTimes]:
-    """Return the times of every layer, and those of the heads, for one micro-batch."""
+    """Return the times of every layer and of the heads for one micro-batch."""
     setting = Setting.of(config, machine, plan.head_spec.sequences)
     recompute = RecomputePlan.from_config(config.training)
     whole = set()  # layers that are recomputed as a whole
@@ -428,7 +428,7 @@ def model_passes(
 def _with_teacher(
     layers: list[PassTimes], head: PassTimes, teacher: ModelPlan, setting: Setting
 ) -> tuple[list[PassTimes], PassTimes]:
-    """Return the times of layers and head with the forward passes of a teacher.
+    """Return the times of layers and head including the forward passes of a teacher.
 
     The time of the teacher's layers is spread evenly over the student's.
     """
@@ -445,13 +445,13 @@ def _with_teacher(
 def _with_divergence(
     head: PassTimes, plan: ModelPlan, setting: Setting, moved: tuple[int, int]
 ) -> PassTimes:
-    """Return the times of the head with the divergence from a teacher's distributions.
+    """Return the times of the head including the divergence from a teacher's distributions.
 
     Args:
-        head: The times without it.
-        plan: A network with the vocabulary of both.
+        head: The times of the head without the divergence.
+        plan: A network with the vocabulary of student and teacher.
         setting: The setting of the run.
-        moved: The bytes that it reads and writes for each logit, forward and backward.
+        moved: The bytes that the divergence reads and writes per logit, forward and backward.
     """
     logits = setting.batch.tokens * plan.embedding.vocabulary / setting.batch.tensor
     ahead, back = (Seconds(memory=each * logits / setting.machine.copy) for each in moved)

@@ -12,7 +12,7 @@ from megatron.errors import ConfigError, DataError
 
 _GIB = 1024.0**3
 _CEILINGS = ("attention_forward", "attention_backward", "copy")
-_OF_COPY = 0.87  # the rate of kernels without products, relative to a copy's
+_OF_COPY = 0.87  # the rate of kernels without products, relative to a copy
 
 
 @dataclass(frozen=True)
@@ -30,25 +30,25 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The rates that GPUs sustain for seconds at a time, which are below those of a datasheet.
+    """The rates that GPUs sustain for seconds at a time. They are below the datasheet's rates.
 
     Attributes:
         name: Name of the GPU.
-        memory: Bytes of memory that a process may fill.
-        peak: Dense 16-bit FLOP/s by datasheet, for MFU.
+        memory: Bytes of memory that a process may use.
+        peak: Dense 16-bit FLOP/s from the datasheet, for MFU.
         products: FLOP/s of large 16-bit matrix products.
         products_fp8: The same in FP8; `None` if the device does not support FP8.
-        experts_in_fp8: Whether it supports FP8 in the grouped products of experts, too.
+        experts_in_fp8: Whether it also supports FP8 in the grouped products of experts.
         grouped: FLOP/s of the grouped products of experts.
         attention: FLOP/s of attention with heads of 128 channels and long sequences, forward and
-            backward together, counting 3 products of the backward pass as 2 (as model FLOPs do).
+            backward together, with 3 products of the backward pass counted as 2 (like model FLOPs).
         ring: Rate of the kernel that ring attention uses, as a fraction of `attention`.
         copy: Bytes/s that kernels without products read and write.
         kernel: Seconds that every kernel takes to start and end.
-        launch: Seconds of the host's time for the launch of a kernel.
+        launch: Seconds that the host takes to launch a kernel.
         link: Connection to the GPUs of the same node.
-        network: Connection of a GPU to those of other nodes.
-        pair: Bytes/s of a message from one GPU to another of its node, as pipelines send them.
+        network: Connection of a GPU to GPUs of other nodes.
+        pair: Bytes/s of a message between two GPUs of a node, as sent by pipelines.
         node: GPUs per node.
     """
 
@@ -72,7 +72,7 @@ class Machine:
     def connection(self, size: int, stride: int) -> Link:
         """Return the connection among `size` processes that are `stride` ranks apart.
 
-        If the processes are on several nodes, those of one node share the node's traffic.
+        If the processes span several nodes, the processes on one node share the node's traffic.
         """
         within = max(1, min(size, self.node // stride))
         if within == size:
@@ -84,8 +84,8 @@ class Machine:
         )
 
 
-# Fitted to measurements, as docs/planner.md explains. The rates of H100s are those that Megatron
-# Core reached on them; A100 and B200 are scaled by datasheet.
+# Fitted to measurements, as docs/planner.md explains. The rates of the H100 are those that Megatron
+# Core reached on it; the A100 and B200 are scaled by datasheet.
 MACHINES = {
     "A100": Machine(
         name="A100",
@@ -160,12 +160,12 @@ def find_machine(name: str) -> Machine:
 
 
 def read_machine(path: Path, start: Machine) -> Machine:
-    """Return `start` with the rates that a file of `tools/benchmark.py --ceilings` holds.
+    """Return `start` with the rates in a file that `tools/benchmark.py --ceilings` wrote.
 
-    The file may also have any number of fields of `Machine`, which replace those of `start`.
+    The file may also have fields of `Machine`, which replace those of `start`.
 
     Raises:
-        DataError: The file cannot be read, or holds no such rates.
+        DataError: The file cannot be read or contains no such rates.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -193,7 +193,7 @@ def read_machine(path: Path, start: Machine) -> Machine:
         raise DataError(f"--machine {path}: {', '.join(wrong)}: must be a number above 0")
     if not isinstance(numbers.get("node", 1), int):
         raise DataError(f"--machine {path}: node {numbers['node']}: must be a whole number")
-    if is_measured:  # a file of ceilings, which count 2 products and 5
+    if is_measured:  # ceilings count 2 products in the forward pass and 5 in the backward pass
         seconds = 2 / known["attention_forward"] + 5 / known["attention_backward"]
         numbers |= {"attention": 6 / seconds, "copy": _OF_COPY * known["copy"]}
     name = str(found.get("device", found.get("name", start.name)))

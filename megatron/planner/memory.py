@@ -1,7 +1,7 @@
 """An estimate of the memory that a process needs, from arithmetic alone.
 
-It counts parameters (with their 8-bit copies, or packed in 8 or 4 bits), gradients, optimizer
-states and the activations saved for the backward pass. Temporary buffers, the allocator's rounding
+It counts parameters (with their 8-bit copies, or packed into 8 or 4 bits), gradients, optimizer
+states and the activations saved for the backward pass. Temporary buffers, rounding by the allocator
 and the CUDA context are not included.
 """
 
@@ -49,8 +49,8 @@ class MemoryEstimate:
         activations: Activations kept for the backward pass.
         messages: Buffers that other processes write to while matrix products run.
         host: Host memory that offloading uses.
-        teacher: Weights of a teacher, and its logits and hidden states that wait for those of the
-            student.
+        teacher: Weights of a teacher, and its logits and hidden states that are kept for those of
+            the student.
     """
 
     parameters: int
@@ -91,15 +91,15 @@ def largest_process(
 ) -> MemoryEstimate:
     """Return the estimate for the process that needs the most memory.
 
-    Pipeline stages differ, but all ranks of a stage need the same if all experts get equally many
-    tokens.
+    Pipeline stages differ, but all ranks of a stage need the same amount if all experts get the
+    same number of tokens.
 
     Args:
         config: The run's configuration.
         plan: The plan of the whole network.
         world_size: The number of processes.
-        imbalance: Tokens of the process's experts in every mixture layer, as a multiple of an even
-            share.
+        imbalance: The number of tokens of the process's experts in every mixture layer, as a
+            multiple of an even share.
     """
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
@@ -108,7 +108,7 @@ def largest_process(
     )
     micro_batches = training.global_batch_size // (training.micro_batch_size * data)
     cut = plan_model(config.model, parallel)
-    distinct: dict[object, int] = {}  # of stages with the same layers the first holds most
+    distinct: dict[object, int] = {}  # among stages with the same layers, the first needs the most
     for stage in range(stages):
         parts = parts_of_stage(cut, stage, stages)
         layers = [id(plan.layers[i]) for part in parts for i in part.layers]
@@ -147,14 +147,14 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
 
 
 def exchange_bytes(config: RunConfig, layout: Layout, texts: int) -> int:
-    """Return the memory in bytes that a process keeps for its exchange on a GPU."""
+    """Return the bytes that a process keeps on a GPU for overlapping messages with products."""
     if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
         return 0
     return SLOTS * layout.tensor.size * largest_message(config, layout, texts)
 
 
 def micro_batch(config: RunConfig, layout: Layout) -> MicroBatch:
-    """Return a GPT's micro-batch on the process at `layout`, with one sequence a sample."""
+    """Return a GPT's micro-batch on the process at `layout`, with one sequence per sample."""
     return MicroBatch(
         sequences=config.training.micro_batch_size,
         length=config.data.decoder_seq_length or config.data.seq_length,
@@ -213,7 +213,7 @@ def estimate_memory(
 def _kept_for_teacher(
     config: RunConfig, teacher: ModelPlan | None, layout: Layout, batch: MicroBatch, held: int
 ) -> int:
-    """Count the bytes of a teacher on a process that keeps `held` micro-batches of its parts."""
+    """Return the bytes of a teacher on a process that keeps `held` micro-batches of its parts."""
     if teacher is None:
         return 0
     count = len(plan_model(config.model, config.parallel))
@@ -227,7 +227,7 @@ def _kept_for_teacher(
     kept = batch.width * sum(count_part_parameters(teacher, part, split) for part in parts)
     if parts[-1].head:
         kept += head_activations(teacher, batch)
-    # The input of a part is one message for student and teacher, kept for the student's gradient.
+    # A part's input is one message for student and teacher. The student's gradient needs it.
     hidden = batch.width * batch.tokens * teacher.hidden // batch.sequence
     return kept + hidden * held * sum(not part.embedding for part in parts) // len(parts)
 
@@ -235,7 +235,7 @@ def _kept_for_teacher(
 def _kept_for_weights(
     config: RunConfig, plan: ModelPlan, layout: Layout, parts: Sequence[ModelPart]
 ) -> MemoryEstimate:
-    """Count weights, gradients and optimizer states of the model parts that a process holds."""
+    """Return the memory for weights, gradients and optimizer states of a process's model parts."""
     numbers = config.precision
     split = WeightSplit(
         tensor=layout.tensor.size,
@@ -255,13 +255,13 @@ def _kept_for_weights(
     moments = (
         2.0 if config.optimizer.optimizer == "adam" else float(config.optimizer.sgd_momentum > 0)
     )
-    if config.optimizer.optimizer == "muon":  # one for a matrix, two for other parameters
-        # What the iterations need for a moment takes no more than activations, which are free.
+    if config.optimizer.optimizer == "muon":  # one moment for a matrix, two for other parameters
+        # Temporary memory of the iterations is not counted: activations, freed by then, take more.
         matrices = sum(count_part_matrices(plan, part, split) for part in parts)
         moments = 2 - matrices / parameters
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
-    # The share of the weights that has gradients and states.
+    # The share of the weights that have gradients and states.
     trained = trained_share(config.model, plan, parts)
     updated = parameters
     if stage > 0:
@@ -271,9 +271,9 @@ def _kept_for_weights(
     copies = 4 if on_host or (half and not is_shared) else 0
     states = math.ceil((4 * moments + copies) * math.ceil(trained * updated))
     if is_shared:
-        # Two layers are gathered at a time: the current one and the next, which exists twice while
-        # it arrives as one buffer and is split into parameters. Experts are gathered only in the
-        # layer that needs them.
+        # Two layers are gathered at a time: the current one and the next. The next one exists twice
+        # while it arrives as one buffer and is split into parameters. Experts are gathered only in
+        # the layer that needs them.
         layer, experts = largest_layer(plan, split)
         gathered = width * (outside + 3 * layer - experts)
         leaving = width * outside + (width + summed) * layer
@@ -289,7 +289,7 @@ def _kept_for_weights(
         gradients = summed * math.ceil(trained * parameters)
         if stage == 2 and layout.replica.size > 1:
             passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))
-            if numbers.fp8_param_gather:  # all small weights fill a bucket of their own
+            if numbers.fp8_param_gather:  # all small weights fill their own bucket
                 passing += min(BUCKET_BYTES, summed * (parameters - outside - in_8_bits))
             whole = gradients
             gradients = summed * math.ceil(trained * updated) + min(passing, whole)

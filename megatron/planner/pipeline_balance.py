@@ -1,6 +1,6 @@
 """The estimated bubble of a pipeline, and a distribution of its layers with a smaller bubble.
 
-Times are those of `cost`; nothing is run.
+Times come from `cost`; nothing is run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.planner.machine import DEFAULT, Machine
 from megatron.planner.memory import largest_process
 
 _ROUNDS = 2  # micro-batches per stage to simulate; each further one adds the slowest stage's time
-_WORTH_SAYING = 0.03  # the least share of the time that a proposed layout must save
+_WORTH_SAYING = 0.03  # the minimum share of the time that a proposed layout must save
 _SIMULATED = 3  # candidates to simulate
 
 Counts = tuple[int, ...]  # number of layers in each part of the model
@@ -48,7 +48,7 @@ class Durations(NamedTuple):
         return cls(passes.forward.total, passes.inputs.total, passes.weights.total)
 
     def at_least(self, host: float) -> Durations:
-        """Return the device's times if its host needs at least this long for all launches."""
+        """Return the times if the host needs at least `host` for all launches."""
         late = max(0.0, host - sum(self))
         return Durations(self.forward + late / 3, self.inputs + late * 2 / 3, self.weights)
 
@@ -61,7 +61,7 @@ class Costs:
         layers: The times of each layer, in order.
         head: The times of the output layer and the loss.
         message: The time of a message to the next stage.
-        host: The time of the host for each layer and for the head; empty if it does not count.
+        host: The host's time for each layer and for the head; empty to ignore the host.
     """
 
     layers: tuple[Durations, ...]
@@ -71,7 +71,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: RunConfig, plan: ModelPlan, machine: Machine = DEFAULT) -> Costs:
-        """Estimate the device's times, in seconds, if it waits for no message and no host."""
+        """Estimate the device's times in seconds, without waiting for messages or the host."""
         return replace(cls.from_passes(*model_passes(config, plan, machine)), host=())
 
     @classmethod
@@ -89,7 +89,7 @@ class Costs:
         return sum(self.head) * len(self.layers) / math.fsum(map(sum, self.layers))
 
     def part_times(self, counts: Counts) -> list[Durations]:
-        """Return the times of each part, on a device that may wait for the host.
+        """Return the times of each part on a device that may have to wait for the host.
 
         The last part includes the head.
         """
@@ -140,7 +140,7 @@ class Pipeline:
 
     @property
     def _rounds(self) -> int:
-        # A partial last group costs more than its share, so it is simulated too.
+        # A partial last group takes more than its share, so it is also simulated.
         return min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
 
     @cached_property
@@ -162,7 +162,7 @@ class Pipeline:
 
         The head counts as the number of layers that take the same time, and the parts with an extra
         layer are adjacent. Every stage has a layer, except that the first may have only the
-        embedding, and the last only the head.
+        embedding and the last only the head.
         """
         found = [
             counts
@@ -176,7 +176,8 @@ class Pipeline:
 def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
     """Yield distributions of the layers over the parts.
 
-    Distributions with extra layers in later parts come first: fewer micro-batches wait there.
+    Distributions with the extra layers in later parts come first, because fewer micro-batches wait
+    there.
     """
     even = (layers + costs.head_in_layers) / parts
     fewest = max(0, int(even - costs.head_in_layers))
@@ -198,7 +199,7 @@ def pipeline_rows(
 ) -> Iterator[tuple[str, str]]:
     """Yield the lines of the start-up panel that describe the pipeline.
 
-    There are no lines without a pipeline, or for T5, whose encoder and decoder differ in length.
+    There are no lines without a pipeline or for T5, whose encoder and decoder differ in length.
 
     Args:
         config: The run's configuration.

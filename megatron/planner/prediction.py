@@ -1,7 +1,8 @@
-"""The time of a whole update, with its parts, and its memory."""
+"""The time of a whole update with its parts, its memory, and the cost of failures."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,7 +62,7 @@ class Grid:
     def weights(self, config: RunConfig, plan: ModelPlan) -> list[tuple[int, int, int]]:
         """Return the parameters of the fullest stage, with the copies of each and their distance.
 
-        Those of experts are replicated over other processes, so they are counted apart.
+        Experts are counted separately, because they are replicated over other processes.
         """
         split = WeightSplit(
             tensor=self.tensor, expert=self.expert, expert_tensor=self.expert_tensor
@@ -87,10 +88,10 @@ class Prediction:
 
     Attributes:
         seconds: The time of an update.
-        stage: The times of the work on the device of the busiest pipeline stage.
-        host: The time in which that device waits for the host.
-        bubble: The time in which that stage waits for others.
-        gradients: The time of messages between data-parallel processes that nothing hides.
+        stage: The times of the device's work in the busiest pipeline stage.
+        host: The time that this device waits for the host.
+        bubble: The time that this stage waits for other stages.
+        gradients: The time of exposed messages between data-parallel processes.
         optimizer: The time of the optimizer.
         memory: The memory of the largest process.
         tokens: Tokens per update and GPU.
@@ -149,8 +150,8 @@ def micro_batches_of(config: RunConfig, world_size: int) -> int:
     count, rest = divmod(training.global_batch_size, training.micro_batch_size * data)
     if rest or not count:
         raise ConfigError(
-            f"--global-batch-size {training.global_batch_size}: no multiple of --micro-batch-size "
-            f"{training.micro_batch_size} x {data} data-parallel processes"
+            f"--global-batch-size {training.global_batch_size}: must be a multiple of "
+            f"--micro-batch-size {training.micro_batch_size} x {data} data-parallel processes"
         )
     return count
 
@@ -186,7 +187,7 @@ def predict(
         plan: The plan of the whole network.
         world_size: The number of processes.
         machine: The machine that they run on.
-        pipelines: Returns a pipeline, perhaps one that has timed other layouts.
+        pipelines: Returns a pipeline. It may return one again that has already timed other layouts.
 
     Raises:
         ConfigError: The layers do not fit the stages, or the micro-batches do not divide the batch.
@@ -202,8 +203,8 @@ def predict(
     host, bubble = UPDATE_LAUNCHES * machine.launch, 0.0
     is_scale_fixed = not config.precision.fp16 or config.precision.loss_scale is not None
     if pipeline.stages == 1 and is_scale_fixed:
-        # The host waits only for the result of an update, and has queued the next forward pass
-        # before it does (training/step.py). So the slower of host and device sets the pace.
+        # The host waits only for the result of an update, and queues the next forward pass before
+        # it does (training/step.py). So the slower of host and device limits the speed.
         launching = host + buckets + micro_batches * slowest.host
         host = max(0.0, launching - stage.total - gradients - optimizer)
     else:
@@ -239,7 +240,7 @@ def pipeline_of(
 ) -> tuple[Pipeline, tuple[int, ...], Costs]:
     """Return a run's pipeline, the layers of its parts, and their times.
 
-    The arguments are those of `predict`.
+    The arguments are the same as for `predict`.
     """
     stages = config.parallel.pipeline_model_parallel_size
     counts = tuple(len(part.layers) for part in plan_model(config.model, config.parallel))
@@ -272,8 +273,8 @@ def _update(
 ) -> tuple[float, float, float]:
     """Return the times of the update after the last micro-batch.
 
-    They are those of data-parallel messages that nothing hides, of the optimizer, and of the host
-    for the messages of buckets.
+    They are the times of exposed data-parallel messages, of the optimizer, and of the host for
+    messages of buckets.
 
     Args:
         config: The run's configuration.
@@ -291,7 +292,7 @@ def _update(
         gathered = 1
     trained = trained_share(config.model, plan, plan_model(config.model, parallel))
     summed *= trained
-    if stage < 3:  # later, frozen weights are gathered too
+    if stage < 3:  # in stage 3, frozen weights are gathered too
         gathered *= trained
     messages, updated, cast, launches = 0.0, 0.0, 0, 0.0
     backward = passes.inputs.total + passes.weights.total
@@ -302,7 +303,7 @@ def _update(
             continue
         link = machine.connection(size, stride)
         share = 1 - 1 / size
-        # Gathering and reducing each send every parameter once; averaging whole gradients is both.
+        # Gathering and reducing each send a parameter once. Averaging whole gradients does both.
         sent = {
             0: ((2 * summed, parallel.overlap_grad_reduce, backward),),
             1: (
@@ -325,10 +326,65 @@ def _update(
             time += link.latency * buckets
             launches += MESSAGE_LAUNCHES * buckets * (stage < 3)
             if overlaps:
-                # While the messages travel they slow the products beside them.
+                # Messages slow down the products that they overlap with.
                 beside = IN_BUCKETS * size_in_bytes / machine.link.bandwidth
                 time = max(time - window, 0.0) + min(beside, time)
             messages += time
-    # With fp8, every update casts the weights anew.
+    # With fp8, every update casts the weights again.
     optimizer = (updated * OPTIMIZER_BYTES + cast * FP8_CAST) / machine.copy
     return messages, optimizer, launches * machine.launch
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How a run fails and recovers. Times are in seconds.
+
+    Attributes:
+        between: Mean time between failures of the whole run.
+        checkpoint: Time that training waits for a checkpoint.
+        restart: Time from a failure until training continues from the last checkpoint.
+    """
+
+    between: float
+    checkpoint: float
+    restart: float
+
+    def goodput(self, interval: float) -> float:
+        """Return the expected fraction of time spent on training that is not lost. It is exact.
+
+        Failures come at a constant rate, also during checkpoints and restarts. A checkpoint follows
+        each `interval` of training, and a failure loses the training since the last one. The
+        expected time of an interval is then M e^(R/M) (e^((T+C)/M) - 1).
+        """
+        rate = 1 / self.between
+        exponent = rate * (interval + self.checkpoint)
+        if exponent + rate * self.restart > 700:  # too large for a float: no progress is made
+            return 0.0
+        took = self.between * math.exp(rate * self.restart) * math.expm1(exponent)
+        return interval / took
+
+    @property
+    def young(self) -> float:
+        """Young's interval (1974), sqrt(2 C M)."""
+        return math.sqrt(2 * self.checkpoint * self.between)
+
+    @property
+    def daly(self) -> float:
+        """Daly's higher-order interval (2006)."""
+        ratio = self.checkpoint / (2 * self.between)
+        if ratio >= 1:
+            return self.between
+        return self.young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.checkpoint
+
+    @property
+    def best(self) -> float:
+        """The interval with the highest goodput, found by golden-section search."""
+        low, high = min(1e-3, self.checkpoint), 10 * (self.young + self.between)
+        shrink = (math.sqrt(5) - 1) / 2
+        while high - low > 1e-6 * high:
+            step = shrink * (high - low)
+            if self.goodput(high - step) >= self.goodput(low + step):
+                high = low + step
+            else:
+                low = high - step
+        return (low + high) / 2

@@ -1,4 +1,4 @@
-"""Every sensible layout of a run on a number of GPUs, and the fastest of them."""
+"""All sensible layouts of a run on a number of GPUs, and the fastest of them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from megatron.planner.prediction import (
 from megatron.tokenizer.build import padded_vocab_size
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_MOST_TOKENS = 131_072  # of a micro-batch of several samples
+_MOST_TOKENS = 131_072  # limit for a micro-batch of several samples
 _MOST_STAGES = 64
-_LEAST_TOKENS = 4096  # of a sequence on a context-parallel process
-_MOST_BALANCED = 0.2  # the largest share of the time that an uneven distribution saves
-_WORTH_A_LAYOUT = 0.005  # the least share of the time that an uneven distribution must save
+_LEAST_TOKENS = 4096  # minimum for a sequence on a context-parallel process
+_MOST_BALANCED = 0.2  # the largest share of the time that an uneven distribution can save
+_WORTH_A_LAYOUT = 0.005  # the smallest such share that is worth an uneven distribution
 # What the backward pass recomputes, cheapest first.
 _RECOMPUTATION: tuple[Mapping[str, Any], ...] = (
     {},
@@ -50,7 +50,7 @@ _RECOMPUTATION: tuple[Mapping[str, Any], ...] = (
         "training.recompute_num_layers": 1,
     },
 )
-# What every layout sets, whatever the run's own flags say.
+# What every layout sets, whatever the run's own flags are.
 _UNSET: Mapping[str, Any] = {
     "parallel.cp_comm_type": "p2p",
     "parallel.pipeline_schedule": None,
@@ -82,7 +82,7 @@ PLANNED = frozenset(_UNSET) | {
     "training.micro_batch_size",
     "training.recompute_modules",
 }
-# Values on which the time of a stage's computation does not depend, ZeRO stage 3 apart.
+# Values that do not affect the time of a stage's computation, except for ZeRO stage 3.
 _NOT_IN_BOUND = {
     "parallel.pipeline_schedule",
     "parallel.zero_stage",
@@ -100,9 +100,9 @@ class Candidate:
     """A layout whose schedule has not been simulated yet.
 
     Attributes:
-        values: What it sets, by "section.field".
+        values: The values that it sets, by "section.field".
         plan: The plan of the network, whose vocabulary is padded for the tensor-parallel size.
-        bound: Lower bound of the time of an update, in seconds.
+        bound: A lower bound of the time of an update, in seconds.
     """
 
     values: Values
@@ -115,7 +115,7 @@ class Plan:
     """A layout with its prediction.
 
     Attributes:
-        values: What it sets, by "section.field".
+        values: The values that it sets, by "section.field".
         config: The run with this layout.
         prediction: Its time and memory.
     """
@@ -135,9 +135,9 @@ class Search:
         gpus: The number of GPUs.
         machine: The machine.
         memory: Bytes that a process may use.
-        seconds: The longest update to accept.
-        teacher: The network of a teacher, whose memory and time count; `None` if there is none.
-        dropped: How many layouts were left out, by reason.
+        seconds: The longest acceptable update.
+        teacher: The network of a teacher, whose memory and time are included, or `None`.
+        dropped: How many layouts were dropped, by reason.
         problems: How many layouts each rule refused, by its message.
     """
 
@@ -155,7 +155,7 @@ class Search:
     def best(self, count: int) -> list[Plan]:
         """Return the fastest layouts that fit, fastest first.
 
-        Candidates are simulated in the order of their bounds, until no other can be among the best.
+        Candidates are simulated in the order of their bounds until no other can be among the best.
         """
         candidates = sorted(self.candidates(), key=lambda candidate: candidate.bound)
         found: list[Plan] = []
@@ -195,7 +195,7 @@ class Search:
         """Return a lower bound of an update's time, infinite if the sizes do not fit.
 
         A stage computes all its passes. Before that, the first micro-batch passes through the
-        earlier stages, and after it the last one goes back through them.
+        earlier stages, and afterwards the last one returns through them.
         """
         try:
             counts = tuple(len(part.layers) for part in plan_model(config.model, config.parallel))
@@ -255,7 +255,7 @@ class Search:
         return self._fits[key]
 
     def _balanced(self, plan: Plan, network: ModelPlan, pipelines: Callable[..., Pipeline]) -> Plan:
-        """Return the same layout with its layers distributed better, if that is faster and fits."""
+        """Return the layout with a better distribution of layers, if that is faster and fits."""
         if plan.config.parallel.pipeline_model_parallel_size == 1 or network.encoder_layers:
             return plan
         pipeline, _, costs = pipeline_of(plan.config, network, self.gpus, self.machine, pipelines)
@@ -272,26 +272,26 @@ class Search:
 
 
 def with_teacher(plan: ModelPlan, teacher: ModelConfig | None) -> ModelPlan:
-    """Return a network's plan with that of a teacher, which has the same vocabulary."""
+    """Return a network's plan with the plan of a teacher, which has the same vocabulary."""
     if teacher is None:
         return plan
     return replace(plan, teacher=model_plan(teacher, plan.embedding.vocabulary))
 
 
 def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]:
-    """Yield layouts by "section.field". Many of them are refused by the rules.
+    """Yield layouts by "section.field". The rules refuse many of them.
 
     Args:
         start: The run.
         gpus: The number of GPUs.
-        node: The number of GPUs of a node, the most that split a layer.
+        node: The number of GPUs of a node. A layer is split over at most that many.
     """
     model, batch = start.model, start.training.global_batch_size or 1
     layers = (model.num_layers or 1) + (model.decoder_num_layers or 0)
     experts = math.gcd(*model.expert_counts)  # 0 without a mixture
     length = start.data.seq_length or 1
     micro_batches = [n for n in _MICRO_BATCHES if n == 1 or n * length <= _MOST_TOKENS]
-    overlaps = start.training.cuda_graph_impl == "none"  # recorded passes send nothing beside them
+    overlaps = start.training.cuda_graph_impl == "none"  # no messages overlap with recorded passes
     for tensor, context in product(_powers(min(node, gpus)), _powers(gpus)):
         if (model.num_attention_heads or 1) % tensor or gpus % (tensor * context):
             continue
@@ -335,20 +335,16 @@ def _schedules(model: ModelOptions, stages: int) -> list[Values]:
         return [{}]
     bubble = {"parallel.pipeline_schedule": "zero-bubble"}
     if layers % stages and not model.decoder_num_layers:
-        uneven = [
-            {"parallel.pipeline_model_parallel_layout": layout_text(_spread(layers, stages * n))}
-            for n in _powers(layers // stages)
-        ]
+        uneven: list[Values] = []
+        for parts in (stages * n for n in _powers(layers // stages)):
+            each, left = divmod(layers, parts)
+            # Larger parts come last, except for the part of the head.
+            counts = tuple(each + (parts - 1 - left <= i < parts - 1) for i in range(parts))
+            uneven.append({"parallel.pipeline_model_parallel_layout": layout_text(counts)})
         return [uneven[0], {**uneven[0], **bubble}, *uneven[1:]]
     whole = [n for n in _divisors(layers // stages) if n > 1]
     picked = sorted({*whole[:2], *whole[-1:]})
     return [{}, bubble, *({"parallel.num_virtual_stages_per_pipeline_rank": n} for n in picked)]
-
-
-def _spread(layers: int, parts: int) -> tuple[int, ...]:
-    """Return the layers of each part. Those with one more come last, but before the head."""
-    each, left = divmod(layers, parts)
-    return tuple(each + (parts - 1 - left <= i < parts - 1) for i in range(parts))
 
 
 def _experts(experts: int, tensor: int, ranks: int) -> list[Values]:
@@ -367,7 +363,7 @@ def _experts(experts: int, tensor: int, ranks: int) -> list[Values]:
 
 
 def _sharding(replicas: int, stages: int, overlaps: bool) -> list[Values]:
-    """Return the ZeRO stages worth trying, whose messages overlap with computation if allowed."""
+    """Return the ZeRO stages worth trying. Messages overlap with computation if allowed."""
     if replicas == 1:
         return [{"parallel.zero_stage": 0}]
     overlap = {
@@ -392,6 +388,6 @@ def spell(values: Values, start: RunOptions) -> list[str]:
     known = flatten(start)
     changed = [(path, value) for path, value in values.items() if value != known[path]]
     sharded = values.get("parallel.use_distributed_optimizer")
-    if sharded and known["parallel.zero_stage"] == 0:  # the flag says the stage, too
+    if sharded and known["parallel.zero_stage"] == 0:  # the flag implies the stage
         changed.remove(("parallel.zero_stage", 1))
     return [word for path, value in changed for word in field_at(path).words(value)]

@@ -1,7 +1,7 @@
-"""Recipes: a YAML file for each named model, which `--config` reads like any other.
+"""Recipes: one YAML file per named model, which `--config` reads like any other.
 
-    catalog          finds recipes by name, in files and in Hugging Face folders
-    derive           the flags of the network that a config.json of Hugging Face describes
+    catalog          finding recipes by name, in files and in Hugging Face folders
+    derive           the flags of the network that a Hugging Face config.json describes
 
-The files beside this one are the recipes.
+The YAML files in this folder are the recipes.
 """

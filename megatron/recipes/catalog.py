@@ -1,4 +1,4 @@
-"""The recipes of the package, and those in files of the user."""
+"""The recipes of the package and of the user's own files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
 _YAML = (".yaml", ".yml")
-FILES = (*_YAML, ".json")  # how the names of files with a recipe end
+FILES = (*_YAML, ".json")  # file name endings of recipes
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class NamedRun:
 
     Attributes:
         name: Its name, for example "gpt-125m".
-        path: The YAML file, which `--config` takes, or the Hugging Face folder or config.json.
+        path: The YAML file for `--config`, or the Hugging Face folder or config.json.
         about: The section `recipe` of the file.
         values: The values for one process, by "section.field".
-        layouts: The numbers of processes for which it has a layout.
+        layouts: The numbers of processes that it has layouts for.
     """
 
     name: str
@@ -40,7 +40,7 @@ class NamedRun:
 
     @property
     def size(self) -> int:
-        """The number of parameters, or 0 if the file does not say it."""
+        """The number of parameters, or 0 if the file does not give it."""
         return int(self.about.get("parameters", 0))
 
     @property
@@ -50,12 +50,12 @@ class NamedRun:
 
 
 def is_huggingface(path: Path) -> bool:
-    """Return whether a path is a Hugging Face config.json, or a folder with one."""
+    """Return whether a path is a Hugging Face config.json or a folder that contains one."""
     return path.suffix == ".json" or (path / "config.json").is_file()
 
 
 def is_recipe(word: str) -> bool:
-    """Return whether a word names a recipe, a YAML file, or what `is_huggingface` accepts."""
+    """Return whether a word names a recipe, a YAML file, or a Hugging Face model."""
     path = Path(word)
     return word in names() or path.suffix in _YAML or is_huggingface(path)
 
@@ -66,11 +66,11 @@ def names() -> list[str]:
 
 
 def find(word: str) -> NamedRun:
-    """Return a recipe by its name, from a YAML file, or of a Hugging Face folder's network.
+    """Return the recipe with this name, in this YAML file, or for this Hugging Face folder.
 
     Raises:
         CheckpointError: A config.json cannot be read, or its network is not supported.
-        ConfigError: There is none, or its file has mistakes.
+        ConfigError: There is no such recipe, or its file has mistakes.
     """
     if word in names():
         return read(FOLDER / f"{word}.yaml")
@@ -106,13 +106,13 @@ def read(path: Path) -> NamedRun:
 
 
 def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the kind of network, and the flags with which its script trains.
+    """Return the kind of network and the flags for its training script.
 
     Args:
-        words: The words after `megatron pretrain`, whose --gpus is dropped.
+        words: The words after `megatron pretrain`. --gpus is dropped from them.
 
     Raises:
-        UserError: There is no recipe, or several, or it has mistakes.
+        UserError: No recipe or several recipes are named, or the recipe has mistakes.
     """
     given = split(words)
     flags = words_of([flag for flag in given if flag.name not in ("", "--gpus")])
@@ -136,9 +136,9 @@ def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def kind_of(given: Sequence[Given]) -> str:
-    """Return the kind of network that flags are for, without a recipe that says it.
+    """Return the kind of network that flags are for if no recipe says so.
 
-    It is that of `--retro-workdir`, for example. Flags that are for several kinds are a GPT's.
+    For example, `--retro-workdir` is for Retro. Flags for several kinds mean a GPT.
     """
     names = {flag.name for flag in given}
     kinds: set[str] = set()
@@ -149,13 +149,13 @@ def kind_of(given: Sequence[Given]) -> str:
 
 
 class _InCheckpointError(Exception):
-    """The network is described by a checkpoint."""
+    """A checkpoint describes the network."""
 
 
 def check_flags(architecture: str, flags: Sequence[str], processes: int) -> None:
     """Check the flags of a script before its processes start.
 
-    Nothing is checked with --use-checkpoint-args, because the network is then in a checkpoint.
+    Nothing is checked with --use-checkpoint-args, because a checkpoint then describes the network.
 
     Args:
         architecture: The kind of network, which names the script.
@@ -163,19 +163,14 @@ def check_flags(architecture: str, flags: Sequence[str], processes: int) -> None
         processes: The number of processes.
 
     Raises:
-        ConfigError: The flags have mistakes, all of which are listed.
+        ConfigError: The flags have mistakes. The message lists all of them.
     """
+
+    def refuse(_: object) -> Mapping[str, Any]:
+        raise _InCheckpointError
+
     with suppress(_InCheckpointError):
-        parse_config(
-            flags,
-            world_size=processes,
-            architecture=architecture,
-            read_checkpoint=_leave_checkpoint,
-        )
-
-
-def _leave_checkpoint(_: object) -> Mapping[str, Any]:
-    raise _InCheckpointError
+        parse_config(flags, world_size=processes, architecture=architecture, read_checkpoint=refuse)
 
 
 def name_of(given: Sequence[Given]) -> str | None:

@@ -1,4 +1,4 @@
-"""Recipes, and flags of the network, from a Hugging Face folder's config.json."""
+"""Recipes and network flags from a Hugging Face folder's config.json."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron.models.plans import model_plan
 
 
 def describe_network(path: Path) -> Described:
-    """Return the network and the vocabulary that a config.json describes.
+    """Return the network and the vocabulary size that a config.json describes.
 
     Args:
-        path: A config.json, or its folder.
+        path: A config.json or its folder.
 
     Raises:
         CheckpointError: The file cannot be read, or describes a network that is not supported.
@@ -34,10 +34,10 @@ def describe_network(path: Path) -> Described:
 
 
 def describe_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a config.json says about a run, in the form of a recipe.
+    """Return the contents of a recipe for the model that a config.json describes.
 
     Args:
-        path: A config.json, or its folder. Beside the file, only the tokenizer's files are read.
+        path: A config.json or its folder. Only it and the tokenizer's files are read.
 
     Returns:
         The facts about the network, as in the section `recipe` of a YAML file, and the values of
@@ -64,10 +64,10 @@ def network_flags(model: ModelConfig) -> list[str]:
 
 
 def derive_flags(path: Path) -> tuple[str, list[str]]:
-    """Return the kind of network, and the flags for the network and for its tokenizer.
+    """Return the kind of network, and the flags for the network and its tokenizer.
 
     Args:
-        path: A config.json, or its folder. Beside the file, only the tokenizer's files are read.
+        path: A config.json or its folder. Only it and the tokenizer's files are read.
 
     Raises:
         CheckpointError: The file cannot be read, or describes a network that is not supported.
@@ -82,7 +82,7 @@ def _file(path: Path) -> Path:
 
 
 def _differences(section: str, values: ModelConfig | TokenizerConfig) -> dict[str, Any]:
-    """Return the values that have flags and are not the defaults, by "section.field"."""
+    """Return the values that have flags and differ from the defaults, by "section.field"."""
     found = {}
     for field in fields_of(sections()[section]):
         value = getattr(values, field.name)

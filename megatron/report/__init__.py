@@ -1,8 +1,8 @@
-"""A report of one or more runs: a self-contained HTML page, which can be served while they train.
+"""A report of one or more runs: a self-contained HTML page that can be served while they train.
 
 In reading order:
 
-- `history`: what is known about a run: curves, events, settings, expert load.
+- `history`: the record of a run: curves, events, settings, expert load.
 - `sources`: reading a history from the files of a run's folder.
 - `timeline`: reading one iteration from the traces of `--profile`.
 - `charts`: which curves share a chart, and their reduction to what a screen can show.

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from megatron.report.history import Curve, History
 
-_POINTS = 24_000  # of all curves of a page, which keeps it below 1 MB
-_BINS = (60, 1000)  # fewest and most bins of a curve
+_POINTS = 24_000  # limit for all curves of a page, which keeps it below 1 MB
+_BINS = (60, 1000)  # minimum and maximum number of bins of a curve
 
-# Charts of known tags: title, unit, tags. Unknown tags get a chart each.
+# Charts of known tags: title, unit, tags. Each unknown tag gets its own chart.
 _KNOWN: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Learning rate", "", ("learning-rate", "decoupled-learning-rate")),
     ("Gradient norm", "", ("grad-norm",)),
@@ -46,7 +46,7 @@ def chart_of(tag: str) -> tuple[str, str]:
 
 
 def reduce_curve(curve: Curve, bins: int) -> dict[str, list[Any]]:
-    """Return a curve of at most `3 * bins` values, from which no extreme value is missing.
+    """Reduce a curve to at most `3 * bins` values without losing extreme values.
 
     Returns:
         Iterations `x` and values `y`. A longer curve is split into intervals of equal length. `y`
@@ -55,7 +55,7 @@ def reduce_curve(curve: Curve, bins: int) -> dict[str, list[Any]]:
     """
     x, y = np.frombuffer(curve.iterations, np.int64), np.frombuffer(curve.values, np.float64)
     finite = np.isfinite(y)
-    if len(x) <= 3 * bins:  # as many numbers as the intervals would take
+    if len(x) <= 3 * bins:  # the intervals would take as many numbers
         reduced = {"x": x.tolist(), "y": _rounded(y)}
         if not finite.all():
             reduced["bad"] = x[~finite].tolist()
@@ -84,11 +84,11 @@ def _rounded(values: NDArray[np.float64]) -> list[float | None]:
 
 
 def make_charts(histories: Sequence[History]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Return the charts of a report, and the values of the curves that never change.
+    """Return the charts of a report, and the values of curves that never change.
 
     Returns:
-        Charts, each with a title, a unit and curves, which name their run and tag; and the values
-        of tags such as "loss-scale" that are the same in all iterations of all runs.
+        Charts, each with a title, a unit and curves that name their run and tag; and the values of
+        tags such as "loss-scale" that are the same in all iterations of all runs.
     """
     tags = list(dict.fromkeys(tag for history in histories for tag in history.curves))
     tags = [tag for tag in tags if tag not in _HIDDEN]

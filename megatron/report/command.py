@@ -59,31 +59,27 @@ def run(options: argparse.Namespace) -> None:
 
         if options.output is not None or options.overwrite:
             flag = "--overwrite" if options.output is None else "--output"
-            raise ConfigError(f"{flag} with --live: give one of them, --live writes no file")
+            raise ConfigError(f"{flag} with --live: give only one of them: --live writes no file")
         port = _PORT if options.port is None else options.port
         if not 0 <= port < 1 << 16:
             raise ConfigError(f"--port {port}: use 0 to 65535")
         serve(options.runs, port)
         return
     if options.port is not None:
-        raise ConfigError(f"--port {options.port}: only --live serves a page: give --live, too")
-    from megatron.report.page import GENERATOR, render  # imports numpy, which --help need not
+        raise ConfigError(f"--port {options.port}: only --live serves a page: add --live")
+    from megatron.report.page import GENERATOR, render  # imports numpy, which --help does not need
 
     first: Path = options.runs[0]
     output: Path = options.output or (first if first.is_dir() else first.parent) / "report.html"
     page = render([source.history for source in open_runs(options.runs)]).encode()
-    if not _begins_as_report(output, GENERATOR):
+    try:
+        with output.open("rb") as file:
+            is_report = GENERATOR.encode() in file.read(1024)  # an earlier one may be replaced
+    except OSError:
+        is_report = False
+    if not is_report:
         expect_no_file("--output", [output], overwrite=options.overwrite)
     with writing_to("--output", output):
         output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(output, page)
     print(f"wrote {output} ({len(page) / 1e6:.2f} MB)")
-
-
-def _begins_as_report(path: Path, generator: str) -> bool:
-    """Return whether a file is an earlier report, which may be replaced."""
-    try:
-        with path.open("rb") as file:
-            return generator.encode() in file.read(1024)
-    except OSError:
-        return False

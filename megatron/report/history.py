@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# What reading a damaged record as JSON, and `History.add`, can raise.
+# The errors that reading a damaged record as JSON and `History.add` can raise.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _RESERVED = {"iteration", "consumed samples", "time", "event", "expert load", "end of training"}
 _MOST_ITERATIONS = 1 << 48
-_LONGEST_TEXT = 2000  # characters of a setting or an event
+_LONGEST_TEXT = 2000  # maximum number of characters of a setting or an event
 
 
 class Curve:
@@ -25,9 +25,9 @@ class Curve:
         self.iterations, self.values = array("q"), array("d")
 
     def add(self, iteration: int, value: float) -> None:
-        """Add a point. Points at this and later iterations are dropped first.
+        """Add a point, after dropping the points at this and later iterations.
 
-        They come from before a restart, after which the run repeats those iterations.
+        Those come from before a restart, after which the run repeats their iterations.
         """
         self.cut(iteration)
         self.iterations.append(iteration)
@@ -59,7 +59,7 @@ class Event:
 
 @dataclass
 class History:
-    """The history of a run, as far as its files tell it.
+    """The history of a run, reconstructed from its files.
 
     Attributes:
         name: The name to show.
@@ -68,15 +68,15 @@ class History:
         settings: The value of each setting by its flag.
         changed: The settings that differ from their defaults.
         facts: Versions, layout, parameters and other facts, by name.
-        iterations: The number of iterations that the run is to have; 0 if unknown.
-        tokens_per_sample: The number of tokens of a sample; 0 if unknown.
+        iterations: The planned number of iterations; 0 if unknown.
+        tokens_per_sample: The number of tokens in a sample; 0 if unknown.
         expert_load: Each expert's tokens divided by an even share, by layer, at the last log line.
         sources: The files that were read.
-        timelines: The timeline of an iteration on each profiled rank (`find_timelines`).
-        notes: What a reader of the report should know about the files.
+        timelines: The timeline of an iteration on each profiled rank (see `find_timelines`).
+        notes: Remarks about the files for the reader of the report.
         damaged: The number of damaged records that were skipped.
-        incomplete: Whether the last record is incomplete, because it is being written, or because
-            the run was interrupted while it wrote it.
+        incomplete: Whether the last record is incomplete, because it is still being written or the
+            run was interrupted while writing it.
     """
 
     name: str
@@ -95,7 +95,7 @@ class History:
     incomplete: bool = False
 
     def renewed(self) -> History:
-        """Return an empty history of the same run, whose records are read from the beginning."""
+        """Return an empty history of the same run, to read its records from the beginning."""
         return History(self.name, sources=self.sources, timelines=self.timelines, notes=self.notes)
 
     def point(self, tag: str, iteration: int, value: float) -> None:
@@ -106,7 +106,7 @@ class History:
         """Add a record of a `--metrics-jsonl` file.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError, OverflowError: This is not such a
+            ValueError, KeyError, TypeError, AttributeError, OverflowError: This is not a valid
                 record. Nothing has been added.
         """
         iteration = int(record["iteration"])
@@ -136,7 +136,7 @@ class History:
             self.point("expert-load/idlest", iteration, min(shares, default=math.nan))
 
     def _note(self, points: Mapping[str, float], iteration: int, time: float | None) -> None:
-        """Add the events that scalars reveal: evaluations, and changes of the loss scale."""
+        """Add the events that scalars reveal: evaluations and changes of the loss scale."""
         losses = {
             tag: value for tag, value in points.items() if tag.endswith((" validation", " test"))
         }
@@ -174,7 +174,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """How the run ended, or that it has not ended."""
+        """How the run ended, or "running, or interrupted"."""
         ends = [
             event for event in self.events if event.kind in ("start", "resumed", "end", "failure")
         ]

@@ -1,7 +1,7 @@
 """The local server behind `--live`: it serves the page, and new data as runs write them.
 
-It is bound to 127.0.0.1, answers only requests whose Host header names this machine, and only
-reads.
+It is bound to 127.0.0.1, answers only requests whose Host header names this machine, and never
+writes anything.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron.inference.server.settings import ServerLimits
 from megatron.report.page import as_json, page_data, render
 from megatron.report.sources import open_runs
 
-_PAUSE = 1.0  # seconds between two looks at the files, however many pages are open...
-_REST = 5.0  # ...or, if that is more, so many times as long as the last look took
+_PAUSE = 1.0  # seconds between two reads of the files, however many pages are open...
+_REST = 5.0  # ...or this many times the duration of the last read, if that is longer
 _HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -44,18 +44,18 @@ class LiveRuns:
     """Runs whose files are found and read again on request.
 
     Args:
-        paths: Files and folders of runs, to which runs may be added at any time.
+        paths: Files and folders of runs. Runs may be added to them at any time.
 
     Raises:
         DataError: One of `paths` does not exist.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Find and read what is there."""
+        """Find and read the runs that exist."""
         self._paths, self._sources = paths, open_runs(paths, may_be_empty=True)
         self._lock = asyncio.Lock()
         self._next_look, self._version, self._data = 0.0, 0, ""
-        self._started = time.time_ns()  # another server at this address has other versions
+        self._started = time.time_ns()  # sets versions apart from an earlier server's
 
     async def current(self) -> tuple[str, str]:
         """Return the page's data as JSON, and a tag that changes with it."""
@@ -64,23 +64,21 @@ class LiveRuns:
             if begun >= self._next_look:
                 if await run_in_threadpool(self._read) or not self._data:
                     self._version += 1
-                    self._data = await run_in_threadpool(self._dump)
+                    histories = [source.history for source in self._sources]
+                    self._data = await run_in_threadpool(lambda: as_json(page_data(histories)))
                 ended = time.monotonic()
                 self._next_look = ended + max(_PAUSE, _REST * (ended - begun))
         return self._data, f'"{self._started}-{self._version}"'
 
     def _read(self) -> bool:
         before = self._sources
-        with suppress(OSError, DataError):  # a folder that is being replaced is found the next time
+        with suppress(OSError, DataError):  # a folder being replaced is found next time
             self._sources = open_runs(self._paths, may_be_empty=True, opened=before)
         news = self._sources != before
         for source in self._sources:
-            with suppress(OSError):  # the file is being replaced, or its disk is away for a while
+            with suppress(OSError):  # the file is being replaced, or its disk is unavailable
                 news |= source.read()
         return news
-
-    def _dump(self) -> str:
-        return as_json(page_data([source.history for source in self._sources]))
 
     async def page(self) -> str:
         """Return the page."""

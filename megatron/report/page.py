@@ -16,14 +16,14 @@ from megatron.report.charts import make_charts, reduce_curve
 from megatron.report.history import Curve, History
 
 GENERATOR = '<meta name="generator" content="megatron report">'
-# In JSON these can only be in strings, where an escape has the same meaning.
+# In JSON, these characters occur only in strings, where an escape has the same meaning.
 _MOST_EVENTS = 500
-_CLOCK = 500  # points of the curves that convert iterations
+_CLOCK = 500  # points of the curves that convert iterations to samples and hours
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
 def page_data(histories: Sequence[History]) -> dict[str, Any]:
-    """Return everything that the page shows, as plain data."""
+    """Return everything that the page shows as plain data."""
     charts, constants = make_charts(histories)
     return {
         "runs": [_run_data(history) for history in histories],
@@ -58,7 +58,7 @@ def _run_data(history: History) -> dict[str, Any]:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return a number that JSON can hold, `None` for others."""
+    """Return a finite number as it is, because JSON has no others, and otherwise `None`."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -73,7 +73,7 @@ def _clock(history: History) -> dict[str, Any]:
 
 
 def summarize(history: History) -> list[tuple[str, str]]:
-    """Return a few figures about a run, by name."""
+    """Return a few figures about a run as (name, text) pairs."""
     rows: list[tuple[str, str]] = []
     curves = history.curves
     total = f" of {history.iterations:,}" if history.iterations else ""
@@ -95,7 +95,7 @@ def summarize(history: History) -> list[tuple[str, str]]:
 
 
 def as_json(data: Any) -> str:
-    """Return JSON that is safe inside a script element: nothing in it can end the element."""
+    """Return JSON that is safe inside a script element because it cannot end the element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
 
 
@@ -113,7 +113,11 @@ def render(histories: Sequence[History], *, live: bool = False) -> str:
         for name in ("report.css", "report.js", "uplot.css", "uplot.js")
     }
     server = "'self'" if live else "'none'"
-    hashes = " ".join(_hash(texts[name]) for name in ("uplot_js", "report_js"))
+    # The content security policy allows these inline scripts by their hashes.
+    digests = (
+        hashlib.sha256(texts[f"{name}_js"].encode()).digest() for name in ("uplot", "report")
+    )
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
         Environment(autoescape=True)
         .from_string(_file("report.html"))
@@ -131,9 +135,3 @@ def render(histories: Sequence[History], *, live: bool = False) -> str:
 
 def _file(name: str) -> str:
     return files("megatron.report").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def _hash(script: str) -> str:
-    """Return the source expression that allows this inline script in a content security policy."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"

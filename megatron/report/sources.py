@@ -20,7 +20,7 @@ class RunRecords(Protocol):
 
     Attributes:
         history: The history of the run.
-        folder: The folder of the run, which may hold traces too.
+        folder: The folder of the run, which may also contain traces.
     """
 
     history: History
@@ -35,7 +35,7 @@ class RunRecords(Protocol):
 
 
 class MetricsFile:
-    """A file of `--metrics-jsonl`, read as it grows.
+    """A `--metrics-jsonl` file, read as it grows.
 
     Attributes:
         history: The history of the run.
@@ -55,7 +55,8 @@ class MetricsFile:
     def read(self) -> bool:
         """Add the lines that were written since the last call.
 
-        A last line without a newline is still being written. It counts as damaged until then.
+        A last line without a newline is still being written. Until it is complete, it counts as
+        damaged.
         """
         with self._path.open("rb") as file:
             size = file.seek(0, 2)
@@ -77,7 +78,7 @@ class MetricsFile:
 
 
 class EventFiles:
-    """A folder of TensorBoard event files, those of Megatron-LM too.
+    """A folder of TensorBoard event files, including those of Megatron-LM.
 
     Attributes:
         history: The history of the run.
@@ -89,7 +90,7 @@ class EventFiles:
 
         Args:
             name: The name of the run.
-            folder: The folder that directly holds the files.
+            folder: The folder that directly contains the files.
         """
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -130,7 +131,7 @@ class EventFiles:
         return True
 
     def _add_texts(self, tag: str, texts: list) -> None:
-        """Add our settings, facts and events, or a setting of Megatron-LM, which are texts."""
+        """Add texts: our settings, facts and events, or a setting of Megatron-LM."""
         from tensorboard.util.tensor_util import make_ndarray
 
         for entry in texts:
@@ -152,13 +153,13 @@ class EventFiles:
 
 
 def _rows(table: str) -> dict[str, str]:
-    """Return the rows of a Markdown table of two columns, without its head."""
+    """Return the rows of a two-column Markdown table, without its header."""
     rows = [re.split(r"(?<!\\)\|", line) for line in table.splitlines()[2:]]
     return {row[1].strip(): row[2].strip().replace("\\|", "|") for row in rows if len(row) == 4}
 
 
 def find_sources(path: Path) -> list[RunRecords]:
-    """Return the records of a run, or of every run in a folder of runs, if there are any.
+    """Return the records of a run, or of every run in a folder of runs. There may be none.
 
     Args:
         path: A metrics file, the folder of a run, or a folder with folders of runs.
@@ -209,16 +210,16 @@ def _is_metrics(path: Path) -> bool:
 def open_runs(
     paths: Sequence[Path], *, may_be_empty: bool = False, opened: Sequence[RunRecords] = ()
 ) -> list[RunRecords]:
-    """Return the sources of all runs, read at least once.
+    """Return the records of all runs, read at least once.
 
     Args:
         paths: The paths to give to `find_sources`.
         may_be_empty: Whether a folder may have no run yet, and a run no iteration.
-        opened: What an earlier call returned. Of these, the ones that are found again come first,
-            and are not read again.
+        opened: The result of an earlier call. Runs in it that are found again come first and are
+            not read again.
 
     Raises:
-        DataError: A folder has no metrics, or a run has none yet.
+        DataError: A folder has no metrics, or a run has no iterations yet.
     """
     places = {tuple(source.history.sources): number for number, source in enumerate(opened)}
     sources: list[RunRecords] = []
@@ -234,7 +235,7 @@ def open_runs(
     for number, source in enumerate(sources):
         place = places.get(tuple(source.history.sources))
         if place is not None:
-            opened[place].history.name = source.history.name  # one run alone has its folder's name
+            opened[place].history.name = source.history.name  # a single run has its folder's name
             sources[number] = opened[place]
             continue
         source.read()

@@ -10,9 +10,9 @@ from typing import Any
 
 _PATTERNS = tuple("*/" * depth + "*.pt.trace.json" for depth in range(4))
 _NAME = re.compile(r"rank(\d+)\.(\d+)\.pt\.trace\.json")
-_MOST_BYTES = 256 << 20  # of all traces that are read; parsing takes about ten times as much memory
+_MOST_BYTES = 256 << 20  # limit for all traces; parsing takes about ten times as much memory
 _MOST_RANKS = 16
-_MOST_SPANS = 1500  # of the page; the shortest are left out
+_MOST_SPANS = 1500  # limit for the page; the shortest ones are omitted
 _LONGEST_NUMBER = 40  # characters
 _LATEST = 1e26  # nanoseconds
 _ITERATION = re.compile(r"iteration (\d+)")
@@ -22,15 +22,15 @@ Span = tuple[float, float, str]  # start and duration in ms, and name
 
 
 def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the timelines of the ranks of a run, from their latest traces.
+    """Return the timelines of a run's ranks from their latest traces.
 
     Args:
         folder: The folder of the run.
 
     Returns:
-        For each rank: `rank`, `iteration`, the last one in the trace; `total`, its duration in ms;
-        and `rows`, each with a name and spans. Times count from the first rank's start. Also a line
-        for each trace that was not read.
+        For each rank, its `rank`; `iteration`, the last one in the trace; `total`, its duration in
+        ms; and `rows`, each with a name and spans. Times count from the start of the first rank.
+        The second result has a line for each trace that was not read.
     """
     latest: dict[int, tuple[int, Path]] = {}
     for pattern in _PATTERNS:
@@ -47,7 +47,7 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
             continue
         size += path.stat().st_size
         if size > _MOST_BYTES:
-            notes.append(f"{path}: not read, only the first {_MOST_BYTES >> 20} MiB of traces are")
+            notes.append(f"{path}: not read, because at most {_MOST_BYTES >> 20} MiB of traces are")
             continue
         timeline = _read(rank, path)
         if timeline is None:
@@ -67,7 +67,7 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _read(rank: int, path: Path) -> dict[str, Any] | None:
-    """Return the timeline of a trace's last iteration, or `None` if it has none or is damaged."""
+    """Return the timeline of a trace's last iteration, or `None` if there is none."""
     try:
         trace = json.loads(path.read_bytes())
         base = _time(trace.get("baseTimeNanoseconds", 0)) / 1e6
@@ -84,7 +84,7 @@ def _read(rank: int, path: Path) -> dict[str, Any] | None:
         return None
     start, length, name = whole[-1]
     rows: list[dict[str, Any]] = []
-    messages: list[Span] = []  # they overlap other work, and each other
+    messages: list[Span] = []  # they overlap other work and each other
     open_until: list[float] = []
     for begin, duration, title in host:
         if title == name or not start <= begin < start + length:
@@ -128,7 +128,7 @@ def _time(value: Any) -> float:
 
 
 def _merged(spans: list[Span]) -> list[tuple[float, float]]:
-    """Return the intervals in which at least one of the spans runs."""
+    """Return the intervals that are covered by at least one span."""
     merged: list[tuple[float, float]] = []
     for begin, duration, _ in sorted(spans):
         if merged and begin <= merged[-1][0] + merged[-1][1]:

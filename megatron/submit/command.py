@@ -11,24 +11,39 @@ bash. A --run file holds the same settings by section (docs/clusters.md).
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.fields import fields_of
 from megatron.durable import replace_file, writing_to
-from megatron.errors import ConfigError, say_on_stderr
+from megatron.errors import (
+    EXIT_SAVED_ON_SIGNAL,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NumericsError,
+    ShortageError,
+    StorageError,
+    say_on_stderr,
+)
 from megatron.submit.description import (
     SECTIONS,
     TARGETS,
     Description,
+    problems_of,
     read_description,
+    training_problems,
     unused_flags,
+    volumes,
 )
-from megatron.submit.render import render
 
 _PROGRAMS = {
     "slurm": ("sbatch", "run on a login node of the cluster"),
@@ -36,6 +51,19 @@ _PROGRAMS = {
     "hostfile": ("bash", "install it"),
     "local": ("bash", "install it"),
 }
+# Exit codes of runs that would only fail again.
+_HOPELESS = {
+    CheckpointError.exit_code: "checkpoint",
+    DataError.exit_code: "data",
+    NumericsError.exit_code: "numerics",
+    StorageError.exit_code: "disk",
+    ConfigError.exit_code: "configuration",
+    ShortageError.exit_code: "memory",
+}
+_LINE = re.compile(
+    r"([A-Za-z0-9][\w.-]*)(?:\s+slots\s*=\s*([1-9]\d*)|:([1-9]\d*))?(?:\s+max[_-]slots=\d+)?",
+    re.ASCII,
+)
 
 
 def build_parser() -> ToolParser:
@@ -63,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     text = render(described, options.to)
     if options.output is None:
         if options.submit:
-            raise ConfigError("--submit needs --output: the job file is kept, to show what ran")
+            raise ConfigError("--submit needs --output: the job file stays as a record of what ran")
         print(text, end="")
         return
     with writing_to("--output", options.output):
@@ -75,20 +103,20 @@ def run(options: argparse.Namespace) -> None:
         return
     program, remedy = _PROGRAMS[options.to]
     if shutil.which(program) is None:
-        raise ConfigError(f"--to {options.to} --submit: there is no {program} here: {remedy}")
-    if options.to == "slurm":  # which does not create the folder of a job's output
+        raise ConfigError(f"--to {options.to} --submit: {program} is not installed here: {remedy}")
+    if options.to == "slurm":  # SLURM does not create the folder for a job's output
         Path(described.job.workdir or ".", described.job.logs).mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
-    # In place of this process: Python would kill a child a moment after Ctrl-C, before it can save.
+    # Replace this process: Python would kill a child right after Ctrl-C, before it can save.
     os.execvp(program, words)
 
 
 def describe(options: argparse.Namespace) -> Description:
-    """Return the run that a command line describes, with its --run file.
+    """Return the run that a command line and its --run file describe.
 
     Raises:
-        ConfigError: The file cannot be read, or has unknown keys or values of another kind; or
-            a flag has no effect on this kind of cluster.
+        ConfigError: The file cannot be read, or has unknown keys or values of the wrong type; or a
+            flag has no effect on this kind of cluster.
     """
     given = {
         name: {
@@ -108,3 +136,158 @@ def submit_command(target: str, file: Path) -> list[str]:
     if target == "kubernetes":
         return ["kubectl", "apply", "--filename", str(file)]
     return [_PROGRAMS[target][0], str(file)]
+
+
+def render(run: Description, target: str) -> str:
+    """Return the job file of a run.
+
+    Args:
+        run: The description.
+        target: "slurm", "kubernetes", "hostfile" or "local".
+
+    Raises:
+        ConfigError: The description has mistakes, or the hostfile cannot be used.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    if problems := problems_of(run, target):
+        raise ConfigError(problems)
+    hosts = _hosts(run) if target == "hostfile" else []
+    if hosts:
+        processes = hosts[0].slots or run.job.processes
+        run = run._replace(job=replace(run.job, nodes=len(hosts), processes_per_node=processes))
+    if problems := training_problems(run.job):
+        raise ConfigError(problems)
+    environment = Environment(
+        loader=PackageLoader("megatron.submit"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    # Every value is quoted for the language of its file: shlex.quote for bash, JSON for YAML.
+    environment.filters |= {
+        "quote": shlex.quote,
+        "json": json.dumps,
+        # Kubernetes replaces $(NAME) by the value of a variable and $$ by $.
+        "literal": lambda word: word.replace("$", "$$"),
+    }
+    # The user's variables override ours.
+    variables = {"OMP_NUM_THREADS": str(run.job.threads), "NCCL_DEBUG": "WARN"}
+    variables |= dict(one.split("=", 1) for one in run.job.env)
+    name = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml", "local": "local.sh"}.get(
+        target, "mpi.sh" if run.hosts.launcher == "mpi" else "hostfile.sh"
+    )
+    is_pytorch_job = run.kubernetes.kind == "pytorchjob"
+    return environment.get_template(f"{name}.j2").render(
+        run=run,
+        environment=list(variables.items()),
+        flags=_flags(run.job.words),
+        volumes=volumes(run),
+        mounts=",".join(run.job.volume),
+        saved=EXIT_SAVED_ON_SIGNAL,
+        hopeless=_HOPELESS,
+        hosts=hosts,
+        mpi_hosts=",".join(f"{host.name}:{run.job.processes}" for host in hosts),
+        cwd=str(Path.cwd()),
+        # Kubeflow's operator looks for its container and its port by these names.
+        container="pytorch" if is_pytorch_job else "trainer",
+        port_name="pytorchjob-port" if is_pytorch_job else "rendezvous",
+        seconds=_seconds(run.job.time),
+        tolerations=[_toleration(one) for one in run.kubernetes.toleration],
+        resources=_resources(run),
+    )
+
+
+def _hosts(run: Description) -> list[Host]:
+    assert run.hosts.hostfile is not None, "already checked"
+    hosts = read_hostfile(Path(run.hosts.hostfile))
+    counts = {host.slots for host in hosts}
+    if len(counts) > 1:
+        shown = ", ".join(f"{host.name} has {host.slots or 'none'}" for host in hosts)
+        raise ConfigError(
+            f"--hostfile {run.hosts.hostfile}: the numbers of slots differ ({shown}): give each "
+            "line the same number, because all machines run the same number of processes"
+        )
+    return hosts
+
+
+def _flags(words: list[str]) -> list[list[str]]:
+    """Return the words of a command, with a list for each flag and its values."""
+    lines: list[list[str]] = []
+    for word in words:
+        if not lines or word.startswith("--"):
+            lines.append([])
+        lines[-1].append(word)
+    return lines
+
+
+def _seconds(time: str | None) -> int | None:
+    if time is None:
+        return None
+    hours, minutes, seconds = map(int, time.split(":"))
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _toleration(text: str) -> dict[str, str]:
+    """Return a toleration for a taint as kubectl writes it."""
+    taint, _, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    matching = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+    return {"key": key, **matching, **({"effect": effect} if effect else {})}
+
+
+def _resources(run: Description) -> dict[str, str]:
+    """Return the resources that each pod requests."""
+    job = run.job
+    asked = {
+        run.kubernetes.gpu_resource: job.gpus_per_node,
+        "cpu": job.cpus_per_node,
+        "memory": f"{job.memory_gb}G" if job.memory_gb else None,
+    }
+    return {name: str(amount) for name, amount in asked.items() if amount}
+
+
+class Host(NamedTuple):
+    """A machine and its number of processes (`None` if its line gives none)."""
+
+    name: str
+    slots: int | None
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Read the machines of a hostfile, in order.
+
+    Raises:
+        ConfigError: The file cannot be read, names no machine or one twice, or a line is not
+            `HOST`, `HOST slots=N` or `HOST:N`.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--hostfile {path}: cannot be read: {reason}") from None
+    hosts: list[Host] = []
+    problems = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None:
+            problems.append(
+                f"--hostfile {path}, line {number}: {text!r}: expected HOST, HOST slots=8 or HOST:8"
+            )
+            continue
+        name, slots = match[1], match[2] or match[3]
+        if name in [host.name for host in hosts]:
+            problems.append(
+                f"--hostfile {path}, line {number}: {name} appears twice: keep one line with the "
+                "sum of its slots"
+            )
+        hosts.append(Host(name, int(slots) if slots else None))
+    if not hosts and not problems:
+        problems.append(f"--hostfile {path}: no machine: write one per line, as HOST slots=8")
+    if problems:
+        raise ConfigError(problems)
+    return hosts

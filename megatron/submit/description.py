@@ -1,4 +1,4 @@
-"""The description of a run for a cluster: its sections, how they are read, and their rules."""
+"""The description of a run for a cluster: its sections, reading them, and their rules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JobConfig:
         volume: Folders in the container, each as SOURCE:TARGET or SOURCE:TARGET:ro. A source
             without a slash is a Kubernetes volume claim.
         env: Environment variables, each as NAME=VALUE.
-        workdir: Folder in which the command runs. It must hold this project.
+        workdir: Folder in which the command runs. It must contain this project.
         logs: Folder for the logs of all ranks.
         python: Python interpreter, for example that of a virtual environment.
         command: The command as one line: a Python file, -m MODULE or megatron, then its flags. On
@@ -81,15 +81,15 @@ class SlurmConfig:
 
     Attributes:
         partition: Partition.
-        account: Account that is charged.
+        account: Account to charge.
         qos: Quality of service.
         constraint: Features that the nodes must have.
         module: Environment modules to load.
-        requeue: Queue the job again when it is preempted or its time is up, until training is
-            complete. It needs --load and --save.
-        chain: Number of jobs that continue one another, as an array of which one runs at a time. It
+        requeue: Requeue the job when it is preempted or its time is up, until training is complete.
+            It needs --load and --save.
+        chain: Number of jobs that continue one another, as an array that runs one job at a time. It
             needs --load and --save.
-        save_seconds: How long before the end of its time a job is told to save.
+        save_seconds: How long before the end of its time a job receives the signal to save.
     """
 
     partition: str | None = None
@@ -110,16 +110,16 @@ class KubernetesConfig:
         kind: Kind of the object. A job of several nodes is an Indexed Job with a headless Service.
             A debug pod has the same resources and volumes, and waits for `kubectl exec`.
         namespace: Namespace.
-        queue: Queue of Kueue.
+        queue: Kueue queue.
         service_account: Service account.
-        pull_secret: Secret with which the image is pulled.
+        pull_secret: Secret for pulling the image.
         node_selector: Labels that nodes must have, each as KEY=VALUE.
-        toleration: Taints that the pods tolerate, as kubectl writes them: KEY=VALUE:EFFECT,
+        toleration: Taints that the pods tolerate, in kubectl's notation: KEY=VALUE:EFFECT,
             KEY:EFFECT or KEY.
         gpu_resource: Name of the GPU resource.
         shared_memory_gb: Size of /dev/shm, for data loading and NCCL.
         restarts: Number of restarts after failures. Preemption does not count as one.
-        save_seconds: Time to save for a pod that is told to stop.
+        save_seconds: Time that a pod has to save after a stop signal.
         silence_minutes: Stop a pod whose ranks have logged nothing for this long. 0 disables the
             probe.
     """
@@ -147,7 +147,7 @@ class HostsConfig:
     """Machines without a scheduler.
 
     Attributes:
-        hostfile: File with one machine per line, as MPI or DeepSpeed write it: HOST, HOST slots=8
+        hostfile: File with one machine per line, as for MPI or DeepSpeed: HOST, HOST slots=8
             or HOST:8. It determines the number of nodes.
         launcher: How processes are started: by a launcher on each machine, over ssh, or by mpirun.
         ssh_config: Configuration file for ssh. Default: the user's own.
@@ -188,7 +188,7 @@ def read_description(
         command: The words of the command, if given on the command line.
 
     Raises:
-        ConfigError: The file cannot be read, or has unknown keys or values of another kind.
+        ConfigError: The file cannot be read, or has unknown keys or values of the wrong type.
     """
     found = Findings()
     values: dict[str, Any] = {}
@@ -206,7 +206,7 @@ def read_description(
     return Description(*parts)
 
 
-# A word that has no meaning to any shell, nor to SLURM's reading of `#SBATCH` lines.
+# Words that are special neither to any shell nor to SLURM when it reads `#SBATCH` lines.
 _PLAIN = r"[\w.,:/=@%+&|()\[\]*-]+"
 _PATTERNS = {
     "name": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "at most 40 lowercase letters, digits and "
@@ -217,7 +217,7 @@ _PATTERNS = {
     "qos": (r"[\w.-]+", "letters, digits, dots and hyphens"),
     "constraint": (r"[\w.,&|()\[\]*-]+", "features joined by &, | or commas"),
     "module": (r"[\w.+/-]+", "a module such as cuda/12.8"),
-    "logs": (r"[\w.+/-]+", "a path without spaces, because SLURM gives them a meaning"),
+    "logs": (r"[\w.+/-]+", "a path without spaces, because they are special to SLURM"),
     "env": (r"[A-Za-z_]\w*=[^\0\r\n]*", "NAME=VALUE on one line"),
     "volume": (r"[^:,\0\r\n]+:/[^:,\0\r\n]*(:ro)?", "SOURCE:/TARGET or SOURCE:/TARGET:ro"),
     "image": (r"[\w.:/@#+-]+", "an image such as nvcr.io/nvidia/pytorch:25.10-py3, or a file"),
@@ -233,7 +233,7 @@ _PATTERNS = {
 }  # fmt: skip
 
 
-# The targets that use a section or field. A file may set it for others too; a flag may not.
+# The targets that use a section or field. A file may set it for other targets too; a flag may not.
 _USED_BY: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("job.memory_gb", "job.time", "job.volume"), ("slurm", "kubernetes")),
     "slurm": ("slurm",),
@@ -259,7 +259,7 @@ def unused_flags(given: Mapping[str, Mapping[str, Any]], target: str) -> list[st
         and target not in _USED_BY.get(f"{name}.{field.name}", _USED_BY.get(name, TARGETS))
     ]
     if given["hosts"].get("launcher") == "mpi" and "logs" in given["job"]:
-        found.append("--logs has no effect with --launcher mpi, which prints here: remove it")
+        found.append("--logs has no effect with --launcher mpi, which prints to stdout: remove it")
     return found
 
 
@@ -289,7 +289,7 @@ def _unreadable(run: Description) -> Iterator[str]:
     try:
         shlex.split(run.job.command)
     except ValueError as error:
-        yield f"job.command: {error}: close the quotation, or write the command behind --"
+        yield f"job.command: {error}: close the quotation, or write the command after --"
 
 
 def _command_problems(run: Description, target: str) -> Iterator[str]:
@@ -298,7 +298,7 @@ def _command_problems(run: Description, target: str) -> Iterator[str]:
     if not words:
         if not is_debug:
             yield (
-                "no command: write it behind --, as in `-- pretrain_gpt.py --config run.yaml`, or "
+                "no command: write it after --, as in `-- pretrain_gpt.py --config run.yaml`, or "
                 "as job.command in the --run file"
             )
         return
@@ -312,12 +312,12 @@ def _command_problems(run: Description, target: str) -> Iterator[str]:
     if job.gpus_per_node and job.processes_per_node and job.processes > job.gpus_per_node:
         yield (
             f"--processes-per-node {job.processes} is more than --gpus-per-node "
-            f"{job.gpus_per_node}: each process needs a GPU of its own"
+            f"{job.gpus_per_node}: each process needs its own GPU"
         )
 
 
 def training_problems(job: JobConfig) -> list[str]:
-    """Return the mistakes in the flags of a pretraining run, before its job waits in a queue.
+    """Return the mistakes in the flags of a pretraining run, to find them before the job is queued.
 
     Nothing is checked if the flags depend on files that this machine does not have.
     """
@@ -354,17 +354,17 @@ def _target_problems(run: Description, target: str) -> Iterator[str]:
     claims = [one.source for one in volumes(run) if not one.source.startswith("/")]
     if claims and target != "kubernetes":
         yield (
-            f"--volume {claims[0]}:...: a volume claim needs --to kubernetes; begin a folder with /"
+            f"--volume {claims[0]}:...: volume claims need --to kubernetes; folders begin with /"
         )
     if target == "slurm":
         yield from _slurm_problems(run)
     if target == "kubernetes" and run.job.image is None:
-        yield "--to kubernetes needs --image: the image that holds this project (see Dockerfile)"
+        yield "--to kubernetes needs --image: an image that contains this project (see Dockerfile)"
     memory, shared = run.job.memory_gb, run.kubernetes.shared_memory_gb
     if target == "kubernetes" and memory is not None and shared >= memory:
         yield (
-            f"--shared-memory-gb {shared} is a part of --memory-gb {memory}: ask for more memory, "
-            "or for less shared memory"
+            f"--shared-memory-gb {shared} is a part of --memory-gb {memory}: request more memory "
+            "or less shared memory"
         )
     if target == "hostfile" and run.hosts.hostfile is None:
         yield "--to hostfile needs --hostfile: a file with one machine per line"
@@ -377,12 +377,12 @@ def _target_problems(run: Description, target: str) -> Iterator[str]:
 def _slurm_problems(run: Description) -> Iterator[str]:
     slurm, names = run.slurm, {flag.name for flag in split(run.job.words)}
     if run.job.volume and run.job.image is None:
-        yield "--volume needs --image: without a container a job sees the folders of the machine"
+        yield "--volume needs --image: without a container, a job uses the machine's folders"
     if slurm.requeue and slurm.chain > 1:
-        yield f"--requeue and --chain {slurm.chain} both continue a run: give one of them"
+        yield f"--requeue and --chain {slurm.chain} both continue a run: give only one of them"
     if slurm.requeue or slurm.chain > 1:
         asked = "--requeue" if slurm.requeue else f"--chain {slurm.chain}"
-        # A configuration file may set both, so it cannot be told from the command.
+        # A configuration file may set both, so the command alone does not show it.
         if "--config" not in names:
             missing = [name for name in ("--load", "--save") if name not in names]
             if missing:
@@ -391,11 +391,11 @@ def _slurm_problems(run: Description) -> Iterator[str]:
                     f"{' and no '.join(missing)}: add --load and --save with the same folder"
                 )
     if run.job.time is None and slurm.requeue is False and slurm.chain > 1:
-        yield f"--chain {slurm.chain} needs --time: without a limit the first job never ends early"
+        yield f"--chain {slurm.chain} needs --time: without a limit, the first job never ends early"
 
 
 class Volume(NamedTuple):
-    """A folder in a container: where it comes from, where it is, and whether it is read only."""
+    """A folder in a container: its source, its path there, and whether it is read-only."""
 
     source: str
     target: str

@@ -1,18 +1,21 @@
-"""Command lines over the package, each with `main`. A script of the same name in tools/ runs it.
+"""Command line tools, each with a `main`. A script of the same name in tools/ runs it.
 
-    preprocess_data      text to .bin/.idx files
-    train_tokenizer      text to a vocabulary
-    build_corpus         crawl files to a clean, deduplicated corpus
-    show_data            the documents, samples and statistics of a dataset
-    merge_datasets       several datasets to one
-    split_json           JSON lines to training, validation and test files
-    plot_loss            a picture of a loss curve
+    preprocess_data      turn text into .bin/.idx files
+    train_tokenizer      train a tokenizer on text
+    build_corpus         turn crawl files into a clean, deduplicated corpus
+    show_data            show the documents, samples and statistics of a dataset
+    merge_datasets       join several datasets into one
+    split_json           split JSON lines into training, validation and test files
+    plot_loss            draw a loss curve
     demo, demo_kinds,
     demo_chat,
-    demo_retro           all steps from text to a model that writes
-    text_generation_cli  a client of the text generation server
-    fill_in              the masked words of a text
-    checkpoint           conversion between checkpoint formats
+    demo_retro           run all steps from text to a model that generates text
+    demo_detoxify        run all steps of detoxification
+    text_generation_cli  a client of the text generation server; `megatron chat`
+    fill_in              fill in the masked words of a text
+    bert_embedding       compute a vector for each text
+    score                score answers with a reward model
+    checkpoint           convert between checkpoint formats
 
-`megatron.cli.main` has most of them in its tables of commands.
+The tables of commands in `megatron.cli.main` list most of them.
 """

@@ -1,12 +1,12 @@
-r"""Embed texts: make one vector of each, by a BERT or by a sentence encoder of Hugging Face.
+r"""Embed texts: compute one vector for each with a BERT or a Hugging Face sentence encoder.
 
     python tools/bert_embedding/main.py --input texts.jsonl --load runs/bert --output-dir vectors
     torchrun --nproc-per-node 8 tools/bert_embedding/main.py --input texts.jsonl \
         --bert-embedder-type huggingface --load sentence-encoder --output-dir vectors
 
-This writes vectors/<a>-<b>.hdf5, whose data set `data` holds the float32 vectors of texts a to
-b - 1. Several processes divide these blocks. A run that was interrupted goes on with the first one
-that is missing.
+This writes vectors/<a>-<b>.hdf5, whose data set `data` contains the float32 vectors of texts a to
+b - 1. Several processes divide these blocks among themselves. If a run was interrupted, the next
+one continues with the first missing block.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megatron.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from megatron.retro.embedding import EmbedderOptions
 
-_ORIGIN = "made_from.json"  # in --output-dir: what the vectors were made from
+_ORIGIN = "made_from.json"  # file in --output-dir that records the vectors' sources
 
 
 def build_parser() -> ToolParser:
-    """Define the command line. Megatron-LM's names of flags are accepted, too."""
+    """Define the command line. Megatron-LM's flag names are accepted too."""
     parser = ToolParser("bert_embedding/main.py", __doc__, shows_defaults=True)
     group = parser.add_argument_group("Input and output")
     group.add_argument(
         "--input", nargs="+", required=True, help="JSON lines, text files, Parquet, or folders"
     )
     group.add_argument("--json-key", default="text", help="Key of the text")
-    group.add_argument("--output-dir", required=True, metavar="DIR", help="Folder of the blocks")
+    group.add_argument("--output-dir", required=True, metavar="DIR", help="Folder for the blocks")
     group.add_argument(
-        "--block-size", "--retro-block-size", type=int, default=100_000, help="Texts in a block"
+        "--block-size", "--retro-block-size", type=int, default=100_000, help="Texts per block"
     )
     group = parser.add_argument_group("Network")
     group.add_argument(
@@ -52,32 +52,32 @@ def build_parser() -> ToolParser:
         "--load",
         "--bert-embedder-load",
         required=True,
-        help="Folder of the BERT's checkpoints, or folder or name of the Hugging Face model",
+        help="Folder of the BERT's checkpoints, or folder or name of a Hugging Face model",
     )
     group.add_argument("--tokenizer-type", help="BERT's tokenizer type, if not the checkpoint's")
     group.add_argument("--vocab-file", help="BERT's vocabulary, if not the checkpoint's")
-    group.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="Format of the numbers")
+    group.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="Number format")
     group.add_argument(
-        "--batch-size", "--retro-bert-batch-size", type=int, default=128, help="Texts at a time"
+        "--batch-size", "--retro-bert-batch-size", type=int, default=128, help="Texts per batch"
     )
     group.add_argument(
         "--max-length",
         "--retro-bert-max-chunk-length",
         type=int,
         default=256,
-        help="Most tokens of a text, special tokens included; further ones are cut off",
+        help="Max tokens of a text, including special tokens; the rest is cut off",
     )
     parser.add_trust()
     group = parser.add_argument_group("Compatibility")
     group.add_argument(
         "--retro-compatible",
         action="store_true",
-        help="Mask the texts as for training, as Megatron-LM 23.08 does",
+        help="Mask the texts as in training, like Megatron-LM 23.08",
     )
     group.add_argument("--seed", type=int, default=1234, help="Seed of the masks")
     group.add_argument("--mask-prob", type=float, default=0.15, help="Share of masked tokens")
     group.add_argument(
-        "--output-bert-embeddings", action="store_true", help="Accepted; this is what it does"
+        "--output-bert-embeddings", action="store_true", help="Accepted for old scripts; no effect"
     )
     return parser
 
@@ -120,17 +120,17 @@ def run(options: argparse.Namespace) -> None:
     def contents(block: TableBlock) -> dict[str, DataSet]:
         return {"data": DataSet("f4", (block.rows, embedder.width))}
 
-    # Each process writes blocks of its own and waits for nobody.
+    # Each process writes its own blocks and waits for no other process.
     share = plan_blocks(folder, count, options.block_size)[launch.rank :: launch.world_size]
     texts, place = read_texts(paths, options.json_key), 0
     for block in blocks_to_do(share, contents, Axis()):
         batch = list(islice(texts, block.start - place, block.stop - place))
         place = block.stop
         write_block(block, {"data": embedder.embed(batch)})
-        say(f"{block.path}: {block.rows:,} vectors of {embedder.width} numbers, of {count:,}")
+        say(f"{block.path}: {block.rows:,} of {count:,} vectors, {embedder.width} numbers each")
 
 
-# The flags that decide what the vectors are.
+# The flags that determine the vectors.
 _OF_ORIGIN = (
     *("json_key", "block_size", "bert_embedder_type", "load", "tokenizer_type", "vocab_file"),
     *("dtype", "max_length", "retro_compatible", "seed", "mask_prob"),
@@ -162,7 +162,7 @@ def _embedder_options(options: argparse.Namespace) -> EmbedderOptions:
 
 
 def read_texts(paths: Sequence[str], key: str) -> Iterator[str]:
-    """Yield the texts of files, as `find_inputs` lists them, in order.
+    """Yield the texts of the files that `find_inputs` listed, in order.
 
     Raises:
         DataError: A file cannot be read, or a line has no text.
@@ -173,7 +173,7 @@ def read_texts(paths: Sequence[str], key: str) -> Iterator[str]:
         documents = parse_block(block, [key])
         for line, _, reason in documents.bad:
             raise DataError(
-                f"--input {block.path}: line {line + 1} of those from byte {block.offset:,} on: "
+                f"--input {block.path}: line {line + 1} after byte {block.offset:,}: "
                 f"{reason}: fix or remove the line"
             )
         for (value,) in documents.values:
@@ -181,10 +181,10 @@ def read_texts(paths: Sequence[str], key: str) -> Iterator[str]:
 
 
 def _check_origin(path: Path, origin: dict[str, Any]) -> None:
-    """Write down what the vectors are made from, or check it against what is written there.
+    """Record the sources of the vectors, or compare them with an earlier record.
 
     Raises:
-        ConfigError: The folder holds other vectors.
+        ConfigError: The folder contains other vectors.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -201,7 +201,7 @@ def _check_origin(path: Path, origin: dict[str, Any]) -> None:
     other = [name for name, value in origin.items() if found.get(name) != value]
     if other:
         raise ConfigError(
-            f"--output-dir {path.parent} holds vectors that were made with {other[0]} "
+            f"--output-dir {path.parent} contains vectors that were made with {other[0]} "
             f"{found.get(other[0])!r}, not {origin[other[0]]!r}: give another folder, or delete it"
         )
 

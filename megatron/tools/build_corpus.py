@@ -4,8 +4,8 @@ r"""Build a training corpus from crawl files: clean, deduplicate, decontaminate,
         --tasks lambada_test.jsonl --tokenizer-type GPT2BPETokenizer \
         --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
 
-writes corpus/text/*.jsonl, corpus/corpus_text_document.bin and .idx, and a report of what was left
-out and why. The same command continues an interrupted run.
+This writes corpus/text/*.jsonl, corpus/corpus_text_document.bin and .idx, and a report of what was
+removed and why. The same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def build_parser() -> ToolParser:
         "--on-error",
         default="stop",
         choices=("stop", "skip"),
-        help="What to do with a bad line: stop, or leave it out and count it (default: stop).",
+        help="What to do with a bad line: stop, or skip and count it (default: stop).",
     )
     _add_step_flags(parser.add_argument_group("Steps"))
     add_flags(parser, TokenizerConfig)
@@ -64,11 +64,11 @@ def _add_step_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--plan",
         metavar="FILE",
-        help="YAML file with the steps and all of their settings. It replaces all flags of input, "
+        help="YAML file with the steps and all of their settings. It replaces all flags for input, "
         "steps and tokenizer. --print-plan prints one to start from.",
     )
     group.add_argument(
-        "--print-plan", action="store_true", help="Print the plan of the other flags, and exit."
+        "--print-plan", action="store_true", help="Print the plan for the other flags, and exit."
     )
     group.add_argument(
         "--language",
@@ -82,7 +82,7 @@ def _add_step_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="Files of evaluation tasks (JSON lines, TSV, text), whose text is cut out.",
+        help="Evaluation tasks (JSON lines, TSV, text), whose text is cut out of documents.",
     )
     group.add_argument(
         "--task-keys",
@@ -96,7 +96,7 @@ def _add_step_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         choices=("urls", "extract", "fix", "language", "quality", "duplicates"),
-        help="Steps to leave out.",
+        help="Steps to skip.",
     )
     group.add_argument(
         "--seed", type=int, default=1234, metavar="N", help="Seed of MinHash (default: 1234)."
@@ -114,9 +114,9 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         "--executor",
         default="local",
         choices=("local", "slurm", "ray"),
-        help="Where tasks run: processes of this machine, SLURM jobs, or Ray (default: local).",
+        help="Where tasks run: processes on this machine, SLURM jobs, or Ray (default: local).",
     )
-    group.add_argument("--slurm-partition", metavar="NAME", help="Partition of SLURM jobs.")
+    group.add_argument("--slurm-partition", metavar="NAME", help="Partition for SLURM jobs.")
     group.add_argument(
         "--slurm-time", default="24:00:00", metavar="TIME", help="Time limit of a SLURM job."
     )
@@ -192,7 +192,7 @@ def run(options: argparse.Namespace) -> None:
         return
     _print_report(folder, input_bytes(folder) / 1e6, time.monotonic() - started)
     if "tokenize" in plan.steps:
-        print(f"{folder / DATASET}: give this path to --data-path")
+        print(f"{folder / DATASET}: pass this path to --data-path")
 
 
 def _print_report(folder: Path, megabytes: float, seconds: float) -> None:
@@ -205,13 +205,13 @@ def _print_report(folder: Path, megabytes: float, seconds: float) -> None:
     print(f"{megabytes:.1f} MB in {seconds:.1f} s ({rate:.1f} MB/s); by step:")
     for name, spent in measured_seconds(folder / "logs").items():
         print(f"  {name:<12}{spent:9.2f} s  {megabytes / max(spent, 1e-9):10.1f} MB/s per core")
-    print(f"samples of what was left out: {folder / 'report.json'}; picture: report.png")
+    print(f"samples of what was removed: {folder / 'report.json'}; picture: report.png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code.
 
-    0 done, 6 bad data, 8 storage, 9 bad flags, 130 or 143 interrupted.
+    The codes are 0 done, 6 bad data, 8 storage, 9 bad flags, 130 or 143 interrupted.
     """
     options = build_parser().read(argv)
     return run_command(lambda: run(options))

@@ -1,13 +1,13 @@
-"""Go from raw text to a trained and evaluated model: this is what `make demo` runs.
+"""Go from raw text to a trained and evaluated model; `make demo` runs this.
 
     python tools/demo.py --out runs/demo
     python tools/demo.py --out runs/mine --input my.jsonl
     python tools/demo.py --model bert --out runs/demo-bert
 
-At the end a GPT writes text, and a BERT or a T5 fills in masked words. Without --input the text is
-the source of Python's standard library. Every step prints the command that it runs, so that you can
-repeat it by hand with other values. A second run with the same settings keeps the first one under
-another name; anything else in the folder is replaced only with --overwrite.
+At the end, a GPT generates text, and a BERT or T5 fills in masked words. Without --input the text
+is the source of Python's standard library. Every step prints the command that it runs, so that you
+can repeat it by hand with other values. A second run with the same settings renames the first one;
+anything else in the folder is replaced only with --overwrite.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megatron.errors import ConfigError, DataError
 from megatron.tools.demo_kinds import DEFAULT_OUT, KINDS, VOCAB_SIZE, Kind
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXTS = 5  # validation documents for the trained model to work on
-MARKER = ".megatron-demo"  # holds the settings of the run that wrote to the folder
-# Everything that a demo writes; --overwrite removes nothing else.
+TEXTS = 5  # validation documents to show the trained model
+MARKER = ".megatron-demo"  # a file with the settings of the run that wrote to the folder
+# Everything that a demo writes. --overwrite removes nothing else.
 OUTPUTS = (
     *("corpus.jsonl", "corpus_text_*.bin", "corpus_text_*.idx", "tokenizer"),
     *("checkpoints", "tensorboard", "metrics.jsonl", "loss.png"),
@@ -47,9 +47,9 @@ OUTPUTS = (
     *("retro.jsonl", "gpt.jsonl"),
     *("base", "conversations.jsonl*", "held-out.jsonl*", "answers.jsonl"),
 )
-CHAT = "chat"  # this demo and the next have steps of their own, megatron/tools/demo_chat.py
-RETRO = "retro"  # its demo has steps of its own, megatron/tools/demo_retro.py
-# Folders in the standard library that hold only tables, tests or code that is not part of it.
+CHAT = "chat"  # its demo has its own steps, in megatron/tools/demo_chat.py
+RETRO = "retro"  # its demo has its own steps, in megatron/tools/demo_retro.py
+# Folders in the standard library with only tables, tests or code that is not part of it.
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),
     *("encodings", "pydoc_data"),
@@ -61,9 +61,9 @@ class Validation:
     """Statistics and examples of the validation documents.
 
     Attributes:
-        entropy: The unigram entropy of their tokens in nats per token. It is the loss of a model
-            that knows how frequent each of these tokens is and nothing else.
-        bytes_per_token: The UTF-8 bytes of their text divided by the number of their tokens.
+        entropy: The unigram entropy of their tokens in nats per token, which is the loss of a model
+            that knows only how frequent each of these tokens is.
+        bytes_per_token: The number of UTF-8 bytes of their text per token.
         texts: Their first sentences of at least 8 tokens, or of any length if there are none.
     """
 
@@ -73,12 +73,11 @@ class Validation:
 
 
 def write_standard_library(path: Path, *, in_lines: bool) -> None:
-    """Write one `{"text": source}` line per module, in an order that is the same every time.
+    """Write one `{"text": source}` line per module, always in the same order.
 
     Args:
         path: The file to write.
-        in_lines: Whether to write the source as a list of its lines, which are then used as
-            sentences.
+        in_lines: Whether to write the source as a list of lines, which then serve as sentences.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
@@ -87,7 +86,7 @@ def write_standard_library(path: Path, *, in_lines: bool) -> None:
         if NOT_LIBRARY.isdisjoint(file.relative_to(root).parts[:-1])
         and not file.name.startswith("_sysconfigdata")  # generated when Python was built
     )
-    # Shuffled, so that the validation documents at the end are not all from one package.
+    # Shuffle, so that the validation documents at the end are not all from one package.
     random.Random(1234).shuffle(files)
     size, lines = 0, []
     for file in files:
@@ -123,7 +122,7 @@ def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
     """Create an empty folder `out`. An earlier run with the same settings is renamed.
 
     Raises:
-        ConfigError: `out` holds anything else, and `overwrite` is false.
+        ConfigError: `out` contains anything else, and `overwrite` is false.
         StorageError: The folder cannot be written.
     """
     present = sorted(path for name in OUTPUTS for path in out.glob(name))
@@ -142,7 +141,7 @@ def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
             names = (out.with_name(f"{out.name}.{number}") for number in itertools.count(1))
             kept = next(name for name in names if not os.path.lexists(name))
             out.rename(kept)
-            print(f"{out} held an earlier run with the same settings. That run is now in {kept}.\n")
+            print(f"An earlier run with the same settings in {out} was moved to {kept}.\n")
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / MARKER, json.dumps(settings).encode() + b"\n")
 
@@ -159,7 +158,7 @@ def run_step(title: str, command: Sequence[str]) -> None:
     """Print and run one command of the tutorial, and exit with its code if it fails."""
     print(f"\n=== {title}\n$ {shown(command)}\n", flush=True)
     start = time.perf_counter()
-    # Without an installation there is no command `megatron`.
+    # The command `megatron` exists only if the package is installed.
     started = ["python", "-m", *command] if command[0] == "megatron" else command
     code = subprocess.run(started, cwd=ROOT, env=with_our_programs(), check=False)
     if code.returncode:
@@ -172,7 +171,7 @@ def run_step(title: str, command: Sequence[str]) -> None:
 
 
 def shown(command: Sequence[str]) -> str:
-    """Return the command for reading and pasting: a flag and its values stay on one line."""
+    """Format a command for reading and pasting, with a flag and its values on one line."""
     lines = [shlex.quote(command[0])]
     for word in command[1:]:
         quoted = shlex.quote(word)
@@ -184,7 +183,7 @@ def shown(command: Sequence[str]) -> str:
 
 
 def processes() -> tuple[int, bool]:
-    """Return how many processes train (one per GPU, or two on the CPU), and whether GPUs do."""
+    """Return the number of processes (one per GPU, or two on the CPU) and whether GPUs are used."""
     import torch
 
     from megatron.device import Device
@@ -197,7 +196,7 @@ def processes() -> tuple[int, bool]:
 def training_command(
     kind: Kind, out: Path, prefix: Path, split: str, iterations: int, count: int, gpu: bool
 ) -> list[str]:
-    """Return the command that trains: the launcher, the model's script and all its flags."""
+    """Return the training command: the launcher, the model's script and all its flags."""
     micro_batch = max(1, kind.global_batch // count)
     return [
         *"python -m megatron.processes.torchrun --standalone".split(),
@@ -217,7 +216,7 @@ def training_command(
 
 
 def split_of(documents: int) -> tuple[str, int]:
-    """Return a `--split` with a twentieth of the documents for validation, and the first of these.
+    """Return a `--split` with a twentieth of the documents for validation, and the first of them.
 
     Raises:
         DataError: There is only one document.
@@ -225,14 +224,14 @@ def split_of(documents: int) -> tuple[str, int]:
     if documents < 2:
         raise DataError(
             f"the input has {documents} document(s); give at least 2, one per line, because one is "
-            "used for validation"
+            "needed for validation"
         )
     held_out = max(1, documents // 20)
     return f"{documents - held_out},{held_out},0", documents - held_out
 
 
 def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Validation:
-    """Measure the documents of `dataset` from number `first` on."""
+    """Measure the documents of `dataset`, beginning with number `first`."""
     import numpy as np
     from tokenizers import Tokenizer
 
@@ -251,14 +250,14 @@ def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Valid
 
 
 def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: float) -> None:
-    """Print the result, and suggestions for what to look at next."""
+    """Print the result and suggestions for what to look at next."""
     entropy, saved = validation.entropy, out / "checkpoints"
     what = "masked token" if kind.sentences else "token"
     untrained = ""
     if not loss < entropy:
         untrained = (
-            "\nThe model has not yet learned even how frequent each token is: what it wrote above\n"
-            "makes no sense. Train it longer: give more --iters (make demo ITERS=...).\n"
+            "\nThe model does not yet know even how frequent each token is, so its output above\n"
+            "makes no sense. Train it longer: increase --iters (make demo ITERS=...).\n"
         )
     print(f"""
 === Result
@@ -272,7 +271,7 @@ TensorBoard    .venv/bin/tensorboard --logdir {out / "tensorboard"}
 Metrics        {out / "metrics.jsonl"}
 Checkpoint     {saved}
 Train longer   use the training command above with a larger --train-iters, --load {saved}
-               and --override-opt_param-scheduler (a longer run has another learning rate)
+               and --override-opt_param-scheduler (a longer run has a different learning rate)
 Your own text  the same command with --input my.jsonl --out runs/mine, or
                make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
                (one {{"text": ...}} object per line)
@@ -281,14 +280,14 @@ Your own text  the same command with --input my.jsonl --out runs/mine, or
 
 
 def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
-    """Return nats per token as bits per byte, or "" if the model does not predict every token."""
+    """Format nats per token as bits per byte; "" if the model does not predict every token."""
     if kind.sentences:
         return ""
     return f", {nats / (math.log(2) * validation.bytes_per_token):.3f} bits per byte"
 
 
 def prepare(kind: Kind, out: Path, source: Path | None) -> Path:
-    """Make the text, the tokenizer and the token ids, and return the prefix of the dataset."""
+    """Prepare the text, the tokenizer and the token ids, and return the prefix of the dataset."""
     corpus = out / "corpus.jsonl" if source is None else source
     if source is None:
         print("=== Text: the source of Python's standard library")
@@ -379,7 +378,7 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
 
     Args:
         options: The command line.
-        kind: The demo, if it is not the one that --model names.
+        kind: The demo, if --model does not name it.
 
     Raises:
         UserError: The flags, the input or the folder need to be changed.
@@ -392,12 +391,12 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
     usual = kind.iterations if kind else own.ITERATIONS
     iterations = usual if options.iters is None else options.iters
     if kind is None and not chats and options.input is not None:
-        raise ConfigError("--input: the demo of Retro makes its own text: drop the flag")
+        raise ConfigError("--input: the demo of Retro generates its own text: drop the flag")
     if options.input is not None and not options.input.is_file():
         raise DataError(f"--input {options.input}: no such file: give the path of a text file")
     if iterations < 1:
         raise ConfigError(f"--iters {iterations}: give at least 1")
-    # Commands run in the repository; there, short relative paths are easier to read.
+    # Commands run in the repository, where short relative paths are easier to read.
     here = Path.cwd() == ROOT
     out = options.out if here else options.out.absolute()
     source = options.input if here or options.input is None else options.input.absolute()

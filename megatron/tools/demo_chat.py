@@ -1,9 +1,9 @@
 """Teach a small GPT to answer: `make demo MODEL=chat`.
 
-A small GPT is pretrained as in the plain demo, and finetuned on conversations that a rule writes:
-three kinds of questions about a few words, all answered as `Answer: WORDS.` Then a server of the
-finetuned model gets 100 questions that were in no conversation. The demo fails if fewer than 90
-answers have this form.
+A small GPT is pretrained as in the plain demo, and finetuned on conversations that follow a rule:
+three kinds of questions about a few words, all answered in the form `Answer: WORDS.` Then a server
+with the finetuned model gets 100 questions that were in no conversation. The demo fails if fewer
+than 90 answers have this form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.cli.chat import serving
 from megatron.data.indexed import IndexedDataset
 from megatron.durable import replace_file
 from megatron.environment import share_cores
@@ -31,19 +30,19 @@ from megatron.tools.demo import (
     training_command,
 )
 from megatron.tools.demo_kinds import KINDS
-from megatron.tools.text_generation_cli import Server
+from megatron.tools.text_generation_cli import Server, serving
 
-ITERATIONS = 300  # of pretraining, and as many of finetuning
+ITERATIONS = 300  # of pretraining, and the same number of finetuning
 QUESTIONS, _ENOUGH = 100, 90
 _SEED = 1234
 _CONVERSATIONS = 4000
-# Frequent in the standard library, so that most are a single token.
+# These are frequent in the standard library, so that most are a single token.
 _WORDS = (
     *("name", "file", "list", "string", "value", "class", "key", "line", "code", "path"),
     *("time", "object", "type", "error", "index", "data", "size", "result", "method", "number"),
 )
 _FORM = re.compile(r"Answer: [a-z]+( [a-z]+)*\.")
-# The server and finetune.py find it beside the tokenizer. What `generation` encloses is trained.
+# The server and finetune.py find it next to the tokenizer. Text inside `generation` is trained.
 _TEMPLATE = """\
 {%- for message in messages -%}
 {{ message['role'] + ':\\n' }}
@@ -59,10 +58,10 @@ _TEMPLATE = """\
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Return conversations of one question and its answer, the same ones every time.
+    """Return conversations of one question and its answer, always the same ones.
 
     Args:
-        count: The number of conversations. No two have the same question.
+        count: The number of conversations. All have different questions.
     """
     draw = random.Random(_SEED)
     found: dict[str, str] = {}
@@ -111,7 +110,7 @@ def finetuning_command(out: Path, iterations: int, count: int, gpu: bool) -> lis
 
 
 def _tokenizer(folder: Path) -> list[str]:
-    """Return the flags for tokenizer.json, which comes with the template and its tokens."""
+    """Return the flags for tokenizer.json, which includes the template and its tokens."""
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
 
 
@@ -129,22 +128,22 @@ def ask(server: Server, question: str) -> str:
 
 
 def judge(held_out: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> tuple[int, int]:
-    """Return how many answers have the form `Answer: WORDS.`, and how many are right."""
+    """Return how many answers have the form `Answer: WORDS.`, and how many are correct."""
     expected = [conversation["messages"][1]["content"] for conversation in held_out]
     formed = sum(bool(_FORM.fullmatch(answer)) for answer in answers)
     return formed, sum(a == e for a, e in zip(answers, expected, strict=True))
 
 
 def demo(out: Path, source: Path | None, iterations: int) -> None:
-    """Run all steps, and print what the answers are worth.
+    """Run all steps and print how good the answers are.
 
     Args:
         out: An empty folder.
         source: The text to pretrain on, or `None` for the source of the standard library.
-        iterations: The number of updates in pretraining, and in finetuning.
+        iterations: The number of updates in pretraining and in finetuning.
 
     Raises:
-        DataError: Too few of the answers have the form that the model was taught.
+        DataError: Too few answers have the form that the model was taught.
     """
     start = time.perf_counter()
     kind, base = replace(KINDS["gpt"], tokenizer=_tokenizer), out / "base"
@@ -157,7 +156,7 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
         "Pretrain a small GPT",
         training_command(kind, base, prefix, split, iterations, count, gpu),
     )
-    print(f"\n=== Conversations, by rule, and a chat template beside {base / 'tokenizer'}")
+    print(f"\n=== Generated conversations, and a chat template in {base / 'tokenizer'}")
     replace_file(base / "tokenizer" / "chat_template.jinja", _TEMPLATE.encode())
     written = conversations(_CONVERSATIONS + QUESTIONS)
     held_out = written[:QUESTIONS]
@@ -184,7 +183,7 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
     print(f"""
 === Result
 in the form "Answer: WORDS."  {formed} of {QUESTIONS} answers
-right                         {right} of {QUESTIONS}
+correct                       {right} of {QUESTIONS}
 validation loss               {last_validation_loss(out / "metrics.jsonl"):.3f} nats per token
 time                          {time.perf_counter() - start:.0f} s
 

@@ -1,9 +1,9 @@
-"""Run all steps of detoxification in small: `megatron detoxify demo --out runs/detoxify`.
+"""Run all steps of detoxification on a small scale: `megatron detoxify demo`.
 
-A small GPT learns made-up texts, some of them with rude sentences. It writes texts of its own, a
+A small GPT learns made-up texts, some of them with rude sentences. It generates texts of its own, a
 classifier that knows the rude words scores them, and the GPT is trained further on the half with
-the lowest scores. The table at the end compares it with the GPT before. This needs no network and
-no GPU, and takes about a minute. Every step prints its command, so that you can repeat it by hand.
+the lowest scores. The table at the end compares it with the original GPT. This needs no network and
+no GPU and takes about a minute. Every step prints its command, so that you can repeat it by hand.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _PROMPTS = (
     *(("you are a stupid idiot .", 0.95), ("shut up you useless liar .", 0.9)),
     *(("the teacher is a useless fool .", 0.9),),
 )
-_RUDE_SHARE = 0.4  # of the documents have rude sentences: the half to keep can be without them
+_RUDE_SHARE = 0.4  # share of documents with rude sentences; the better half can be free of them
 _DOCUMENTS, _HELD_OUT, _SENTENCES = 400, 40, 4
 _SAMPLES, _PER_PROMPT = 256, 25
 NETWORK = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 48"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code."""
+    """Run the program and return the exit code."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 
@@ -58,11 +58,11 @@ def run(options: argparse.Namespace) -> None:
     """Run all steps.
 
     Raises:
-        ConfigError: The folder holds something, or transformers is not installed.
+        ConfigError: The folder is not empty, or transformers is not installed.
         StorageError: The folder cannot be written.
     """
     start = time.perf_counter()
-    out = Path(os.path.abspath(options.out))  # the commands run elsewhere
+    out = Path(os.path.abspath(options.out))  # the commands run in another folder
     _open_folder(out, overwrite=options.overwrite)
     share_cores(1)
     print("=== Made-up texts, prompts, and a classifier that stands in for a real one")
@@ -102,7 +102,7 @@ def steps(out: Path) -> list[tuple[str, list[str]]]:
             f"--lr-decay-style cosine --save {base} --save-interval 200",
         ),
         (
-            "Let it write texts of its own",
+            "Generate texts with it",
             f"megatron generate --load {base} --num-samples {_SAMPLES} --genfile {own}.jsonl "
             "--out-seq-length 40 --top_p 0.9",
         ),
@@ -117,7 +117,7 @@ def steps(out: Path) -> list[tuple[str, list[str]]]:
             f"--out-path {own}.nontoxic.jsonl",
         ),
         (
-            "Turn these into token ids",
+            "Turn these texts into token ids",
             f"megatron data preprocess --input {own}.nontoxic.jsonl --output-prefix {own} "
             f"{tokenizer} --append-eod --workers 1",
         ),
@@ -174,9 +174,9 @@ def write_texts(out: Path) -> None:
 
 
 def write_classifier(folder: Path) -> None:
-    """Write a Hugging Face text classifier that finds the rude words of the demo.
+    """Write a Hugging Face text classifier that recognizes the rude words of the demo.
 
-    It is a BERT of one layer, trained here for a few seconds on sentences with and without them.
+    It is a one-layer BERT, trained here for a few seconds on sentences with and without them.
 
     Raises:
         ConfigError: Transformers is not installed.
@@ -220,10 +220,10 @@ def write_classifier(folder: Path) -> None:
 
 
 def _open_folder(out: Path, *, overwrite: bool) -> None:
-    """Create an empty folder. With `overwrite`, an earlier demo in it is removed.
+    """Create an empty folder. With `overwrite`, remove an earlier demo in it.
 
     Raises:
-        ConfigError: The folder holds something else, or `overwrite` is false.
+        ConfigError: The folder contains something else, or `overwrite` is false.
         StorageError: The folder cannot be written.
     """
     with writing_to("--out", out):

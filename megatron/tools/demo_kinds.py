@@ -13,13 +13,13 @@ from megatron.errors import ConfigError
 
 DEFAULT_OUT = Path("runs/demo")
 VOCAB_SIZE = 2048
-# Small enough for 2 CPU cores to process millions of tokens in a few minutes.
+# It is small enough for 2 CPU cores to process millions of tokens in a few minutes.
 _NETWORK = "--hidden-size 128 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0"
 _BLOCKS = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 _LAYERS = "--num-layers 4 --seq-length 128 --max-position-embeddings 128"
-# Two of eight experts of half the MLP's width: as many multiplications for a token as the GPT.
+# Two of eight experts, each half as wide as the MLP: as much work per token as in the GPT.
 _EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 160 --moe-aux-loss-coeff 1e-2"
-# What a small model keeps of a recipe's network. Sizes become the demo's.
+# The settings that a small model keeps from a recipe's network. Sizes are the demo's.
 _KEPT = (
     *("position_embedding_type", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias"),
     *("untie_embeddings_and_output_weights", "qk_layernorm", "squared_relu"),
@@ -32,7 +32,7 @@ _OPTIMIZER = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One demo.
+    """A demo.
 
     Attributes:
         name: The name of the model.
@@ -40,15 +40,15 @@ class Kind:
         sentences: Whether documents are split into sentences (source code: into lines).
         vocabulary: The kind of tokenizer, for a title.
         vocabulary_flags: The flags for training the tokenizer.
-        tokenizer: A function that returns the flags that read the tokenizer in a folder.
-        network: The flags for the number of layers and the length of samples.
+        tokenizer: A function that returns the flags for reading the tokenizer in a folder.
+        network: The flags for the number of layers and the sample length.
         global_batch: The number of samples per update.
         iterations: The default number of updates.
         title: The title of the last step, which shows what the model can do.
         show: A function that returns the command and the flags of that step. It takes texts of
             validation documents, or `None` if the text is source code.
         go_on: A function that returns instructions for using the model, from the demo's folder.
-        blocks: The flags for the form of its layers.
+        blocks: The flags for the structure of the layers.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Kind:
 
     @property
     def choice(self) -> str:
-        """The argument that makes `make demo` run this demo, with a space before it."""
+        """The argument for `make demo` that selects this demo, with a leading space."""
         return "" if self.name == "GPT" else f" MODEL={self.name.lower()}"
 
     @property
@@ -77,7 +77,7 @@ class Kind:
 
 
 def _bpe(folder: Path) -> list[str]:
-    """Return the flags for GPT-2's files, with tokenizer.json's ids, but faster in bulk."""
+    """Return the flags for GPT-2's files. They give tokenizer.json's ids, but faster in bulk."""
     files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
     return ["--tokenizer-type", "GPT2BPETokenizer", *files]
 
@@ -133,35 +133,23 @@ def mask_a_word(text: str) -> str:
     return " ".join(words)
 
 
+_GPT = Kind(
+    name="GPT",
+    script="pretrain_gpt.py",
+    sentences=False,
+    vocabulary="byte-level BPE",
+    vocabulary_flags=(),
+    tokenizer=_bpe,
+    network=_LAYERS,
+    global_batch=8,
+    iterations=1000,
+    title="Generate text",
+    show=_write,
+    go_on=_talk,
+)
 KINDS = {
-    "gpt": Kind(
-        name="GPT",
-        script="pretrain_gpt.py",
-        sentences=False,
-        vocabulary="byte-level BPE",
-        vocabulary_flags=(),
-        tokenizer=_bpe,
-        network=_LAYERS,
-        global_batch=8,
-        iterations=1000,
-        title="Let it write",
-        show=_write,
-        go_on=_talk,
-    ),
-    "moe": Kind(
-        name="MoE",
-        script="pretrain_gpt.py",
-        sentences=False,
-        vocabulary="byte-level BPE",
-        vocabulary_flags=(),
-        tokenizer=_bpe,
-        network=f"{_LAYERS} {_EXPERTS}",
-        global_batch=8,
-        iterations=1000,
-        title="Let it write",
-        show=_write,
-        go_on=_talk,
-    ),
+    "gpt": _GPT,
+    "moe": replace(_GPT, name="MoE", network=f"{_LAYERS} {_EXPERTS}"),
     "bert": Kind(
         name="BERT",
         script="pretrain_bert.py",
@@ -172,7 +160,7 @@ KINDS = {
         network="--num-layers 4 --seq-length 64 --max-position-embeddings 64",
         global_batch=16,
         iterations=2000,
-        title="Let it fill in masked words",
+        title="Fill in masked words",
         show=_fill_in,
         go_on=_ask,
     ),
@@ -187,7 +175,7 @@ KINDS = {
         "--max-position-embeddings 64",
         global_batch=16,
         iterations=2000,
-        title="Let it fill in masked words",
+        title="Fill in masked words",
         show=_fill_in,
         go_on=_ask,
     ),
@@ -195,18 +183,18 @@ KINDS = {
 
 
 def small_kind(architecture: str, model: Mapping[str, Any]) -> Kind:
-    """Return the demo of a recipe: its kind of network and layers, in the demo's sizes.
+    """Return the demo for a recipe: its kind of network and layers, at the demo's sizes.
 
     Args:
         architecture: The kind of network, such as gpt, bert or t5.
         model: The values of the recipe's section `model`, by field name.
 
     Raises:
-        ConfigError: There is no demo of such networks.
+        ConfigError: There is no demo for such networks.
     """
     if architecture not in KINDS:
         raise ConfigError(
-            f"--small: there is no demo of this kind of network ({architecture}): use "
+            f"--small: there is no demo for this kind of network ({architecture}): use "
             "--mock-data with smaller sizes instead"
         )
     kind = KINDS["moe" if model.get("num_experts") else architecture]

@@ -1,9 +1,9 @@
-"""Show what neighbors bring: `make demo MODEL=retro`.
+"""Show what neighbors contribute: `make demo MODEL=retro`.
 
-The documents repeat passages of each other, so a passage that was found elsewhere tells how a text
-goes on. A small BERT embeds their chunks, and tools/retro/main.py finds the neighbors of each. Then
-a Retro and a GPT with at least as many parameters train on as many tokens. At each evaluation the
-Retro also predicts the same validation samples with the neighbors of other chunks.
+The documents repeat passages of each other, so a passage found elsewhere shows how a text
+continues. A small BERT embeds their chunks, and tools/retro/main.py finds the neighbors of each.
+Then a Retro and a GPT with at least as many parameters train on the same number of tokens. At each
+evaluation the Retro also predicts the same validation samples with the neighbors of other chunks.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ ITERATIONS = 500
 _SEED = 1234
 _WORDS, _PASSAGE, _QUOTES = 128, 64, 3  # words of the language and of a passage; quoted passages
 _CHUNK, _LENGTH, _BATCH = 8, 128, 8
-_SHARE = 20  # one document of so many is for validation
+_SHARE = 20  # one document in this many is for validation
 _EVALUATIONS, _EVAL_ITERS = 4, 20
-# Random words have no grammar, so chunks of equal words need no more than a moment's training.
+# Random words have no grammar, so recognizing chunks of equal words needs little training.
 _BERT = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 16 --train-iters 100 --eval-interval 100 "
     "--eval-iters 4 --lr 3e-3 --min-lr 1e-4 --lr-warmup-fraction 0.05 --init-method-std 0.06 "
     "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 --log-interval 50"
 )
-# At a smaller init the attention to neighbors stays uniform for most of the run.
+# With a smaller init, the attention to neighbors stays uniform for most of the run.
 _BOTH = (
     f"--hidden-size 64 --num-attention-heads 4 --max-position-embeddings {_LENGTH} "
     f"--micro-batch-size {_BATCH} --attention-dropout 0 --hidden-dropout 0 --lr 3e-3 --min-lr 1e-4 "
     "--lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 "
     f"--clip-grad 1.0 --init-method-std 0.12 --seed {_SEED} --num-workers 0"
 )
-# 490,880 and 507,328 parameters with the tokenizer that is trained here.
+# 490,880 and 507,328 parameters, with the tokenizer that is trained here.
 _RETRO = (
     "--num-layers 6 --retro-encoder-layers 2 --retro-encoder-hidden-dropout 0 "
     "--retro-encoder-attention-dropout 0 --retro-eval-shuffled"
@@ -49,7 +49,7 @@ _GPT = f"--num-layers 9 --seq-length {_LENGTH}"
 
 
 def documents_for(iterations: int) -> int:
-    """Return the number of documents with which training reads each about once."""
+    """Return the number of documents for which training reads each about once."""
     length = _PASSAGE * (1 + _QUOTES)
     return max(2 * _SHARE, iterations * _BATCH * _LENGTH // length)
 
@@ -57,16 +57,20 @@ def documents_for(iterations: int) -> int:
 def write_corpus(path: Path, documents: int) -> None:
     """Write documents of made-up words that repeat each other's passages.
 
-    Each document is a passage of its own and three of others, in random order. Those of the last
-    twentieth, which are for validation, quote training documents. A word is a token, and a passage
-    ends where a chunk ends.
+    Each document consists of its own passage and three passages of others, in random order. The
+    last twentieth of the documents is for validation and quotes training documents. A word is a
+    token, and a passage ends where a chunk ends.
 
     Args:
         path: The file to write.
         documents: The number of documents.
     """
     draw = random.Random(_SEED)
-    words = _made_up_words(draw)
+    drawn: dict[str, None] = {}
+    while len(drawn) < _WORDS:
+        syllables = (draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(3))
+        drawn["".join(syllables)] = None
+    words = list(drawn)
     frequencies = [1 / (rank + 10) for rank in range(_WORDS)]
     passages = [draw.choices(words, frequencies, k=_PASSAGE) for _ in range(documents)]
     training = documents - documents // _SHARE
@@ -77,19 +81,11 @@ def write_corpus(path: Path, documents: int) -> None:
         draw.shuffle(parts)
         text = " ".join(word for part in parts for word in part)
         # The end-of-document token takes the place of the last word. A space before every word
-        # makes the first one a token like the others.
+        # makes the first word a token like the others.
         record = {"text": " " + text.rpartition(" ")[0], "sentences": [" ".join(p) for p in parts]}
         lines.append(json.dumps(record).encode() + b"\n")
     replace_file(path, b"".join(lines))
     print(f"wrote {path}: {documents} documents of {_PASSAGE * (1 + _QUOTES)} words")
-
-
-def _made_up_words(draw: random.Random) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < _WORDS:
-        syllables = (draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(3))
-        found["".join(syllables)] = None
-    return list(found)
 
 
 def steps(out: Path, iterations: int) -> list[tuple[str, str]]:
@@ -166,7 +162,7 @@ def steps(out: Path, iterations: int) -> list[tuple[str, str]]:
 
 
 def demo(out: Path, iterations: int) -> None:
-    """Run all steps, and print the three losses.
+    """Run all steps and print the three losses.
 
     Args:
         out: An empty folder.

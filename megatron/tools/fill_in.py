@@ -1,8 +1,8 @@
-"""Let a trained BERT or T5 fill in masked words.
+"""Fill in masked words with a trained BERT or T5.
 
 python tools/fill_in.py --load runs/demo-bert/checkpoints --text "for [MASK] in range(10):"
 
-A BERT replaces [MASK] with one token, a T5 with any number of words.
+BERT replaces [MASK] with one token, and T5 with any number of words.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, warn
 
-_SHOWS_AS_ZERO = 0.005  # probabilities up to this one are printed as 0%
+_SHOWS_AS_ZERO = 0.005  # probabilities up to this value are printed as 0%
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print each text filled in, with other likely words, and return the exit code."""
+    """Print each completed text with other likely words, and return the exit code."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
-    """Fill in the texts, and print the results.
+    """Fill in the texts and print the results.
 
     Raises:
         UserError: There is no checkpoint to load, or a text has nothing to fill in.
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     if largest <= _SHOWS_AS_ZERO:
         warn(
             f"--load {options.load}: the model gives even its best guess a probability of only "
-            f"{largest:.2%}: it has most likely not learned enough yet, and what it wrote makes no "
+            f"{largest:.2%}. It has most likely not learned enough yet, so its output makes no "
             "sense. Train it longer"
         )
 
@@ -58,12 +58,12 @@ def run(options: argparse.Namespace) -> None:
 def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser(
-        "fill_in.py", "Let a trained BERT or T5 fill in masked words.", shows_defaults=True
+        "fill_in.py", "Fill in masked words with a trained BERT or T5.", shows_defaults=True
     )
     parser.add_argument("--load", required=True, help="Folder of checkpoints; the newest is used")
     parser.add_trust()
     parser.add_argument("--text", required=True, nargs="+", help="Texts that contain [MASK]")
     parser.add_argument(
-        "--top", type=int, default=3, help="Number of guesses to show (a T5 gives one)"
+        "--top", type=int, default=3, help="Number of guesses to show (T5 gives one)"
     )
     return parser

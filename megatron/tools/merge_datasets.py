@@ -1,10 +1,10 @@
-"""Join indexed datasets into one: those of a folder, in the order of their names, or given ones.
+"""Join indexed datasets: all in a folder, in the order of their names, or the given ones.
 
     python tools/merge_datasets.py --input shards --output-prefix whole
     python tools/merge_datasets.py --datasets a_text_document b_text_document --output-prefix whole
 
-This writes whole.bin and whole.idx. All datasets must be from the same tokenizer and have ids of
-the same type. tools/convert_dataset.py splits a dataset again.
+This writes whole.bin and whole.idx. All datasets must come from the same tokenizer and have ids of
+the same type. tools/convert_dataset.py does the reverse and splits a dataset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def build_parser() -> ToolParser:
     """Define the command line."""
-    gone = {"--multimodal": "models of images are not supported: omit it"}
+    gone = {"--multimodal": "image models are not supported: omit it"}
     parser = ToolParser("merge_datasets.py", __doc__, gone)
     group = parser.add_argument_group("Input and output")
     group.add_argument(
@@ -51,7 +51,7 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     """Return the datasets in `folder`, sorted by name, without the output of an earlier run.
 
     Raises:
-        DataError: There is no such folder, it holds no dataset, or a dataset lacks a file.
+        DataError: There is no such folder, it has no dataset, or a dataset lacks a file.
     """
     if not os.path.isdir(folder):
         raise DataError(f"--input {folder}: not a folder; give the folder with the datasets")
@@ -80,7 +80,7 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
 
 
 def _expect_no_member(options: argparse.Namespace, members: Sequence[IndexedDataset]) -> None:
-    """Refuse an output that is a dataset of the folder, unless it is an earlier result.
+    """Refuse an output that is one of the folder's datasets, unless it is an earlier result.
 
     Raises:
         DataError: The output would replace a dataset whose contents it does not include.
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> None:
     if (options.input is None) == (options.datasets is None):
         raise ConfigError("give either --input DIR or --datasets PATH PATH ...")
     prefixes = options.datasets or find_prefixes(options.input, options.output_prefix)
-    # Opening checks each dataset, so a damaged one is found before anything is written.
+    # Opening a dataset checks it, so damage is found before anything is written.
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     dtypes = {data.prefix: data.dtype for data in datasets}
     _expect_no_member(options, datasets)
@@ -131,8 +131,8 @@ def run(options: argparse.Namespace) -> None:
     for prefix, dtype in dtypes.items():
         if dtype != dtypes[prefixes[0]]:
             raise DataError(
-                f"{prefix} holds {dtype}, but {prefixes[0]} holds {dtypes[prefixes[0]]}: only "
-                f"datasets from the same tokenizer can be joined; leave {prefix} out, or, if it is "
+                f"{prefix} contains {dtype}, but {prefixes[0]} contains {dtypes[prefixes[0]]}: "
+                f"only datasets from the same tokenizer can be joined; omit {prefix} or, if it is "
                 "from the same tokenizer, convert it with tools/convert_dataset.py --vocab-size"
             )
     with IndexedDatasetBuilder(options.output_prefix, dtypes[prefixes[0]]) as builder:

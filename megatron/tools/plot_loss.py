@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
@@ -20,15 +22,19 @@ from megatron.durable import expect_no_file, picture_problems, writing_to
 from megatron.errors import ConfigError, DataError
 from megatron.report.history import MALFORMED, History
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 Points = list[tuple[int, float]]  # (iteration, loss in nats per token)
 LOSS = "lm loss"
+_LOSS_UNIT = "Loss (nats per token)"
 
 
 def read_curves(path: Path, flag: str) -> dict[str, Points]:
-    """Return the curves of a metrics file, which a flag names, by name.
+    """Return the curves of a metrics file by name.
 
-    A resumed run appends to the file: what it repeats replaces what was there. A last line that is
-    still being written is left out.
+    A resumed run appends to the file, and its values replace earlier ones for the same iterations.
+    A last line that is still being written is skipped.
 
     Raises:
         DataError: The file is missing or is not JSON lines.
@@ -54,26 +60,26 @@ def read_curves(path: Path, flag: str) -> dict[str, Points]:
 
 
 def read_metrics(path: Path, name: str = LOSS) -> tuple[Points, Points]:
-    """Return a number of training and of validation by iteration.
+    """Return the training and validation values of a logged number.
 
     Args:
         path: The file.
         name: The name of the number in the log.
 
     Raises:
-        DataError: The file is missing, is not JSON lines, or does not hold the number.
+        DataError: The file is missing, is not JSON lines, or does not have the number.
     """
     curves = read_curves(path, "--metrics")
     if not curves.get(name):
         shown = "a training loss" if name == LOSS else "the curve"
         raise DataError(
-            f"{path}: no record holds {shown} ({name!r}); it holds {', '.join(sorted(curves))}"
+            f"{path}: no record has {shown} ({name!r}); it has {', '.join(sorted(curves))}"
         )
     return curves[name], curves.get(f"{name} validation", [])
 
 
 def read_validation(path: Path, flag: str) -> dict[str, Points]:
-    """Return the validation losses of a file, which a flag names, by name, such as "lm loss".
+    """Return the validation losses of a file by name, such as "lm loss".
 
     Raises:
         DataError: The file is missing, is not JSON lines, or has no validation loss.
@@ -85,16 +91,16 @@ def read_validation(path: Path, flag: str) -> dict[str, Points]:
         if name.startswith("lm loss") and name.endswith(ending)
     }
     if not found:
-        raise DataError(f"{path}: no record holds a validation loss ('lm loss validation')")
+        raise DataError(f"{path}: no record has a validation loss ('lm loss validation')")
     return found
 
 
 def smoothed(points: Points) -> Points:
-    """Smooth a curve without a lag: fit a straight line around each point.
+    """Smooth a curve without lag by fitting a straight line around each point.
 
     Each value comes from the least-squares line through the points on both sides of it. These are
-    about 7% of all points, and fewer at the ends. A curve that falls steadily is therefore not
-    shifted, whereas a running average would lie above it.
+    about 7% of all points, and fewer at the ends. Unlike a running average, which would lie above a
+    steadily falling curve, this does not shift it.
     """
     import numpy as np
 
@@ -109,6 +115,28 @@ def smoothed(points: Points) -> Points:
     return result
 
 
+@contextmanager
+def _picture(output: Path, *, title: str, unit: str, dpi: int) -> Iterator[Axes]:
+    """Yield axes to draw curves by iteration, and write them to a picture afterwards."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with rc_context({"font.size": 13, "axes.titlesize": 15, "lines.linewidth": 2}):
+        figure = Figure(figsize=(8, 5), dpi=dpi, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        yield axes
+        axes.set(xlabel="Iteration", ylabel=unit, title=title)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+        with writing_to("--output", output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(output)
+
+
 def draw(
     training: Points,
     validation: Points,
@@ -116,18 +144,10 @@ def draw(
     *,
     title: str,
     entropy: float | None,
-    unit: str = "Loss (nats per token)",
+    unit: str = _LOSS_UNIT,
 ) -> None:
-    """Write a picture of the curves; `entropy` (nats per token) is drawn as a dashed line."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    with rc_context({"font.size": 13, "axes.titlesize": 15, "lines.linewidth": 2}):
-        figure = Figure(figsize=(8, 5), dpi=200, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+    """Write a picture of the curves, with `entropy` (nats per token) as a dashed line."""
+    with _picture(output, title=title, unit=unit, dpi=200) as axes:
         label = "training, each logged value"
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.3, lw=1, label=label)
         label = "training, smoothed"
@@ -138,35 +158,13 @@ def draw(
         if entropy is not None:
             label = f"unigram entropy: {entropy:.3f}"
             axes.axhline(entropy, color="dimgray", linestyle="--", label=label)
-        axes.set(xlabel="Iteration", ylabel=unit, title=title)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        axes.legend()
-        with writing_to("--output", output):
-            output.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(output)
 
 
 def draw_comparison(curves: Mapping[str, Points], output: Path, *, title: str) -> None:
-    """Write a picture of the validation losses of several models, by the model's label."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    with rc_context({"font.size": 13, "axes.titlesize": 15, "lines.linewidth": 2}):
-        figure = Figure(figsize=(8, 5), dpi=100, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+    """Write a picture of the validation losses of several models by label."""
+    with _picture(output, title=title, unit=_LOSS_UNIT, dpi=100) as axes:
         for label, points in curves.items():
             axes.plot(*zip(*points, strict=True), "o-", label=f"{label}: {points[-1][1]:.3f}")
-        axes.set(xlabel="Iteration", ylabel="Loss (nats per token)", title=title)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        axes.legend()
-        with writing_to("--output", output):
-            output.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(output)
 
 
 def compared(words: Sequence[str]) -> dict[str, Points]:
@@ -201,7 +199,7 @@ def build_parser() -> ToolParser:
         "--output", type=Path, required=True, help="Picture to write, such as loss.png or loss.pdf."
     )
     add("--overwrite", action="store_true", help="Replace an existing picture.")
-    add("--curve", help='Draw this number of the log instead of the loss, such as "reward".')
+    add("--curve", help='Draw this number from the log instead of the loss, such as "reward".')
     add("--title", help="Title (default: Pretraining loss, or the name of the curve).")
     add("--entropy", type=float, help="Draw this loss as a dashed line, in nats per token.")
     return parser
@@ -212,14 +210,14 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: The picture exists, its name has an unknown ending, or --compare is wrong.
-        DataError: The file of metrics cannot be read.
+        DataError: The metrics file cannot be read.
     """
     if (options.metrics is None) == (options.compare is None):
         raise ConfigError(
-            "give the file of one run with --metrics, or those of several with --compare"
+            "give the file of one run with --metrics, or the files of several with --compare"
         )
     if options.compare and options.curve:
-        raise ConfigError("--curve is drawn from the file that --metrics names: drop --compare")
+        raise ConfigError("--curve works only with --metrics: drop --compare")
     if problems := picture_problems("--output", options.output):
         raise ConfigError(problems)
     expect_no_file("--output", [options.output], overwrite=options.overwrite)

@@ -37,15 +37,15 @@ _GONE = {
     "--find-optimal-num-workers": _WORKERS,
     "--workers-to-check": _WORKERS,
     "--max-documents": _WORKERS,
-    "--chunk-size": "omit it: each worker is given as much text as keeps it busy",
+    "--chunk-size": "omit it: each worker gets enough text to keep it busy",
     "--seq-length": "omit it: documents of any length are written, and training cuts them",
     "--trust-remote-code": "omit it: code that comes with a tokenizer is never run",
     "--make-vocab-size-divisible-by": _ROWS,
     "--pad-vocab-size-to": _ROWS,
-    "--datasets": "use tools/merge_datasets.py, which takes it",
-    "--count": "write the samples that you want into a file, and use it as --input",
+    "--datasets": "use tools/merge_datasets.py, which has this flag",
+    "--count": "write the samples that you want to a file, and use it as --input",
     "--shuffle": "omit it: training shuffles samples by --seed",
-    "--seed": "omit it: nothing here is drawn at random; training shuffles samples by its --seed",
+    "--seed": "omit it: nothing here is random; training shuffles samples by its own --seed",
 }
 
 # The shortest time between two log lines.
@@ -92,7 +92,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--presplit-sentences",
         action="store_true",
-        help="Write one sequence per sentence of text that is split already: one sentence per line "
+        help="Write one sequence per sentence of text that is already split: one sentence per line "
         "of the text, or a list of sentences.",
     )
     group.add_argument(
@@ -110,8 +110,8 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
         "--output-prefix",
         required=True,
         metavar="PATH",
-        help="Start of the names of the output files: PATH_KEY_document (with --split-sentences "
-        "or --presplit-sentences PATH_KEY_sentence) .bin and .idx.",
+        help="Beginning of the names of the output files: PATH_KEY_document.bin and .idx, or "
+        "PATH_KEY_sentence with --split-sentences or --presplit-sentences.",
     )
     group.add_argument("--overwrite", action="store_true", help="Replace existing output files.")
     group.add_argument(
@@ -121,8 +121,8 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
         "--dataset-impl",
         default="mmap",
         choices=("mmap", "lazy", "cached"),
-        help="Accepted for old scripts; no effect. The output is always mmap, the format of today, "
-        "which needs no loading.",
+        help="Accepted for old scripts; no effect. The output is always in the current format, "
+        "mmap, which needs no loading.",
     )
 
 
@@ -131,7 +131,7 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="Number of processes that encode. The output does not depend on it (default: one per "
+        help="Number of encoding processes. The output does not depend on it (default: one per "
         "core, fewer for small inputs).",
     )
     group.add_argument(
@@ -139,7 +139,7 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         default="stop",
         choices=("stop", "skip"),
         help="What to do with a bad line (broken JSON, missing key, bad UTF-8): stop with exit "
-        "code 6 and no output, or report it and leave it out (default: stop).",
+        "code 6 and no output, or report and skip it (default: stop).",
     )
     group.add_argument(
         "--log-interval",
@@ -170,7 +170,7 @@ def _check(options: argparse.Namespace) -> None:
     """
     problems = []
     if options.workers is not None and options.workers < 1:
-        problems.append(f"--workers {options.workers}: give at least 1, or leave the flag out")
+        problems.append(f"--workers {options.workers}: give at least 1, or omit the flag")
     if options.workers is not None and options.workers > _MOST_WORKERS:
         problems.append(
             f"--workers {options.workers}: give at most {_MOST_WORKERS}; more workers than cores "
@@ -189,8 +189,8 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.split_sentences and options.presplit_sentences:
         problems.append(
-            "--split-sentences and --presplit-sentences: give the second if the text is split "
-            "already, otherwise the first"
+            "--split-sentences and --presplit-sentences: give --presplit-sentences if the text is "
+            "already split, otherwise --split-sentences"
         )
     if len(set(options.json_keys)) != len(options.json_keys):
         problems.append(f"--json-keys {' '.join(options.json_keys)}: give each key once")
@@ -199,7 +199,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Encode the input and print what was written.
+    """Encode the input and print a summary of the output.
 
     Raises:
         UserError: The flags, the input or the output folder need to be changed.
@@ -237,7 +237,7 @@ def run(options: argparse.Namespace) -> None:
     )
     workers = choose_workers(paths) if options.workers is None else options.workers
     # The objects that exist now stay alive, so neither this process nor its forked workers need to
-    # scan them again.
+    # scan them for garbage again.
     gc.freeze()
     gc.enable()
     progress = _Progress(sum(map(os.path.getsize, paths)), options.log_interval, started)
@@ -257,7 +257,7 @@ def run(options: argparse.Namespace) -> None:
     for prefix, tokens in zip(prefixes, counts.tokens, strict=True):
         print(f"{prefix}: {tokens:,} tokens as {encoder.dtype}")
     print(
-        f"{counts.documents:,} documents, {counts.bad_lines:,} bad lines left out, "
+        f"{counts.documents:,} documents, {counts.bad_lines:,} bad lines skipped, "
         f"{counts.text_bytes / 1e6:.1f} MB in {seconds:.2f} s "
         f"({counts.text_bytes / seconds / 1e6:.1f} MB/s, "
         f"{counts.documents / seconds:,.0f} documents/s)"
@@ -328,7 +328,7 @@ class _Progress:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code.
 
-    0 success, 6 bad data, 8 storage error, 9 bad flags, 130 or 143 interrupted.
+    The codes are 0 success, 6 bad data, 8 storage error, 9 bad flags, 130 or 143 interrupted.
     """
     options = build_parser().read(argv)
     return run_command(lambda: run(options))

@@ -1,8 +1,8 @@
-"""Give the answers of a file the rewards of a trained reward model.
+"""Score the answers in a file with a trained reward model.
 
 python tools/score.py --load runs/reward --input held-out-pairs.jsonl --output rewards.jsonl
 
-A line of the input is a conversation, or a pair with "chosen" and "rejected", as in training.
+Each line of the input is a conversation, or a pair with "chosen" and "rejected", as in training.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Rewards = dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the rewards, and return the exit code."""
+    """Write the rewards and return the exit code."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
-    """Score each line, and tell on standard error how often the chosen answer is ahead.
+    """Score each line, and print on stderr how often the chosen answer has the higher reward.
 
     Raises:
         UserError: There is no reward model to load, or a line cannot be used.
@@ -103,12 +103,12 @@ def scored(loaded: Loaded, path: Path) -> Iterator[Rewards]:
 
 def build_parser() -> ToolParser:
     """Define the command line."""
-    parser = ToolParser("score.py", "Give answers the rewards of a trained reward model.")
+    parser = ToolParser("score.py", "Score answers with a trained reward model.")
     parser.add_argument("--load", required=True, help="Folder of checkpoints; the newest is used")
     parser.add_argument(
         "--input", required=True, help="JSON lines: conversations, or pairs of answers"
     )
     parser.add_argument(
-        "--output", help="File for the rewards, a line each. Default: standard output"
+        "--output", help="File for the rewards, one per line. Default: standard output"
     )
     return parser

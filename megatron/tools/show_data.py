@@ -4,11 +4,11 @@ r"""Show a dataset: its documents, the samples that a model sees, and statistics
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
     python tools/show_data.py --kind bert --show samples --first 7 --count 1 --html sample.html ...
 
-The data is named as in a run: by the flags for data and tokenizers of pretrain_gpt.py,
-pretrain_bert.py or pretrain_t5.py. A sample is printed as the run would read it, one line for each
-token: what the model reads, what it must predict, whether that counts in the loss, and to which
-document it belongs. With --retro-workdir, the samples of a Retro are printed chunk by chunk, each
-with its neighbors.
+The data is given as for a run, by the flags for data and tokenizers of pretrain_gpt.py,
+pretrain_bert.py or pretrain_t5.py. A sample is printed as the run would read it, one line per
+token: what the model reads, what it must predict, whether that counts in the loss, and which
+document it belongs to. With --retro-workdir, the samples of a Retro are printed chunk by chunk,
+each with its neighbors.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
 from megatron.errors import ConfigError
 
 _PARTS = ("statistics", "documents", "samples")
-_IDS = ("text", "text_enc", "text_dec", "labels")  # arrays of a sample that hold ids
+_IDS = ("text", "text_enc", "text_dec", "labels")  # arrays of a sample that contain ids
 _BAR = 40  # characters of a histogram's longest bar
 _FREQUENT = 10
-_SHOWN = 400  # characters of a document
+_SHOWN = 400  # maximum number of characters of a document
 _RETRIEVED = "chunks in a neighbor"
-_COUNTED = 10_000_000  # tokens among which the most frequent ones are counted
+_COUNTED = 10_000_000  # maximum number of tokens that statistics read
 
 
 class Table(NamedTuple):
-    """A part of the page: a title, lines of text, and rows under headings."""
+    """A part of the page: a title, lines of text, and rows with headings."""
 
     title: str
     notes: Sequence[str] = ()
@@ -61,21 +61,21 @@ def build_parser() -> ToolParser:
         "--train-samples",
         type=int,
         help="Number of training samples of the run, such as --train-iters times the global batch "
-        "size. The order of samples depends on it if the run reads its data more than once, or "
+        "size. The order of samples depends on it if the run reads its data more than once or "
         "blends datasets (default: as many as are shown, or as --retro-workdir was made for).",
     )
     for name, what in (("neighbors", "neighbors of each chunk"), ("retrieved-chunks", _RETRIEVED)):
         parser.add_argument(
             f"--retro-num-{name}", type=int, default=2, help=f"Number of {what} (default: 2)."
         )
-    parser.add_argument("--html", help="Write a page to this file instead of the terminal.")
+    parser.add_argument("--html", help="Write an HTML page to this file instead of printing.")
     add_flags(parser, DataOptions)
     add_flags(parser, TokenizerConfig)
     return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the tables, or write them to a page.
+    """Print the tables or write them to a page.
 
     Raises:
         UserError: The data cannot be read, or the flags do not name any.
@@ -85,20 +85,20 @@ def run(options: argparse.Namespace) -> None:
     options.kind = options.kind or ("gpt" if folder is None else "retro")
     if (options.kind == "retro") != (folder is not None):
         raise ConfigError(
-            f"--kind {options.kind}: give --retro-workdir with --kind retro, and only with it"
+            f"--kind {options.kind}: give --retro-workdir with --kind retro, and only then"
         )
     if folder is not None:
         given |= _of_workdir(given)
     if "seq_length" not in given or ("decoder_seq_length" not in given and options.kind == "t5"):
         missing = "--decoder-seq-length" if "seq_length" in given else "--seq-length"
-        raise ConfigError(f"{missing} is required: give the run's own")
+        raise ConfigError(f"{missing} is required: give the value of the run")
     if options.first < 0 or options.count < 1:
         raise ConfigError(
-            f"--first {options.first} --count {options.count}: give 0 or more, 1 or more"
+            f"--first {options.first} --count {options.count}: give at least 0 and at least 1"
         )
     if options.train_samples is not None and options.train_samples <= options.first:
         raise ConfigError(
-            f"--train-samples {options.train_samples}: the run has no sample --first "
+            f"--train-samples {options.train_samples}: the run does not reach --first "
             f"{options.first}: give a smaller --first"
         )
     from megatron.tokenizer import build_tokenizer
@@ -126,16 +126,16 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Corpus(NamedTuple):
-    """The documents behind a word of --data-path, of whatever kind.
+    """The documents that a word of --data-path names, of any kind.
 
     Attributes:
         name: The word.
-        documents: A function that yields the sequences of each document, `[tokens]` each, from the
-            document with a given number on.
+        documents: A function that yields the sequences of each document, `[tokens]` each, beginning
+            with the document that has the given number.
         bad: The lines without a document that `documents` has met, with their places.
         counts: The numbers of documents and tokens and their type, if the kind of file knows them.
         lengths: The number of tokens of each document, `[documents]`, if the kind of file knows
-            them. Otherwise the beginning is read.
+            them. Otherwise the beginning of the text is read.
     """
 
     name: str
@@ -148,12 +148,12 @@ class Corpus(NamedTuple):
 def _corpora(
     options: argparse.Namespace, data: DataConfig, flags: TokenizerConfig, tokenizer: Any, part: str
 ) -> Iterator[Table]:
-    """Yield statistics, or documents, of each dataset that the flags name."""
+    """Yield statistics or documents of each dataset that the flags name."""
     from megatron.data.datasets import parse_weighted_paths
 
     words = data.data_path or data.train_data_path
     if data.mock_data or not words:
-        raise ConfigError(f"--show {part}: give --data-path, or only --show samples")
+        raise ConfigError(f"--show {part}: give --data-path, or use --show samples alone")
     flag = "--data-path" if data.data_path else "--train-data-path"
     for _, name in parse_weighted_paths(words, flag):
         corpus = _open(name, flag, data, flags, tokenizer)
@@ -252,7 +252,7 @@ def _statistics(corpus: Corpus, tokenizer: Any) -> Iterator[Table]:
         for ids in sequences:
             counts.update(ids.tolist())
     documents = np.array(lengths) if corpus.lengths is None else corpus.lengths
-    beginning = "" if is_whole else " at the beginning, where the statistics end"
+    beginning = "" if is_whole else " at the beginning, to which the statistics are limited"
     notes = [corpus.counts or f"{len(documents):,} documents, {read:,} tokens{beginning}"]
     if corpus.bad:
         notes.append(f"{len(corpus.bad):,} lines without a document; the first:")
@@ -304,19 +304,21 @@ def _samples(
         single = {n: part for n, part in columns.items() if part.shape == (1,) and n != "id"}
         for length in dict.fromkeys(len(p) for p in columns.values() if len(p) > 1):
             shown = {n: p for n, p in columns.items() if len(p) == length}
-            rows = [
-                [
-                    str(place),
-                    *(_cell(name, int(part[place]), tokenizer) for name, part in shown.items()),
-                ]
-                for place in range(length)
-            ]
+            cells = []
+            for name, part in shown.items():
+                cells.append([str(int(value)) for value in part])
+                if name in _IDS:
+                    ids = map(int, part)
+                    cells[-1] = [
+                        "-" if i < 0 else f"{i} {tokenizer.detokenize([i])!r}" for i in ids
+                    ]
+            rows = list(zip(map(str, range(length)), *cells, strict=True))
             notes = [f"{name} {int(part[0])}" for name, part in single.items()]
             yield Table(f"sample {number}", notes, ("place", *shown), rows)
 
 
 def _of_workdir(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what --retro-workdir decides, by the names of flags."""
+    """Return the values that --retro-workdir determines, by the names of flags."""
     from megatron.config.data_files import read_retro_workdir
     from megatron.config.run import Findings, RunOptions
 
@@ -339,27 +341,27 @@ def _retro_samples(
     from megatron.retro.database import read_corpora
     from megatron.retro.dataset import RetroDataset, build_retro_datasets
 
-    assert data.retro_workdir is not None, "a Retro's samples are those of a folder"
+    assert data.retro_workdir is not None, "the samples of a Retro come from its folder"
     told = read_arguments(data.retro_workdir)
     counts = ("train_samples", "train_iters", "global_batch_size")
     made_for, updates, batch = (n if type(n := told.get(name)) is int else 0 for name in counts)
     samples = options.train_samples or made_for or updates * batch
     if samples <= 0:
         raise ConfigError(
-            f"--train-samples is required: {data.retro_workdir} does not say for how many samples "
-            "it was made"
+            f"--train-samples is required: {data.retro_workdir} does not say how many samples it "
+            "was made for"
         )
     model = from_given(RetroOptions, vars(options))
     request = DataRequest(data, options.seed, (samples, 0, 0))
     dataset = build_retro_datasets(request, model, tokenizer, batch_size=1).train
-    assert isinstance(dataset, RetroDataset), "training samples are asked for"
+    assert isinstance(dataset, RetroDataset), "training samples were requested"
     names = [corpus.name for corpus in read_corpora(Path(data.retro_workdir))]
     database, length = dataset.texts.database, model.chunk_length
 
     def shown(ids: Any) -> str:
         words = ids.tolist()
         while words and words[-1] == tokenizer.eod:
-            words.pop()  # fills up short chunks
+            words.pop()  # padding of short chunks
         return repr(tokenizer.detokenize(words))
 
     for number in range(options.first, min(options.first + options.count, samples)):
@@ -406,7 +408,7 @@ def _dataset(kind: str, request: Any, flags: TokenizerConfig, tokenizer: Any) ->
 
 
 def _gpt_columns(sample: Any, data: DataConfig, tokenizer: Any) -> dict[str, Any]:
-    """Return what the model gets of a GPT sample, `[s]` each."""
+    """Return the parts of a GPT sample that the model gets, `[s]` each."""
     import numpy as np
     import torch
 
@@ -427,12 +429,6 @@ def _gpt_columns(sample: Any, data: DataConfig, tokenizer: Any) -> dict[str, Any
         "position": batch.position_ids[0].numpy(),
         "document": ends_before,
     }
-
-
-def _cell(name: str, value: int, tokenizer: Any) -> str:
-    if name not in _IDS:
-        return str(value)
-    return "-" if value < 0 else f"{value} {tokenizer.detokenize([value])!r}"
 
 
 def _text(table: Table) -> str:

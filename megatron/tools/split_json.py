@@ -1,12 +1,12 @@
-r"""Divide JSON lines at random into train.json, dev.json and test.json.
+r"""Split JSON lines at random into train.json, dev.json and test.json.
 
     python tools/split_json.py --input_files a.json b.json --output_dir split \
         --test_percent 0.05 0.01
 
-This puts 5% of the lines into dev.json, 1% into test.json and the rest into train.json. Beside
-each, a file with .map appended to its name says where each line comes from: the number of the input
-file and that of the line, both from 0. Lines are shuffled; the same seed always gives the same
-files.
+This puts 5% of the lines into dev.json, 1% into test.json and the rest into train.json. For each of
+these, a file with .map appended to its name records where each line comes from: the number of the
+input file and the number of the line, both counted from 0. Lines are shuffled; the same seed always
+gives the same files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def build_parser() -> ToolParser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="Files of JSON lines, which are not compressed.",
+        help="Uncompressed files of JSON lines.",
     )
     add("--output_dir", "--output-dir", required=True, metavar="DIR", help="Folder to write to.")
     add(
@@ -44,7 +44,7 @@ def build_parser() -> ToolParser:
         type=float,
         default=[0.05, 0.0],
         metavar="X",
-        help="Shares of dev.json and, if given, of test.json, from 0 to 1 (default: 0.05 0).",
+        help="Shares of dev.json and (optional) test.json, from 0 to 1 (default: 0.05 0).",
     )
     add("--seed", type=int, default=1234, help="Seed of the shuffle (default: 1234).")
     add("--overwrite", action="store_true", help="Replace existing output files.")
@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> None:
     if len(options.test_percent) > 2 or min(shares) < 0 or sum(shares) > 1:
         given = " ".join(map(str, options.test_percent))
         raise ConfigError(
-            f"--test_percent {given}: give the share of dev.json and that of test.json, from 0 to "
-            "1, together at most 1"
+            f"--test_percent {given}: give the shares of dev.json and test.json, from 0 to 1, "
+            "together at most 1"
         )
     paths = [Path(options.output_dir) / name for name in _NAMES]
     maps = [path.with_name(f"{path.name}.map") for path in paths]
@@ -101,7 +101,7 @@ def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is importe
     """Return the offset of each line in a file, then the file's size.
 
     Raises:
-        DataError: The file cannot be read, is compressed, or holds no line.
+        DataError: The file cannot be read, is compressed, or has no lines.
     """
     import numpy as np
 
@@ -109,7 +109,7 @@ def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is importe
     try:
         with open(path, "rb") as file:
             if file.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh")):
-                raise DataError(f"--input_files {path}: a compressed file: unpack it first")
+                raise DataError(f"--input_files {path}: this file is compressed: unpack it first")
             file.seek(0)
             for line in file:
                 size += len(line)
@@ -117,7 +117,7 @@ def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is importe
     except OSError as error:
         raise DataError(f"--input_files {path}: {error.strerror}; give a readable file") from error
     if not size:
-        raise DataError(f"--input_files {path}: this file is empty: leave it out")
+        raise DataError(f"--input_files {path}: this file is empty: omit it")
     return np.array(starts, np.int64)
 
 

@@ -12,16 +12,20 @@ import codecs
 import contextlib
 import http.client
 import json
+import re
+import subprocess
 import sys
+import tempfile
+import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from megatron.command import run_command
+from megatron.command import run_command, say
 from megatron.config.arguments import ToolParser
-from megatron.environment import private_cache
-from megatron.errors import UserError
+from megatron.environment import module_command, private_cache
+from megatron.errors import CheckpointError, ConfigError, UserError
 
 _HELP = """\
 Write a text, and the model continues it. With --chat, write a message, and it answers.
@@ -32,6 +36,8 @@ Write a text, and the model continues it. With --chat, write a message, and it a
 Ctrl-C stops an answer."""
 _NUMBERS = {"tokens": int, "seed": int, "top_k": int, "temperature": float, "top_p": float}
 _KEPT_LINES = 1000
+_PATIENCE = 0.2  # seconds between two checks of a server that is starting
+_LINES = 20  # last lines to show of a server that failed
 _LONGEST_WAIT = 1e6  # seconds
 # Models also write control characters, which could change the terminal's settings.
 _SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
@@ -56,17 +62,12 @@ def run(options: argparse.Namespace) -> None:
     if options.prompt is not None:
         talk.answer(options.prompt)
     elif not sys.stdin.isatty():
-        talk.answer(_piped(sys.stdin.buffer.read()))
+        # An incomplete character that `head -c` may leave at the end is dropped. Other bytes that
+        # are not UTF-8 become surrogates, which are refused before they are sent.
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        talk.answer(decoder.decode(sys.stdin.buffer.read()))
     else:
         _converse(talk)
-
-
-def _piped(data: bytes) -> str:
-    """Return bytes as text, without an incomplete character that `head -c` may leave at the end.
-
-    Other bytes that are not UTF-8 become surrogates, which are refused before they are sent.
-    """
-    return codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(data)
 
 
 class Server:
@@ -97,7 +98,17 @@ class Server:
         self._host, self._port, self._timeout = url.hostname, port, timeout
         self._headers = {"Content-Type": "application/json"}
         if token_file is not None:
-            self._headers["Authorization"] = f"Bearer {_read_token(token_file)}"
+            try:
+                token = Path(token_file).read_text(encoding="ascii").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(
+                    f"--auth-token-file {token_file} cannot be read: {error}"
+                ) from error
+            if not token or not token.isprintable():
+                raise UserError(
+                    f"--auth-token-file {token_file}: give a file whose only line is the token"
+                )
+            self._headers["Authorization"] = f"Bearer {token}"
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the objects of a streamed answer.
@@ -142,16 +153,6 @@ def _encoded(body: dict[str, Any]) -> bytes:
         raise UserError("the text is not UTF-8: convert it, for example with iconv") from None
     except ValueError:
         raise UserError("one of the numbers is not finite: give a finite one") from None
-
-
-def _read_token(path: str) -> str:
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--auth-token-file {path} cannot be read: {error}") from error
-    if not token or not token.isprintable():
-        raise UserError(f"--auth-token-file {path}: give a file whose only line is the token")
-    return token
 
 
 def _message(response: http.client.HTTPResponse) -> str:
@@ -376,3 +377,79 @@ def build_parser() -> ToolParser:
         help="seconds to wait for the next piece of an answer (%(default)s)",
     )
     return parser
+
+
+def chat(words: Sequence[str]) -> int:
+    """Talk to the server or checkpoint that the first word names, and return the exit code."""
+    parser = build_parser()
+    parser.prog = "megatron chat"
+    parser.description = (
+        "Talk to a model. Instead of HOST:PORT, name a folder of checkpoints: a server for it runs "
+        "on this machine until you leave."
+    )
+    parser.add_argument(
+        "--serve-adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="with a folder of checkpoints: an adapter of its model, chosen by --model NAME; "
+        "may be given several times",
+    )
+    options = parser.read(words)
+
+    def work() -> None:
+        folder = Path(options.server)
+        if not folder.is_dir():
+            if "/" in options.server and "//" not in options.server:
+                raise ConfigError(
+                    f"{folder}: there is no such folder: name a folder of checkpoints, or a server "
+                    "as HOST:PORT"
+                )
+            if options.serve_adapter:
+                raise ConfigError(
+                    f"--serve-adapter is for a folder of checkpoints, and {options.server} is a "
+                    "server: choose one of its adapters with --model"
+                )
+            run(options)
+            return
+        with serving(folder, options.serve_adapter) as options.server:
+            run(options)
+
+    return run_command(work)
+
+
+@contextlib.contextmanager
+def serving(checkpoints: Path, adapters: Sequence[str] = ()) -> Iterator[str]:
+    """Serve a checkpoint, for this machine only, and yield the address of the server.
+
+    Args:
+        checkpoints: The folder of checkpoints.
+        adapters: Adapters of the model, each NAME=FOLDER.
+
+    Raises:
+        CheckpointError: The server ended before it was ready. The message has its last lines.
+    """
+    say(f"loading {checkpoints} ...")
+    with tempfile.TemporaryFile("w+b") as log:
+        words = ["serve", "--load", str(checkpoints), "--port", "0"]
+        words += [word for each in adapters for word in ("--serve-adapter", each)]
+        command = [*module_command("megatron.cli.main"), *words]
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            yield _address(server, log)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _address(server: subprocess.Popen[bytes], log: IO[bytes]) -> str:
+    """Wait until a server has loaded its model and return the address that it then prints."""
+    while True:
+        has_ended = server.poll() is not None
+        log.seek(0)
+        text = log.read().decode(errors="replace")
+        if found := re.search(r"http://\S+:\d+", text):
+            return found.group()
+        if has_ended:
+            raise CheckpointError("\n".join(text.splitlines()[-_LINES:]).removeprefix("error: "))
+        time.sleep(_PATIENCE)

@@ -4,13 +4,13 @@
     python tools/train_tokenizer.py --input corpus.jsonl --kind wordpiece --output-dir tokenizer
     python tools/train_tokenizer.py corpus.jsonl tokenizer --kind sentencepiece --model-type bpe
 
-The first writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with --vocab-file
-and --merge-file), the second vocab.txt (for BertWordPieceLowerCase, or with --cased for
-BertWordPieceCase, with --vocab-file). Both write tokenizer.json (for HuggingFaceTokenizer). The
-third, which names the input and the folder without flags, writes tokenizer.model (for
+The first command writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with
+--vocab-file and --merge-file), the second one vocab.txt (for BertWordPieceLowerCase or, with
+--cased, BertWordPieceCase, with --vocab-file). Both write tokenizer.json (HuggingFaceTokenizer).
+The third command, which gives the input and the folder without flags, writes tokenizer.model (for
 GPTSentencePieceTokenizer, SentencePieceTokenizer or Llama2Tokenizer, with --tokenizer-model) and
-tokenizer.vocab, a list to look at. The same input always gives the same files. An existing
-tokenizer is not replaced without --overwrite, because datasets and models may depend on it.
+tokenizer.vocab, a readable list. The same input always gives the same files. An existing tokenizer
+is not replaced without --overwrite, because datasets and models may depend on it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from megatron.errors import ConfigError, DataError, StorageError
 _END = "<|endoftext|>"
 _SMALLEST = 257  # the bytes and the end-of-document entry
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
-# The files that the kinds write.
+# The files that the kinds of tokenizers write.
 _NAMES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "tokenizer.vocab"),
 )
-_SMALLEST_PIECES = 261  # the bytes, <unk>, <s>, </s>, <pad> and a piece
-_LONGEST_SENTENCE = 1 << 16  # bytes of a line that SentencePiece learns from
-_THREADS = 4  # always, because sums in another order give other scores
-# The library takes time quadratic in the length of a word: minutes for one of a few megabytes.
+_SMALLEST_PIECES = 261  # the bytes, <unk>, <s>, </s>, <pad> and one piece
+_LONGEST_SENTENCE = 1 << 16  # maximum number of bytes of a line for SentencePiece
+_THREADS = 4  # a fixed number, because another order of sums gives other scores
+# The library's time is quadratic in the length of a word: minutes for a few megabytes.
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 _LARGEST_ALPHABET = 1000  # characters in a WordPiece vocabulary; words with others are unknown
 
@@ -82,14 +82,14 @@ def build_parser() -> ToolParser:
         "--model-type",
         choices=("unigram", "bpe"),
         help="With --kind sentencepiece, how pieces are chosen (default: unigram, as in T5; Llama "
-        "has bpe).",
+        "uses bpe).",
     )
     output.add_argument(
         "--character-coverage",
         type=float,
         metavar="X",
-        help="With --kind sentencepiece, share of the text's characters that get pieces of their "
-        "own; the others are spelled in bytes (default: 0.9995).",
+        help="With --kind sentencepiece, share of the text's characters that get their own pieces; "
+        "the others are spelled in bytes (default: 0.9995).",
     )
     output.add_argument(
         "--cased", action="store_true", help="With --kind wordpiece, keep upper case and accents."
@@ -117,7 +117,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train and write the files.
+    """Train the tokenizer and write its files.
 
     Raises:
         UserError: The flags, the input or the output folder need to be changed.
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _train(paths: Sequence[str], options: argparse.Namespace) -> tuple[int, Files]:
-    """Return the size of the vocabulary, and the files to write."""
+    """Return the size of the vocabulary and the files to write."""
     if options.kind == "sentencepiece":
         return _train_sentencepiece(_texts(paths, options), options)
     if options.kind == "bpe":
@@ -161,7 +161,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.kind == "sentencepiece" and options.vocab_size < _SMALLEST_PIECES:
         raise ConfigError(
             f"--vocab-size {options.vocab_size}: give at least {_SMALLEST_PIECES} (256 bytes, "
-            "<unk>, <s>, </s>, <pad> and a piece)"
+            "<unk>, <s>, </s>, <pad> and one piece)"
         )
     for name, value in (
         ("--model-type", options.model_type),
@@ -193,7 +193,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _take_positions(options: argparse.Namespace) -> None:
-    """Take the words without flags as the values of --input and --output-dir.
+    """Use the words without flags as the values of --input and --output-dir.
 
     Raises:
         ConfigError: One of the two is missing or given twice.
@@ -240,7 +240,7 @@ def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Yield a text in pieces that end within long words, and nowhere else."""
+    """Yield a text in pieces that are cut only inside long words."""
     start = 0
     for run in _LONG_RUN.finditer(text):
         yield text[start : run.end()]
@@ -249,7 +249,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _train_bpe(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
-    """Train byte-level BPE. Bytes come first in the vocabulary, the end-of-document entry last."""
+    """Train byte-level BPE, with bytes first in the vocabulary and the end-of-document last."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -290,11 +290,11 @@ def _bpe_files(tokenizer: Any) -> Files:
 
 
 def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Namespace) -> Any:
-    """Train WordPiece. Special entries come first in the vocabulary, then single characters.
+    """Train WordPiece, with special entries first in the vocabulary, then single characters.
 
     Args:
         texts: A function that starts a pass over the input. The first pass finds the characters,
-            the second the words.
+            and the second finds the words.
         options: The command line.
     """
     from tokenizers.decoders import WordPiece as WordPieceDecoder
@@ -303,10 +303,16 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
     from megatron.tokenizer.wordpiece import wordpiece_pipeline
 
     draft = wordpiece_pipeline({"[UNK]": 0}, lower_case=not options.cased)
-    alphabet = _alphabet(draft, texts())
+    counts: Counter[str] = Counter()
+    for text in texts():
+        counts.update(draft.normalizer.normalize_str(text))
+    frequent = sorted(counts, key=lambda character: (-counts[character], character))
+    alphabet = sorted([c for c in frequent if not c.isspace()][:_LARGEST_ALPHABET])
     # The library numbers characters inside words in an order that changes from run to run and
-    # decides ties. As special entries they are numbered before that.
-    continuing = [f"##{character}" for character in alphabet if _continues(draft, character)]
+    # affects ties. As special entries, they are numbered earlier.
+    # Punctuation is always a separate word.
+    split = draft.pre_tokenizer.pre_tokenize_str
+    continuing = [f"##{character}" for character in alphabet if len(split(f"a{character}")) == 1]
     smallest = len(_SPECIAL) + len(continuing) + len(alphabet)
     if options.vocab_size < smallest:
         raise ConfigError(
@@ -322,7 +328,7 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
         show_progress=sys.stderr.isatty(),
     )
     draft.train_from_iterator(texts(), trainer=trainer)
-    # A new pipeline is needed, because the draft also finds its special entries in text.
+    # A new pipeline is needed, because the draft also recognizes its special entries in text.
     tokenizer = wordpiece_pipeline(draft.get_vocab(), lower_case=not options.cased)
     tokenizer.add_special_tokens(_SPECIAL)
     tokenizer.decoder = WordPieceDecoder()
@@ -330,10 +336,10 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
 
 
 def _train_sentencepiece(texts: Iterator[str], options: argparse.Namespace) -> tuple[int, Files]:
-    """Train a SentencePiece model that spells every text, white space included, without loss.
+    """Train a SentencePiece model that represents every text exactly, including white space.
 
     Returns:
-        The number of pieces, and the files.
+        The number of pieces and the files.
 
     Raises:
         ConfigError: The library refuses the size of the vocabulary.
@@ -370,25 +376,10 @@ def _train_sentencepiece(texts: Iterator[str], options: argparse.Namespace) -> t
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a text, in pieces that are not too long for the library."""
+    """Yield the lines of a text in pieces that are not too long for the library."""
     step = _LONGEST_SENTENCE // 4  # characters, of up to 4 bytes
     for line in text.split("\n"):
         yield from (line[start : start + step] for start in range(0, len(line), step))
-
-
-def _alphabet(pipeline: Any, texts: Iterator[str]) -> list[str]:
-    """Return the most frequent characters of normalized text, sorted."""
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(pipeline.normalizer.normalize_str(text))
-    frequent = sorted(counts, key=lambda character: (-counts[character], character))
-    kept = [character for character in frequent if not character.isspace()]
-    return sorted(kept[:_LARGEST_ALPHABET])
-
-
-def _continues(pipeline: Any, character: str) -> bool:
-    """Return whether `character` can be inside a word; punctuation is always a separate word."""
-    return len(pipeline.pre_tokenizer.pre_tokenize_str(f"a{character}")) == 1
 
 
 def _wordpiece_files(tokenizer: Any) -> Files:

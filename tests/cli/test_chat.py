@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli import chat
 from megatron.errors import CheckpointError
+from megatron.tools import text_generation_cli as chat
 
 
 def test_a_folder_without_a_checkpoint_is_told_by_the_server_s_own_message(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_processes_of_a_launcher_start_none_of_their_own(monkeypatch: pytest.Mon
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(pretrain, "_gpus", lambda: 8)
     assert training_command(["gpt-tiny"])[0] == ["python"]
-    with pytest.raises(ConfigError, match="a launcher has started this process already"):
+    with pytest.raises(ConfigError, match="a launcher has already started this process"):
         training_command(["gpt-tiny", "--gpus", "2"])
 
 

@@ -587,12 +587,12 @@ def test_a_private_folder_that_is_a_link_or_foreign_is_not_entered(gpu, planted,
     (elsewhere / _named(content)).write_bytes(content)
     folder.parent.mkdir()
     folder.symlink_to(elsewhere)
-    _is_off(gpu, capsys, str(folder), "not a folder of this user alone", "set MEGATRON_CACHE")
+    _is_off(gpu, capsys, str(folder), "not a private folder of this user", "set MEGATRON_CACHE")
     folder.unlink()
     if os.getuid() == 0:
         elsewhere.rename(folder)
         os.chown(folder, 4321, 4321)
-        _is_off(gpu, capsys, str(folder), "not a folder of this user alone")
+        _is_off(gpu, capsys, str(folder), "not a private folder of this user")
     assert not loaded()
 
 

@@ -240,16 +240,19 @@ def test_layouts_are_written_with_their_flags_and_predictions(tmp_path, capsys):
         ("--gpus 8xH100", "--global-batch is required"),
         ("--gpus 8xH100 --global-batch 8 --model gpt-5", "megatron recipes"),
         ("--gpus 8xH100 --global-batch 8 --memory -3", "must be above 0"),
-        (f"--gpus 8xA100 --global-batch 8 -- {SMALL} --fp8-format hybrid", "8 bits: drop it"),
+        (
+            f"--gpus 8xA100 --global-batch 8 -- {SMALL} --fp8-format hybrid",
+            "A100 does not support FP8: drop it",
+        ),
         (
             f"--gpus 8xB200 --global-batch 8 -- {SMALL} --num-experts 8 --bf16 --fp8-format hybrid",
-            "B200 does not multiply experts in 8 bits: drop --fp8-format",
+            "B200 does not support FP8 for experts: drop --fp8-format",
         ),
         ("--gpus 1xA100 --global-batch 1 --memory 1 --model gpt-125m", "none of"),
         (
             "--gpus 8xH100 --global-batch 7 -- --num-layers 3 --hidden-size 60 "
             "--num-attention-heads 5 --seq-length 64 --max-position-embeddings 64",
-            "use a --global-batch that 8 divides",
+            "use a multiple of 8 for --global-batch",
         ),
         ("--gpus 8xH100 --mtbf-hours nan", "--mtbf-hours nan: must be a finite number"),
         ("--gpus 8xH100 --restart-seconds inf", "--restart-seconds inf: must be a finite number"),
@@ -319,7 +322,9 @@ def test_a_teacher_is_named_as_a_model(capsys):
     words = ["--gpus 8xH200 --memory --time --global-batch 8", f"-- {SMALL} --micro-batch-size 1"]
     run(_options("--teacher llama3-8b", *words))
     assert ", teacher 1" in capsys.readouterr().out  # 15 GiB
-    with pytest.raises(ConfigError, match="reads no checkpoints: name the teacher's network with"):
+    with pytest.raises(
+        ConfigError, match="does not read checkpoints: name the teacher's network with"
+    ):
         run(_options(*words, "--teacher-load out/teacher"))
     with pytest.raises(ConfigError, match="--teacher t5-base: the teacher must be a GPT"):
         run(_options("--teacher t5-base", *words))

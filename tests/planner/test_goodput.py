@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron.planner.goodput import Failures
+from megatron.planner.prediction import Failures
 
 LLAMA = Failures(between=50_000 * 3600 / 16_384, checkpoint=30, restart=600)
 

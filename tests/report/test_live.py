@@ -86,7 +86,7 @@ def test_runs_that_begin_later_are_found(tmp_path: Path) -> None:
 
     def names() -> list[str]:
         live._read()
-        return [run["name"] for run in json.loads(live._dump())["runs"]]
+        return [source.history.name for source in live._sources]
 
     assert names() == []
     write_run(runs / "b", [record(1)])
@@ -96,11 +96,11 @@ def test_runs_that_begin_later_are_found(tmp_path: Path) -> None:
     assert not live._read()
     append(runs / "b", json.dumps(record(2)) + "\n")
     assert live._read()
-    curves = json.loads(live._dump())["charts"][0]["curves"]
+    curves = json.loads(asyncio.run(live.current())[0])["charts"][0]["curves"]
     assert [curve["x"] for curve in curves] == [[1, 2], [1, 2]]
     shutil.rmtree(runs)
     live._read()
-    assert len(json.loads(live._dump())["runs"]) == 2
+    assert len(json.loads(asyncio.run(live.current())[0])["runs"]) == 2
 
 
 def test_a_folder_that_does_not_exist_is_an_error(tmp_path, capsys):
@@ -121,8 +121,8 @@ def test_only_this_machine_may_ask_and_nothing_can_be_sent(served):
     ("words", "message"),
     [
         (["--port", "70000"], "--port 70000: use 0 to 65535"),
-        (["--output", "x.html"], "--output with --live: give one of them"),
-        (["--overwrite"], "--overwrite with --live: give one of them"),
+        (["--output", "x.html"], "--output with --live: give only one of them"),
+        (["--overwrite"], "--overwrite with --live: give only one of them"),
     ],
 )
 def test_flags_that_cannot_be(tmp_path, capsys, words, message):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.submit.command import build_parser, describe
-from megatron.submit.render import render
+from megatron.submit.command import build_parser, describe, render
 
 COMMAND = ["--", "pretrain_gpt.py", "--config", "examples/gpt_tiny.yaml"]
 # What a run needs to be continued.

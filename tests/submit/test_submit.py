@@ -57,5 +57,5 @@ def test_a_missing_program_is_named(target: list[str], program: str, tmp_path: P
         check=False,
     )
     assert done.returncode == 9
-    assert f"--submit: there is no {program} here" in done.stderr
+    assert f"--submit: {program} is not installed here" in done.stderr
     assert (tmp_path / "job file.sh").exists()

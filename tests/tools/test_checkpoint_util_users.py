@@ -166,7 +166,7 @@ def test_a_bi_encoder_is_not_converted(tmp_path, capsys):
     train_toy(Layout.single(), f"--save {root} --save-interval 1 --train-iters 1".split(), "ict")
     flags = f"--model-type BERT --loader native --saver megatron --load-dir {root}"
     assert util.main([*flags.split(), "--save-dir", str(tmp_path / "o")]) != 0
-    assert "bi-encoders are not converted" in capsys.readouterr().err
+    assert "bi-encoders cannot be converted" in capsys.readouterr().err
 
 
 def test_without_a_tokenizer_no_end_of_text_is_made_up(gpt, tmp_path):

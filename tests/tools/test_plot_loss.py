@@ -52,7 +52,7 @@ def test_any_number_of_the_log_is_drawn(tmp_path, capsys):
     assert plot_loss.main([*words, "--curve", "reward"]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
     assert plot_loss.main([*words, "--overwrite", "--curve", "rewards"]) == 6
-    assert "no record holds the curve ('rewards'); it holds" in capsys.readouterr().err
+    assert "no record has the curve ('rewards'); it has" in capsys.readouterr().err
 
 
 def test_an_existing_picture_is_not_replaced(tmp_path, capsys):

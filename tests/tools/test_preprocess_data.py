@@ -446,7 +446,7 @@ def test_fuzz_skips_exactly_the_bad_lines(run, tmp_path, monkeypatch):
             "--input", path, "--append-eod", "--workers", workers, "--on-error", "skip"
         )
         assert code == 0
-        assert f"{2000 - len(bad):,} documents, {len(bad)} bad lines left out" in out
+        assert f"{2000 - len(bad):,} documents, {len(bad)} bad lines skipped" in out
         reported = [int(line.split(":")[1]) for line in err.splitlines()]
         assert reported == bad
         assert contents(tmp_path) == expected
@@ -577,7 +577,7 @@ def test_a_line_that_is_too_long_is_named_or_left_out(run, tmp_path, name):
     code, out, err = run("--input", path, "--max-line-mb", 1, "--on-error", "skip")
     assert (code, err.count("\n")) == (0, 2)
     assert f"{path}:4: the line is longer than 1 MiB" in err
-    assert "3 documents, 2 bad lines left out" in out
+    assert "3 documents, 2 bad lines skipped" in out
     documents = output(tmp_path)
     assert [documents.get(i).tolist() for i in range(3)] == [[256], [257], [256, 257]]
 
@@ -675,7 +675,7 @@ def test_a_gzip_of_gigabytes_takes_little_memory(tmp_path, tokenizer_flags):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "1 documents, 1 bad lines left out" in done.stdout
+    assert "1 documents, 1 bad lines skipped" in done.stdout
 
 
 def test_a_worker_without_memory_is_one_line(tmp_path, tokenizer_flags):

@@ -163,7 +163,7 @@ def test_a_page_escapes_what_it_shows(vocabulary, tmp_path, capsys):
         (["--data-path", "x", "--seq-length", "4", "--count", "0"], "--count 0"),
         (
             ["--data-path", "x", "--seq-length", "4", "--train-samples", "0"],
-            "has no sample --first 0",
+            "does not reach --first 0",
         ),
         (["--mock-data", "--seq-length", "4"], "--show statistics: give --data-path"),
     ],
@@ -212,7 +212,7 @@ def test_a_retro_s_chunks_are_shown_with_their_neighbors(workdir, tmp_path, caps
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--kind", "gpt"], "--kind gpt: give --retro-workdir with --kind retro, and only with it"),
+        (["--kind", "gpt"], "--kind gpt: give --retro-workdir with --kind retro, and only then"),
         (["--seq-length", "8"], "--seq-length 8: --retro-workdir .* was made with --seq-length 16"),
         (["--retro-num-neighbors", "9"], "holds 4 neighbors per chunk, but"),
         (["--retro-num-retrieved-chunks", "0"], "--retro-num-retrieved-chunks 0: must be at least"),

@@ -43,11 +43,11 @@ def test_every_line_is_in_one_file_and_its_origin_beside_it(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        ("--test_percent 0.9 0.2", 9, "--test_percent 0.9 0.2: give the share of dev.json"),
-        ("--test_percent -1", 9, "--test_percent -1.0: give the share"),
+        ("--test_percent 0.9 0.2", 9, "--test_percent 0.9 0.2: give the shares of dev.json"),
+        ("--test_percent -1", 9, "--test_percent -1.0: give the shares"),
         ("--input_files none.json", 6, "--input_files none.json: No such file or directory"),
         ("--input_files empty.json", 6, "--input_files empty.json: this file is empty"),
-        ("--input_files a.gz", 6, "--input_files a.gz: a compressed file: unpack it first"),
+        ("--input_files a.gz", 6, "--input_files a.gz: this file is compressed: unpack it first"),
         ("--output_dir old", 9, "already exists"),
     ],
 )
@@ -87,7 +87,7 @@ def test_presplit_sentences_train_as_split_ones_do(tmp_path, capsys):
     assert [data.get(i).tolist() for i in range(5)] == [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
     assert data.document_indices.tolist() == [0, 3, 5]
     assert preprocess_data.main([*words, "--overwrite", "--split-sentences"]) == 9
-    assert "give the second if the text is split already" in capsys.readouterr().err
+    assert "give --presplit-sentences if the text is already split" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

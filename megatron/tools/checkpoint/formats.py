@@ -1,7 +1,7 @@
-"""The formats of `tools/checkpoint/util.py`: a table of loaders and one of savers.
+"""The formats of `tools/checkpoint/util.py`: a table of loaders and a table of savers.
 
-To add a format, add a function to a table. A loader returns a `SourceModel`, any reader with the
-configuration and the files that belong to it, and a saver takes one.
+To add a format, add a function to a table. A loader returns a `SourceModel`: any reader together
+with the configuration and the files that belong to it. A saver takes one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SourceModel:
         reader: Reader of the checkpoint's tensors.
         config: Configuration of the checkpoint's run.
         companions: The folder of Hugging Face files that belong to the checkpoint, if any.
-        family: The original `model_type`, or None if the model is not from Hugging Face.
+        family: The original `model_type`, or `None` if the model is not from Hugging Face.
         bare_names: Whether the Hugging Face tensor names lacked the family's prefix.
         notices: Lines for the user.
     """
@@ -96,18 +96,18 @@ class SourceModel:
 
 
 def check_target(options: argparse.Namespace) -> None:
-    """Check that the target holds no checkpoints of the source, a run or another conversion.
+    """Check that the target has no checkpoints of the source, a run or a conversion.
 
     Hugging Face's writer itself refuses a folder that is not empty.
 
     Raises:
-        ConfigError: The folder holds checkpoints.
+        ConfigError: The folder has checkpoints.
     """
     held = [found.path.name for found in scan(options.save_dir)[0]]
     if options.saver not in ("hf", "peft") and held:
         raise ConfigError(
-            f"--save-dir {options.save_dir}: already holds {held[0]}, which the conversion would "
-            "replace or outdate: give another folder"
+            f"--save-dir {options.save_dir}: already contains {held[0]}, which the conversion "
+            "would replace or make obsolete: give another folder"
         )
 
 
@@ -115,14 +115,14 @@ def check_companions(options: argparse.Namespace) -> None:
     """Check that --hf-files names a folder with files that belong to a model.
 
     Raises:
-        ConfigError: The folder does not exist or holds no such files.
+        ConfigError: The folder does not exist or has no such files.
     """
     folder = options.hf_files
     if folder is not None and not any((folder / name).is_file() for name in files.COMPANIONS):
-        what = "the folder holds no model files" if folder.is_dir() else "there is no such folder"
+        what = "the folder has no model files" if folder.is_dir() else "there is no such folder"
         raise ConfigError(
-            f"--hf-files {folder}: {what}: give one with {files.CONFIG}, {files.TOKENIZER_JSON} or "
-            "the like"
+            f"--hf-files {folder}: {what}: give a folder with {files.CONFIG}, "
+            f"{files.TOKENIZER_JSON} or similar files"
         )
 
 
@@ -148,7 +148,7 @@ def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> Checkpoin
 
 
 def load_own(options: argparse.Namespace) -> SourceModel:
-    """Open the newest checkpoint that this program, Megatron-LM, its Core or DeepSpeed wrote."""
+    """Open the newest checkpoint of this program, Megatron-LM, Megatron Core or DeepSpeed."""
     folder = options.load_dir
     reader = None
     if not folder.is_file():
@@ -168,8 +168,8 @@ def load_own(options: argparse.Namespace) -> SourceModel:
         sections = {**legacy_surroundings(reader.meta["legacy_args"]), **sections}
     config = _complete(from_dict(sections, str(reader.path)), reader)
     if is_other and _entries_if_there(config.tokenizer) is None:
-        config = replace(config, tokenizer=TokenizerConfig())  # its files were on another machine
-    # Files copied by an import: in this folder, or in the folder of the run's tokenizer.
+        config = replace(config, tokenizer=TokenizerConfig())  # the files are on another machine
+    # Files that an import copied are in this folder or in the folder of the run's tokenizer.
     tokenizer = [getattr(config.tokenizer, field) for field in files_of(config.tokenizer)]
     beside = [one / files.COMPANION_FOLDER for one in (folder, folder.absolute().parent)]
     places = [*beside, *(Path(name).parent for name in tokenizer if name)]
@@ -188,8 +188,8 @@ def _complete(config: RunOptions, reader: Reader) -> ModelRun:
     """Resolve a model's configuration: derived sizes, window and precision."""
     if config.model.architecture == "ict":
         raise CheckpointError(
-            f"{reader.path}: bi-encoders are not converted: --load of pretrain_ict.py and "
-            "tasks/main.py reads native checkpoints and Megatron-LM's as they are"
+            f"{reader.path}: bi-encoders cannot be converted: pretrain_ict.py and tasks/main.py "
+            "load native and Megatron-LM checkpoints directly with --load"
         )
     positions = config.model.max_position_embeddings
     if positions is None and _POSITIONS in reader.names():
@@ -210,7 +210,7 @@ def save_native(source: SourceModel, options: argparse.Namespace, check: Check) 
     """Write a native checkpoint and the model's small files."""
     tokenizer = _adopt_files(source, options)
     held = rows = options.true_vocab_size or source.rows
-    is_own = tokenizer == source.config.tokenizer  # the files may have been moved since
+    is_own = tokenizer == source.config.tokenizer  # the files may have been moved
     entries = (_entries_if_there if is_own else _entries)(tokenizer)
     multiple = source.config.model.make_vocab_size_divisible_by
     if entries is not None and entries > rows:  # our BERT tokenizer adds two entries
@@ -236,7 +236,7 @@ def save_native(source: SourceModel, options: argparse.Namespace, check: Check) 
 
 
 def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write files for Megatron-LM 23.08, split as the flags ask or as the source was split."""
+    """Write files for Megatron-LM 23.08, split by the flags or like the source."""
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     config = replace(source.config, parallel=split_as_asked(old, source.config.model, options))
     given = from_given(TokenizerConfig, vars(options))
@@ -266,9 +266,9 @@ def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check
 
 
 def save_core(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a checkpoint in Megatron Core's format, with the optimizer as the source's run had it.
+    """Write a Megatron Core checkpoint with the optimizer settings of the source's run.
 
-    Its grid is that of the source's run.
+    The grid is also that of the source's run.
     """
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     sizes = ("tensor", "pipeline", "expert")
@@ -288,10 +288,10 @@ def save_core(source: SourceModel, options: argparse.Namespace, check: Check) ->
 def split_as_asked(
     old: Mapping[str, Any], model: ModelConfig, options: argparse.Namespace
 ) -> ParallelConfig:
-    """Return the parallel sizes by which to split Megatron-LM's files, from the --target flags.
+    """Return the parallel sizes for splitting Megatron-LM's files, from the --target flags.
 
     Args:
-        old: The source's split by the names of `ParallelConfig`, which are also Megatron's.
+        old: The source's split, by the names of `ParallelConfig`, which Megatron also uses.
         model: The checkpoint's network.
         options: The options of `util.py`.
 
@@ -300,7 +300,7 @@ def split_as_asked(
     """
     split = options.target_pipeline_parallel_split_rank
     if split is not None and not model.decoder_layers:
-        raise ConfigError(f"--target-pipeline-parallel-split-rank {split} is for a T5: drop it")
+        raise ConfigError(f"--target-pipeline-parallel-split-rank {split} is for T5 only: drop it")
     if split is None and options.target_pipeline_parallel_size is None:
         split = old.get("pipeline_model_parallel_split_rank")
     tensor, stages = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
@@ -334,7 +334,7 @@ def split_as_asked(
 def padding_multiple(entries: int, rows: int) -> int:
     """Return the smallest --make-vocab-size-divisible-by that pads `entries` to `rows`.
 
-    Training then continues with the same rows, all of which take part in the model's softmax.
+    Training then continues with the same rows, which all take part in the model's softmax.
     """
     return next(
         m for m in range(rows - entries + 1, rows + 1) if math.ceil(entries / m) * m == rows
@@ -353,7 +353,7 @@ def _entries_if_there(config: TokenizerConfig) -> int | None:
 
 
 def _adopt_files(source: SourceModel, options: argparse.Namespace) -> TokenizerConfig:
-    """Copy the model's small files into the folder of checkpoints and return its tokenizer."""
+    """Copy the model's small files into the checkpoint folder and return its tokenizer."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
     found = dict(source.companion_files())
     given, own = _given_tokenizer(source, options), source.config.tokenizer
@@ -386,7 +386,7 @@ def _adopt_files(source: SourceModel, options: argparse.Namespace) -> TokenizerC
 
 
 def _moved(own: TokenizerConfig, old: Path, new: Path) -> TokenizerConfig:
-    """Return a run's own tokenizer with the new paths of the files that were copied."""
+    """Return a run's own tokenizer with the new paths of the copied files."""
     places: dict[str, Any] = {}
     for field in _FILES:
         path = getattr(own, field)
@@ -406,7 +406,7 @@ def _read(path: str, field: str) -> bytes:
 
 
 def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> TokenizerConfig:
-    """Return the tokenizer that the flags give, or an empty one if they give no files.
+    """Return the tokenizer from the flags, or an empty one if they give no files.
 
     Raises:
         ConfigError: The tokenizer cannot be built from the given files.
@@ -463,7 +463,7 @@ def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> P
 
 
 def _add_chat(companions: dict[str, bytes], config: TokenizerConfig) -> None:
-    """Add the run's chat template, and the token that ends its turns to those that end answers."""
+    """Add the run's chat template, and add its end-of-turn token to the tokens that end answers."""
     source = find_template(config.chat_template, config.tokenizer_model)
     if source is None or _entries_if_there(config) is None:
         return
@@ -474,7 +474,7 @@ def _add_chat(companions: dict[str, bytes], config: TokenizerConfig) -> None:
     try:
         settings = json.loads(companions[files.GENERATION_CONFIG])
     except ValueError:
-        return  # the model's own file, which is copied as it is
+        return  # the model's own file, which is copied unchanged
     if not isinstance(settings, dict):
         return
     ends = settings.get("eos_token_id")
@@ -502,10 +502,10 @@ def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) ->
 
 
 def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, bytes]:
-    """Return the tokenizer's files, from the flags or the configuration, by Hugging Face's names.
+    """Return the tokenizer's files, from flags or configuration, under Hugging Face's names.
 
-    A checkpoint may be untrusted. Of the files that it names, only those needed to build its
-    tokenizer are copied.
+    A checkpoint may be untrusted. Of the files that it names, only those that its tokenizer needs
+    are copied.
     """
     config = given
     fields: tuple[str, ...] = _FILES
@@ -532,8 +532,8 @@ def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, b
 def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | None]:
     """Return the ids of the tokens that begin and end a GPT's texts, from its tokenizer.
 
-    Without these keys, a config.json implies the ids of its model family, which stand for other
-    tokens in this vocabulary.
+    Without these keys, a config.json implies the default ids of its model family, which stand for
+    other tokens in this vocabulary.
     """
     if not source.decodes_only:
         return {}
@@ -553,7 +553,7 @@ def _true_vocabulary(
     given: TokenizerConfig,
     template: Mapping[str, object] | None,
 ) -> int:
-    """Return the number of rows to write: that of the flag, original or tokenizer, or all rows."""
+    """Return the number of rows to write, from the flag, the original or the tokenizer, or all."""
     if options.true_vocab_size is not None:
         return int(options.true_vocab_size)
     original = template.get("vocab_size") if template else None

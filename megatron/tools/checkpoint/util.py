@@ -1,4 +1,4 @@
-r"""Convert a checkpoint: Megatron-LM's or Hugging Face's to ours, and out again.
+r"""Convert checkpoints between Megatron-LM's, Hugging Face's and our formats.
 
     python tools/checkpoint/util.py --model-type GPT --loader llama2_hf --saver native \
         --load-dir Llama-2-7b-hf --save-dir checkpoints/llama2-7b --verify
@@ -13,8 +13,8 @@ r"""Convert a checkpoint: Megatron-LM's or Hugging Face's to ours, and out again
         --load-dir checkpoints/mine --save-dir checkpoints/core --keep-optimizer
 
 Only weights are converted unless --keep-optimizer is given. Nothing is downloaded, and no code in a
-folder is run. A native checkpoint loads in any layout, so it needs no --target flags; Megatron's
-files are split as the --target flags say.
+folder is run. A native checkpoint loads in any layout and needs no --target flags; Megatron's files
+are split as the --target flags specify.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _TARGETS = {  # how Megatron-LM's files are split
     "target_tensor_parallel_size": "Tensor-parallel ranks of the files. Default: as in the source.",
     "target_pipeline_parallel_size": "Pipeline stages of the files. Default: as in the source.",
     "target_pipeline_parallel_split_rank": "Stage on which a T5's decoder begins. Default: as in "
-    "the source or, with another number of stages, the stage that an even split gives.",
+    "the source or, with a different number of stages, the stage of an even split.",
     "target_num_layers_per_virtual_pipeline_stage": "Layers of each virtual stage. Default: no "
     "virtual stages.",
 }
-_IN_FOLDER = "omit it: --load-dir says it"
-# Flags of Megatron's loaders and savers that this tool lacks.
+_IN_FOLDER = "omit it: it is known from --load-dir"
+# Flags of Megatron's loaders and savers that this tool does not have.
 _GONE = {
     "--target-expert-parallel-size": "use --saver native or torch_dist, whose files load in any "
     "layout, and --expert-model-parallel-size in the run that loads them",
     "--loader-transformer-impl": "omit it: both implementations' files are recognized",
     "--saver-transformer-impl": "omit it: use --saver torch_dist for Megatron Core",
     "--model-size": _IN_FOLDER,
-    "--checkpoint-type": "use --loader hf with Hugging Face's folder of the model, as Meta's "
-    "own files are not read",
+    "--checkpoint-type": "use --loader hf with Hugging Face's folder of the model, because Meta's "
+    "own files cannot be read",
     "--position-embedding-type": _IN_FOLDER,
     "--bf16": "omit it: weights keep the type of the source",
     "--fp16": "omit it: weights keep the type of the source",
@@ -66,7 +66,7 @@ _GONE = {
 
 
 def build_parser() -> ToolParser:
-    """Return the command line's parser with Megatron's flags and ours."""
+    """Return the parser of the command line, with Megatron's flags and ours."""
     parser = ToolParser("util.py", __doc__, _GONE)
     add = parser.add_argument
     add("--model-type", required=True, choices=MODELS, help="Kind of model.")
@@ -84,18 +84,18 @@ def build_parser() -> ToolParser:
     add = parser.add_argument_group("To Hugging Face").add_argument
     text = f"Largest file, for example 500MB. Default: {_SHARD}."
     add("--max-shard-size", default=_SHARD, help=text)
-    text = "Family to write. Default: the original one, otherwise the first that fits."
+    text = "Family to write. Default: the original one or, if there is none, the first that fits."
     add("--model-family", choices=FAMILIES, help=text)
     text = (
         "Folder with the original's config.json and tokenizer files. Default: the folder made by "
-        "an import, if it holds the checkpoint's tokenizer."
+        "an import, if it has the checkpoint's tokenizer."
     )
     add("--hf-files", type=Path, help=text)
     add = parser.add_argument_group("Check").add_argument
     add("--verify", action="store_true", help="Compare logits with those of transformers.")
     add("--verify-tolerance", type=float, default=TOLERANCE, help=TOLERANCE_HELP)
     add_flags(parser, TokenizerConfig)
-    add = parser.add_argument_group("Flags of Megatron-LM that change nothing here").add_argument
+    add = parser.add_argument_group("Flags of Megatron-LM that have no effect here").add_argument
     add("--megatron-path")
     add("--max-queue-size", type=int)
     add("--no-checking", action="store_true")
@@ -107,20 +107,20 @@ def _flag(name: str) -> str:
 
 
 def notices(options: argparse.Namespace) -> Iterator[str]:
-    """Yield a line for each given flag that changes nothing."""
+    """Yield a line for each given flag that has no effect."""
     for name in _TARGETS if options.saver != "megatron" else ():
         value = getattr(options, name)
         if value is not None:
             loads = "the written checkpoint loads in any layout"
-            yield f"{_flag(name)} {value}: changes nothing: {loads}"
+            yield f"{_flag(name)} {value}: no effect: {loads}"
     if options.saver != "hf":
-        for_hf = "changes nothing: it is for --saver hf"
+        for_hf = "no effect: it is for --saver hf"
         if options.model_family is not None:
             yield f"--model-family {options.model_family}: {for_hf}"
         if options.max_shard_size != _SHARD:
             yield f"--max-shard-size {options.max_shard_size}: {for_hf}"
     if options.hf_files is not None and options.loader in _HF:
-        yield f"--hf-files {options.hf_files}: changes nothing: --load-dir has its own"
+        yield f"--hf-files {options.hf_files}: no effect: --load-dir has its own files"
     if options.megatron_path is not None:
         yield f"--megatron-path {options.megatron_path}: not needed: none of its code is imported"
     if options.max_queue_size is not None:
@@ -130,7 +130,7 @@ def notices(options: argparse.Namespace) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
-    """Convert the checkpoint, and yield lines for the user along the way.
+    """Convert the checkpoint and yield lines for the user along the way.
 
     Raises:
         UserError: The source cannot be read or expressed in the target's format, or the result
@@ -141,11 +141,11 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 
     if options.verify and (options.loader in _HF) == (options.saver in _HF):
         raise ConfigError(
-            "--verify compares our model with Hugging Face's: either --loader or --saver must be "
-            "a Hugging Face format, and not both"
+            "--verify compares our model with Hugging Face's: exactly one of --loader and --saver "
+            "must be a Hugging Face format"
         )
     if options.keep_optimizer and (options.loader in _HF or options.saver in _HF):
-        raise ConfigError("--keep-optimizer: Hugging Face folders hold only weights: drop it")
+        raise ConfigError("--keep-optimizer: Hugging Face folders contain only weights: drop it")
     for name in (*_TARGETS, "true_vocab_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     kind = source.config.model.architecture
     if kind != options.model_type.lower():
         raise ConfigError(
-            f"--model-type {options.model_type}: {source.reader.path} holds a {kind.upper()}: give "
+            f"--model-type {options.model_type}: {source.reader.path} is a {kind.upper()}: give "
             f"--model-type {kind.upper()}"
         )
     if options.true_vocab_size is not None and options.true_vocab_size > source.rows:
@@ -171,7 +171,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     elif options.saver == "torch_dist" and options.keep_optimizer:
         yield from not_kept(source.config.precision, None, "--saver torch_dist")
     if options.keep_optimizer and not source.reader.meta.get("optimizer"):
-        raise CheckpointError(f"--keep-optimizer: {source.reader.path} holds no optimizer state")
+        raise CheckpointError(f"--keep-optimizer: {source.reader.path} has no optimizer state")
     results: list[str] = []
 
     def check(written: Path) -> None:
@@ -183,7 +183,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 
 
 def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> Iterator[str]:
-    """Yield a line for each thing that Megatron-LM computes differently or cannot continue."""
+    """Yield a line for everything that Megatron-LM computes differently or cannot continue."""
     from megatron.checkpoint.legacy.writer import notices as of_network
     from megatron.config.rules_legacy import not_kept
 
@@ -194,7 +194,7 @@ def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> It
 
 
 def _verify(source: formats.SourceModel, options: argparse.Namespace, written: Path) -> str:
-    """Compare the written checkpoint, before it gets its name, with the source."""
+    """Compare the written checkpoint with the source before it gets its final name."""
     from megatron.checkpoint.loading import open_checkpoint
 
     if options.saver == "hf":
@@ -213,7 +213,7 @@ def _verify(source: formats.SourceModel, options: argparse.Namespace, written: P
 
 
 def main(argv: Sequence[str] | None = None, program: str = "util.py") -> int:
-    """Convert as the command line says and return the exit code: 0, or the error's."""
+    """Run the conversion and return the exit code."""
     parser = build_parser()
     parser.prog = program
     options = parser.read(argv)

@@ -1,12 +1,13 @@
-"""Check that a checkpoint and a Hugging Face folder hold the same model by comparing outputs.
+"""Check that a checkpoint and a Hugging Face folder contain the same model.
 
     python tools/checkpoint/verify.py checkpoints/llama2-7b Llama-2-7b-hf
 
 The checkpoint runs in our model and the folder in `transformers`, on the same random tokens, in
-fp32 on the CPU. `util.py --verify` does the same with a conversion before its result gets its name.
-The `transformers` model is built from our own reading of config.json and safetensors, so nothing in
-the folder can choose which code runs. Exit code 0: the outputs agree, or nothing was compared
-because `transformers` is not installed; 4: they differ, or one of the two cannot be read.
+fp32 on the CPU, and the outputs are compared. `util.py --verify` does the same with a conversion
+before its result gets its final name. The `transformers` model is built from our own reading of
+config.json and safetensors, so nothing in the folder can choose which code runs. Exit code 0: the
+outputs agree, or nothing was compared because `transformers` is not installed; 4: they differ, or
+one of the two cannot be read.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def verify(
         folder: The folder of the same model.
         tolerance: The largest difference allowed, as a fraction of the largest logit or of 1,
             whichever is larger.
-        allow_foreign: Accept files in the folder that other users own.
+        allow_foreign: Whether to accept files in the folder that other users own.
 
     Returns:
         A line for the user: the difference, or why nothing was compared.
@@ -121,7 +122,7 @@ class Inputs:
     Attributes:
         tokens: Token ids [b, s].
         types: Segment ids [b, s] of a BERT.
-        padding: Booleans [b, s], True for tokens and False for padding, of a BERT or T5 encoder.
+        padding: Booleans [b, s] for a BERT or T5 encoder, True for tokens and False for padding.
         decoder_tokens: Token ids [b, d] of a T5's decoder.
     """
 
@@ -132,7 +133,7 @@ class Inputs:
 
 
 def random_inputs(positions: int, vocab: int) -> Inputs:
-    """Draw inputs for a model with this context and vocabulary. Every call draws the same."""
+    """Return random inputs for a model with this context and vocabulary, always the same ones."""
     import torch
 
     generator, length = torch.Generator().manual_seed(0), min(_TOKENS[1], positions)
@@ -147,7 +148,7 @@ def random_inputs(positions: int, vocab: int) -> Inputs:
 def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, Tensor]:
     """Return the outputs of a checkpoint's model in fp32.
 
-    These are the logits, for a T5 also the encoder and decoder states, and for a BERT the result of
+    These are the logits, for T5 also the encoder and decoder states, and for BERT the results of
     `_bert_outputs`.
     """
     import torch
@@ -192,9 +193,9 @@ def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, T
 
 
 def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
-    """Return the logits of tokens and of sentence order from the heads that the checkpoint has.
+    """Return the logits for tokens and sentence order from the heads that the checkpoint has.
 
-    Without heads, return the hidden states except for padding, and the pooled vector.
+    If it has none, return the hidden states without padding, and the pooled vector.
     """
     found = model(inputs.tokens, inputs.padding, inputs.types)
     heads = {"order": found.order} if "model.binary_head.weight" in held else {}
@@ -230,7 +231,7 @@ def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
         if not reader.architecture.startswith("Bert"):
             is_reward = reader.architecture.endswith("ForSequenceClassification")
             if is_reward:
-                model.config.pad_token_id = -1  # no token is padding: the last one has the reward
+                model.config.pad_token_id = -1  # no token is padding: the last has the reward
             return {"rewards" if is_reward else "logits": model(inputs.tokens).logits}
         found = model(inputs.tokens, attention_mask=padding, token_type_ids=inputs.types)
     match reader.architecture:
@@ -245,12 +246,12 @@ def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _has_pooler(reader: HFReader) -> bool:
-    """Return whether a BERT without heads has a pooler. Files for sentence vectors may lack it."""
+    """Return whether a BERT without heads has a pooler. Sentence encoders may lack it."""
     return "model.pooler.dense.weight" in reader.names()
 
 
 def their_model(reader: HFReader) -> Any:
-    """Build the folder's model with the class that our table of families names.
+    """Build the folder's model with the class from our table of families.
 
     Raises:
         CheckpointError: The tensors are not exactly those that `transformers` expects.
@@ -267,7 +268,7 @@ def their_model(reader: HFReader) -> Any:
     kind, values = values.pop("model_type"), {**values, "dtype": "float32"}
     values.pop("torch_dtype", None)
     config = transformers.AutoConfig.for_model(kind, **values)
-    config._attn_implementation = config._experts_implementation = "eager"  # for odd sizes too
+    config._attn_implementation = config._experts_implementation = "eager"  # allows odd sizes
     lacks_pooler = reader.architecture == "BertModel" and not _has_pooler(reader)
     pieces = {"add_pooling_layer": False} if lacks_pooler else {}
     model = getattr(transformers, reader.architecture)(config, **pieces).float()
@@ -281,7 +282,7 @@ def their_model(reader: HFReader) -> Any:
     }
     if reader.bare_names and reader.architecture != "BertModel":
         state = {family.prefix + name: tensor for name, tensor in state.items()}
-    if any(".experts." in name for name in state):  # transformers 5 fuses them while it loads
+    if any(".experts." in name for name in state):  # transformers 5 fuses them during loading
         transformers.utils.logging.disable_progress_bar()
         model, loading = getattr(transformers, reader.architecture).from_pretrained(
             None, config=config, state_dict=state, output_loading_info=True
@@ -290,7 +291,7 @@ def their_model(reader: HFReader) -> Any:
             raise CheckpointError(f"--verify: transformers cannot load the tensors: {loading}")
         return model.float()
     own_head = family.head_follows_files and family.tied_head in state
-    if own_head:  # `transformers` ties it at first, whatever config.json says
+    if own_head:  # `transformers` first ties it, regardless of config.json
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     missing, unexpected = model.load_state_dict(state, strict=False)
