@@ -1,20 +1,20 @@
 # make demo              train a small GPT on the Python standard library's source, end to end
-# make demo INPUT=x.jsonl  the same on your own text (one {"text": ...} object per line)
-# make demo MODEL=moe    train a mixture of experts instead, of as much work per token
-# make demo MODEL=retro  train a Retro and a GPT of its size on texts that repeat each other
-# make demo MODEL=chat   finetune a small GPT on conversations, and ask it 100 questions
-# make demo MODEL=bert   train a BERT (or t5) instead, which fills in masked words
-#                        (a second run keeps the first one as runs/demo.1, and so on; OUT=runs/mine
-#                        chooses another folder, OVERWRITE=1 replaces what an earlier run left there)
-# make corpus WIKI=simple  make a dataset of a Wikipedia, from the download to token ids
+# make demo INPUT=x.jsonl  train on your own text instead (one {"text": ...} object per line)
+# make demo MODEL=moe    train a mixture of experts instead, with the same work per token
+# make demo MODEL=retro  train a Retro, and a GPT of the same size, on texts that repeat each other
+# make demo MODEL=chat   finetune a small GPT on conversations and ask it 100 questions
+# make demo MODEL=bert   train a BERT (or, with t5, a T5) that fills in masked words
+#                        (a second run renames the first one's folder to runs/demo.1, and so on;
+#                        OUT=runs/mine chooses another folder, OVERWRITE=1 replaces its files)
+# make corpus WIKI=simple  download a Wikipedia and make a dataset of token ids from it
 #                        (OUT=corpora/mine chooses a folder, URL= a mirror or a dump, TOKENIZER= a
-#                        tokenizer.json; after a kill, the same command goes on)
-# make serve             serve the model that make demo has trained: a web page and an API
+#                        tokenizer.json; if it is interrupted, run the same command again)
+# make serve             serve the model that make demo has trained, with a web page and an API
 # make test              run the test suite
-# make test-lowest       test the server with the oldest network libraries that are allowed
-# make test-sanitizers   run a part of the kernel tests with AddressSanitizer and UBSan
+# make test-lowest       test the server with the oldest supported network libraries
+# make test-sanitizers   run some of the kernel tests with AddressSanitizer and UBSan
 # make lint              run ruff and mypy
-# make docs              build the documentation site in build/site, and fail on any warning
+# make docs              build the documentation site in build/site; any warning is an error
 # Each command sets up .venv first and needs no root. PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?=
@@ -29,7 +29,7 @@ WIKI ?= simple
 URL ?=
 TOKENIZER ?=
 TESTS ?= tests
-# Three workers keep two cores busy: tests also wait, for time limits and for messages.
+# Three workers keep two cores busy, because tests also wait for timeouts and messages.
 PYTEST_FLAGS ?= -n 3 --dist worksteal --timeout 300
 
 PY = $(VENV)/bin/python
@@ -70,7 +70,7 @@ lint: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
-	@echo 'Open build/site/index.html, or, with a search: python3 -m http.server --directory build/site'
+	@echo 'Open build/site/index.html. For the search, run: python3 -m http.server --directory build/site'
 
 clean:
 	rm -rf "$(VENV)" build .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Finetune a GPT on conversations, or with --preference-loss on pairs of answers.
+"""Finetune a GPT on conversations or, with --preference-loss, on pairs of answers.
 
-Without that flag it is `pretrain_gpt.py --sft` with the defaults of finetuning.
+Without that flag, this is `pretrain_gpt.py --sft` with the defaults of finetuning.
 
 python finetune.py --help                                             all flags
 python finetune.py --load Qwen3-0.6B --data-path chats.jsonl ...      one process
 torchrun --nproc-per-node 8 finetune.py --data-path chats.jsonl ...   eight processes
 
-The defaults are --sft, --calculate-per-token-loss, and --finetune if --load names another folder
-than --save, from which a run continues.
+The defaults are --sft, --calculate-per-token-loss, and --finetune unless --load and --save name the
+same folder, from which a run continues.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FinetuningRecipe(GPTRecipe):
 
 
 def choose(config: RunConfig) -> tuple[Recipe, Extras]:
-    """Return the kind of training that the flags ask for, and its additional steps."""
+    """Return the kind of training that the flags select, and its additional steps."""
     if config.preferences.trains_reward_model:
         return RewardRecipe(), Extras()
     if config.preferences.preference_loss is not None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a GPT. This script says what to train; `megatron/training` says how.
+"""Pretrain a GPT. This script defines what to train, and `megatron/training` how.
 
 python pretrain_gpt.py --help                                all flags
 python pretrain_gpt.py --mock-data ...                       one process
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     from megatron.config.parser import help_if_asked
 
     help_if_asked("pretrain_gpt.py")
-    # Imports create only objects that stay, and collecting garbage meanwhile takes 0.3 of 2.6 s.
+    # Imports only create objects that stay alive. Scanning them for garbage takes 0.3 of 2.6 s.
     gc.disable()
 
 import torch
@@ -63,7 +63,7 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 
 
 class GPTRecipe:
-    """Next-token prediction on a stream of documents, or with --sft on conversations."""
+    """Next-token prediction on a stream of documents or, with --sft, on conversations."""
 
     program = "pretrain_gpt.py"
     architecture = "gpt"
@@ -92,7 +92,7 @@ class GPTRecipe:
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build samples of a stream of documents, or with --sft of conversations. Collective."""
+        """Build samples of a stream of documents or, with --sft, of conversations. Collective."""
         splits = self._open_datasets(config, tokenizer, samples, layout)
         if config.distillation.logits_load_dir is None or splits.train is None:
             return splits
@@ -128,13 +128,13 @@ class GPTRecipe:
         return rows_per_epoch(self._open_datasets(config, tokenizer, (1, 0, 0), layout).train)
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return 1 for each label that counts, of a micro-batch of whole sequences."""
+        """Return 1 for each label that counts, for a micro-batch of whole sequences."""
         return make_loss_mask(batch, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
 
     def inputs(
         self, batch: Batch, config: RunConfig, tokenizer: Tokenizer, layout: Layout
     ) -> GPTInputs:
-        """Return what a GPT reads of a micro-batch on this context rank."""
+        """Return the part of a micro-batch that a GPT reads on this context rank."""
         whole = make_batch(
             batch,
             eod=tokenizer.eod,
@@ -150,7 +150,7 @@ class GPTRecipe:
         depths = config.model.mtp_num_layers
         if not depths:
             return GPTInputs(mine, documents, counted)
-        eod = None if TRAINED in batch else tokenizer.eod  # examples say themselves what counts
+        eod = None if TRAINED in batch else tokenizer.eod  # examples define what counts
         numbers = None if documents is None else number_segments(documents.ends, documents.shape)
         ahead = tuple(batches_ahead(whole, depths, numbers, eod=eod))
         return GPTInputs(
@@ -170,7 +170,7 @@ class GPTRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        """Run one micro-batch through a part of the model; at its end return the loss."""
+        """Run one micro-batch through a part of the model. The last part returns the losses."""
         mine, documents, counted, *_ = inputs = self.inputs(batch, config, tokenizer, layout)
         is_taught = config.distillation.is_on and config.distillation.teacher_load is not None
         assert is_taught == (self.teacher is not None), "Distillation.begin loads the teacher"
@@ -185,7 +185,7 @@ class GPTRecipe:
         result = part(
             mine.tokens,
             mine.position_ids,
-            mine.labels if knowledge is None else None,  # without labels, it returns logits
+            mine.labels if knowledge is None else None,  # without labels, the model returns logits
             documents,
             hidden,
             loss_mask=mine.loss_mask,
@@ -202,7 +202,7 @@ class GPTRecipe:
         if knowledge is not None:
             vocabulary = VocabularyPart(layout.tensor, tokenizer.vocab_size)
             losses = student_losses(result, mine, knowledge, vocabulary, config.distillation)
-        # Times the number of context ranks, so that the mean over them is the mean over all tokens.
+        # The factor makes the mean over the context ranks equal to the mean over all tokens.
         return {name: layout.context.size * loss / counted for name, loss in losses.items()}
 
 

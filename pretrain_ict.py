@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a bi-encoder for retrieval by the inverse cloze task: find a sentence's block of text.
+"""Pretrain a retrieval bi-encoder with the inverse cloze task: find a sentence's block of text.
 
 python pretrain_ict.py --help                                  all flags
 python pretrain_ict.py --mock-data ...                         one process
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     from megatron.config.parser import help_if_asked
 
     help_if_asked("pretrain_ict.py")
-    # Imports create only objects that stay, and collecting garbage meanwhile takes 0.3 of 2.6 s.
+    # Imports only create objects that stay alive. Scanning them for garbage takes 0.3 of 2.6 s.
     gc.disable()
 
 import torch
@@ -49,7 +49,7 @@ class ICTRecipe:
     head = RETRIEVAL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return Megatron's names of the loss and of the accuracies that the flags ask for."""
+        """Return Megatron's names of the loss and of the requested accuracies."""
         chosen = config.retriever.retriever_report_topk_accuracies
         return ("loss", *(f"top{k}_acc" for k in chosen))
 
@@ -97,7 +97,7 @@ class ICTRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Mapping[str, Tensor]:
-        """Run one micro-batch, and return the loss over all ranks and the accuracies."""
+        """Run one micro-batch and return the loss over all ranks and the accuracies."""
         vectors = part(
             batch["query_tokens"],
             batch["query_pad_mask"].bool(),

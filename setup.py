@@ -28,8 +28,9 @@ class BuildWithKernels(build_py):
         """Build the package, then its kernels."""
         super().run()
         if self.editable_mode:
-            # pip compiles the modules that it copies, but not those that stay here. Python would do
-            # so in the first run, but containers often disable that, at 30 ms per start.
+            # pip compiles the modules that it copies, but not those that stay here. Python would
+            # compile them in the first run, but containers often disable that. It saves 30 ms per
+            # start.
             compileall.compile_dir(HERE / "megatron", quiet=1)
         sys.path.insert(0, str(HERE))
         from megatron.errors import say_on_stderr
@@ -45,12 +46,12 @@ class BuildWithKernels(build_py):
             except Exception as error:  # the package works without kernels
                 say_on_stderr(f"fused kernels: not compiled for {architecture}: {error}")
         for left in (*folder.glob("*.lock"), *folder.glob("*.failed")):
-            left.unlink()  # traces of the build, not part of the package
+            left.unlink()  # left over from the build, not part of the package
 
 
 setup(
     cmdclass={"build_py": BuildWithKernels},
-    # This makes an editable installation a plain path, which editors follow. Otherwise it would be
-    # an import hook, which costs 18 ms per start.
+    # This makes an editable installation a plain path, which editors can follow. Otherwise, it
+    # would be an import hook, which costs 18 ms per start.
     package_dir={"": "."},
 )

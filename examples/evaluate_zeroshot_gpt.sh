@@ -4,9 +4,9 @@
 #   TASK=LAMBADA VALID_DATA=lambada_test.jsonl CHECKPOINT=checkpoints/gpt2_345m \
 #   NPROC_PER_NODE=2 examples/evaluate_zeroshot_gpt.sh
 #
-# CHECKPOINT is a folder of checkpoints, ours or Megatron-LM's, or a model of Hugging Face. Network,
-# window and tokenizer come from it. If its tokenizer's files have moved, add --vocab-file and
-# --merge-file. Flags given to this script come last and win.
+# CHECKPOINT is a folder with checkpoints, ours or Megatron-LM's, or a Hugging Face model. The network,
+# the window and the tokenizer come from it. If its tokenizer's files have moved, add --vocab-file and
+# --merge-file. Flags given to this script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

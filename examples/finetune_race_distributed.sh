@@ -6,19 +6,19 @@
 #   PRETRAINED=checkpoints/bert_345m VOCAB_FILE=bert-large-uncased-vocab.txt \
 #   NPROC_PER_NODE=8 examples/finetune_race_distributed.sh
 #
-# The data are folders of RACE's *.txt files; each sample of a micro-batch is a question of four texts.
-# PRETRAINED is a folder of checkpoints, ours or Megatron-LM's, or a model of Hugging Face. A run that
-# was interrupted continues when it is started again. Flags given to this script come last and win.
+# The data are folders with RACE's *.txt files. Each sample is a question with four texts.
+# PRETRAINED is a folder with checkpoints, ours or Megatron-LM's, or a Hugging Face model. A run that
+# was interrupted continues when it is started again. Flags given to this script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-: "${TRAIN_DATA:?set it to what to train on}"
-: "${VALID_DATA:?set it to what to evaluate on}"
+: "${TRAIN_DATA:?set it to the training data}"
+: "${VALID_DATA:?set it to the validation data}"
 PRETRAINED=${PRETRAINED:-${PRETRAINED_CHECKPOINT:-}}
 : "${PRETRAINED:?set it to the folder of a pretrained BERT}"
-: "${VOCAB_FILE:?set it to its vocabulary (text, an entry a line)}"
+: "${VOCAB_FILE:?set it to its vocabulary (text, one entry per line)}"
 OUT=${OUT:-runs/bert-race}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
 LAUNCH=(
     --nproc-per-node "${NPROC_PER_NODE:-8}"
@@ -38,11 +38,11 @@ TRAINING=(
     --weight-decay 1.0e-1
     --clip-grad 1.0
     --tensor-model-parallel-size "${TENSOR_PARALLEL:-1}"
-    ${PRECISION---fp16} # PRECISION= (empty) trains in fp32, as a CPU must
+    ${PRECISION---fp16} # an empty PRECISION= trains in fp32, which a CPU needs
 )
 
 DATA=(
-    --train-data $TRAIN_DATA # several may be named, with spaces between
+    --train-data $TRAIN_DATA # there may be several, separated by spaces
     --valid-data $VALID_DATA
     --tokenizer-type "${TOKENIZER_TYPE:-BertWordPieceLowerCase}"
     --vocab-file "$VOCAB_FILE"

@@ -4,14 +4,14 @@
 #   DATA_PATH=data/my_text_sentence VOCAB_FILE=bert-vocab.txt \
 #   OUT=runs/bert-345m examples/pretrain_bert.sh
 #
-# Flags given to this script come last and win, for example: --train-iters 100 --bf16
+# Flags given to this script override those below, for example: --train-iters 100 --bf16
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py --split-sentences)}"
-: "${VOCAB_FILE:?set it to the file of the WordPiece vocabulary (text)}"
+: "${VOCAB_FILE:?set it to the WordPiece vocabulary file (text)}"
 OUT=${OUT:-runs/bert-345m}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
 MODEL=(
     --num-layers 24

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Pretrain a 345M-parameter BERT with its layers split over processes (tensor parallel) and over stages
-# (pipeline parallel), on one machine or several.
+# Pretrain a 345M-parameter BERT with tensor parallelism (each layer split over processes) and pipeline
+# parallelism (the layers split into stages), on one machine or several.
 #
 #   DATA_PATH=data/my_text_sentence VOCAB_FILE=bert-vocab.txt \
 #   NPROC_PER_NODE=8 examples/pretrain_bert_distributed_with_mp.sh
 #
-# On several machines, start it on each with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR (the
-# address of machine 0). Flags given to this script come last and win.
+# To use several machines, start it on each of them with NNODES, NODE_RANK (0, 1, ...) and
+# MASTER_ADDR (the address of machine 0). Flags given to this script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py --split-sentences)}"
-: "${VOCAB_FILE:?set it to the file of the WordPiece vocabulary (text)}"
+: "${VOCAB_FILE:?set it to the WordPiece vocabulary file (text)}"
 OUT=${OUT:-runs/bert-345m}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-2}
 PIPELINE_PARALLEL=${PIPELINE_PARALLEL:-2}
 
@@ -49,7 +49,7 @@ TRAINING=(
     --lr-warmup-fraction .01
     --weight-decay 1e-2
     --clip-grad 1.0
-    ${PRECISION---fp16} # PRECISION= (empty) trains in fp32, as a CPU must
+    ${PRECISION---fp16} # an empty PRECISION= trains in fp32, which a CPU needs
 )
 
 DATA=(

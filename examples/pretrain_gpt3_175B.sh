@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Pretrain GPT-3 175B on 1,024 GPUs of 80 GB, with the recipe gpt-175b.
+# Pretrain GPT-3 175B on 1,024 GPUs with 80 GB each, with the recipe gpt-175b.
 #
 #   DATA_PATH=data/my_text_document VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #   NNODES=128 NODE_RANK=0 MASTER_ADDR=node0 examples/pretrain_gpt3_175B.sh
 #
-# Start it on each machine, with its NODE_RANK (0, 1, ...) and the address of machine 0; under SLURM,
-# `megatron submit` writes the job file. The layout is that of the recipe: tensor parallel 8, pipeline
-# parallel 16, interleaved.
-# Flags given to this script come last and win.
+# Start it on each machine with that machine's NODE_RANK (0, 1, ...) and the address of machine 0; for
+# SLURM, `megatron submit` writes the job file. The recipe's layout is tensor parallel 8 and interleaved
+# pipeline parallel 16.
+# Flags given to this script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py writes one)}"
-: "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
-: "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"
+: "${VOCAB_FILE:?set it to the GPT-2 vocabulary file (JSON)}"
+: "${MERGE_FILE:?set it to the GPT-2 merges file (text)}"
 OUT=${OUT:-runs/gpt3-175b}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
 LAUNCH=(
     --nproc-per-node "${NPROC_PER_NODE:-8}"
@@ -40,6 +40,6 @@ OUTPUT=(
     --tensorboard-dir "$OUT/tensorboard"
 )
 
-# The sizes, and the layout for this number of GPUs, are in the recipe.
+# The recipe contains the model sizes and the layout for this number of GPUs.
 exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" \
     --config "$ROOT/megatron/recipes/gpt-175b.yaml" "${DATA[@]}" "${OUTPUT[@]}" "$@"

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# A GPT of 350M for one H200: 24 layers, hidden 1024, sequence 1024, GPT-2 vocabulary, bf16. Its
-# speed is in docs/benchmarks/models.md ("GPT 350M on one H200", with half the batch).
+# Pretrain a 350M-parameter GPT on one H200: 24 layers, hidden size 1024, sequence length 1024, GPT-2
+# vocabulary, bf16. docs/benchmarks/models.md gives its speed ("GPT 350M on one H200", with half the
+# batch).
 #
 #   DATA_PATH=data/my_text_document VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #   examples/pretrain_gpt_350M_h200.sh
 #
-# NPROC_PER_NODE=8 uses eight GPUs with the same batch. Flags given here come last and win.
+# NPROC_PER_NODE=8 uses eight GPUs with the same batch. Flags given to this script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py writes one)}"
-: "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
-: "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"
+: "${VOCAB_FILE:?set it to the GPT-2 vocabulary file (JSON)}"
+: "${MERGE_FILE:?set it to the GPT-2 merges file (text)}"
 OUT=${OUT:-runs/gpt-350m-h200}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
 MODEL=(
     --num-layers 24

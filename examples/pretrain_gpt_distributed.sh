@@ -4,16 +4,16 @@
 #   DATA_PATH=data/my_text_document VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #   NPROC_PER_NODE=8 examples/pretrain_gpt_distributed.sh
 #
-# On several machines, start it on each with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR (the
-# address of machine 0). Flags given to this script come last and win.
+# To use several machines, start it on each of them with NNODES, NODE_RANK (0, 1, ...) and
+# MASTER_ADDR (the address of machine 0). Flags given to this script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py writes one)}"
-: "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
-: "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"
+: "${VOCAB_FILE:?set it to the GPT-2 vocabulary file (JSON)}"
+: "${MERGE_FILE:?set it to the GPT-2 merges file (text)}"
 OUT=${OUT:-runs/gpt-345m}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
 LAUNCH=(
     --nproc-per-node "${NPROC_PER_NODE:-8}"
@@ -42,7 +42,7 @@ TRAINING=(
     --lr-warmup-fraction .01
     --weight-decay 1e-2
     --clip-grad 1.0
-    ${PRECISION---fp16} # PRECISION= (empty) trains in fp32, as a CPU must
+    ${PRECISION---fp16} # an empty PRECISION= trains in fp32, which a CPU needs
 )
 
 DATA=(

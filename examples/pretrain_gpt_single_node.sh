@@ -4,15 +4,15 @@
 #   DATA_PATH=data/my_text_document VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #   NPROC_PER_NODE=8 examples/pretrain_gpt_single_node.sh
 #
-# Flags given to this script come last and win.
+# Flags given to this script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py writes one)}"
-: "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
-: "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"
+: "${VOCAB_FILE:?set it to the GPT-2 vocabulary file (JSON)}"
+: "${MERGE_FILE:?set it to the GPT-2 merges file (text)}"
 OUT=${OUT:-runs/gpt-1.3b}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
 LAUNCH=(
     --standalone
@@ -34,6 +34,6 @@ OUTPUT=(
     --tensorboard-dir "$OUT/tensorboard"
 )
 
-# The sizes, and the layout for this number of GPUs, are in the recipe.
+# The recipe contains the model sizes and the layout for this number of GPUs.
 exec python "$ROOT/tools/torchrun.py" "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" \
     --config "$ROOT/megatron/recipes/gpt-1.3b.yaml" "${DATA[@]}" "${OUTPUT[@]}" "$@"

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Pretrain a bi-encoder of 217M parameters for retrieval in a single process, on the GPU if there is one,
+# Pretrain a 217M-parameter bi-encoder for retrieval in a single process, on the GPU if there is one,
 # otherwise on the CPU.
 #
 #   DATA_PATH=data/my_text_sentence TITLES_PATH=data/my_title_sentence VOCAB_FILE=bert-vocab.txt \
 #   BERT_CHECKPOINT=runs/bert OUT=runs/ict examples/pretrain_ict.sh
 #
-# Without BERT_CHECKPOINT, training starts from random weights. Flags given to this script come last and win,
-# for example: --train-iters 100 --bf16
+# Without BERT_CHECKPOINT, training starts from random weights.
+# Flags given to this script override those below, for example: --train-iters 100 --bf16
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py --split-sentences)}"
 : "${TITLES_PATH:?set it to the prefix of the titles (tools/preprocess_data.py --json-keys text title)}"
-: "${VOCAB_FILE:?set it to the file of the WordPiece vocabulary (text)}"
+: "${VOCAB_FILE:?set it to the WordPiece vocabulary file (text)}"
 OUT=${OUT:-runs/ict}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
 MODEL=(
     --num-layers 12

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Pretrain a network of Llama-2-7B's shape on one machine with data parallelism. Each GPU holds the
-# whole model with its optimizer (about 121 GB), so it needs GPUs of 141 GB such as the H200.
+# Pretrain a network with the shape of Llama 2 7B on one machine with data parallelism. Each GPU holds
+# the whole model and its optimizer (about 121 GB), so GPUs with 141 GB, such as the H200, are needed.
 #
 #   DATA_PATH=data/my_text_document TOKENIZER_MODEL=tokenizer.model examples/pretrain_llama2_7b.sh
 #
-# `examples/pretrain_llama2_7b.sh --dry-run` prints what a run would need, and needs no GPU.
-# Flags given to this script come last and win.
+# `examples/pretrain_llama2_7b.sh --dry-run` prints what a run would need, without using a GPU.
+# Flags given to this script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py writes one)}"
 : "${TOKENIZER_MODEL:?set it to the SentencePiece model of Llama 2 (tokenizer.model)}"
 OUT=${OUT:-runs/llama2-7b}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
 MODEL=(
     --num-layers 32
@@ -45,7 +45,7 @@ TRAINING=(
     --recompute-granularity full
     --recompute-method uniform
     --recompute-num-layers 1
-    ${PRECISION---bf16} # PRECISION= (empty) trains in fp32
+    ${PRECISION---bf16} # an empty PRECISION= trains in fp32
 )
 
 DATA=(

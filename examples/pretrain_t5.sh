@@ -4,14 +4,14 @@
 #   DATA_PATH=data/my_text_sentence VOCAB_FILE=bert-vocab.txt \
 #   OUT=runs/t5-220m examples/pretrain_t5.sh
 #
-# Flags given to this script come last and win, for example: --train-iters 100 --bf16
+# Flags given to this script override those below, for example: --train-iters 100 --bf16
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py --split-sentences)}"
-: "${VOCAB_FILE:?set it to the file of the WordPiece vocabulary (text)}"
+: "${VOCAB_FILE:?set it to the WordPiece vocabulary file (text)}"
 OUT=${OUT:-runs/t5-220m}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
 MODEL=(
     --num-layers 12
@@ -40,7 +40,7 @@ DATA=(
     --data-path "$DATA_PATH"
     --tokenizer-type BertWordPieceLowerCase
     --vocab-file "$VOCAB_FILE"
-    --vocab-extra-ids 100 # one for each run of words that is taken out
+    --vocab-extra-ids 100 # one for each masked span of words
     --split 949,50,1
 )
 

@@ -4,15 +4,15 @@
 #   DATA_PATH=data/my_text_sentence VOCAB_FILE=bert-vocab.txt \
 #   NPROC_PER_NODE=8 examples/pretrain_t5_distributed.sh
 #
-# On several machines, start it on each with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR (the
-# address of machine 0). Flags given to this script come last and win.
+# To use several machines, start it on each of them with NNODES, NODE_RANK (0, 1, ...) and
+# MASTER_ADDR (the address of machine 0). Flags given to this script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py --split-sentences)}"
-: "${VOCAB_FILE:?set it to the file of the WordPiece vocabulary (text)}"
+: "${VOCAB_FILE:?set it to the WordPiece vocabulary file (text)}"
 OUT=${OUT:-runs/t5-220m}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
 LAUNCH=(
     --nproc-per-node "${NPROC_PER_NODE:-8}"
@@ -43,14 +43,14 @@ TRAINING=(
     --lr-warmup-fraction .01
     --weight-decay 1e-2
     --clip-grad 1.0
-    ${PRECISION---fp16} # PRECISION= (empty) trains in fp32, as a CPU must
+    ${PRECISION---fp16} # an empty PRECISION= trains in fp32, which a CPU needs
 )
 
 DATA=(
     --data-path "$DATA_PATH"
     --tokenizer-type BertWordPieceLowerCase
     --vocab-file "$VOCAB_FILE"
-    --vocab-extra-ids 100 # one for each run of words that is taken out
+    --vocab-extra-ids 100 # one for each masked span of words
     --split 949,50,1
 )
 

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Serve a 345M-parameter GPT from 8 GPUs, each with an eighth of every layer. The checkpoint may have
-# been saved in any layout.
+# Serve a 345M-parameter GPT on 8 GPUs, each of which holds an eighth of every layer. The checkpoint may
+# have been saved in any layout.
 #
 #   CHECKPOINT=runs/gpt-345m/checkpoints VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #       examples/run_text_generation_server_345M_8_tensor_parallel.sh
 #
-# Then run python tools/text_generation_cli.py localhost:5000, or open http://localhost:5000 in a browser.
-# Flags given to this script come last and win, for example: --port 8000
+# Then run `python tools/text_generation_cli.py localhost:5000`, or open http://localhost:5000.
+# Flags given to this script override those below, for example: --port 8000
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 CHECKPOINT=${CHECKPOINT:-${CHECKPOINT_PATH:-}}
-: "${CHECKPOINT:?set it to the folder of checkpoints}"
-: "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
-: "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"
+: "${CHECKPOINT:?set it to the folder with the checkpoints}"
+: "${VOCAB_FILE:?set it to the GPT-2 vocabulary file (JSON)}"
+: "${MERGE_FILE:?set it to the GPT-2 merges file (text)}"
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-8}
 
 MODEL=(
@@ -22,7 +22,7 @@ MODEL=(
     --num-attention-heads 16
     --seq-length 1024
     --max-position-embeddings 1024
-    ${PRECISION---bf16} # PRECISION= (empty) computes in fp32
+    ${PRECISION---bf16} # an empty PRECISION= computes in fp32
 )
 
 LAYOUT=(
@@ -36,7 +36,7 @@ TOKENIZER=(
     --merge-file "$MERGE_FILE"
 )
 
-# Defaults for requests.
+# Default values for requests.
 SAMPLING=(
     --temperature 1.0
     --top_p 0.9

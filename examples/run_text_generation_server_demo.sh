@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Serve the model that `make demo` has trained. Network, tokenizer and precision are in the checkpoint.
+# Serve the model that `make demo` has trained. The checkpoint determines the network, the tokenizer and
+# the precision.
 #
 #   examples/run_text_generation_server_demo.sh
 #
-# Then run python tools/text_generation_cli.py localhost:5000, or open http://localhost:5000 in a browser.
-# Flags given to this script come last and win, for example: --port 8000
+# Then run `python tools/text_generation_cli.py localhost:5000`, or open http://localhost:5000.
+# Flags given to this script override those below, for example: --port 8000
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -27,7 +27,7 @@ from megatron.errors import (
 )
 
 PanelRow = tuple[str, str]  # a line of a start-up panel: its name and its value
-_SPARE = 16 << 20  # bytes of address space that a rehearsal must leave
+_SPARE = 16 << 20  # bytes of address space that a rehearsal must leave free
 _rehearsal: list[mmap.mmap] = []  # memory that this process reserves if it only rehearses
 _without_output: list[Callable[[], object]] = []  # the callbacks of `outliving_output`
 
@@ -68,7 +68,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def outliving_output(tell: Callable[[], object]) -> Iterator[None]:
-    """Let `say` warn, call `tell` and continue if the reader of stdout goes away in the block.
+    """Continue if the reader of stdout goes away in the block: let `say` warn, and call `tell`.
 
     A training run uses this to write a checkpoint before it exits.
     """

@@ -243,7 +243,7 @@ class Ferry:
     Args:
         device: The GPU, which becomes the thread's current device. Without this, the thread would
             open another context on the first GPU.
-        size: The number of bytes in a piece. Twice as many stay pinned while the ferry exists.
+        size: The number of bytes in a piece. Twice this many stay pinned while the ferry exists.
 
     Raises:
         MemoryError: There is not enough host memory.
@@ -416,7 +416,7 @@ class StreamMarks:
         self._arrived.copy_(self._numbers[place : place + 1], non_blocking=True)
 
     def behind(self, number: int) -> int:
-        """Return how many marks the device is behind `number`, the last one put."""
+        """Return how many marks the device is behind `number`, which was queued last."""
         return (number - int(self._arrived.item())) % self._NUMBERS
 
 

@@ -150,7 +150,7 @@ def test_set_up_names_an_interpreter_that_does_not_run(tmp_path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert result.stderr.strip() == "setup: PYTHON=/no/such/python does not run"
+    assert result.stderr.strip() == "setup: cannot run PYTHON=/no/such/python"
 
 
 def _fake_python(folder, version: str, modules: bool):
@@ -171,7 +171,7 @@ def _fake_python(folder, version: str, modules: bool):
     [
         ("3.10", True, "3.11 or newer is needed"),
         ("3.12", False, "python3.12-venv"),
-        ("3.12", True, "could not make"),
+        ("3.12", True, "could not create"),
     ],
 )
 def test_set_up_says_in_one_line_what_is_missing(tmp_path, version, modules, message) -> None:
@@ -189,7 +189,7 @@ def test_set_up_says_in_one_line_what_is_missing(tmp_path, version, modules, mes
 
 
 @pytest.mark.parametrize(
-    ("version", "message"), [("3.13", "could not make"), ("3.10", "no Python 3.11, 3.12 or 3.13")]
+    ("version", "message"), [("3.13", "could not create"), ("3.10", "no Python 3.11, 3.12 or 3.13")]
 )
 def test_set_up_looks_for_an_interpreter(tmp_path, version, message) -> None:
     """Of those on the PATH, where a system often has a newer or older one than is tested."""
@@ -220,7 +220,7 @@ def test_set_up_never_clears_what_a_link_leads_to(tmp_path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert "venv is a link: remove it" in result.stderr
+    assert "venv is a symbolic link: remove it" in result.stderr
     assert (tmp_path / "precious" / "pyvenv.cfg").exists()
 
 

@@ -5,8 +5,8 @@ r"""Measure pretraining: the real entry script with data loading, optimizer and 
         -- --overlap-grad-reduce --overlap-param-gather
     python tools/benchmark.py --workload S --compare HEAD~1
 
-It prints speed, memory, start-up time, a breakdown of a step, and what this machine could do at the
-workload's shapes, and writes the same as JSON to --output. Words after -- go to pretrain_gpt.py.
+It prints speed, memory, start-up time, a breakdown of a step, and the limits of this machine at the
+workload's shapes. It writes the same as JSON to --output. Words after -- go to pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from megatron.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-_PROFILED = 4  # iterations; the inner ones are broken down
+_PROFILED = 4  # profiled iterations; the inner ones are broken down
 _QUICK = {"warmup": 5, "iterations": 15, "repeat": 1, "ceiling_seconds": 0.5}  # defaults
 # Flags of pretrain_gpt.py that this tool sets itself.
 _OWN_FLAGS = {
@@ -69,7 +69,7 @@ class Plan:
         workload: The model and its batch.
         precision: A key of PRECISIONS.
         gpus: Number of GPUs.
-        flags: Flags of pretrain_gpt.py, except its length and its output.
+        flags: Flags of pretrain_gpt.py, except those for its length and output.
         config: The configuration that they describe.
         folder: Folder for logs, traces and results.
         warmup: Iterations before the timed ones.
@@ -90,7 +90,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A checkout to measure, and its name in the output."""
+    """A checkout to measure and its name in the output."""
 
     name: str
     root: Path
@@ -107,7 +107,7 @@ def build_parser() -> ToolParser:
     add("--gpus", type=int, default=1, help="Number of GPUs, one process each (default: 1).")
     add("--layout", default="", metavar="FLAGS", help="Flags of pretrain_gpt.py, in quotes.")
     add("--iterations", type=int, default=30, help="Timed iterations per run (default: 30).")
-    add("--warmup", type=int, default=10, help="Iterations before them (default: 10).")
+    add("--warmup", type=int, default=10, help="Untimed iterations before them (default: 10).")
     add("--repeat", type=int, default=3, help="Number of runs (default: 3).")
     add(
         "--quick",
@@ -115,8 +115,12 @@ def build_parser() -> ToolParser:
         help="Change the defaults to 5 + 15 iterations, one run, and 0.5 s per ceiling.",
     )
     add("--no-profile", action="store_true", help="Do not break down a step.")
-    add("--compare", metavar="COMMIT", help="Also measure this commit, or checkout in a folder.")
-    add("--ceilings", action="store_true", help="Only measure what the machine can do.")
+    add(
+        "--compare",
+        metavar="COMMIT",
+        help="Also measure this commit, or the checkout in this folder.",
+    )
+    add("--ceilings", action="store_true", help="Only measure the limits of the machine.")
     add("--ceiling-seconds", type=float, default=2.0, help="Time per ceiling (default: 2).")
     add("--label", help="Name of this checkout in the output (default: its commit).")
     add("--output", type=Path, default=Path("runs/benchmark"), help="Default: runs/benchmark.")
@@ -139,7 +143,7 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(options, name):g}: give more than 0")
     if options.ceilings and options.compare is not None:
-        raise ConfigError("--ceilings does not run a checkout to --compare: drop one of the two")
+        raise ConfigError("--ceilings does not run any checkout for --compare: drop one of the two")
     workload, output = WORKLOADS[options.workload], options.output.resolve()
     further = _further_flags(options.layout, further)
     _expect_gpus(options)
@@ -178,7 +182,7 @@ def _further_flags(layout: str, further: Sequence[str]) -> list[str]:
 
 
 def _expect_gpus(options: argparse.Namespace) -> None:
-    """Check that the GPUs exist, because all workloads but the toy would take hours on a CPU."""
+    """Check that the GPUs exist: all workloads except the toy would take hours on a CPU."""
     from megatron.device import gpu_count
 
     found = gpu_count()
@@ -192,7 +196,7 @@ def _expect_gpus(options: argparse.Namespace) -> None:
 def run_once(plan: Plan, subject: Subject, number: int, result: Result, *, profile: bool) -> None:
     """Launch the entry script once and add its numbers to `result`.
 
-    The profile covers further iterations after the timed ones, so that it does not slow those down.
+    The profile covers additional iterations after the timed ones, so it does not slow those down.
     """
     folder = plan.folder / subject.name / f"run{number}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,20 +212,26 @@ def run_once(plan: Plan, subject: Subject, number: int, result: Result, *, profi
     result.runs.append(_with_memory_of(metrics, measured))
     print(report.run_line(subject.name, number, measured, _tokens_per_gpu(plan)), flush=True)
     if profile:
-        _break_down(folder, result)
+        traces = sorted(folder.glob("*.pt.trace.json"))
+        try:
+            if not traces:
+                raise DataError(f"{folder} contains no trace")
+            result.breakdown = read_breakdown(traces[0])
+        except DataError as error:
+            result.unavailable = str(error)
 
 
 def _length_flags(last: int, profile: bool, folder: Path) -> list[str]:
     if not profile:
         return ["--train-iters", str(last), "--log-interval", "1"]
-    # One iteration between the timed and the profiled ones.
+    # One iteration separates the timed and the profiled ones.
     words = f"--train-iters {last + 1 + _PROFILED} --log-interval 1 --profile"
     words += f" --profile-step-start {last + 2} --profile-step-end {last + 2 + _PROFILED}"
     return [*words.split(), "--profile-dir", str(folder)]
 
 
 def _with_memory_of(metrics: Path, measured: Measured) -> Measured:
-    """Replace the memory peaks with those of the whole run, because the log has only the first."""
+    """Use the memory peaks of the whole run, because the log has only the first ones."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
     def most(tag: str, logged: int) -> int:
@@ -232,16 +242,6 @@ def _with_memory_of(metrics: Path, measured: Measured) -> Measured:
         peak_allocated=most("mem-max-allocated-bytes", measured.peak_allocated),
         peak_reserved=most("mem-reserved-bytes", measured.peak_reserved),
     )
-
-
-def _break_down(folder: Path, result: Result) -> None:
-    traces = sorted(folder.glob("*.pt.trace.json"))
-    try:
-        if not traces:
-            raise DataError(f"{folder} contains no trace")
-        result.breakdown = read_breakdown(traces[0])
-    except DataError as error:
-        result.unavailable = str(error)
 
 
 def _tokens_per_gpu(plan: Plan) -> float:
@@ -269,7 +269,7 @@ def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
         unavailable = "--no-profile" if options.no_profile else ""
         results = [Result(subject.name, [], unavailable=unavailable) for subject in subjects]
         profiled = None if options.no_profile else options.repeat
-        for number in range(1, options.repeat + 1):  # alternating, so both see the same machine
+        for number in range(1, options.repeat + 1):  # alternate, so that both see the same machine
             for subject, result in zip(subjects, results, strict=True):
                 run_once(plan, subject, number, result, profile=number == profiled)
     facts = report.Facts.of(plan.config, plan.precision, plan.gpus, ceilings)
@@ -290,7 +290,7 @@ def _known_ceilings(
     """Return the machine's ceilings.
 
     The results of an earlier call are used if it measured this machine at these shapes for long
-    enough. Otherwise they are measured now, in a separate process that leaves no memory in use.
+    enough. Otherwise, they are measured now, in a separate process that leaves no memory in use.
     """
     from tools.bench.ceilings import shapes_of
 
@@ -309,7 +309,7 @@ def _known_ceilings(
 
 
 def _for_run(record: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return the ceilings, with the rooflines that apply to the steps of these runs."""
+    """Return the ceilings with the rooflines for the steps of these runs."""
     from tools.bench.ceilings import Ceilings, rooflines
 
     measured = Ceilings(**{field.name: record[field.name] for field in fields(Ceilings)})
@@ -317,7 +317,7 @@ def _for_run(record: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _read_ceilings(path: Path) -> dict[str, Any]:
-    """Read recorded ceilings, or return nothing if the file is missing or incomplete."""
+    """Read recorded ceilings. The result is empty if the file is missing or incomplete."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         record = json.loads(path.read_text(encoding="utf-8"))
         return record if isinstance(record, dict) else {}
@@ -338,7 +338,7 @@ def _write_ceilings(plan: Plan, path: Path, seconds: float) -> None:
 
 
 def commit_of(root: Path) -> str:
-    """Return a checkout's short commit, plus "-changed" if files differ, or "here" without git."""
+    """Return a checkout's short commit, with "-changed" if files differ; "here" without git."""
     head = _git(root, "rev-parse", "--short", "HEAD")
     if head is None:
         return "here"
@@ -346,7 +346,7 @@ def commit_of(root: Path) -> str:
 
 
 def _git(root: Path, *words: str) -> str | None:
-    """Return what a git command prints, or `None` if it fails."""
+    """Return the output of a git command, or `None` if it fails."""
     done = subprocess.run(
         ["git", *words], cwd=root, capture_output=True, text=True, timeout=60, check=False
     )
@@ -371,7 +371,7 @@ def _other_checkout(asked: str | None) -> Iterator[Subject | None]:
         if _git(ROOT, "worktree", "add", "--detach", str(tree), asked) is None:
             raise ConfigError(
                 f"--compare {asked}: neither a commit of this checkout nor a folder with "
-                "pretrain_gpt.py; without git, unpack the other commit somewhere and name that"
+                "pretrain_gpt.py; without git, unpack the other commit and name its folder"
             )
         try:
             yield Subject(commit_of(tree), tree)
@@ -380,7 +380,7 @@ def _other_checkout(asked: str | None) -> Iterator[Subject | None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or that of the error."""
+    """Run the command and return its exit code: 0, or the code of the error."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     own = words[:cut]
@@ -391,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         parser = build_parser()
         parser.set_defaults(**_QUICK)
-        options = parser.read(own)  # flags given explicitly win
+        options = parser.read(own)  # explicit flags take precedence
     return run_command(lambda: benchmark(options, words[cut + 1 :]))
 
 

@@ -1,12 +1,12 @@
-"""Measure what the corpus pipeline finds, and its speed beside other programs.
+"""Measure what the corpus pipeline finds, and its speed compared with other programs.
 
     python tools/benchmark_corpora.py --out docs/benchmarks/corpora.md
 
-plants 1,000 near-duplicates, 500 overlaps with tasks and 300 foreign pages in 20,000 documents made
-from ../shared/data, builds the corpus, and compares the output with what was planted. Then it times
-deduplication alone, in turns with datatrove, text-dedup and datasketch where they are installed.
+This plants 1,000 near-duplicates, 500 overlaps with tasks and 300 foreign pages in 20,000 documents
+made from ../shared/data, builds the corpus, and compares the output with what was planted. Then it
+times deduplication alone, alternating with datatrove, text-dedup and datasketch if installed.
 
-With --prove, it measures nothing. It builds the same corpus with 1, 2 and 4 processes, by
+With --prove, it measures nothing. It builds the same corpus with 1, 2 and 4 processes, with
 datatrove's executors and with a kill at every step, compares the bytes, and writes that part of the
 page.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 _WORKERS = "2"
-_DOCUMENTS, _FILES = 4_000, 8  # of the input of deduplication, which takes others minutes
+_DOCUMENTS, _FILES = 4_000, 8  # input for deduplication, which takes other programs minutes
 _OURS = "this package"
 _MODULES = {"datatrove": "datatrove", "text-dedup": "text_dedup", "datasketch": "datasketch"}
 
@@ -51,13 +51,11 @@ def build_parser() -> ToolParser:
     parser = ToolParser("benchmark_corpora.py", __doc__)
     parser.add_argument("--out", metavar="FILE", help="Markdown file to write (default: stdout).")
     parser.add_argument("--seed", type=int, default=1, help="Seed of the corpus (default: 1).")
+    parser.add_argument("--repeats", type=int, default=3, help="Runs of each program (default: 3).")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="Times to run each program (default: 3)."
+        "--prove", action="store_true", help="Compare the bytes of the output instead of measuring."
     )
-    parser.add_argument(
-        "--prove", action="store_true", help="Compare the bytes of the output instead of times."
-    )
-    parser.add_argument("--small", action="store_true", help="A corpus of 500 documents.")
+    parser.add_argument("--small", action="store_true", help="Use a corpus of 500 documents.")
     return parser
 
 
@@ -119,12 +117,8 @@ def _build(*words: str) -> float:
     return time.monotonic() - started
 
 
-def _megabytes(planted: Planted) -> float:
-    return sum(len(text.encode()) for text in planted.texts.values()) / 1e6
-
-
 def _words(planted: Planted) -> list[str]:
-    """Return the command line of the whole pipeline, without its output."""
+    """Return the command line of the whole pipeline, without its output folder."""
     words = ["--input", str(planted.folder), "--tasks", *map(str, planted.tasks)]
     words += ["--task-keys", "text", "question"]
     gpt2 = HERE.parent.parent / "shared" / "data" / "tokenizers" / "gpt2"
@@ -158,7 +152,7 @@ def _prove(planted: Planted, folder: Path) -> str:
     for name, is_same in prove(_words(planted), folder):
         print(f"{name}: {'same' if is_same else 'DIFFERENT'}", file=sys.stderr, flush=True)
         if not is_same:
-            raise RuntimeError(f"{name}: the output differs from that of one process")
+            raise RuntimeError(f"{name}: the output differs from the one of a single process")
         lines.append(f"| {name} | yes |")
     return "\n".join([*lines, ""])
 
@@ -169,7 +163,7 @@ def _find(planted: Planted, output: Path, seed: int) -> list[str]:
     from tests.corpora.planted import score
 
     seconds = _build(*_words(planted), "--output", str(output))
-    size = _megabytes(planted)
+    size = sum(len(text.encode()) for text in planted.texts.values()) / 1e6
     lines = [
         f"{len(planted.texts):,} documents ({size:.1f} MB of text, seed {seed}) in six formats: "
         "JSON lines (plain, .gz, .zst), parquet, WARC, WET.",

@@ -1,13 +1,13 @@
-r"""Measure training on packed documents that are kept apart, beside whole sequences.
+r"""Measure training on packed documents that are kept apart, compared with whole sequences.
 
     python tools/benchmark_documents.py --workload S
     python tools/benchmark_documents.py --workload L -- --num-layers 16
     python tools/benchmark_documents.py --workload L --gpus 2 \
         -- --context-parallel-size 2 --use-distributed-optimizer --num-layers 16
 
-Both ways train on the same corpus of documents of a mean length, packed into long sequences. One
-lets each token attend to its whole sequence, the other keeps documents apart
-(`--reset-attention-mask --reset-position-ids`), which needs fewer products. The two alternate.
+Both ways train on the same corpus of documents of a mean length, packed into long sequences. In one
+way, each token attends to its whole sequence. The other keeps documents apart
+(`--reset-attention-mask --reset-position-ids`), which needs less arithmetic. The two alternate.
 Words after -- go to pretrain_gpt.py.
 """
 
@@ -53,16 +53,16 @@ def build_parser() -> ToolParser:
     add("--seq-length", type=int, default=8192, help="Tokens in a sequence (default: 8192).")
     add("--document-tokens", type=int, default=500, help="Mean document length (default: 500).")
     add("--iterations", type=int, default=20, help="Timed iterations per run (default: 20).")
-    add("--warmup", type=int, default=5, help="Iterations before them (default: 5).")
+    add("--warmup", type=int, default=5, help="Untimed iterations before them (default: 5).")
     add("--repeat", type=int, default=3, help="Number of runs of each way (default: 3).")
     add("--timeout", type=float, default=600, help="Time limit per run in seconds (default: 600).")
     add("--output", type=Path, default=Path("runs/documents"), help="Default: runs/documents.")
-    add("further", nargs="*", metavar="-- FLAG", help="Further flags of pretrain_gpt.py.")
+    add("further", nargs="*", metavar="-- FLAG", help="Additional flags of pretrain_gpt.py.")
     return parser
 
 
 def _flags(options: argparse.Namespace, corpus: Path) -> list[str]:
-    """Return the flags of both ways: as many tokens in a micro-batch as the workload has."""
+    """Return the flags of both ways, with as many tokens per micro-batch as in the workload."""
     workload, length = WORKLOADS[options.workload], options.seq_length
     flags = training_flags(workload, options.precision, options.gpus, corpus, [])
     shorter = read_flags(flags, options.gpus)
@@ -84,7 +84,8 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
         if getattr(options, name) < 1:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(options, name)}: give at least 1")
-    read_flags(_flags(options, Path("none")), options.gpus)  # mistakes come before the corpus
+    # Report mistakes before writing the corpus.
+    read_flags(_flags(options, Path("none")), options.gpus)
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     corpus = corpus_prefix(
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
     last = options.warmup + options.iterations
     flags += ["--train-iters", str(last), "--log-interval", "1"]
     rates: dict[str, list[float]] = {way: [] for way in _WAYS}
-    for number in range(1, options.repeat + 1):  # alternating, so both see the same machine
+    for number in range(1, options.repeat + 1):  # alternate, so that both see the same machine
         for way, further in _WAYS.items():
             log = folder / f"{options.workload}-{way.replace(' ', '-')}-{number}.txt"
             command = entry_command(ROOT, options.gpus, [*flags, *further])

@@ -5,8 +5,8 @@
     python tools/benchmark_generation.py --model demo --prompt 16 --new 8 --batch 1 4  # on a CPU
 
 The weights are random, because only the shape matters. A decoding step cannot be faster than its
-floor: the time to read every weight but the word embeddings, and every key and value of the batch,
-once at the speed of a large copy on the same device.
+floor: the time to read every weight except the word embeddings, and every key and value of the
+batch, once at the speed of a large copy on the same device.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError
 
-WARM_UP = 8  # number of untimed steps, in which CUDA graphs are recorded
+WARM_UP = 8  # number of untimed steps, during which CUDA graphs are recorded
 _FOR_CPU = ("demo", "small", "small-moe")
 _COPY_SECONDS = 0.5  # duration of the copy whose speed sets the floor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, print the table, and return the exit code."""
+    """Run the benchmark, print the table and return the exit code."""
     options = _parser().read(argv)
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure once, and print the results.
+    """Measure once and print the results.
 
     Raises:
         ConfigError: The model's window is too short for the requested lengths.
@@ -132,11 +132,14 @@ def _parser() -> ToolParser:
         "--prefill-length", type=int, default=2048, help="length of each long prompt, in tokens"
     )
     parser.add_argument(
-        "--prefill-tokens", type=int, default=32768, help="tokens in all long prompts together"
+        "--prefill-tokens",
+        type=int,
+        default=32768,
+        help="total number of tokens in all long prompts",
     )
     parser.add_argument("--no-graphs", action="store_true", help="run without CUDA graphs")
     parser.add_argument(
-        "--adapters", type=int, default=0, help="number of adapters, which sequences use in turn"
+        "--adapters", type=int, default=0, help="number of adapters; sequences use them in turn"
     )
     parser.add_argument("--adapter-rank", type=int, default=16, help="rank of each adapter")
     parser.add_argument(
@@ -144,7 +147,7 @@ def _parser() -> ToolParser:
         nargs="?",
         choices=("compiled", "uncompiled"),
         const="compiled",
-        help="also time `transformers` with a static cache; compiled is its default",
+        help="also time `transformers` with a static cache (compiled if no value is given)",
     )
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")

@@ -24,14 +24,14 @@ from megatron.config.arguments import ToolParser
 
 
 def main() -> None:
-    """Print the time of each index in seconds, the best of several runs."""
+    """Print the time of each index in seconds, as the best of several runs."""
     parser = ToolParser("benchmark_index.py", __doc__)
     parser.add_argument("--tokens", type=float, default=1e9, help="Tokens in the corpus.")
     parser.add_argument("--documents", type=float, default=1e6, help="Documents in the corpus.")
     parser.add_argument(
         "--sentences",
         type=float,
-        help="Sentences in the corpus. If given, the sentence map is timed.",
+        help="Sentences in the corpus. If given, time the sentence map.",
     )
     parser.add_argument("--seq-length", type=int, default=1024, help="Sequence length in tokens.")
     parser.add_argument(
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
-    """Time GPT's indices for documents of random lengths and one epoch."""
+    """Time GPT's indices for one epoch of documents with random lengths."""
     from megatron.data.gpt import build_gpt_index, build_sample_index, plan_gpt_index
 
     random = np.random.RandomState(0)
@@ -60,7 +60,7 @@ def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
 
 
 def time_sentence_map(sentences: int, documents: int, seq_length: int, repeat: int) -> None:
-    """Time the map of sentences of 25 tokens on average in documents of random lengths."""
+    """Time the sentence map for documents of random lengths, with 25 tokens per sentence."""
     from megatron.data.sentence_map import DocumentSentences, SentenceMapPlan, build_sentence_map
 
     random = np.random.RandomState(0)

@@ -3,9 +3,10 @@
     python tools/benchmark_kernels.py                 # all kernels, as a Markdown table
     python tools/benchmark_kernels.py --only RMSNorm  # those with this in their name
 
-The floor is the bytes that must move, divided by the bandwidth of a large copy on this GPU. For
-attention and matrix products it is their operations, divided by the rate of a large bf16 product,
-if that takes longer. Times are medians of GPU time over inputs larger than the L2 cache.
+The floor is the number of bytes that must move, divided by the bandwidth of a large copy on this
+GPU. For attention and matrix products it is the number of operations divided by the rate of a large
+bf16 product, if that takes longer. Times are medians of GPU time over inputs larger than the L2
+cache.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main() -> int:
     """Print the table and return the exit code, which is 9 if there are no kernels to time."""
     parser = ToolParser("benchmark_kernels.py", __doc__)
     parser.add_argument("--only", default="", help="Time operations with this in their name.")
-    parser.add_argument("--no-compile", action="store_true", help="Leave torch.compile out.")
+    parser.add_argument("--no-compile", action="store_true", help="Skip torch.compile.")
     args = parser.read()
     return run_command(lambda: _run(args.only, compiled=not args.no_compile))
 
@@ -67,7 +68,7 @@ def _run(only: str, *, compiled: bool) -> None:
             print(f"skipped {operation.name} {operation.shape}: {missing}", file=sys.stderr)
             continue
         for row in measure(operation, watch, ceilings, compiled=compiled):
-            print(table_row(row), flush=True)  # a later one may fail
+            print(table_row(row), flush=True)  # print now, because a later one may fail
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@ r"""Train one model in many layouts for a few iterations each, and write a table
     python tools/benchmark_layouts.py --model 350m --data-path novels_text_document \
         --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --out table.md
 
-Every row is a run of `torchrun pretrain_gpt.py` with the flags that the table shows. Layouts that
-need more GPUs than are present are skipped, which their rows say. A failed run leaves its error in
-its row. Each row is written as soon as its run ends. Flags after `--` go to every run and override
-its own.
+Every row is a run of `torchrun pretrain_gpt.py` with the flags in the table. Layouts that need more
+GPUs than available are skipped, and their rows say so. The row of a failed run shows its error.
+Each row is written as soon as its run ends. Flags after `--` are added to every run and override
+the run's own flags.
 
-To check the planner, measure the layouts that it wrote. The last lines then compare the layout that
-it considers fastest with the one that is:
+To check the planner, measure the layouts that it wrote. The last lines of the output then compare
+the layout that it predicts to be fastest with the one that is fastest:
 
     megatron plan --gpus 2xH200 --global-batch 16 --top 20 --jsonl plan.jsonl -- FLAGS
     python tools/benchmark_layouts.py --plan plan.jsonl --budget 280 --out table.md
@@ -43,9 +43,9 @@ def build_parser() -> ToolParser:
     """Return the parser of the command line."""
     parser = ToolParser("benchmark_layouts.py", __doc__)
     add = parser.add_argument
-    add("--model", choices=sorted(models()), help="What to train.")
+    add("--model", choices=sorted(models()), help="Model to train.")
     add("--plan", nargs="+", type=Path, metavar="FILE.jsonl",
-        help="Instead of --model: layouts that megatron plan --jsonl wrote.")  # fmt: skip
+        help="Files of megatron plan --jsonl with layouts, instead of --model.")  # fmt: skip
     add("--layouts", nargs="+", metavar="NAME", help="Layouts to run (default: all that fit).")
     add("--list", action="store_true", help="Print the layouts (default: those of all models).")
     add("--processes", type=int, help="Maximum processes per run (default: number of GPUs).")
@@ -58,13 +58,13 @@ def build_parser() -> ToolParser:
     add("--merge-file", help="GPT-2 merges, with --data-path.")
     add("--out", type=Path, help="Markdown table to write.")
     add("--overwrite", action="store_true", help="Replace an existing table.")
-    add("--jsonl", type=Path, help="File to append one object per run to, with its loss curve.")
-    add("further", nargs="*", metavar="-- FLAG", help="Further flags for every run.")
+    add("--jsonl", type=Path, help="File to append to: one object per run, with its loss curve.")
+    add("further", nargs="*", metavar="-- FLAG", help="Additional flags for every run.")
     return parser
 
 
 def data_flags(options: argparse.Namespace) -> list[str]:
-    """Return the flags that say where the runs' tokens come from.
+    """Return the flags for the source of the runs' tokens.
 
     Raises:
         ConfigError: A dataset is given without its vocabulary.
@@ -108,7 +108,7 @@ def choose(options: argparse.Namespace) -> list[BenchmarkLayout]:
     """Return the layouts to run, in the model's order.
 
     Raises:
-        UserError: There is no such model, or it has no layout of that name.
+        UserError: There is no such model, or it has no layout with this name.
     """
     layouts = find_model(options).layouts
     names = [layout.name for layout in layouts]

@@ -1,10 +1,10 @@
-r"""Measure how many tokens per second the loading processes of a GPT's run supply.
+r"""Measure how many tokens per second the loading processes of a GPT run supply.
 
     python tools/benchmark_loader.py --data-path corpus.jsonl --seq-length 4096 \
         --vocab-file vocab.json --merge-file merges.txt --workers 0 1 2
 
---data-path names text, which is tokenized on the way, or an indexed dataset. The first 20
-micro-batches, in which every stream of a text tokenizes its first piece, are timed by themselves.
+--data-path names text, which is tokenized during loading, or an indexed dataset. The first 20
+micro-batches, for which every stream of a text tokenizes its first piece, are timed separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIRST = 20
 def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("benchmark_loader.py", __doc__)
-    parser.add_argument("--data-path", required=True, help="Text files, or a dataset's prefix.")
+    parser.add_argument("--data-path", required=True, help="Text files or a dataset's prefix.")
     parser.add_argument("--vocab-file", required=True, help="GPT-2's vocabulary (vocab.json).")
     parser.add_argument("--merge-file", required=True, help="GPT-2's merges (merges.txt).")
     parser.add_argument("--seq-length", type=int, default=4096, help="Tokens in a sample.")
@@ -41,7 +41,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measure and print the speeds."""
     from megatron.config.data import DataConfig, TokenizerConfig
     from megatron.data.datasets import DataRequest
     from megatron.data.gpt import build_gpt_datasets

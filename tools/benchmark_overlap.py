@@ -1,13 +1,13 @@
 """Time the matrix products of split layers together with their communication.
 
-Each product is timed alone, next to a collective, and cut into parts that overlap with the
+Each product is timed alone, together with a collective, and cut into parts that overlap with the
 messages (docs/tensor-parallelism.md).
 
     torchrun --nproc-per-node 2 tools/benchmark_overlap.py
 
-It prints a Markdown table of medians in microseconds. The default shapes are those of Llama-3-8B.
-They take minutes on a CPU, so try it there with --tokens 64 --hidden-size 32 --qkv-size 48
---ffn-hidden-size 64 --rounds 1. PyTorch's own fused operations are included on GPUs.
+It prints a Markdown table of medians in microseconds. The default shapes are those of Llama-3-8B,
+which take minutes on a CPU. There, use --tokens 64 --hidden-size 32 --qkv-size 48
+--ffn-hidden-size 64 --rounds 1. On GPUs, PyTorch's own fused operations are included.
 """
 
 from __future__ import annotations

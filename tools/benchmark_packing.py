@@ -3,9 +3,9 @@ r"""Measure how many tokens of packed documents one loading process supplies per
     python tools/benchmark_packing.py
     python tools/benchmark_packing.py --document-tokens 100 --workers 0 1 2
 
-It makes documents of random lengths (exponentially distributed) and ids, packs them, and times
+It generates documents of random lengths (exponentially distributed) and ids, packs them, and times
 micro-batches of three kinds: a stream of documents that are kept apart (--reset-attention-mask),
-conversations (--sft) and pairs of answers (--preference-loss), whose documents are two answers.
+conversations (--sft) and pairs of answers (--preference-loss), each of which is two documents.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("benchmark_packing.py", __doc__)
     add = parser.add_argument
-    add("--seq-length", type=int, default=8192, help="Tokens in a row (default: 8192).")
+    add("--seq-length", type=int, default=8192, help="Tokens per row (default: 8192).")
     add("--document-tokens", type=int, default=500, help="Mean document length (default: 500).")
     add("--documents", type=int, default=100_000, help="Number of documents (default: 100000).")
-    add("--vocab-size", type=int, default=50_257, help="Entries (default: 50257).")
-    add("--micro-batch-size", type=int, default=1, help="Rows in a batch (default: 1).")
+    add(
+        "--vocab-size", type=int, default=50_257, help="Entries of the vocabulary (default: 50257)."
+    )
+    add("--micro-batch-size", type=int, default=1, help="Rows per batch (default: 1).")
     add("--batches", type=int, default=2000, help="Micro-batches to load (default: 2000).")
     add("--workers", type=int, nargs="+", default=[1], help="Numbers of processes (default: 1).")
     add("--output", type=Path, default=Path("runs/packing"), help="Default: runs/packing.")
@@ -52,13 +54,13 @@ def build_parser() -> ToolParser:
 
 
 def make_examples(options: argparse.Namespace) -> TokenizedExamples:
-    """Write documents as a cache of tokenized examples has them, and map the files to memory."""
+    """Write documents in the format of a cache of tokenized examples, and map the files."""
     import numpy as np
 
     from megatron.data.conversations import TokenizedExamples
 
     random = np.random.default_rng(_SEED)
-    mean, most = options.document_tokens, options.seq_length // 2  # two answers fit a row
+    mean, most = options.document_tokens, options.seq_length // 2  # two answers fit into a row
     lengths = np.clip(random.exponential(mean, options.documents).astype(np.int64), 2, most)
     total = int(lengths.sum())
     arrays = {
@@ -73,7 +75,7 @@ def make_examples(options: argparse.Namespace) -> TokenizedExamples:
 
 
 def make_datasets(options: argparse.Namespace, samples: int) -> dict[str, SampleDataset]:
-    """Return datasets of the given number of rows, by what the tool prints of them."""
+    """Return datasets with the given number of rows, by their description in the output."""
     from megatron.config.data import DataConfig, TokenizerConfig
     from megatron.data.chat import PackedDataset
     from megatron.data.datasets import DataRequest
@@ -122,21 +124,21 @@ def run(options: argparse.Namespace) -> dict[str, float]:
             flag = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise ConfigError(f"{flag}: give at least {least}")
     options.output.mkdir(parents=True, exist_ok=True)
-    options.documents -= options.documents % 2  # two to a pair
+    options.documents -= options.documents % 2  # two per pair
     micro_batch, rates = options.micro_batch_size, {}
     datasets = make_datasets(options, micro_batch * (options.batches + 1))
     for workers in options.workers:
         for kind, dataset in datasets.items():
             sampler = SingleSampler(len(dataset), 0, micro_batch)
             batches = build_loader(dataset, sampler, num_workers=workers, seed=_SEED)
-            next(batches)  # the start of the process and the plan of the epoch are not timed
+            next(batches)  # do not time the start of the process and the plan of the epoch
             begun = time.perf_counter()
             count = sum(1 for _ in itertools.islice(batches, options.batches))
             seconds = time.perf_counter() - begun
             rates[kind] = micro_batch * options.seq_length * count / seconds
             print(
                 f"{workers} loading processes, {kind}: {rates[kind] / 1e6:.2f} million tokens/s, "
-                f"{1e3 * seconds / count:.2f} ms a micro-batch",
+                f"{1e3 * seconds / count:.2f} ms per micro-batch",
                 flush=True,
             )
     return rates

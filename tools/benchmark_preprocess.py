@@ -38,7 +38,7 @@ def build_parser() -> ToolParser:
     parser = ToolParser("benchmark_preprocess.py", __doc__)
     parser.add_argument("--vocab-file", required=True, help="GPT-2's vocabulary (vocab.json).")
     parser.add_argument("--merge-file", required=True, help="GPT-2's merges (merges.txt).")
-    parser.add_argument("--text", help="Folder of .txt files, or a tar file of them.")
+    parser.add_argument("--text", help="Folder or tar file of .txt files.")
     parser.add_argument(
         "--megabytes", type=float, default=20.7, help="Size of the corpus (default: 20.7)."
     )
@@ -48,7 +48,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print.
+    """Measure and print the speeds.
 
     Raises:
         DataError: There is no text.
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
         size = corpus.stat().st_size / 1e6
         print(f"corpus: {size:.1f} MB, {documents:,} documents")
         if sys.dont_write_bytecode:
-            print("PYTHONDONTWRITEBYTECODE is set: each run compiles modules without .pyc (30 ms)")
+            print("PYTHONDONTWRITEBYTECODE is set: each run compiles all modules (30 ms)")
         seconds, cpu = zip(
             *(_run_tool(options, corpus) for _ in range(options.repeat)), strict=True
         )
@@ -87,8 +87,8 @@ def _write_corpus(corpus: Path, text: str | None, limit: int) -> int:
     if not documents:
         there = os.path.exists(text) if text else True
         raise DataError(
-            f"--text {text}: {'holds no text' if there else 'no such file or folder'}: give a "
-            "folder of .txt files, or a tar file of them"
+            f"--text {text}: {'contains no text' if there else 'no such file or folder'}: give a "
+            "folder or tar file of .txt files"
         )
     return documents
 

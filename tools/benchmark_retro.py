@@ -5,9 +5,9 @@
     python tools/benchmark_retro.py --layers 2 --hidden-size 64 --heads 4 --chunks 2000 --vectors 0
 
 Weights and texts are random, because only shapes matter. The time of embedding includes WordPiece,
-which runs beside the device. Its operations are those of the encoder's layers for the texts' own
-tokens: padding is not counted, so a share of the peak is what the texts get. The last table needs
-faiss, and is left out without it or with --vectors 0.
+which runs at the same time as the device. The operations counted are those of the encoder's layers
+for the texts' own tokens. Padding does not count, so a share of the peak is useful work. The last
+table needs faiss, and is omitted without it or with --vectors 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.config.arguments import ToolParser
 
 _VOCABULARY = 30522  # entries of BERT's own vocabulary
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_MOST_TRAINING = 40_000  # vectors to train the index on
+_MOST_TRAINING = 40_000  # maximum number of vectors for training the index
 _CHUNKS_PER_SAMPLE = 32
 
 
@@ -41,23 +41,33 @@ def build_parser() -> ToolParser:
     group.add_argument("--layers", type=int, default=24, help="Layers.")
     group.add_argument("--hidden-size", type=int, default=1024, help="Width of the vectors.")
     group.add_argument("--heads", type=int, default=16, help="Attention heads.")
-    group.add_argument("--dtype", nargs="+", default=["bf16"], help="fp32, bf16 or fp16; several.")
+    group.add_argument(
+        "--dtype", nargs="+", default=["bf16"], help="fp32, bf16 or fp16; one or more."
+    )
     group = parser.add_argument_group("Texts")
     group.add_argument("--chunks", type=int, default=60_000, help="Texts to embed.")
-    group.add_argument("--tokens", type=int, default=70, help="Mean length, which varies by 12%%.")
-    group.add_argument("--max-length", type=int, default=256, help="Most tokens of a text.")
-    group.add_argument("--batch-size", type=int, nargs="+", default=[128], help="Texts; several.")
+    group.add_argument(
+        "--tokens", type=int, default=70, help="Mean length (standard deviation 12%%)."
+    )
+    group.add_argument("--max-length", type=int, default=256, help="Maximum tokens per text.")
+    group.add_argument(
+        "--batch-size", type=int, nargs="+", default=[128], help="Texts per batch; one or more."
+    )
     group = parser.add_argument_group("Index")
     group.add_argument("--vectors", type=int, default=100_000, help="Vectors in the index.")
-    group.add_argument("--index-str", default="IVF1024_HNSW32,Flat", help="String for faiss.")
+    group.add_argument(
+        "--index-str", default="IVF1024_HNSW32,Flat", help="Description of the index for faiss."
+    )
     group.add_argument("--queries", type=int, default=10_000, help="Queries.")
-    group.add_argument("--nprobe", type=int, nargs="+", default=[16, 128], help="Lists; several.")
+    group.add_argument(
+        "--nprobe", type=int, nargs="+", default=[16, 128], help="Lists to search; one or more."
+    )
     group.add_argument("--threads", type=int, default=None, help="Threads. Default: every core.")
     return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measure and print the speeds."""
     from megatron.device import Device
 
     device = Device.pick()
@@ -118,7 +128,7 @@ def _measure_embedding(options: argparse.Namespace, device: Any, vocabulary: Pat
             share = work / seconds / (device.peak_flops or float("nan"))
             print(
                 f"embedding: {count_parameters(plan) / 1e6:.0f} million parameters, {dtype}, batch "
-                f"{batch_size} x {options.max_length}, {lengths.mean():.1f} tokens a chunk: "
+                f"{batch_size} x {options.max_length}, {lengths.mean():.1f} tokens per chunk: "
                 f"{len(texts) / seconds:,.0f} chunks/s, {work / seconds / 1e12:.1f} TFLOP/s"
                 + (f", {share:.1%} of the peak" if device.peak_flops else "")
                 + f", {device.memory().peak_allocated / 1e9:.1f} GB",
@@ -159,7 +169,7 @@ def _random_bert(options: argparse.Namespace, device: Any, vocabulary: int, dtyp
 
 
 class _Database:
-    """Chunks of as many documents as there are tens of chunks."""
+    """A database in which every document has ten chunks."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -177,7 +187,7 @@ class _Database:
 
 
 class _Queries:
-    """Samples of which each reads three documents."""
+    """Samples that each read three documents."""
 
     per_sample = _CHUNKS_PER_SAMPLE
 
@@ -188,7 +198,7 @@ class _Queries:
 
 
 def _measure_search(options: argparse.Namespace, device: Any) -> None:
-    """Fill an index with clustered vectors, and find their neighbors."""
+    """Fill an index with clustered vectors and find their neighbors."""
     import numpy as np
 
     from megatron.retro.index import codec_of, faiss_threads, on_device
@@ -230,14 +240,15 @@ def _measure_search(options: argparse.Namespace, device: Any) -> None:
             seconds = time.perf_counter() - start
             print(
                 f"neighbors: {options.vectors:,} vectors of {width}, nprobe {nprobe}, "
-                f"{query.queried} asked, {query.saved} stored: {options.queries / seconds:,.0f} "
-                f"queries/s on the {'CPU' if there is index else 'GPU'}",
+                f"{query.queried} requested, {query.saved} stored: "
+                f"{options.queries / seconds:,.0f} queries/s "
+                f"on the {'CPU' if there is index else 'GPU'}",
                 flush=True,
             )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, and return the exit code."""
+    """Run the benchmark and return the exit code."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measure Retro's training step beside that of a GPT with the same layers.
+"""Measure Retro's training step compared with a GPT that has the same layers.
 
     python tools/benchmark_retro_training.py                       # workload S in bf16, on a GPU
     python tools/benchmark_retro_training.py --workload demo --layers 9 --precision fp32 \
         --iterations 3 --warmup 1
 
-The working folder is made here: the chunks of a random corpus, each with random neighbors. Both
-networks train on the same samples. If the GPU were as busy in one as in the other, their speeds
-would be in the inverse ratio of their operations per token, which is what "of expected" compares.
+The working folder is created here, with the chunks of a random corpus and random neighbors. Both
+networks train on the same samples. If the GPU were equally busy in both, their speeds would be in
+the inverse ratio of their operations per token; "of expected" compares them with this ratio.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ def build_parser() -> ToolParser:
     parser.add_argument("--layers", type=int, default=None, help="Layers. Default: the workload's.")
     parser.add_argument("--micro-batch-size", type=int, default=None, help="Samples per pass.")
     parser.add_argument("--iterations", type=int, default=20, help="Iterations to time.")
-    parser.add_argument("--warmup", type=int, default=5, help="Iterations before them.")
-    parser.add_argument("--timeout", type=float, default=400.0, help="Most seconds of a run.")
-    parser.add_argument("--output", type=Path, default=None, help="File for the numbers, as JSON.")
+    parser.add_argument("--warmup", type=int, default=5, help="Untimed iterations before them.")
+    parser.add_argument(
+        "--timeout", type=float, default=400.0, help="Time limit per run in seconds."
+    )
+    parser.add_argument("--output", type=Path, default=None, help="JSON file for the numbers.")
     return parser
 
 
@@ -56,12 +58,12 @@ def make_folder(
     vocabulary: int,
     chunk: int = _CHUNK,
 ) -> None:
-    """Make a working folder for some iterations of training with the given flags.
+    """Create a working folder for some iterations of training with the given flags.
 
     Args:
         workdir: The folder.
-        corpus: Prefix of the corpus, each of whose documents has an end-of-document token.
-        flags: The flags of the training, without its length and evaluations.
+        corpus: Prefix of the corpus. Each document ends with an end-of-document token.
+        flags: The flags for training, without its length and evaluations.
         iterations: The number of iterations.
         vocabulary: The number of entries of the tokenizer.
         chunk: The number of tokens in a chunk.
@@ -97,7 +99,7 @@ def make_folder(
     samples = (iterations * config.training.global_batch_size, 0, 0)
     asked = DataRequest(config.data, _SEED, samples)
     train = query_datasets(asked, seq_length=length, vocab_size=vocabulary)[0]
-    assert train is not None, "training asks for samples"
+    assert train is not None, "training requests samples"
     random = np.random.default_rng(_SEED)
     count = len(train) * (length // chunk)
     for block in plan_blocks(neighbors_folder(workdir, "train", train), count, count):
@@ -170,7 +172,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, and return the exit code."""
+    """Run the benchmark and return the exit code."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

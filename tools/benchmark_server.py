@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Send a text generation server requests from many clients, and report how long they waited.
+"""Send requests from many clients to a text generation server and report how long they waited.
 
 python tools/benchmark_server.py localhost:5000 --clients 200 --requests 400
 python tools/benchmark_server.py localhost:5000 --clients 1 --requests 100 --tokens 1 --hostile 4
@@ -42,7 +42,7 @@ _WORDS = "the of import self return for in class def if not value name data list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print, and return 1 if a request failed."""
+    """Measure and print the results, and return 1 if a request failed."""
     options = _parser().read(argv)
     return run_command(lambda: run(options))
 
@@ -65,12 +65,12 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def hostile_clients(host: str, port: int, count: int) -> Iterator[None]:
-    """Send prompts of almost 1 MB, which the server will refuse, one after another in the block.
+    """Keep sending prompts of almost 1 MB, which the server refuses, during the block.
 
     Args:
         host: Name or address of the server.
         port: Port of the server.
-        count: Number of clients. Each is a process, so that it does not slow the measured clients.
+        count: Number of clients, each in its own process to avoid slowing the measured clients.
     """
     code = _HOSTILE_CLIENT.format(host=host, port=port)
     words, silent = [sys.executable, "-c", code], subprocess.DEVNULL
@@ -107,7 +107,7 @@ class Load:
     Attributes:
         host: Name or address of the server.
         port: Port of the server.
-        tokens: Largest number of new tokens in an answer.
+        tokens: Max new tokens of an answer.
         prompt_words: Average number of words in a prompt.
         random: Source of the prompts.
         answers: The answers so far.
@@ -123,14 +123,14 @@ class Load:
     failures: Counter[str] = field(default_factory=Counter)
 
     async def run(self, clients: int, requests: int) -> float:
-        """Send the requests, and return the seconds from the first request to the last answer."""
+        """Send the requests and return the seconds from the first request to the last answer."""
         prompts = iter([self._prompt() for _ in range(requests)])
         start = time.perf_counter()
         await asyncio.gather(*(self._client(prompts) for _ in range(min(clients, requests))))
         return time.perf_counter() - start
 
     def _prompt(self) -> str:
-        # Prompts differ in length and beginning, as different people's would.
+        # Prompts differ in length and beginning, like those of different people.
         count = self.random.randint(1, 2 * self.prompt_words - 1)
         return " ".join(self.random.choices(_WORDS, k=count))
 
@@ -202,13 +202,13 @@ def _line(name: str, seconds: Sequence[float]) -> str:
 def _parser() -> ToolParser:
     parser = ToolParser(
         "benchmark_server.py",
-        "Send a text generation server many requests, and report how long clients waited.",
+        "Send many requests to a text generation server and report how long clients waited.",
         shows_defaults=True,
     )
     parser.add_argument("server", metavar="HOST:PORT", help="for example localhost:5000")
     parser.add_argument("--clients", type=int, default=200, help="number of concurrent requests")
     parser.add_argument("--requests", type=int, default=400, help="total number of requests")
-    parser.add_argument("--tokens", type=int, default=32, help="max new tokens per answer")
+    parser.add_argument("--tokens", type=int, default=32, help="maximum new tokens per answer")
     parser.add_argument(
         "--prompt-words", type=int, default=16, help="average number of words in a prompt"
     )

@@ -1,12 +1,13 @@
-"""Convert a dataset of token ids to `.bin`/`.idx` files of today's format, or split it into parts.
+"""Convert a dataset of token ids to current `.bin`/`.idx` files, or split it into parts.
 
     python tools/convert_dataset.py --input old --output-prefix new
     python tools/convert_dataset.py --input whole --output-prefix part --parts 4
     python tools/convert_dataset.py --input shards --output-prefix whole --eod-id 50256
 
-The first reads a dataset of either format (MMIDIDX, and TNTIDX, which `--dataset-impl lazy` and
-`cached` wrote until 2023). The second writes part_0 to part_3, which tools/merge_datasets.py joins
-again. The third reads a folder of numpy shards (`.npy`), in the order of their names.
+The first command reads a dataset of either format (MMIDIDX, or TNTIDX, which `--dataset-impl lazy`
+and `cached` wrote until 2023). The second one writes part_0 to part_3, which
+tools/merge_datasets.py joins again. The third one reads a folder of numpy shards (`.npy`), in the
+order of their names.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from megatron.durable import expect_no_file
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megatron.data.indexed import DocumentTokens, IndexedDataset
+    from megatron.data.indexed import DocumentTokens
     from megatron.data.npy import Shard
 
-_SHARD_TOKENS = 1 << 22  # of short documents that are written at a time
+_SHARD_TOKENS = 1 << 22  # tokens of short documents that are written at a time
 
 
 def build_parser() -> ToolParser:
@@ -44,13 +45,13 @@ def build_parser() -> ToolParser:
         required=True,
         metavar="PATH",
         help="A dataset's path without .bin and .idx; or .npy files, glob patterns or folders of "
-        "them with token ids, [tokens] or [documents, tokens].",
+        "them, with token ids [tokens] or [documents, tokens].",
     )
     group.add_argument(
         "--output-prefix",
         required=True,
         metavar="PATH",
-        help="Path of the output files, PATH.bin and PATH.idx; of parts, PATH_0.bin and so on.",
+        help="Path of the output files, PATH.bin and PATH.idx; for parts, PATH_0.bin and so on.",
     )
     group.add_argument("--overwrite", action="store_true", help="Replace existing output files.")
     group.add_argument(
@@ -64,11 +65,11 @@ def build_parser() -> ToolParser:
         "--eod-id",
         type=int,
         metavar="ID",
-        help="Id that ends a document in .npy files of [tokens] (default: a file is a document).",
+        help="Id that ends a document in .npy files of [tokens] (default: a file is one document).",
     )
     group = parser.add_argument_group("Parts")
     group.add_argument(
-        "--parts", type=int, metavar="N", help="Write N parts of equally many documents."
+        "--parts", type=int, metavar="N", help="Write N parts with equal numbers of documents."
     )
     group.add_argument(
         "--documents-per-part", type=int, metavar="N", help="Write parts of N documents."
@@ -94,12 +95,14 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Convert the dataset and print what was written.
+    """Convert the dataset and print a summary of the output.
 
     Raises:
         UserError: The flags, the input or the output folder need to be changed.
     """
-    from megatron.data.indexed import IndexedDataset
+    import numpy as np
+
+    from megatron.data.indexed import IndexedDataset, best_dtype
     from megatron.data.npy import find_shards, open_shard
 
     _check(options)
@@ -111,7 +114,8 @@ def run(options: argparse.Namespace) -> None:
                 "--parts and --documents-per-part split a dataset: convert the .npy files first"
             )
         opened = [open_shard(path) for path in shards]
-        dtype = _shard_type(opened[0], options.vocab_size)
+        narrow = np.uint16 if opened[0].ids.dtype.itemsize <= 2 else np.int32
+        dtype = np.dtype(narrow) if options.vocab_size is None else best_dtype(options.vocab_size)
         _write(options, options.output_prefix, dtype, _of_shards(opened, options.eod_id))
         return
     if len(options.input) > 1:
@@ -120,9 +124,9 @@ def run(options: argparse.Namespace) -> None:
             "several"
         )
     if options.eod_id is not None:
-        raise ConfigError("--eod-id is for .npy files; a dataset knows its documents: drop it")
+        raise ConfigError("--eod-id is for .npy files; a dataset already has documents: drop it")
     data = IndexedDataset(options.input[0])
-    dtype = _dataset_type(data, options.vocab_size)
+    dtype = data.dtype if options.vocab_size is None else best_dtype(options.vocab_size)
     if not is_split:
         _write(options, options.output_prefix, dtype, data.documents(0, data.num_documents))
         return
@@ -143,22 +147,6 @@ def _part_bounds(documents: int, options: argparse.Namespace) -> list[int]:
     if options.parts is None:
         return [*range(0, documents, options.documents_per_part), documents]
     return [documents * i // parts for i in range(parts + 1)]
-
-
-def _dataset_type(data: IndexedDataset, vocab_size: int | None) -> Any:
-    from megatron.data.indexed import best_dtype
-
-    return data.dtype if vocab_size is None else best_dtype(vocab_size)
-
-
-def _shard_type(shard: Shard, vocab_size: int | None) -> Any:
-    import numpy as np
-
-    from megatron.data.indexed import best_dtype
-
-    if vocab_size is not None:
-        return best_dtype(vocab_size)
-    return np.dtype(np.uint16 if shard.ids.dtype.itemsize <= 2 else np.int32)
 
 
 def _of_shards(shards: Sequence[Shard], eod: int | None) -> Iterator[DocumentTokens]:

@@ -1,4 +1,4 @@
-"""Find a learning rate by a short range test of a training command."""
+"""Find a learning rate with a short range test of a training command."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Programs under the names that they had in older versions of Megatron-LM and in its forks.
 
-A script of an old name calls `run_old_name`, which translates the old flags by the table below,
-prints one note, and becomes today's program. What has no successor says what to do instead.
+A script with an old name calls `run_old_name`, which translates the old flags by the table below,
+prints a note, and is replaced by the current program. If there is no successor, it says what to do
+instead.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _EMBEDDING_ROWS = ("--make-vocab-size-divisible-by", "--pad-vocab-size-to")
 
 
 class OldName(NamedTuple):
-    """What an old program is today.
+    """The successor of an old program.
 
     Attributes:
-        now: Today's script, or "" if there is none.
+        now: The current script, or "" if there is none.
         era: The versions that had the old name.
         remedy: What to do instead if there is no script.
-        drops: Old flags that have no effect in today's script.
-        only: The old flags that have a meaning in today's script. All others are dropped. If empty,
-            all have one.
-        renames: Today's names of old flags, and today's values of a flag as `--flag value`.
-        adds: Flags that today's script needs, unless the user gives them.
+        drops: Old flags that have no effect in the current script.
+        only: The old flags that have a meaning in the current script. All others are dropped. If
+            this is empty, all flags have a meaning.
+        renames: The current names of old flags, and the current values of a flag as `--flag value`.
+        adds: Flags that the current script needs, unless the user gives them.
         once: Whether only the first of several processes does the work.
     """
 
@@ -114,7 +115,7 @@ OLD_NAMES: Mapping[str, OldName] = {
         "preprocess each side with tools/preprocess_data.py",
     ),
     "tools/preprocess_mmdata.py": OldName(
-        "", "23.08 to Core 0.10", "models of images are not supported"
+        "", "23.08 to Core 0.10", "image models are not supported"
     ),
     "tools/create_doc_index.py": OldName(
         "", "v2.0", "`tasks/main.py --task RETRIEVER-EVAL --embedding-path FILE` without questions"
@@ -124,7 +125,7 @@ OLD_NAMES: Mapping[str, OldName] = {
 
 
 def run_old_name(script: str) -> NoReturn:
-    """Become today's program for an old script, or exit if there is nothing to run.
+    """Replace this process by the successor of an old script, or exit if there is none.
 
     Args:
         script: The path of the script that was started.
@@ -135,7 +136,7 @@ def run_old_name(script: str) -> NoReturn:
         is_now = f"is gone: {old.remedy}"
         if old.now:
             is_now = f"runs {old.now}; `python {old.now} --help` lists its flags"
-        print(f"usage: {name} [flags of {old.era}]\n\n{name} is an old name, which {is_now}.")
+        print(f"usage: {name} [flags of {old.era}]\n\n{name} is an old name that {is_now}.")
         sys.exit(0)
     if not old.now:
         say_on_stderr(f"error: {name} ({old.era}) is gone: {old.remedy}")
@@ -148,12 +149,12 @@ def run_old_name(script: str) -> NoReturn:
         shown = f" {' '.join(now)}" if now != words else ""
         say_on_stderr(f"note: {name} is an old name ({old.era}) of {old.now}: running that{shown}")
     before, script_words = sys.orig_argv[1 : -len(sys.argv)], sys.orig_argv[-len(sys.argv) :]
-    options = before if script_words == sys.argv else []  # not of `python -m`
+    options = before if script_words == sys.argv else []  # not with `python -m`
     os.execv(sys.executable, [sys.executable, *options, str(ROOT / old.now), *now])
 
 
 def translated(old: OldName, words: Sequence[str]) -> list[str]:
-    """Return the words of an old command line in the flags of today's script."""
+    """Translate the words of an old command line to the flags of the current script."""
     if not (old.drops or old.only or old.renames or old.adds):
         return list(words)
     now: list[str] = []

@@ -3,8 +3,8 @@
     python tools/presplit_sentences_json.py corpus.json presplit.json
     python tools/preprocess_data.py --input presplit.json --presplit-sentences ...
 
-`preprocess_data.py --split-sentences` does both at once. This program is for those who want to see
-or change the sentences in between. Other keys stay as they are.
+`preprocess_data.py --split-sentences` does both at once. Use this program to see or change the
+sentences in between. Other keys stay unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.errors import DataError
 
 
 def build_parser() -> ToolParser:
-    """Define the command line: that of Megatron-LM's script, and a few flags."""
+    """Define the command line: Megatron-LM's flags and a few others."""
     parser = ToolParser("presplit_sentences_json.py", __doc__)
     add = parser.add_argument
     add("input", metavar="INPUT", help="File of JSON lines, also with .gz, .bz2 or .zst.")

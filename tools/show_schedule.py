@@ -1,10 +1,10 @@
-r"""Draw or print the timeline of every pipeline stage, and the share of time that stages wait.
+r"""Draw or print the timeline of every pipeline stage and the share of time that stages wait.
 
     python tools/show_schedule.py --schedule 1f1b --stages 4 --micro-batches 8
     python tools/show_schedule.py --schedule interleaved --stages 4 --virtual-stages 2 \
         --micro-batches 8 --forward-time 1 --backward-time 2 --output schedule.png
 
-Times may be in any unit, but all in the same one. No GPU and no display are needed.
+Times may be in any unit, as long as it is the same for all. No GPU and no display are needed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from megatron.parallel.pipeline.simulate import (
     time_table,
 )
 
-_MOST_PASSES = 100_000  # passes of micro-batches through stages; printing them takes a few seconds
+_MOST_PASSES = 100_000  # limit on passes through stages; printing this many takes a few seconds
 
 
 def check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None:
-    """Check that there is a schedule of this kind and these sizes.
+    """Check that there is a schedule of this kind with these sizes.
 
     Raises:
         ConfigError: A number is out of range, or the kind does not support these chunks.
@@ -69,7 +69,7 @@ def check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None
 def make_times(arguments: argparse.Namespace) -> Times:
     """Make the tables of times from the flags.
 
-    By default the backward pass takes twice as long as the forward pass. Half of it is for weights.
+    By default, the backward pass takes twice as long as the forward pass, half of it for weights.
 
     Raises:
         ConfigError: The number of values does not match the stages or chunks, a value is not a
@@ -136,7 +136,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--output", type=Path, metavar="FILE.png", help="Picture to draw. Without it, print text.")
     add("--overwrite", action="store_true", help="Replace an existing picture.")
     add("--check-all", action="store_true",
-        help="Check all schedules up to 16 stages x 8 chunks x 64 passes instead.")  # fmt: skip
+        help="Check all schedules up to 16 stages x 8 chunks x 64 micro-batches.")  # fmt: skip
     return parser.read(words)
 
 
@@ -182,10 +182,10 @@ def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
         The number of schedules, and the number of operations in them.
 
     Raises:
-        ScheduleError: The first schedule that is wrong.
+        ScheduleError: A schedule is wrong. The error is about the first one.
     """
-    # multiprocessing.Pool is not used: it ends its workers by SIGTERM and waits, forever if a
-    # worker has a handler for that signal.
+    # multiprocessing.Pool is not used, because it ends its workers by SIGTERM and then waits,
+    # forever if a worker has a handler for that signal.
     with ProcessPoolExecutor() as pool:
         every = layouts(stages, chunks, micro_batches)
         counts = list(pool.map(_check_one, every, chunksize=16))
@@ -193,7 +193,7 @@ def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
 
 
 def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
-    """Check every schedule up to the given sizes, and print how many there were."""
+    """Check every schedule up to the given sizes and print how many there were."""
     start = time.perf_counter()
     schedules, operations = check_all(stages, chunks, micro_batches)
     print(
@@ -203,7 +203,7 @@ def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Show the schedule of the command line, or check all schedules."""
+    """Show the schedule that the command line describes, or check all schedules."""
     arguments = parse(words)
     if arguments.check_all:
         prove_all(stages=16, chunks=8, micro_batches=64)

@@ -1,7 +1,7 @@
-"""A hook of mkdocs: the files outside docs/ that pages link to become pages of the site.
+"""A hook for mkdocs that turns the files outside docs/ that pages link to into pages of the site.
 
 A link such as `../megatron/config/run.py` works on GitHub. The hook adds a page with the text of
-that file, and points the link to it. The site then needs no repository to be online.
+that file and points the link to it, so that the site does not need the repository to be online.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _HEAD = "---\ntitle: {title}\nsearch:\n  exclude: true\n---\n\n"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each file or folder that a page names, and for those that it names in turn."""
+    """Add a page for each file or folder that a page links to, directly or through other pages."""
     waiting = [_DOCS / file.src_uri for file in files.documentation_pages()]
     seen = set(waiting)
     while waiting:
         page = waiting.pop()
-        for target in _TARGET.findall(_prose(page)):
+        for target in _TARGET.findall(_FENCED.sub("", page.read_text(encoding="utf-8"))):
             path = (page.parent / target).resolve()
             if path in seen or path.is_relative_to(_DOCS) or not path.exists():
                 continue
@@ -60,10 +60,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     parts = _FENCED.split(markdown)
     parts[::2] = [_TARGET.sub(redirect, part) for part in parts[::2]]
     return "".join(parts)
-
-
-def _prose(page: Path) -> str:
-    return _FENCED.sub("", page.read_text(encoding="utf-8"))
 
 
 def _address(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Run the program that has replaced this one, by the table in tools/old_names.py."""
+"""Run the successor of this program, from the table in tools/old_names.py."""
 
 import sys
 from pathlib import Path

@@ -3,8 +3,8 @@
 
 make test-lowest
 
-The libraries are installed into a virtual environment of their own, build/lowest. All other
-packages are those of the environment that runs this command.
+The libraries are installed into their own virtual environment, build/lowest. All other packages
+come from the environment that runs this command.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
-# The libraries that read what clients send.
+# The libraries that read data from clients.
 LIBRARIES = ("starlette", "uvicorn", "h11", "Jinja2", "prometheus-client", "pydantic", "orjson")
 _TESTS = ("tests/inference/server",)
-# The examples find torchrun on the PATH, and the other environment's would run other libraries.
+# The examples find torchrun on the PATH. The outer environment's would use its own libraries.
 _TORCHRUN = """#!{python}
 import sys
 from torch.distributed.run import main
@@ -31,7 +31,7 @@ sys.exit(main())
 
 
 def lowest() -> list[str]:
-    """Return the network libraries, each pinned to the lowest version that is allowed.
+    """Return the network libraries, each pinned to the lowest allowed version.
 
     Raises:
         KeyError: A library is not in pyproject.toml, or has no lowest version there.
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not python.exists():
         venv.create(folder)
     (own,) = folder.glob("lib/python*/site-packages")
-    # Packages that are not installed here are found in the other environment.
+    # Packages that are not installed here are found in the outer environment.
     (own / "others.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     torchrun = python.with_name("torchrun")
     torchrun.write_text(_TORCHRUN.format(python=python))

@@ -1,4 +1,4 @@
-"""Start processes as torchrun does, and exit with the code of the run."""
+"""Start processes like torchrun, and exit with the code of the run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Finetune a GPT on selected texts, and validate on the data that it was pretrained on.
 
-This is `pretrain_gpt.py` with one flag more: --data-path2 names the validation data, in the format
-of --data-path. As in Megatron-LM they are the 2% of these data that follow the first 98%.
+This is `pretrain_gpt.py` with one additional flag: --data-path2 names the validation data, in the
+format of --data-path. As in Megatron-LM, only the last 2% of that data are used.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from pretrain_gpt import GPTRecipe
 
 _SPLIT = "98,2,0"  # Megatron-LM's split of --data-path2
 _OWN = "--data-path2"
-_WITHOUT_EFFECT = ("--eval-ppl", "--stored_params")  # of Megatron-LM's script, which ignores them
+_WITHOUT_EFFECT = ("--eval-ppl", "--stored_params")  # flags that Megatron-LM's script also ignores
 
 
 class FinetuneRecipe(GPTRecipe):
-    """Next-token prediction, validated on other data than it is trained on."""
+    """Next-token prediction, validated on different data from the training data."""
 
     program = "finetune_gpt.py"
 
     def __init__(self, validation: Sequence[str]) -> None:
-        """Store the words of --data-path2. Without any, validation is that of --data-path."""
+        """Store the words of --data-path2. If there are none, validate on --data-path."""
         self._validation = tuple(validation)
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build the samples of both data. Collective."""
+        """Build the samples of both datasets. Collective."""
         if not self._validation:
             return super().build_datasets(config, tokenizer, samples, layout)
         train, valid, test = samples

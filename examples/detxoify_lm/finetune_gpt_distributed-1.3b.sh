@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Train a GPT further on selected texts of its own (domain-adaptive training).
+# Train a GPT further on selected texts that it wrote itself (domain-adaptive training).
 #
 #   DATA_BLEND=data/pile_text_document VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #       bash examples/detxoify_lm/finetune_gpt_distributed-1.3b.sh \
 #       data/nontoxic_text_document gpt3-1.3b-detoxified 2e-5 512 78 checkpoints/gpt3-1.3b
 #
 # The arguments are the data, the folder for the new checkpoints, the learning rate, the global batch
-# size, the iterations and the folder of the GPT to start from. DATA_BLEND is the data that it was
-# pretrained on, of which 2% are used for validation. Flags after the arguments come last and win.
+# size, the number of iterations and the folder of the GPT to start from. DATA_BLEND is the data that
+# this GPT was pretrained on: 2% of it serve as validation data. Flags after the arguments override
+# those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-: "${6:?give DATA OUTPUT LR GLOBAL_BATCH ITERATIONS CHECKPOINT, and further flags if you like}"
+: "${6:?give DATA OUTPUT LR GLOBAL_BATCH ITERATIONS CHECKPOINT, then other flags if needed}"
 DATA=$1 OUTPUT=$2 LR=$3 BATCH=$4 ITERATIONS=$5 CHECKPOINT=$6
 shift 6
 VALIDATION=(--eval-iters 0)
@@ -45,7 +46,7 @@ TRAINING=(
     --adam-beta1 0.9
     --adam-beta2 0.95
     --clip-grad 1.0
-    ${PRECISION---fp16} # PRECISION= (empty) trains in fp32, as a CPU must
+    ${PRECISION---fp16} # an empty PRECISION= trains in fp32, which a CPU needs
 )
 
 TOKENIZER=(

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Continue prompts, such as those of RealToxicityPrompts, by 20 tokens.
+# Continue each prompt, such as those of RealToxicityPrompts, by 20 tokens.
 #
 #   SAMPLES_PER_PROMPT=25 bash examples/detxoify_lm/generate-1.3b.sh prompts.jsonl \
 #       checkpoints/gpt3-1.3b-detoxified
 #
-# The arguments are the file of prompts and the folder of checkpoints. Without SAMPLES_PER_PROMPT each
-# line is continued once: Megatron-LM's file augmented_prompts.jsonl repeats every prompt 25 times. The
-# output's name ends with the seed. To continue a run that was stopped, set SEED to it.
+# The arguments are the file with prompts and the folder with checkpoints. Without SAMPLES_PER_PROMPT,
+# each line is continued once: Megatron-LM's file augmented_prompts.jsonl repeats every prompt 25 times.
+# The name of the output ends with the seed. To continue a run that was stopped, set SEED to that seed.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-: "${2:?give PROMPTS CHECKPOINT, and further flags if you like}"
+: "${2:?give PROMPTS CHECKPOINT, then other flags if needed}"
 PROMPTS=$1 CHECKPOINT=$2
 shift 2
 SEED=${SEED:-$RANDOM}
@@ -24,7 +24,7 @@ LAUNCH=(
     --master-port "${MASTER_PORT:-6000}"
 )
 
-# Checkpoints of Megatron-LM do not hold the tokenizer's files.
+# Megatron-LM's checkpoints do not contain the tokenizer's files.
 TOKENIZER=()
 if [[ -n ${VOCAB_FILE:-} ]]; then
     TOKENIZER=(--tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")

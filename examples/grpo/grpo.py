@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Group relative policy optimization (Shao et al., 2024, arXiv:2402.03300) of a GPT.
+"""Group relative policy optimization (Shao et al., 2024, arXiv:2402.03300) for a GPT.
 
 python examples/grpo/grpo.py --reward examples/grpo/sort_digits.py --data-path prompts.jsonl ...
 
-The file that --reward names is Python. It has a function `reward(record, answer) -> float`: record
-is the line of --data-path with the prompt, and answer is the model's text. All flags that are not
-listed by --help are those of pretrain_gpt.py.
+--reward names a Python file with a function `reward(record, answer) -> float`. record is the line
+of --data-path with the prompt, and answer is the model's text. Besides the flags that --help lists,
+all flags of pretrain_gpt.py are accepted.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ Reward = Callable[[Mapping[str, Any], str], float]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags of this example."""
+    """Return the parser of this example's flags."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--reward", type=Path, required=True, help="Python file with the reward function")
-    add("--group-size", type=int, default=8, help="answers to each prompt")
-    add("--answer-tokens", type=int, default=64, help="most tokens of an answer")
-    add("--answers-at-once", type=int, default=256, help="fewer need less memory")
-    add("--loss", choices=("grpo", "dr_grpo", "dapo"), default="grpo", help="TRL's loss_type")
+    add("--group-size", type=int, default=8, help="number of answers to each prompt")
+    add("--answer-tokens", type=int, default=64, help="maximum number of tokens of an answer")
+    add("--answers-at-once", type=int, default=256, help="answers to generate at once")
+    add("--loss", choices=("grpo", "dr_grpo", "dapo"), default="grpo", help="as TRL's loss_type")
     add("--clip", type=float, default=0.2, help="how far a ratio may fall below 1")
     add("--clip-high", type=float, help="how far it may rise above 1 (default: --clip)")
-    add("--kl", type=float, default=0.0, help="factor of the divergence from --reference")
+    add("--kl", type=float, default=0.0, help="weight of the divergence from --reference")
     add("--reference", help="folder of the reference model's checkpoint")
-    add("--updates-per-rollout", type=int, default=1, help="updates on answers of one policy")
+    add("--updates-per-rollout", type=int, default=1, help="updates per set of answers")
     return parser
 
 
 def advantages(rewards: Tensor, *, scaled: bool) -> Tensor:
-    """Return how much better each reward of a group is than their mean, fp32 [G].
+    """Return by how much each reward of a group exceeds the group's mean, fp32 [G].
 
     Args:
         rewards: The rewards of a group, [G].
-        scaled: Whether to divide by their standard deviation, which Dr. GRPO does not.
+        scaled: Whether to divide by the standard deviation of the rewards. Dr. GRPO does not.
     """
     centered = rewards - rewards.mean()
     return centered / (rewards.std() + 1e-4) if scaled else centered
@@ -80,14 +80,14 @@ def token_losses(
     kl: float = 0.0,
     reference: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, and 1 where clipping has removed its gradient.
+    """Return the loss of each token, and 1 for each token whose gradient clipping has removed.
 
     Args:
-        log_probs: Log-probabilities under the policy; all tensors have one shape.
+        log_probs: Log-probabilities under the policy. All tensors have the same shape.
         old: Log-probabilities under the policy that wrote the tokens.
         advantage: The advantage of each token's answer.
-        clip: How far the ratio of both may fall below and rise above 1.
-        kl: The factor of the divergence from the reference.
+        clip: How far the ratio of the two probabilities may fall below 1 and rise above 1.
+        kl: The weight of the divergence from the reference.
         reference: Log-probabilities under the reference model, if `kl` is not 0.
     """
     ratio = (log_probs - old).exp()
@@ -131,7 +131,7 @@ class GRPO(RolloutRecipe):
 
 
 class GRPORollouts(Rollouts):
-    """The rewards of answers, and their advantages over the others to the same prompt."""
+    """The rewards of answers, and their advantages over the other answers to the same prompt."""
 
     def __init__(self, options: argparse.Namespace, recipe: GRPO, reward: Reward) -> None:
         """Keep the flags, the recipe and the reward."""
@@ -174,12 +174,12 @@ def load_reward(path: Path) -> Reward:
     task = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(task)
     if not callable(reward := getattr(task, "reward", None)):
-        raise SystemExit(f"--reward {path}: it has no function reward(record, answer): write one")
+        raise SystemExit(f"--reward {path}: it defines no function reward(record, answer): add one")
     return reward
 
 
 def read_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the values of this example's flags, and the words that are not among them."""
+    """Return the values of this example's flags, and the remaining words."""
     parser = build_parser()
     options, flags = parser.parse_known_args(words)
     for name in ("group_size", "answer_tokens", "answers_at_once", "updates_per_rollout"):

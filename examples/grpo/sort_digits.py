@@ -3,8 +3,8 @@
 
 python examples/grpo/sort_digits.py runs/grpo    writes format.jsonl and prompts.jsonl
 
-Tokens are the digits 0 to 9 and, as the end of a prompt, 10. format.jsonl shows the form of an
-answer, the digits in any order; prompts.jsonl has prompts only.
+The tokens are the digits 0 to 9, and 10, which ends a prompt. format.jsonl shows the form of an
+answer: its answers have the digits in any order. prompts.jsonl contains only prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DIGITS = 5
 
 
 def reward(record: Mapping[str, Any], answer: str) -> float:
-    """Return the share of places with the right digit, or 0 for an answer of another length."""
+    """Return the fraction of correct digits, or 0 if the answer's length is wrong."""
     wanted = sorted(record["prompt"].split()[:-1])
     given = answer.split()
     if len(given) != len(wanted):

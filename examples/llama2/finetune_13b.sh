@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Continue pretraining, or finetune, Llama 2 13B on one machine of 8 GPUs, with two GPUs per copy.
+# Continue pretraining, or finetune, Llama 2 13B on one machine with 8 GPUs, with two GPUs per copy.
 #
 #   CHECKPOINT=checkpoints/llama2-13b DATA_PATH=data/my_text_document \
 #       examples/llama2/finetune_13b.sh
 #
-# CHECKPOINT is the result of importing Meta's weights with tools/checkpoint/util.py
-# (docs/llama2.md). The network and the tokenizer come from it. A second run continues from the last
-# checkpoint. With --dry-run it prints what a run would need, and needs no GPU. Flags given to this
-# script come last and win.
+# CHECKPOINT is the folder into which tools/checkpoint/util.py imported Meta's weights
+# (docs/llama2.md). It determines the network and the tokenizer. A second run continues from the last
+# checkpoint. With --dry-run, it prints what a run would need, without using a GPU. Flags given to this
+# script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -15,9 +15,9 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 : "${CHECKPOINT:?set it to an imported Llama 2 (docs/llama2.md)}"
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-$CHECKPOINT/huggingface/tokenizer.model}
 OUT=${OUT:-runs/llama2-13b}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
-# Either file shows that the run has begun; a run that was killed while saving may lack the other.
+# Either file shows that a run has started: one that was killed while saving may lack the other.
 if [[ -e $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]] ||
     compgen -G "$CHECKPOINT_PATH/iter_???????" > /dev/null; then
     START=(--load "$CHECKPOINT_PATH")
@@ -52,7 +52,7 @@ TRAINING=(
     --recompute-granularity full
     --recompute-method uniform
     --recompute-num-layers 1
-    ${PRECISION---bf16} # PRECISION= (empty) trains in fp32
+    ${PRECISION---bf16} # an empty PRECISION= trains in fp32
 )
 
 DATA=(

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Continue pretraining, or finetune, Llama 2 70B on four machines of 8 GPUs, with two machines per copy:
-# NNODES=4, and on each machine its NODE_RANK and the first one's MASTER_ADDR.
+# Continue pretraining, or finetune, Llama 2 70B on four machines with 8 GPUs each, with two machines per
+# copy. Set NNODES=4 and, on each machine, its NODE_RANK and the first machine's address as MASTER_ADDR.
 #
 #   CHECKPOINT=checkpoints/llama2-70b DATA_PATH=data/my_text_document \
 #       examples/llama2/finetune_70b.sh
 #
-# CHECKPOINT is the result of importing Meta's weights with tools/checkpoint/util.py
-# (docs/llama2.md). The network and the tokenizer come from it. A second run continues from the last
-# checkpoint. With --dry-run it prints what a run would need, and needs no GPU. Flags given to this
-# script come last and win.
+# CHECKPOINT is the folder into which tools/checkpoint/util.py imported Meta's weights
+# (docs/llama2.md). It determines the network and the tokenizer. A second run continues from the last
+# checkpoint. With --dry-run, it prints what a run would need, without using a GPU. Flags given to this
+# script override those below.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -16,9 +16,9 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 : "${CHECKPOINT:?set it to an imported Llama 2 (docs/llama2.md)}"
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-$CHECKPOINT/huggingface/tokenizer.model}
 OUT=${OUT:-runs/llama2-70b}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # save checkpoints here, and continue from them
 
-# Either file shows that the run has begun; a run that was killed while saving may lack the other.
+# Either file shows that a run has started: one that was killed while saving may lack the other.
 if [[ -e $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]] ||
     compgen -G "$CHECKPOINT_PATH/iter_???????" > /dev/null; then
     START=(--load "$CHECKPOINT_PATH")
@@ -54,7 +54,7 @@ TRAINING=(
     --recompute-granularity full
     --recompute-method uniform
     --recompute-num-layers 1
-    ${PRECISION---bf16} # PRECISION= (empty) trains in fp32
+    ${PRECISION---bf16} # an empty PRECISION= trains in fp32
 )
 
 DATA=(

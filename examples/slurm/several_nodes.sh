@@ -1,9 +1,9 @@
 #!/bin/bash
 # gpt-345m: 4 node(s) with 8 process(es) each. Submit with: sbatch FILE
-# Written by megatron submit --to slurm: change the description and write it again (docs/clusters.md).
+# Written by megatron submit --to slurm: to change it, edit the description and rerun the command (docs/clusters.md).
 #SBATCH --job-name=gpt-345m
 #SBATCH --nodes=4
-#SBATCH --ntasks-per-node=1 # one launcher per node starts all processes there
+#SBATCH --ntasks-per-node=1 # one launcher per node starts all of its processes
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=96
 #SBATCH --mem=900G
@@ -17,11 +17,11 @@ set -uo pipefail
 export OMP_NUM_THREADS=12
 export NCCL_DEBUG=WARN
 
-# The first node, at the address by which SLURM itself reaches it. The port differs from job to job.
+# The first node's address, as SLURM itself knows it. The port differs from job to job.
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_ADDR=$(scontrol show node --oneliner "$FIRST" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-# Each rank's output is kept here too: node-N/*/attempt_0/RANK/stdout.log
+# Each rank's output is also stored here: node-N/*/attempt_0/RANK/stdout.log
 LOGS=logs/gpt-345m-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 
 LAUNCHER=(
@@ -62,8 +62,8 @@ COMMAND=(
     --log-interval 10
 )
 
-# The quotes are single, because SLURM_NODEID differs from node to node. A node that has ended lets
-# the others end by themselves, with the exit code of the run, for a minute.
+# The quotes are single because each node must expand its own SLURM_NODEID. After one node has ended,
+# the others have a minute to end by themselves with the exit code of the run.
 srun --wait=60 --kill-on-bad-exit=0 --cpus-per-task=96 \
     bash -c 'PET_NODE_RANK=$SLURM_NODEID PET_LOG_DIR=$0/node-$SLURM_NODEID exec "$@"' \
     "$LOGS" "${LAUNCHER[@]}" "${COMMAND[@]}"

@@ -1,6 +1,6 @@
-"""The command line `megatron`. `main` has the table of commands and runs the one that is named.
+"""The command line `megatron`. `main` has the table of commands and runs the requested one.
 
-    main             the table of commands, and those that only pass their words on
+    main             the table of commands, and commands that only pass on their arguments
     pretrain         `megatron pretrain` and `finetune`: a recipe, and the processes that train it
     recipes          `megatron recipes`
 

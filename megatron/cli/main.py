@@ -17,7 +17,7 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        help: A description on one line.
+        help: A one-line description.
         module: The module that implements it. If a function follows a colon, it takes the words
             after the command and returns an exit code. Otherwise the module is a tool with
             `build_parser()` and `run(options)`.
@@ -41,7 +41,7 @@ COMMANDS: Mapping[str, Command] = {
     "convert": Command("convert checkpoints", "megatron.cli.main:convert"),
     "find-lr": Command("plot the loss over learning rates", "megatron.training.find_lr"),
     "submit": Command("write and submit the job file for a cluster", "megatron.submit.command"),
-    "report": Command("write or serve a page about runs", "megatron.report.command"),
+    "report": Command("write or serve a page about runs", "megatron.report.__main__"),
     "plot": Command("draw the loss curve of a run", "megatron.tools.plot_loss"),
     "data": Command("make and inspect datasets", "megatron.cli.main:data"),
     "detoxify": Command("make a GPT less toxic and measure it", "megatron.cli.main:detoxify"),

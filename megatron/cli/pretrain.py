@@ -27,7 +27,7 @@ from megatron.processes.launch import hide_gpus, is_launched
 from megatron.recipes import catalog
 from megatron.tasks.table import TASKS
 
-# Like torchrun, but it returns the run's exit code and leaves time to save at SIGTERM.
+# Like torchrun, but it returns the run's exit code and leaves time to save on SIGTERM.
 _LAUNCHER = "megatron.processes.torchrun"
 _HELP = {"-h", "--help", "--help-all"}
 
@@ -60,7 +60,7 @@ def finetune(words: Sequence[str]) -> int:
 
 
 def _is_task(word: str) -> bool:
-    """Return whether a word names a task, or is closer to a task's name than to a recipe."""
+    """Return whether a word names a task, or resembles one more than it resembles a recipe."""
     if word in TASKS or word.startswith("-") or catalog.is_recipe(word):
         return word in TASKS
     return bool(suggestion(word.upper(), TASKS)) and not suggestion(word, catalog.names())

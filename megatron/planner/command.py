@@ -73,7 +73,12 @@ def build_parser() -> ToolParser:
         "JSON.")  # fmt: skip
     add("--top", type=int, default=10, metavar="N", help="Layouts to print (default: 10).")
     add("--draw", type=Path, metavar="FILE.png", help="Draw the timeline of the fastest layout.")
-    add("--output", type=Path, metavar="FILE.yaml", help="File for the run with it, for --config.")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE.yaml",
+        help="File with the run and its fastest layout, for --config.",
+    )
     add("--jsonl", type=Path, metavar="FILE.jsonl",
         help="Write the printed layouts with their flags and predictions, one JSON object per "
         "line.")  # fmt: skip
@@ -475,7 +480,7 @@ def _training_words(request: PlanRequest, plan: Plan) -> list[str]:
 
 
 def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> str:
-    """Return how often to save and the fraction of time that then makes progress."""
+    """Return how often to save, and the fraction of time that then makes progress."""
     between = options.mtbf_hours * _HOUR / request.gpus
     failures = Failures(between, options.checkpoint_seconds, options.restart_seconds)
     interval = failures.best

@@ -17,7 +17,7 @@ _OF_COPY = 0.87  # the rate of kernels without products, relative to a copy
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of a GPU to others.
+    """A connection of a GPU to other GPUs.
 
     Attributes:
         bandwidth: Bytes/s that a GPU sends while it receives at the same rate.

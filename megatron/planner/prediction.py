@@ -187,7 +187,7 @@ def predict(
         plan: The plan of the whole network.
         world_size: The number of processes.
         machine: The machine that they run on.
-        pipelines: Returns a pipeline. It may return one again that has already timed other layouts.
+        pipelines: A function that returns a pipeline, possibly one that has timed other layouts.
 
     Raises:
         ConfigError: The layers do not fit the stages, or the micro-batches do not divide the batch.
@@ -350,11 +350,11 @@ class Failures:
     restart: float
 
     def goodput(self, interval: float) -> float:
-        """Return the expected fraction of time spent on training that is not lost. It is exact.
+        """Return the exact expected fraction of time spent on training that is not lost.
 
-        Failures come at a constant rate, also during checkpoints and restarts. A checkpoint follows
-        each `interval` of training, and a failure loses the training since the last one. The
-        expected time of an interval is then M e^(R/M) (e^((T+C)/M) - 1).
+        Failures occur at a constant rate, even during checkpoints and restarts. A checkpoint
+        follows each `interval` of training, and a failure loses the training since the last
+        checkpoint. The expected time of an interval is then M e^(R/M) (e^((T+C)/M) - 1).
         """
         rate = 1 / self.between
         exponent = rate * (interval + self.checkpoint)

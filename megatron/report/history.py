@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The errors that reading a damaged record as JSON and `History.add` can raise.
+# Errors that a damaged record can raise when it is parsed as JSON or passed to `History.add`.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _RESERVED = {"iteration", "consumed samples", "time", "event", "expert load", "end of training"}
 _MOST_ITERATIONS = 1 << 48

@@ -58,7 +58,7 @@ def _run_data(history: History) -> dict[str, Any]:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return a finite number as it is, because JSON has no others, and otherwise `None`."""
+    """Return a finite number unchanged, and `None` for others, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None
 
 

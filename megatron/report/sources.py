@@ -172,12 +172,12 @@ def find_sources(path: Path) -> list[RunRecords]:
     if not path.is_dir():
         raise DataError(f"{path}: no such file or folder")
     name = path.resolve().name
-    for find in (_find_metrics, _find_events):
-        sources = find(path, name) or [
+    for events in (False, True):  # event files are read only if there are no metrics files
+        sources = _find_in(path, name, events=events) or [
             source
             for folder in sorted(path.iterdir())
             if folder.is_dir()
-            for source in find(folder, folder.name)
+            for source in _find_in(folder, folder.name, events=events)
         ]
         if len(sources) == 1:
             sources[0].history.name = name
@@ -186,15 +186,14 @@ def find_sources(path: Path) -> list[RunRecords]:
     return []
 
 
-def _find_metrics(folder: Path, name: str) -> list[RunRecords]:
+def _find_in(folder: Path, name: str, *, events: bool) -> list[RunRecords]:
+    """Return the records in a folder itself: those of its event files, or of its metrics files."""
+    if events:
+        return [EventFiles(name, folder)] if any(folder.glob(_EVENT_FILES)) else []
     found = [file for file in sorted(folder.glob("*.jsonl")) if _is_metrics(file)]
     if len(found) == 1:
         return [MetricsFile(name, found[0])]
     return [MetricsFile(f"{name}/{file.name}", file) for file in found]
-
-
-def _find_events(folder: Path, name: str) -> list[RunRecords]:
-    return [EventFiles(name, folder)] if any(folder.glob(_EVENT_FILES)) else []
 
 
 def _is_metrics(path: Path) -> bool:

@@ -29,8 +29,8 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
     Returns:
         For each rank, its `rank`; `iteration`, the last one in the trace; `total`, its duration in
-        ms; and `rows`, each with a name and spans. Times count from the start of the first rank.
-        The second result has a line for each trace that was not read.
+        ms; and `rows`, each with a name and spans. Times are measured from the start of the first
+        rank. The second result has a line for each trace that was not read.
     """
     latest: dict[int, tuple[int, Path]] = {}
     for pattern in _PATTERNS:

@@ -151,7 +151,7 @@ class HostsConfig:
             or HOST:8. It determines the number of nodes.
         launcher: How processes are started: by a launcher on each machine, over ssh, or by mpirun.
         ssh_config: Configuration file for ssh. Default: the user's own.
-        port: Port at which the processes meet.
+        port: Port through which the processes find each other.
     """
 
     hostfile: str | None = None
@@ -221,10 +221,10 @@ _PATTERNS = {
     "env": (r"[A-Za-z_]\w*=[^\0\r\n]*", "NAME=VALUE on one line"),
     "volume": (r"[^:,\0\r\n]+:/[^:,\0\r\n]*(:ro)?", "SOURCE:/TARGET or SOURCE:/TARGET:ro"),
     "image": (r"[\w.:/@#+-]+", "an image such as nvcr.io/nvidia/pytorch:25.10-py3, or a file"),
-    "namespace": (r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a name of Kubernetes"),
-    "queue": (r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a name of Kubernetes"),
-    "service_account": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "a name of Kubernetes"),
-    "pull_secret": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "a name of Kubernetes"),
+    "namespace": (r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a Kubernetes name"),
+    "queue": (r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a Kubernetes name"),
+    "service_account": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "a Kubernetes name"),
+    "pull_secret": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "a Kubernetes name"),
     "node_selector": (r"[\w./-]+=[\w.-]*", "KEY=VALUE"),
     "toleration": (r"[\w./-]+(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
                    "KEY=VALUE:EFFECT, KEY:EFFECT or KEY, with the effect NoSchedule, "

@@ -65,7 +65,7 @@ def build_parser() -> ToolParser:
         "--retro-bert-max-chunk-length",
         type=int,
         default=256,
-        help="Max tokens of a text, including special tokens; the rest is cut off",
+        help="Maximum number of tokens in a text, including special tokens; the rest is cut off",
     )
     parser.add_trust()
     group = parser.add_argument_group("Compatibility")

@@ -54,7 +54,9 @@ def build_parser() -> ToolParser:
     group = parser.add_argument_group("Output")
     group.add_argument("--output", metavar="DIR", help="Folder of the corpus. It must be new.")
     group.add_argument(
-        "--overwrite", action="store_true", help="Replace a corpus with other settings."
+        "--overwrite",
+        action="store_true",
+        help="Replace a corpus built with other settings.",
     )
     _add_running_flags(parser.add_argument_group("Running"))
     return parser

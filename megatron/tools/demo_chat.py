@@ -32,7 +32,7 @@ from megatron.tools.demo import (
 from megatron.tools.demo_kinds import KINDS
 from megatron.tools.text_generation_cli import Server, serving
 
-ITERATIONS = 300  # of pretraining, and the same number of finetuning
+ITERATIONS = 300  # of pretraining; finetuning has the same number
 QUESTIONS, _ENOUGH = 100, 90
 _SEED = 1234
 _CONVERSATIONS = 4000
@@ -170,7 +170,7 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
         ["megatron", "plot", "--metrics", str(out / "metrics.jsonl")]
         + ["--output", str(out / "loss.png"), "--title", "Finetuning loss"],
     )
-    print(f"\n=== Ask a server {QUESTIONS} questions that are in no conversation", flush=True)
+    print(f"\n=== Ask a server {QUESTIONS} questions that no conversation contains", flush=True)
     with serving(out / "checkpoints") as address:
         server = Server(address, None, timeout=60)
         asked = [conversation["messages"][0]["content"] for conversation in held_out]

@@ -76,12 +76,6 @@ class Kind:
         return [*self.network.split(), *_NETWORK.split(), *self.blocks.split(), *_OPTIMIZER.split()]
 
 
-def _bpe(folder: Path) -> list[str]:
-    """Return the flags for GPT-2's files. They give tokenizer.json's ids, but faster in bulk."""
-    files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
-    return ["--tokenizer-type", "GPT2BPETokenizer", *files]
-
-
 def _wordpiece(folder: Path) -> list[str]:
     return ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
 
@@ -139,7 +133,11 @@ _GPT = Kind(
     sentences=False,
     vocabulary="byte-level BPE",
     vocabulary_flags=(),
-    tokenizer=_bpe,
+    # GPT-2's files give tokenizer.json's ids, but faster in bulk.
+    tokenizer=lambda folder: [
+        *["--tokenizer-type", "GPT2BPETokenizer"],
+        *["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")],
+    ],
     network=_LAYERS,
     global_batch=8,
     iterations=1000,

@@ -149,7 +149,7 @@ def steps(out: Path, iterations: int) -> list[tuple[str, str]]:
             f"--save-interval {iterations}",
         ),
         (
-            "Pretrain a GPT of the same size on as many tokens",
+            "Pretrain a GPT of the same size on the same number of tokens",
             f"python pretrain_gpt.py {training} {_GPT} --data-path {out}/corpus_text_document "
             f"--split {split} --metrics-jsonl {out}/gpt.jsonl",
         ),

@@ -90,7 +90,7 @@ def scored(loaded: Loaded, path: Path) -> Iterator[Rewards]:
             is_pair = format_of(line.fields) == "preference"
             found = encoders[is_pair].encode_record(json.dumps(line.fields).encode(), Counter())
             if not found:
-                raise ValueError("it has no answer of the assistant")
+                raise ValueError("it has no answer from the assistant")
         except (ValueError, DataError) as error:
             raise DataError(f"--input {path}: line {line.number}: {error}") from None
         values = []

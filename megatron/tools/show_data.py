@@ -60,9 +60,10 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--train-samples",
         type=int,
-        help="Number of training samples of the run, such as --train-iters times the global batch "
-        "size. The order of samples depends on it if the run reads its data more than once or "
-        "blends datasets (default: as many as are shown, or as --retro-workdir was made for).",
+        help="Number of training samples of the run, for example --train-iters times the global "
+        "batch size. The order of samples depends on it if the run reads its data more than once "
+        "or blends datasets (default: the number shown, or the one for which --retro-workdir was "
+        "made).",
     )
     for name, what in (("neighbors", "neighbors of each chunk"), ("retrieved-chunks", _RETRIEVED)):
         parser.add_argument(
@@ -252,7 +253,7 @@ def _statistics(corpus: Corpus, tokenizer: Any) -> Iterator[Table]:
         for ids in sequences:
             counts.update(ids.tolist())
     documents = np.array(lengths) if corpus.lengths is None else corpus.lengths
-    beginning = "" if is_whole else " at the beginning, to which the statistics are limited"
+    beginning = "" if is_whole else " at the beginning; the statistics cover only these"
     notes = [corpus.counts or f"{len(documents):,} documents, {read:,} tokens{beginning}"]
     if corpus.bad:
         notes.append(f"{len(corpus.bad):,} lines without a document; the first:")

@@ -351,7 +351,7 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--model", help="a model or an adapter of the server, by the name in its /v1/models"
     )
-    parser.add_argument("--tokens", type=int, default=64, help="max new tokens (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="maximum new tokens (%(default)s)")
     parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
     parser.add_argument(
         "--top_k",

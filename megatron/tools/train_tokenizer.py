@@ -43,7 +43,9 @@ _LONGEST_SENTENCE = 1 << 16  # maximum number of bytes of a line for SentencePie
 _THREADS = 4  # a fixed number, because another order of sums gives other scores
 # The library's time is quadratic in the length of a word: minutes for a few megabytes.
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
-_LARGEST_ALPHABET = 1000  # characters in a WordPiece vocabulary; words with others are unknown
+_LARGEST_ALPHABET = (
+    1000  # characters in a WordPiece vocabulary; words with other characters are unknown
+)
 
 Files = dict[str, bytes]
 

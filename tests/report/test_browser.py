@@ -66,7 +66,7 @@ def test_a_real_run_in_a_browser(tmp_path, monkeypatch):
         found = probe(tmp_path, monkeypatch, window)
         assert found["canvases"] >= 6
         assert found["headings"][:3] == ["LM loss", "Learning rate", "Gradient norm"]
-        sections = {"Timeline of an iteration", "Load of the experts at the last log line"}
+        sections = {"Timeline of an iteration", "Expert load at the last log line"}
         assert sections | {"Events", "Facts", "Settings", "Files"} <= set(found["headings"])
         assert found["rows"] > 250
         assert found["squares"] > 10

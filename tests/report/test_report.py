@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.command import run_command
+from megatron.report.__main__ import build_parser, run
 from megatron.report.charts import make_charts, reduce_curve
-from megatron.report.command import build_parser, run
 from megatron.report.history import Curve, History
 from megatron.report.sources import open_runs
 

@@ -187,7 +187,7 @@ def test_merging(fails, words):
     write_random(Path("in/a"))
     write_random(Path("in/b"), dtype=np.int32)
     line = fails(merge_datasets, *words, "--output-prefix", "out/x")
-    assert re.search("in/b holds int32, but in/a holds uint16: .* convert it with", line)
+    assert re.search("in/b contains int32, but in/a contains uint16: .* convert it with", line)
     Path("in/b.bin").write_bytes(b"1")
     line = fails(merge_datasets, *words, "--output-prefix", "out/x")
     assert re.search("in/b.bin: 1 bytes, expected .* copy both again", line)

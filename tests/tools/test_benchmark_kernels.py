@@ -139,7 +139,7 @@ def test_attention_with_a_bias_and_softmax_alone_are_timed(monkeypatch):
 def test_row_products_are_timed_beside_pytorch(monkeypatch):
     monkeypatch.setattr(operation, "ROTATED_BYTES", 2)
     _check_forms(generation.row_product(F.linear, CPU, 3, 16, 8), F.linear)
-    assert generation.row_product(None, CPU, 3, 16, 8).missing() == "no cuBLASLt is here"
+    assert generation.row_product(None, CPU, 3, 16, 8).missing() == "cuBLASLt is not available"
 
 
 def test_the_loss_by_chunks_is_timed_beside_whole_logits(monkeypatch):

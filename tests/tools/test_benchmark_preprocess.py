@@ -9,7 +9,7 @@ from tools import benchmark_preprocess
     ("name", "message"),
     [
         ("nowhere.tar", "no such file or folder"),
-        (".", "holds no text"),
+        (".", "contains no text"),
         ("torn.tar", "not a folder and not a tar file"),
     ],
 )

@@ -75,7 +75,7 @@ def test_an_existing_picture_is_not_replaced(tmp_path, capsys):
     [
         (None, "no such file; train with --metrics-jsonl"),
         ("{}\n", "m.jsonl:1: not a metrics record: '{}"),
-        ('{"iteration": 1}\n', "no record holds a training loss"),
+        ('{"iteration": 1}\n', "no record has a training loss"),
     ],
 )
 def test_mistakes_are_named(tmp_path, capsys, text, message):

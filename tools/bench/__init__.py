@@ -1,1 +1,1 @@
-"""The parts of `tools/benchmark.py`: the workloads, how they run, and their report."""
+"""The parts of `tools/benchmark.py`: the workloads, their runs, and the report."""

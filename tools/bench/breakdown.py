@@ -1,8 +1,8 @@
 """Break the time of a step down into parts that add up to it, from a trace written by `--profile`.
 
-Kernels of several streams run at once, so each instant is attributed to a single part: the first of
-`PARTS` that is running. Communication comes last, before idle, so it gets only the time in which
-nothing else ran. The rest of its time is hidden behind other work.
+Kernels of several streams run at the same time, so each instant is attributed to a single part: the
+first of `PARTS` that is running. Communication comes last, before idle, so it gets only the time in
+which nothing else ran. The rest of its time is hidden behind other work.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PARTS = (
     "communication",
     "idle",
 )
-# The first pattern that matches a kernel's name decides its part. Attention comes before matrix
-# products because its kernels are built from CUTLASS too.
+# The first pattern that matches a kernel's name determines its part. Attention precedes matrix
+# products, because its kernels are also built from CUTLASS.
 _PATTERNS = tuple(
     (part, re.compile(pattern, re.IGNORECASE))
     for part, pattern in (
@@ -53,8 +53,8 @@ _PATTERNS = tuple(
         ),
     )
 )
-# Kernels of these parts count as the optimizer's if its step launched them, because their names do
-# not show it.
+# Kernels of these parts count as the optimizer's if the optimizer step launched them, because their
+# names do not show it.
 _FOLLOW_THE_PHASE = {"elementwise and normalization", "copies, casts and fills"}
 _OPTIMIZER_PHASE = "optimizer"
 _MARK = re.compile(r"^iteration (\d+)$")
@@ -79,7 +79,7 @@ class Breakdown:
     Attributes:
         step: Time from the first kernel of one step to the first kernel of the next.
         parts: Time of each part, by its name in PARTS. The times add up to `step`.
-        hidden: Communication and copies that ran while something else did.
+        hidden: Communication and copies that ran at the same time as other work.
         kernels: (name, part, seconds, launches) of the kernels that take the most time.
     """
 
@@ -90,7 +90,7 @@ class Breakdown:
 
 
 def classify(name: str) -> str:
-    """Return the part of a step that a kernel belongs to, judging by its name."""
+    """Return the part of a step that a kernel belongs to, according to its name."""
     found = (part for part, pattern in _PATTERNS if pattern.search(name))
     return next(found, "elementwise and normalization")
 
@@ -100,7 +100,7 @@ def read_breakdown(path: Path, *, top: int = 15) -> Breakdown:
 
     Args:
         path: The trace.
-        top: Number of kernels to list, those that take the most time.
+        top: Number of kernels to list, beginning with the most time-consuming one.
 
     Raises:
         DataError: The trace has no kernels, or fewer than three marked iterations.
@@ -115,7 +115,7 @@ def read_breakdown(path: Path, *, top: int = 15) -> Breakdown:
 
 
 def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdown:
-    """Break down the events of a trace, over all marked iterations but the first and the last.
+    """Break down the events of a trace, over all marked iterations except the first and the last.
 
     The first iteration includes the start of the profiler, and the last has no known end.
     """
@@ -169,7 +169,7 @@ def _kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
 def _iteration_starts(events: Iterable[Mapping[str, Any]]) -> list[float]:
     """Return the start times of the marked iterations, in order.
 
-    They are measured on the device, or on the host if the trace has only host times.
+    The times are from the device, or from the host if the trace has only host times.
     """
     for kind in ("gpu_user_annotation", "user_annotation"):
         starts: dict[int, float] = {}
@@ -189,8 +189,8 @@ def share_out(
     """Attribute the time from `begin` to `end` to parts.
 
     Returns:
-        Microseconds attributed to each part, and those of each part that are hidden: a kernel
-        of the part was running, but the instant was attributed to an earlier one of PARTS.
+        Microseconds attributed to each part, and hidden microseconds of each part: a kernel of the
+        part was running, but the instant was attributed to an earlier one of PARTS.
     """
     edges: list[tuple[float, int, str]] = []
     for kernel in kernels:

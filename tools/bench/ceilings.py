@@ -1,6 +1,6 @@
-"""Measure what this machine can do at a workload's shapes, and derive the highest possible speed.
+"""Measure the limits of this machine at a workload's shapes, and derive the highest speed.
 
-Every product runs for several seconds, because a card at its power limit is slower than a cold one.
+Every product runs for several seconds, because a card is slower at its power limit than when cold.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron.models.plan import AttentionPlan, MixturePlan, MLPPlan, ModelPlan
 from megatron.models.plans import model_plan
 
 _BURST_SECONDS = 0.2  # seconds of work to queue at a time
-# Bytes per parameter and update: gradient, master weight and two moments are read; the last three
-# and the 16-bit weight are written.
+# Bytes per parameter and update: the gradient, the master weight and two moments are read; the last
+# three and the 16-bit weight are written.
 _OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
-_BACKWARD_OVER_FORWARD = 2.5  # attention: five products instead of two
+_BACKWARD_OVER_FORWARD = 2.5  # in attention: five products instead of two
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def measure_ceilings(
 
 
 def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
-    """Return the values that a run's ceilings depend on, apart from its number format, for JSON."""
+    """Return what a run's ceilings depend on, apart from the number format, for JSON."""
     return {
-        "host": socket.gethostname(),  # cards with the same name differ
+        "host": socket.gethostname(),  # cards with the same name may differ
         "sizes": _sizes(model_plan(config.model, vocabulary)),
         "vocabulary": vocabulary,
         "micro_batch": config.training.micro_batch_size,
@@ -125,7 +125,7 @@ def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
 def rooflines(
     ceilings: Ceilings, config: RunConfig, gpus: int, vocabulary: int
 ) -> dict[str, float | None]:
-    """Return the seconds per update from `roofline_step`, by the name of the number format."""
+    """Return the seconds per update from `roofline_step` for each number format."""
     return {
         f"roofline_step_{name}": roofline_step(ceilings, config, gpus, vocabulary, fp8=fp8)
         for name, fp8 in (("16bit", False), ("fp8", True))
@@ -144,7 +144,7 @@ def layer_products(plan: ModelPlan, tensor: int) -> list[tuple[int, int]]:
 
 
 def _mlp(plan: ModelPlan) -> MLPPlan:
-    """Return the MLP of a layer. A mixture counts as a dense MLP with as many operations."""
+    """Return the MLP of a layer. A mixture counts as a dense MLP with the same work."""
     mlp = plan.layers[-1].mlp
     if isinstance(mlp, MixturePlan):
         return replace(mlp.expert, inner=mlp.expert.inner * mlp.router.chosen)
@@ -290,7 +290,7 @@ def roofline_step(
     """Return the seconds of an update that does only its unavoidable work.
 
     This work is matrix products, attention and memory traffic at the measured rates. Pipeline
-    stages count as equal and communication as free. Returns None if the device cannot do FP8.
+    stages count as equal and communication as free. The result is `None` without FP8 support.
     """
     layer = ceilings.layer_seconds_fp8 if fp8 else ceilings.layer_seconds
     if layer is None:

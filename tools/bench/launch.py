@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.errors import UserError
 
-_GRACE_SECONDS = 45.0  # torchrun kills its own processes 30 s after it is asked to end
+_GRACE_SECONDS = 45.0  # torchrun kills its processes 30 s after SIGTERM
 _SHOWN_LINES = 25
 _ITERATION = re.compile(
     r"^ iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+) .*?lm loss: (\S+)"
@@ -33,7 +33,7 @@ class BenchmarkError(UserError):
 
 @dataclass(frozen=True)
 class Logged:
-    """One log line.
+    """A log line.
 
     Attributes:
         iteration: The last iteration that the line covers.
@@ -53,10 +53,10 @@ class Measured:
     """The measurements of one run, over the iterations after the warm-up.
 
     Attributes:
-        first_iteration: Seconds from the launch to the end of iteration 1, judging by its log line.
+        first_iteration: Seconds from the launch to the log line of iteration 1.
         best: Lowest logged seconds per iteration.
         median: Median of the logged seconds per iteration.
-        mean: Mean seconds per iteration by a clock outside the run, from the arrival of its lines.
+        mean: Mean seconds per iteration, measured outside the run by the arrival of its lines.
         peak_allocated: Peak of allocated bytes on the rank where it is highest.
         peak_reserved: Peak of reserved bytes on the rank where it is highest.
         first_loss: Loss of the first logged iteration.
@@ -113,17 +113,17 @@ def run_process(
 def run_to_end(
     command: Sequence[str], *, timeout: float, folder: Path | None = None, **environment: str
 ) -> tuple[list[tuple[float, str]], int | None]:
-    """Run a command, whatever its result, and leave none of its processes behind.
+    """Run a command and leave none of its processes behind, whatever its result.
 
     Args:
         command: Words of the command.
         timeout: Seconds after which the run is ended.
-        folder: Folder to run in. Defaults to this process's.
-        environment: Environment variables to set if they are not set already.
+        folder: Folder to run in. Default: this process's folder.
+        environment: Environment variables to set unless they are already set.
 
     Returns:
         Every line of output, with the seconds from the launch to its arrival; and the exit code,
-        or None if the run had to be ended.
+        or `None` if the run had to be ended.
     """
     lines: list[tuple[float, str]] = []
     start = time.perf_counter()
@@ -165,7 +165,7 @@ def _process(
 def _end(process: subprocess.Popen[str]) -> None:
     """End a process and the processes it started.
 
-    The process is first asked to end, because torchrun's workers are not in its group and only
+    The process first receives SIGTERM, because torchrun's workers are not in its group and only
     torchrun ends them.
     """
     if process.poll() is None:

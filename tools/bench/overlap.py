@@ -89,7 +89,7 @@ def scattered(
 
 
 def measure(forms: dict[str, tuple[Form, bool]], device: Device, rounds: int) -> dict[str, str]:
-    """Return each variant's microseconds, and whether it gives the same bits as the collective."""
+    """Return each variant's microseconds and whether it gives the same bits as the collective."""
     if not device.is_gpu:
         del forms["PyTorch, fused"]
     expected = forms["collective"][0]()
@@ -115,7 +115,7 @@ def measure(forms: dict[str, tuple[Form, bool]], device: Device, rounds: int) ->
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure the variants of each product, and print a table.
+    """Measure the variants of each product and print a table.
 
     Raises:
         ConfigError: There is only one process, a size is not divisible, or there is nothing to
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> None:
 def cases(
     options: argparse.Namespace, layout: Layout, device: Device
 ) -> Iterator[tuple[str, dict[str, tuple[Form, bool]]]]:
-    """Yield the name and the variants of each product of a layer that communicates."""
+    """Yield the name and the variants of each product of a layer that involves communication."""
     size, hidden, ffn = layout.tensor.size, options.hidden_size, options.ffn_hidden_size
     part = options.tokens // size
     dtype = torch.bfloat16 if device.is_gpu else torch.float32

@@ -32,7 +32,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The constants that turn seconds into the other numbers.
+    """The constants for deriving the other numbers from seconds.
 
     Attributes:
         tokens: Tokens per step and GPU.
@@ -40,7 +40,7 @@ class Facts:
         precision: Name of the precision.
         gpus: Number of GPUs.
         ceilings: Fields of `tools.bench.ceilings.Ceilings`, plus the roofline's seconds per step.
-        roofline: Seconds per step at this precision's roofline, or None if it is not known.
+        roofline: Seconds per step at this precision's roofline, or `None` if unknown.
     """
 
     tokens: float
@@ -71,7 +71,7 @@ class Facts:
         )
 
     def derived(self, seconds: float) -> dict[str, float | None]:
-        """Return the numbers that follow from the seconds per step, by name."""
+        """Return the numbers derived from the seconds per step, by name."""
         speed = self.tokens / seconds
         model = speed * self.flops
         peak = self.ceilings["datasheet"]
@@ -201,11 +201,7 @@ def _describe_breakdown(result: Result) -> str:
     rows.append(("step without the profiler, same run", f"{timed * 1e3:.2f}", ""))
     for part, seconds in breakdown.hidden.items():
         rows.append((f"hidden behind other work: {part}", f"{seconds * 1e3:.2f}", ""))
-    return f"{table(rows)}\n\n{_largest_kernels(breakdown)}"
-
-
-def _largest_kernels(breakdown: Breakdown) -> str:
-    lines = ["largest kernels: ms per step, launches per step, part, name"]
+    lines = [table(rows), "", "largest kernels: ms per step, launches per step, part, name"]
     for name, part, seconds, launches in breakdown.kernels:
         lines.append(f"{seconds * 1e3:9.2f} {launches:7.1f}  {part[:22]:22}  {name[:90]}")
     return "\n".join(lines)
@@ -228,7 +224,7 @@ def _describe_difference(facts: Facts, old: Result, new: Result) -> str:
             rows.append((f"ms: {part}", *shown))
     text = table(rows)
     if len(old.runs) < 2:
-        return f"{text}\nsingle runs: the spread is not known"
+        return f"{text}\nsingle runs: the spread is unknown"
     apart = after["worst_run"] < before["best_run"] or before["worst_run"] < after["best_run"]
     return text + ("" if apart else "\nthe runs overlap, so they show no difference")
 

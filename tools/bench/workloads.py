@@ -1,8 +1,8 @@
 """The workloads, as flags of pretrain_gpt.py, and the corpus they train on.
 
 Megatron and torchtitan publish numbers for S and L. M6 and M12 are 6 and 12 layers of
-Qwen3-30B-A3B with a small vocabulary, and O is OLMoE-7B. For a CPU there are the toy `demo`,
-`small-moe`, and the dense `small`, which does as much work for a token as `small-moe`.
+Qwen3-30B-A3B with a small vocabulary, and O is OLMoE-7B. For a CPU there are the toy `demo`, the
+mixture `small-moe`, and the dense `small`, which does the same work per token as `small-moe`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PRECISIONS = {
     "fp8": ("--bf16", "--fp8-format", "hybrid"),
     "fp8-delayed": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
 }
-DOCUMENT_TOKENS = 1000  # mean length
+DOCUMENT_TOKENS = 1000  # mean length of a document
 _CORPUS_SEED = 1234
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One model with its batch.
+    """A model with its batch.
 
     Attributes:
         network: Flags of the network.
@@ -133,7 +133,7 @@ WORKLOADS = {
 def training_flags(
     workload: Workload, precision: str, gpus: int, corpus: Path, further: Sequence[str]
 ) -> list[str]:
-    """Return flags for pretrain_gpt.py, except its length and what it writes.
+    """Return flags for pretrain_gpt.py, except those for its length and output.
 
     Args:
         workload: Model and batch to train.
@@ -155,7 +155,7 @@ def training_flags(
 
 
 def read_flags(flags: Sequence[str], gpus: int) -> RunConfig:
-    """Return the configuration of these flags, with a length filled in if they have none.
+    """Return the configuration of these flags, with a default length if they give none.
 
     Raises:
         ConfigError: The flags are wrong.
@@ -175,7 +175,7 @@ def corpus_prefix(
 
     Args:
         folder: The folder for corpora.
-        workload: The workload, whose corpus has a size.
+        workload: The workload, which determines the size of the corpus.
         document_tokens: The mean length of a document.
     """
     from megatron.data.indexed import idx_path
@@ -192,7 +192,7 @@ def corpus_prefix(
 def write_corpus(
     prefix: Path, vocabulary: int, tokens: int, document_tokens: int = DOCUMENT_TOKENS
 ) -> None:
-    """Write documents of random ids. Like words, their frequencies fall as 1 / rank (Zipf).
+    """Write documents of random ids whose frequencies fall as 1 / rank, like those of words (Zipf).
 
     The last id ends every document. Ranks are shuffled over ids, so frequent ids are spread over
     the whole embedding table.

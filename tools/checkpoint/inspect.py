@@ -1,4 +1,4 @@
-"""Describe a folder of checkpoints and say whether it is sound, or how two of them differ.
+"""Describe a folder of checkpoints and check it, or show how two checkpoints differ.
 
     python tools/checkpoint/inspect.py runs/demo/checkpoints
     python tools/checkpoint/inspect.py --no-verify --details runs/demo/checkpoints
@@ -6,8 +6,8 @@
 
 A folder is one that was given to --save or --load, ours or Megatron-LM's, or a Hugging Face folder;
 for `diff` it may also be a single checkpoint. Tensors are read in parts. Exit code 0: all
-checkpoints are sound, or both are the same; 1: the two differ; 4: one is damaged, the tracker names
-one that does not exist, or there is no checkpoint.
+checkpoints are intact, or both are the same; 1: the two differ; 4: one is damaged, the tracker
+names one that does not exist, or there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     # Python puts this script's folder first on the path, where its name hides the standard
-    # library's `inspect`; the package may not be installed.
+    # library's `inspect`. The package may not be installed.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ DIFFERENT = 1  # exit code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the summary, or the differences, and return the exit code."""
+    """Print the summary or the differences, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["diff"]:
         return _diff(words[1:])
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _diff(words: Sequence[str]) -> int:
     parser = ToolParser("inspect.py diff", "Show how two checkpoints of any format differ.")
     parser.add_argument("one", type=Path, help="Checkpoint, or folder of checkpoints.")
-    parser.add_argument("other", type=Path, help="Another.")
+    parser.add_argument("other", type=Path, help="Another one.")
     text = "Compare only tensors whose names begin with this."
     parser.add_argument("--only", default="", metavar="PREFIX", help=text)
     parser.add_argument("--no-verify", action="store_true", help="Do not compare digests first.")

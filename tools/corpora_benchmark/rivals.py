@@ -2,7 +2,7 @@
 
     python tools/corpora_benchmark/rivals.py datatrove folder output
 
-Each writes the documents that are left as JSON lines, or as its own format (text-dedup).
+Each writes the remaining documents as JSON lines or in its own format (text-dedup).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _WORD = re.compile(r"\w+")
 def datatrove(source: Path, output: Path) -> None:
     """Run datatrove's four MinHash steps with their defaults (14 bands of 8 values).
 
-    Words are split at white space, which is much faster than spaCy, its default for English. Its
-    version 0.10 hashes with xxhash below 4.
+    Words are split at white space, which is much faster than spaCy, datatrove's default for
+    English. Its version 0.10 hashes with an xxhash older than 4.
     """
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.dedup import MinhashDedupCluster, MinhashDedupFilter

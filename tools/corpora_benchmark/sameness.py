@@ -1,4 +1,4 @@
-"""Whether a corpus has the same bytes from any number of processes, any executor, and after kills.
+"""Check that a corpus has the same bytes from any processes and executor, and after kills.
 
 `tools/benchmark_corpora.py --prove` calls this; nothing here measures time.
 """
@@ -25,15 +25,15 @@ from megatron.corpora.run import DATASET, PLAN_FILE
 from megatron.durable import TEMPORARY
 
 _BUILD = Path(__file__).resolve().parents[1] / "build_corpus.py"
-_TRIES = 5  # to stop a run at a moment that may last only milliseconds
+_TRIES = 5  # attempts to stop a run at a moment that may last only milliseconds
 
 
 class Moment(NamedTuple):
-    """A moment of a run, recognized by the files that are there.
+    """A moment of a run, recognized by the files that exist.
 
     Attributes:
-        name: What the run is doing.
-        is_now: A function that looks into the corpus's folder.
+        name: A description of what the run is doing.
+        is_now: A function that recognizes the moment from the corpus's folder.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Moment(NamedTuple):
 
 
 def prove(words: Sequence[str], folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the name of each way to build a corpus, and whether the bytes are those of one process.
+    """Yield the name of each way to build a corpus, and whether it gives the bytes of one process.
 
     Args:
         words: The command line of build_corpus.py without `--output`, `--workers` and `--executor`.
-        folder: A folder for all outputs, of which one at a time is kept.
+        folder: A folder for all outputs. One at a time is kept.
     """
     first = folder / "first"
     _build(words, first, 1)
@@ -125,12 +125,12 @@ def _moments() -> list[Moment]:
 
 
 def _writes(place: str, name: str = "") -> Callable[[Path], bool]:
-    """Return a function that says whether a file in a folder has begun, or is there."""
+    """Return a function that tells whether a file in a folder has been begun or exists."""
     return lambda corpus: any((corpus / place).glob(f"{name or '*'}*"))
 
 
 def _is_half(place: str) -> Callable[[Path], bool]:
-    """Return a function that says whether half of the pieces are complete in a folder."""
+    """Return a function that tells whether half of the pieces in a folder are complete."""
 
     def is_half(corpus: Path) -> bool:
         pieces = len(json.loads((corpus / PLAN_FILE).read_bytes())["pieces"])
@@ -141,10 +141,10 @@ def _is_half(place: str) -> Callable[[Path], bool]:
 
 
 def _build_killed(words: Sequence[str], output: Path, moments: Sequence[Moment]) -> None:
-    """Build a corpus, with a SIGKILL to all of its processes at each moment.
+    """Build a corpus, and send SIGKILL to all of its processes at each moment.
 
     Raises:
-        RuntimeError: A moment has passed each time before the signal.
+        RuntimeError: In every attempt, the moment had passed before the signal.
     """
     for moment in moments:
         for _ in range(_TRIES):

@@ -47,8 +47,8 @@ class Subject:
             config: The network.
             device: Device to run on.
             bandwidth: Bytes/s of a copy, from which the floor is computed.
-            options: Options of the engine. The sizes in it are ignored.
-            adapters: Number of adapters of all layers, which sequences use in turn.
+            options: Options of the engine. Their sizes are ignored.
+            adapters: Number of adapters of all layers. Sequences use them in turn.
             rank: Rank of each adapter.
         """
         self._options = replace(options, block_size=_BLOCK)
@@ -128,13 +128,13 @@ class Subject:
         return build_engine(loaded, self._device, options)
 
     def _request(self, number: int, prompt: int, new: int) -> Request:
-        chance = random.Random(number * 1000 + new)  # so that all prompts differ
+        chance = random.Random(number * 1000 + new)  # makes all prompts different
         tokens = tuple(chance.randrange(self._vocab) for _ in range(prompt))
         adapter = 1 + number % len(self._adapters.names) if self._adapters else 0
         return Request(str(number), tokens, Sampling(max_new_tokens=new, temperature=0), adapter)
 
     def _floor(self, batch: int, length: float) -> float:
-        """Return the seconds it takes to read all weights and the batch's keys and values."""
+        """Return the seconds for reading all weights and the batch's keys and values."""
         assert self._model is not None
         plan = self._model.plan
         attention = plan.attention
@@ -148,13 +148,13 @@ class Subject:
 
 @torch.no_grad()
 def give_adapters(model: GPTModel, context: BuildContext, count: int, rank: int) -> AdapterRows:
-    """Give all linear layers of a model's layers adapters with random weights, and return them.
+    """Give adapters with random weights to all linear layers of a model's layers.
 
     Args:
         model: The model.
         context: The context in which it was built.
         count: Number of adapters.
-        rank: Rank of each.
+        rank: Rank of each adapter.
     """
     rows = AdapterRows(tuple(map(str, range(count))))
     plan = AdapterPlan(rank, scale=1.0)

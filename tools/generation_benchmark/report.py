@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding steps, each of which gives every sequence of a batch one token.
+    """Decoding steps. Each gives one token to every sequence of a batch.
 
     Attributes:
         batch: Number of sequences.
         length: Mean length of the sequences over the steps, in tokens.
         seconds: Seconds per step.
-        floor: Seconds that it takes to read the weights and the KV cache.
-        theirs: Seconds per step of `transformers`, or None if they were not measured.
+        floor: Seconds for reading the weights and the KV cache.
+        theirs: Seconds per step of `transformers`, or `None` if not measured.
     """
 
     batch: int
@@ -69,5 +69,5 @@ def _row(row: Decoding) -> str:
 
 
 def line(row: Decoding) -> str:
-    """Describe one measurement in a line."""
+    """Describe one measurement on a line."""
     return f"batch {row.batch}: {row.seconds * 1e3:.2f} ms per step, floor {row.floor * 1e3:.2f} ms"

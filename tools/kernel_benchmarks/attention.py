@@ -1,8 +1,8 @@
 """Attention of a layer at training sizes: a choice among PyTorch's kernels.
 
 "Ours" is the kernel that a model runs (`gpu_attention`, or PyTorch's softmax if scores are kept).
-The libraries are the kernels that it might run instead. If FlashAttention 4 is installed, it has
-its own row, for contiguous tensors [b, s, n, d].
+The libraries are kernels that it could run instead. If FlashAttention 4 is installed, it has its
+own row, for contiguous tensors [b, s, n, d].
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.kernels.library import KernelLibrary
 from tools.kernel_benchmarks.operation import Form, Inputs, Operation
 
 BF16 = torch.bfloat16
-BACKWARD_PRODUCTS = 2.5  # five products: the forward pass has two, one of which is repeated
+BACKWARD_PRODUCTS = 2.5  # five products; the forward pass has two, and one is repeated
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
@@ -64,8 +64,14 @@ def causal(device: torch.device, s: int, b: int) -> Operation:
 def flash_package(
     device: torch.device, sizes: tuple[int, int, int, int], groups: int, *, causal: bool
 ) -> Operation:
-    """Return FlashAttention 4 in its own memory order, with PyTorch's kernels in the same order."""
+    """Return FlashAttention 4 in its own memory order, and PyTorch's kernels in the same order."""
     s, b, _, _ = sizes
+
+    def by_package(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        package = _package(device)
+        assert package is not None, "`missing` has checked this"
+        return package(query, key, value, AttentionOptions(causal=causal))
+
     operation = _attention(
         f"{'causal ' if causal else ''}attention for FlashAttention 4",
         device,
@@ -73,13 +79,14 @@ def flash_package(
         pairs=b * s * s / (2 if causal else 1),
         ours=_with(mask=None, causal=causal),
         libraries={
-            "FlashAttention 4": partial(_by_package, device, causal=causal),
+            "FlashAttention 4": by_package,
             "flash": _by_flash(causal=causal),
         },
         groups=groups,
         in_order=True,
     )
-    return replace(operation, missing=partial(_lacks_package, device))
+    problem = "no flash-attn-4 for this GPU is installed"
+    return replace(operation, missing=lambda: "" if _package(device) else problem)
 
 
 def padded(device: torch.device) -> Operation:
@@ -101,7 +108,7 @@ def padded(device: torch.device) -> Operation:
 
 
 def biased(device: torch.device, sizes: tuple[int, int, int, int]) -> Operation:
-    """Return the attention of a T5's encoder, whose scores have a learned position bias."""
+    """Return the attention of T5's encoder, whose scores have a learned position bias."""
     s, b, n, _ = sizes
 
     def ours(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
@@ -173,9 +180,9 @@ def _attention(
         name: Name of the operation.
         device: Device to run on.
         sizes: s, b, n and d.
-        pairs: Number of pairs of a query and a key that it may attend to, per head.
+        pairs: Number of pairs of a query and a key it may attend to, per head.
         ours: The kernel that a model runs.
-        libraries: Kernels that it might run instead, by name.
+        libraries: Kernels that it could run instead, by name.
         groups: Number of key-value heads. The default is n.
         in_order: Whether the memory order is [b, s, n, d].
     """
@@ -197,7 +204,7 @@ def _attention(
         backward_bytes=2 * size,
         draw=draw,
         ours=ours,
-        eager=None,  # would store every score
+        eager=None,  # it would store every score
         libraries=libraries or {},
         forward_products=products,
         backward_products=int(products * BACKWARD_PRODUCTS),
@@ -226,19 +233,8 @@ def _package(device: torch.device) -> FlashPackage | None:
     return find_flash_package(device)
 
 
-def _lacks_package(device: torch.device) -> str:
-    return "" if _package(device) else "no flash-attn-4 for this GPU is installed"
-
-
-def _by_package(device: torch.device, *inputs: Tensor, causal: bool) -> Tensor:
-    package = _package(device)
-    assert package is not None, "this was asked before"
-    query, key, value = inputs
-    return package(query, key, value, AttentionOptions(causal=causal))
-
-
 def _stretches(*inputs: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:
-    """Attend within each stretch in both directions, with the flash kernel on contiguous copies."""
+    """Attend in both directions within each stretch, with the flash kernel on contiguous copies."""
     query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in inputs)
     both_ways, debug = False, False
     places = (ends, ends, longest, longest)

@@ -68,7 +68,7 @@ def row_product(
     """Return a matrix product whose rows are bitwise the same, whatever the other rows are."""
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
-        assert multiply is not None, "this was asked before"
+        assert multiply is not None, "`missing` has checked this"
         return multiply(x, weight, None)
 
     return Operation(
@@ -81,8 +81,8 @@ def row_product(
             for shape in ((rows, inner), (outer, inner))
         ],
         ours=ours,
-        eager=None,  # is the library's
+        eager=None,  # the same as the library's
         libraries={"F.linear": F.linear},
         forward_products=2 * rows * inner * outer,
-        missing=lambda: "" if multiply else "no cuBLASLt is here",
+        missing=lambda: "" if multiply else "cuBLASLt is not available",
     )

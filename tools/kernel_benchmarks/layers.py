@@ -63,7 +63,7 @@ def add_norm(
         return total, norm.normalize_reference(total, weight, b, EPSILON)
 
     wide, size = stream.itemsize, rows * hidden
-    extra = 0 if stream == BF16 else 2  # the gradient of the delta is then a separate tensor
+    extra = 0 if stream == BF16 else 2  # then the gradient of the delta is a separate tensor
     return Operation(
         name=f"residual add + {'LayerNorm' if bias else 'RMSNorm'}",
         shape=f"[{rows}, {hidden}] {'bf16' if stream == BF16 else 'fp32 stream, bf16'}",
@@ -107,7 +107,7 @@ def activate(
 def split_rotate(
     library: KernelLibrary, device: torch.device, s: int, b: int, *, groups: int, per_group: int
 ) -> Operation:
-    """Return the split of a fused projection into rotated heads. Eager leaves values as a view."""
+    """Return the split of a fused projection into rotated heads. Eager keeps values as a view."""
     d = 128
     table = rope.rotation_table(s, d, device=device)[:, :, None, None]
     rotation = (table[0], table[1])

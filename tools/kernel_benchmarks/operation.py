@@ -1,4 +1,4 @@
-"""An operation at a shape, in several forms, and how it is timed."""
+"""An operation at a given shape in several forms, and its timing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation with one row in the table (forward, or both passes), or two (forward, backward).
+    """An operation with one row in the table (forward, or both passes) or two (forward, backward).
 
     Attributes:
         name: Name of the operation.
@@ -29,18 +29,18 @@ class Operation:
         forward_bytes: Minimum number of bytes to move: each input read once, each output written
             once.
         backward_bytes: The same for the backward pass, or 0 if there is none.
-        draw: Function that returns fresh random inputs. Floating-point inputs get gradients if
+        draw: Function that returns new random inputs. Floating-point inputs get gradients if
             there is a backward pass.
         ours: The fused kernel.
-        eager: PyTorch's operations one by one, or None. torch.compile is given the same function.
+        eager: PyTorch's operations one by one, or `None`. torch.compile gets the same function.
         libraries: The best library kernels for the operation, by name.
         forward_products: Number of floating-point operations in 16-bit matrix products, if they may
             set the floor instead of the bytes.
         backward_products: The same for the backward pass.
         in_one: Whether both passes form a single row, because some form does part of one pass's
-            work in the other. Each form then returns a single tensor, whose sum is differentiated.
-        missing: Function that returns what this machine lacks for the operation, or an empty text
-            if it can be timed. It is called before `draw` and any form.
+            work in the other. Each form then returns one tensor, whose sum is differentiated.
+        missing: Function that returns what this machine lacks for the operation, or "" if it can be
+            timed. It is called before `draw` and any form.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Operation:
 
 
 class Stopwatch:
-    """A timer of work on one GPU, which uses events.
+    """A timer, based on events, for work on one GPU.
 
     A matrix product is queued first. It keeps the GPU busy while the host queues the work, so that
     the host's own time is not measured.
@@ -89,7 +89,7 @@ class Stopwatch:
         return torch.Event(self.device.type, enable_timing=True)
 
     def copy_bandwidth(self) -> float:
-        """Return the bytes per second, read and written, of a large copy."""
+        """Return the bytes per second (read plus written) of a large copy."""
         source = torch.randint(255, (2**30,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.numel() / self.median([lambda: target.copy_(source)])
@@ -102,19 +102,19 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest rates of this GPU: bytes/s of a copy, and operations/s of a product."""
+    """The highest rates of this GPU: bytes/s of a copy and operations/s of a product."""
 
     bandwidth: float
     products: float
 
     def floor(self, moved: int, computed: int) -> float:
-        """Return the fewest seconds in which these bytes can move and these operations can run."""
+        """Return the minimum seconds for moving these bytes and running these operations."""
         return max(moved / self.bandwidth, computed / self.products)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """The seconds that each form takes, by name, and the floor in seconds."""
+    """The time of each form by name, and the floor, in seconds."""
 
     operation: Operation
     direction: str
@@ -125,7 +125,7 @@ class Timed:
 def measure(
     operation: Operation, watch: Stopwatch, ceilings: Ceilings, *, compiled: bool
 ) -> Iterator[Timed]:
-    """Time every form of an operation, and yield one result for each of its rows."""
+    """Time every form of an operation and yield one result for each of its rows."""
     torch.compiler.reset()  # otherwise earlier shapes use up torch.compile's limit
     forms: dict[str, Form] = {"ours": operation.ours}
     if operation.eager is not None:
@@ -133,7 +133,11 @@ def measure(
         if compiled:
             forms["compile"] = torch.compile(operation.eager, dynamic=False)
     forms |= operation.libraries
-    sets = _input_sets(operation)
+    count = min(16, max(2, -(-ROTATED_BYTES // operation.forward_bytes)))
+    sets = [operation.draw() for _ in range(count)]
+    for x in (x for inputs in sets for x in inputs if x is not None):
+        if x.is_floating_point() and operation.backward_bytes:
+            x.requires_grad_()
     for pass_ in _passes(operation):
         seconds = {
             name: watch.median([pass_.call(form, inputs) for inputs in sets])
@@ -145,7 +149,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass to time: its name, its fewest bytes and operations, and the way to call a form."""
+    """A pass to time: its name, its minimum bytes and operations, and how to call a form."""
 
     name: str
     moved: int
@@ -164,16 +168,6 @@ def _passes(operation: Operation) -> list[_Pass]:
     return [forward, _Pass("backward", moved, computed, _backward_of)]
 
 
-def _input_sets(operation: Operation) -> list[Inputs]:
-    count = min(16, max(2, -(-ROTATED_BYTES // operation.forward_bytes)))
-    sets = [operation.draw() for _ in range(count)]
-    for inputs in sets:
-        for x in inputs:
-            if x is not None and x.is_floating_point() and operation.backward_bytes:
-                x.requires_grad_()
-    return sets
-
-
 def _caller(form: Form, inputs: Inputs) -> Callable[[], object]:
     def call() -> object:
         with torch.no_grad():
@@ -187,7 +181,7 @@ def _caller_of_both(form: Form, inputs: Inputs) -> Callable[[], object]:
 
     def call() -> object:
         out = form(*inputs)
-        assert isinstance(out, Tensor), "in_one: a form returns one tensor"
+        assert isinstance(out, Tensor), "with in_one, a form returns one tensor"
         return torch.autograd.grad(out.sum(), leaves)
 
     return call

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.adam import AdamNumbers, AdamTensors, adam_reference, choose_adam
-from megatron.kernels.cross_entropy import CrossEntropy, choose_cross_entropy
+from megatron.kernels.cross_entropy import choose_cross_entropy
 from megatron.kernels.fp8 import E4M3, Fp8, Fp8Casts, choose_fp8_casts
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.tensor_sums import choose_tensor_sums
@@ -58,26 +58,26 @@ def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size:
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
     form = choose_cross_entropy(library, in_16_bits=False)
+
+    def ours(logits: Tensor, labels: Tensor) -> Tensor:
+        return vocabulary_cross_entropy(logits, labels, Axis(), form=form)
+
     return Operation(
         name="cross entropy",
         shape=f"[{rows}, {size}] bf16",
         forward_bytes=rows * size * 2,
         backward_bytes=rows * size * 4,
         draw=draw,
-        ours=partial(_cross_entropy, form),
+        ours=ours,
         eager=eager,
         libraries={"F.cross_entropy in 16 bits": partial(F.cross_entropy, reduction="none")},
     )
 
 
-def _cross_entropy(form: CrossEntropy, logits: Tensor, labels: Tensor) -> Tensor:
-    return vocabulary_cross_entropy(logits, labels, Axis(), form=form)
-
-
 def chunked_cross_entropy(
     library: KernelLibrary | None, device: torch.device, tokens: int, hidden: int, size: int
 ) -> Operation:
-    """Return the output head with its loss in chunks. Its forward pass also computes gradients."""
+    """Return the output head with a chunked loss. Its forward pass also computes gradients."""
 
     def draw() -> Inputs:
         return [
@@ -200,7 +200,7 @@ def tensor_sums(library: KernelLibrary, device: torch.device, size: int) -> Oper
 def embedding_gradient(
     library: KernelLibrary, device: torch.device, count: int, hidden: int, rows: int
 ) -> Operation:
-    """Return the addition of embedding gradients to an fp32 buffer, with the sort of tokens."""
+    """Return the addition of embedding gradients to an fp32 buffer, including sorting of tokens."""
 
     def draw() -> Inputs:
         return [
@@ -283,7 +283,7 @@ def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int
 def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> list[Operation]:
     """Return the casts to FP8.
 
-    With current scaling a cast comes after the amax. With delayed scaling both are done together.
+    With current scaling, a cast follows the amax. With delayed scaling, both happen together.
     """
     held, found = torch.ones(2, device=device).unbind()
 
@@ -309,13 +309,13 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
         return first.values, second.values
 
     size = rows * columns
-    # With a single scale for all of x, x has to be read twice. A single row fits in the cache.
+    # With one scale for all of x, x has to be read twice. A single row fits into the cache.
     kinds: list[tuple[str, Callable[..., Tensor | tuple[Tensor, ...]], int]] = [
         ("fp8: amax", lambda casts, x: casts.amax(x), 2),
         ("fp8: amax, cast", whole, 5),
         ("fp8: amax, cast + transpose", both, 6),
-        ("fp8: cast, amax beside", measuring, 3),
-        ("fp8: cast + transpose, amax beside", both_measuring, 4),
+        ("fp8: cast, with amax", measuring, 3),
+        ("fp8: cast + transpose, with amax", both_measuring, 4),
         ("fp8: cast by rows", by_row, 3),
         ("fp8: cast by rows + transpose by rows", both_by_row, 6),
     ]

@@ -39,11 +39,11 @@ def measure(
     timeout: float,
     bubble: bool,
 ) -> Row:
-    """Train in one layout and return its row, whatever happens.
+    """Train in one layout and return its row, even if the run fails.
 
     Args:
         layout: The layout.
-        flags: Flags of the model, the data and the layout, and further ones.
+        flags: Flags of the model, the data and the layout, and additional ones.
         present: Available GPUs, or processes on a CPU.
         iterations: Iterations of the run, unless the layout allows fewer.
         timeout: Seconds after which the run is ended. The run is skipped if this is not positive.
@@ -78,7 +78,7 @@ def measure(
 def launch(
     words: Sequence[str], processes: int, timeout: float
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Train with these flags, and return the output and the metrics of every iteration.
+    """Train with these flags and return the output and the metrics of every iteration.
 
     Raises:
         RunFailedError: The run failed or took too long.
@@ -97,7 +97,7 @@ def launch(
 
 
 def error_line(log: str, code: int) -> str:
-    """Return the line that says what went wrong: one of our errors, otherwise one of Python's."""
+    """Return the line that says what went wrong: our own error message, or else Python's."""
     for pattern in (r"^(?:\[rank \d+\] )?error: .*", r"^(?:\[rank\d+\]: )?[\w.]*Error: .*"):
         found = [
             line
@@ -120,6 +120,9 @@ def read_measurement(
     utilization = re.findall(r"MFU: ([\d.]+)%", log)  # one per iteration
     pace = steps[-1]["iteration-time"] / seconds
     memory = [float(text) for text in re.findall(r"max allocated: ([\d.]+)", log)]
+    largest = largest_process(
+        config, model_plan(config.model, padded_vocabulary(config)), processes
+    )
     return Measurement(
         losses=tuple(record["lm loss"] for record in steps),
         norms=tuple(record["grad-norm"] for record in steps),
@@ -127,7 +130,7 @@ def read_measurement(
         tokens_per_second=tokens / seconds / processes,
         mfu=pace * float(utilization[-1]) if utilization else None,
         peak_gib=max(memory) / _MIB_A_GIB if memory else None,
-        predicted_gib=_predicted(config, processes),
+        predicted_gib=largest.total / _GIB,
         bubble=_mean_of(records, "pipeline-bubble", settled),
         predicted_bubble=_mean_of(records, "pipeline-bubble predicted", settled),
     )
@@ -136,9 +139,3 @@ def read_measurement(
 def _mean_of(records: Sequence[dict[str, Any]], name: str, settled: int) -> float | None:
     values = [record[name] for record in records if name in record][settled:]
     return mean(values) if values else None
-
-
-def _predicted(config: RunConfig, processes: int) -> float:
-    """Return the estimated memory of the largest process in GiB, as `--dry-run` shows it."""
-    plan = model_plan(config.model, padded_vocabulary(config))
-    return largest_process(config, plan, processes).total / _GIB

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BenchmarkLayout:
-    """One row of the table.
+    """A row of the table.
 
     Attributes:
         processes: Number of GPUs.
@@ -115,7 +115,7 @@ _350M = BenchmarkModel(
 )
 
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-# A single sequence per update. Its losses are compared only with those of other such rows.
+# One sequence per update. Its losses are comparable only with those of other such rows.
 _LONG = f"--seq-length 131072 --max-position-embeddings 131072 --global-batch-size 1 {_FULL}"
 
 _7B = BenchmarkModel(
@@ -123,8 +123,8 @@ _7B = BenchmarkModel(
     "--ffn-hidden-size 11008 --swiglu --normalization RMSNorm --position-embedding-type rope "
     "--disable-bias-linear --untie-embeddings-and-output-weights --seq-length 4096 "
     "--max-position-embeddings 4096 --global-batch-size 16 --bf16 "
-    # Llama's own warm-up. With a steeper one the first losses jump up and down, by amounts that
-    # depend on the rounding of each layout.
+    # Llama's own warm-up. With a steeper one, the first losses jump up and down by amounts that
+    # depend on the rounding in each layout.
     "--init-method-std 0.01 --lr-warmup-iters 2000 --lr-decay-iters 500000",
     (
         BenchmarkLayout(2, "tensor 2", _micro(1, _grid(tensor=2), _SP)),
@@ -167,5 +167,5 @@ _7B = BenchmarkModel(
 
 
 def models() -> dict[str, BenchmarkModel]:
-    """Return the models by the name that `--model` takes."""
+    """Return the models by their names for `--model`."""
     return {"toy": _TOY, "350m": _350M, "7b": _7B}

@@ -30,10 +30,10 @@ class Measurement:
         norms: Gradient norm of every iteration.
         milliseconds: Median time per iteration in milliseconds, without the first third.
         tokens_per_second: Speed of one GPU.
-        mfu: Model FLOPs utilization in percent, or None if the device's peak is not known.
-        peak_gib: Most memory allocated by any rank, or None if no rank reported it.
+        mfu: Model FLOPs utilization in percent, or `None` if the device's peak is unknown.
+        peak_gib: The largest peak of allocated memory of any rank, or `None` if none reported it.
         predicted_gib: The same memory as estimated by `--dry-run`.
-        bubble: Fraction of time in which pipeline stages wait, or None if it was not measured.
+        bubble: Fraction of time in which pipeline stages wait, or `None` if not measured.
         predicted_bubble: The same fraction as simulated from the operations' times.
     """
 
@@ -57,7 +57,7 @@ class Row:
         processes: Number of GPUs.
         flags: Flags of the layout.
         batch: The batch in words. Losses are comparable between rows with the same batch.
-        measured: The measurements, or None if the run was skipped or failed.
+        measured: The measurements, or `None` if the run was skipped or failed.
         problem: Why there is no measurement.
         failed: Whether the problem is an error.
         predicted_milliseconds: The planner's time per iteration, or None if it was not asked.
@@ -81,7 +81,7 @@ class Row:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Return the table, with each row's largest relative differences from its batch's first row."""
+    """Return the table. Each row is compared with the first row that has the same batch."""
     lines = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
     return "\n".join(lines + [_line(_cells(row, rows)) for row in rows]) + "\n"
 
@@ -89,8 +89,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
 def loss_difference(row: Row, rows: Sequence[Row]) -> float | None:
     """Return the largest relative loss difference over the iterations.
 
-    The row is compared with the first row of the same batch. Returns None if it is that row, or if
-    their numbers of iterations differ.
+    The row is compared with the first row of the same batch. The result is `None` if it is that
+    row, or if the numbers of iterations differ.
     """
     if row.measured is None:
         return None

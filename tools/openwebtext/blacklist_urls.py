@@ -1,8 +1,8 @@
-"""Clean a list of addresses: no unwanted sites, no files that are not pages, no duplicates.
+"""Clean a list of URLs: remove unwanted sites, files that are not pages, and duplicates.
 
     python tools/openwebtext/blacklist_urls.py urls/ clean_urls.txt
 
-reads all .txt files of the folder, one address per line, and writes the good addresses in order.
+This reads all .txt files of the folder, one URL per line, and writes the good URLs in order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.command import leave, run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
 
-_SHOWN = 3  # addresses of each reason
+_SHOWN = 3  # URLs to show for each reason
 
 
 def build_parser() -> ToolParser:
@@ -33,7 +33,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the good addresses, and print what was left out.
+    """Write the good URLs and print what was removed.
 
     Raises:
         UserError: The input or the output needs to be changed.
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
                     output.write(f"{url}\n".encode())
                 elif counts[reason] <= _SHOWN:
                     print(f"{reason}: {url}")
-    print(f"{counts.total():,} addresses of {len(files):,} files")
+    print(f"{counts.total():,} URLs from {len(files):,} files")
     for reason, count in sorted(counts.items()):
         print(f"  {reason:<20}{count:>12,}")
 

@@ -1,8 +1,8 @@
-"""Fix text with ftfy, and leave out documents that are not English or have fewer than 128 tokens.
+"""Fix text with ftfy, and remove documents that are not English or have fewer than 128 tokens.
 
     python tools/openwebtext/cleanup_dataset.py in.json out.json
 
-A token is a word or a punctuation mark here. Megatron-LM's script counted tokens of a GPT-2
+Here, a token is a word or a punctuation mark. Megatron-LM's script counted tokens of a GPT-2
 vocabulary that it downloaded.
 """
 
@@ -53,7 +53,7 @@ def _clean(records: list[dict[str, Any]]) -> tuple[list[list[dict[str, Any]]], C
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the clean documents, and print what was left out.
+    """Write the clean documents and print what was removed.
 
     Raises:
         UserError: The input or the output needs to be changed.

@@ -1,9 +1,9 @@
-r"""Clean files of JSON lines: leave out short documents, fix text, remove extra whitespace.
+r"""Clean files of JSON lines: remove short documents, fix text, remove extra whitespace.
 
     python tools/openwebtext/cleanup_fix_dataset.py --input-files a.json b.json \
         --tasks remove_512 ftfy_fix_text --output-path folder
 
-writes folder/a_cleaned.json, and what was left out as folder/a_filtered.json.
+This writes folder/a_cleaned.json, and the removed documents as folder/a_filtered.json.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def build_parser() -> ToolParser:
         nargs="+",
         required=True,
         choices=_TASKS,
-        help="What to do, in this order: leave out documents of fewer than 512 characters; those "
-        "of fewer than 256 that mention JavaScript; those of fewer than 512 that are not English; "
-        "fix text; replace line ends and runs of spaces by one space.",
+        help="What to do, in this order: remove documents with fewer than 512 characters; "
+        "remove those with fewer than 256 that mention JavaScript; remove those with fewer than "
+        "512 that are not in English; fix the text; replace line ends and runs of spaces by one "
+        "space.",
     )
     parser.add_argument("--output-path", default=".", metavar="DIR", help="Folder to write into.")
     parser.add_argument(
@@ -95,7 +96,7 @@ def _clean(
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write both files for each input, and print what was left out.
+    """Write both files for each input and print what was removed.
 
     Raises:
         UserError: The input or the output needs to be changed.
@@ -109,7 +110,9 @@ def run(options: argparse.Namespace) -> None:
     work = partial(_clean, tuple(options.tasks))
     sources = [Path(file) for file in options.input_files]
     if len({file.name for file in sources}) < len(sources):
-        raise ConfigError("--input-files: two have the same name, and so their outputs: rename one")
+        raise ConfigError(
+            "--input-files: two have the same name, so their outputs would too: rename one"
+        )
     for file in sources:
         outputs = [
             str(folder / f"{file.stem}_{kind}{file.suffix}") for kind in ("cleaned", "filtered")

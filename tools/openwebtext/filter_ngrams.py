@@ -1,10 +1,10 @@
-r"""Cut out of a corpus whatever also occurs in the files of evaluation tasks.
+r"""Remove text from a corpus that also occurs in the files of evaluation tasks.
 
     python tools/openwebtext/filter_ngrams.py --tasks lambada squad.jsonl \
         --lambada-path lambada_test.jsonl --dedup-dataset data.json text --output clean.json
 
 A run of 13 words that also occurs in a task is cut out with 200 characters on both sides, up to the
-ends of sentences. What is left on either side becomes a document of its own.
+ends of sentences. The remaining text on each side becomes a separate document.
 """
 
 from __future__ import annotations
@@ -45,26 +45,43 @@ def build_parser() -> ToolParser:
         nargs=2,
         required=True,
         metavar=("FILE", "KEY"),
-        help="JSON lines, and the key of the text.",
+        help="JSON lines and the key of the text.",
     )
     parser.add_argument("--output", metavar="FILE", help="File to write.")
     parser.add_argument(
-        "--num-threads", type=int, default=40, help="Most processes (default: 40, one per core)."
+        "--num-threads",
+        type=int,
+        default=40,
+        help="Maximum number of processes (default: 40, at most one per core).",
     )
     sizes = (
-        ("--max-ngram-size", 13, "Words of a run."),
-        ("--min-ngram-size", 8, "Words below which a text of a task is ignored."),
-        ("--filter-text-char-len", 200, "Characters up to which a remaining part is left out."),
-        ("--key-threshold", 10, "Runs that occur this many times in the corpus are not overlaps."),
-        ("--splits-count", 10, "Parts above which a document is left out."),
-        ("--remove-char-each-side", 200, "Characters to cut on each side."),
+        ("--max-ngram-size", 13, "Number of words in an n-gram."),
+        (
+            "--min-ngram-size",
+            8,
+            "Number of words below which a task's text is ignored.",
+        ),
+        (
+            "--filter-text-char-len",
+            200,
+            "Remaining parts of up to this many characters are dropped.",
+        ),
+        (
+            "--key-threshold",
+            10,
+            "N-grams that occur this often in the corpus are kept.",
+        ),
+        ("--splits-count", 10, "Documents that are cut into more parts are dropped."),
+        ("--remove-char-each-side", 200, "Number of characters to cut on each side."),
     )
     for name, default, text in sizes:
         parser.add_argument(
             name, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
         )
-    parser.add_argument("--save-dictionary", metavar="FILE", help="File for the tasks' runs.")
-    parser.add_argument("--load-dictionary", metavar="FILE", help="Runs to use instead of --tasks.")
+    parser.add_argument("--save-dictionary", metavar="FILE", help="File for the tasks' n-grams.")
+    parser.add_argument(
+        "--load-dictionary", metavar="FILE", help="N-grams to read instead of tasks."
+    )
     return parser
 
 
@@ -156,16 +173,16 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _task_files(options: argparse.Namespace) -> list[str]:
-    """Return the files of `--tasks`.
+    """Return the files that `--tasks` names.
 
     Raises:
-        ConfigError: A task is given by name.
+        ConfigError: A task is given by name instead of by file.
     """
     files = []
     for task in options.tasks:
         if task == _LAMBADA:
             if not options.lambada_path:
-                raise ConfigError("--tasks lambada: give its test set as --lambada-path")
+                raise ConfigError("--tasks lambada: give its test set with --lambada-path")
             files.append(options.lambada_path)
         elif not Path(task).is_file():
             raise ConfigError(
@@ -196,8 +213,8 @@ def _load(file: str) -> Any:
             return TaskNgrams({int(size): stored[size] for size in stored.files})
     except (OSError, EOFError, ValueError, TypeError, BadZipFile) as error:
         raise DataError(
-            f"--load-dictionary {file}: not written by --save-dictionary ({error}): make it again; "
-            "the pickles of Megatron-LM are not read, as they run code"
+            f"--load-dictionary {file}: not written by --save-dictionary ({error}): create it "
+            "again; Megatron-LM's pickles are not read, because they run code"
         ) from None
 
 

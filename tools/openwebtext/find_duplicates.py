@@ -1,10 +1,10 @@
-r"""Find near-duplicates among the documents of files of JSON lines, by MinHash.
+r"""Find near-duplicates among the documents of JSON lines files with MinHash.
 
     python tools/openwebtext/find_duplicates.py --inputs cc.json cc_id news.json news_id \
         --output duplicates.json
 
-writes lines {"id": [{"other id": similarity}, ...]}, which group_duplicate_url.py reads. Similarity
-is the Jaccard similarity of 5-grams of words, estimated from the fingerprints.
+This writes lines {"id": [{"other id": similarity}, ...]}, which group_duplicate_url.py reads.
+Similarity is the Jaccard similarity of 5-grams of words, estimated from the fingerprints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.command import leave, run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, DataError
 
-_SIMILAR = 0.5  # pairs below are not written
+_SIMILAR = 0.5  # pairs with a lower similarity are not written
 _BATCH = 4096  # documents
 
 
@@ -33,10 +33,18 @@ def build_parser() -> ToolParser:
     parser = ToolParser("find_duplicates.py", __doc__)
     parser.add_argument("--seed", type=int, default=1234, help="Seed of the hash (default: 1234).")
     parser.add_argument(
-        "--inputs", nargs="*", default=[], metavar="FILE KEY", help="Files, each with its ID's key."
+        "--inputs",
+        nargs="*",
+        default=[],
+        metavar="FILE KEY",
+        help="Files, each followed by the key of its IDs.",
     )
     parser.add_argument(
-        "--load-fingerprints", nargs="*", default=[], metavar="FILE", help="Fingerprints to add."
+        "--load-fingerprints",
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="Files of fingerprints to add.",
     )
     parser.add_argument("--save-fingerprints", metavar="FILE", help="File for all fingerprints.")
     parser.add_argument("--output", metavar="FILE", help="File for the duplicates.")
@@ -44,11 +52,14 @@ def build_parser() -> ToolParser:
         "--jaccard",
         default="union",
         choices=("union", "min", "max"),
-        help="What the common n-grams are divided by (default: union).",
+        help="The number that divides the common n-grams (default: union).",
     )
     parser.add_argument("--num-bands", type=int, default=10, help="Number of bands (default: 10).")
     parser.add_argument(
-        "--num-seeds", type=int, default=100, help="Number of values of all bands (default: 100)."
+        "--num-seeds",
+        type=int,
+        default=100,
+        help="Number of values in all bands together (default: 100).",
     )
     for name in ("--heuristic-iter", "--jaccard-parallel"):
         options: dict[str, Any] = {"type": int} if name == "--heuristic-iter" else {}
@@ -58,7 +69,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Make fingerprints, compare them, and write what was asked for.
+    """Compute fingerprints, compare them, and write the requested files.
 
     Raises:
         UserError: The flags, the input or the output need to be changed.
@@ -159,8 +170,9 @@ def _load(file: str, settings: Any) -> tuple[list[str], Any, Any]:
             part = (names, stored["counts"], stored["signatures"])
     except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
         raise DataError(
-            f"--load-fingerprints {file}: not fingerprints of this tool ({error}): make them again "
-            "with --save-fingerprints; the pickles of Megatron-LM are not read, as they run code"
+            f"--load-fingerprints {file}: not fingerprints of this tool ({error}): create them "
+            "again with --save-fingerprints; Megatron-LM's pickles are not read, because they run "
+            "code"
         ) from None
     if made != [settings.bands, settings.rows, settings.seed]:
         raise DataError(

@@ -2,7 +2,7 @@
 
     python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json 0.7
 
-writes a line {"0": ["id", "other id", ...]} for each group of near-duplicates.
+This writes a line {"0": ["id", "other id", ...]} for each group of near-duplicates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.errors import ConfigError, DataError
 def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("group_duplicate_url.py", __doc__)
-    parser.add_argument("input", metavar="INPUT", help="What find_duplicates.py wrote.")
+    parser.add_argument("input", metavar="INPUT", help="File that find_duplicates.py wrote.")
     parser.add_argument("output", metavar="OUTPUT", help="File to write.")
     parser.add_argument(
         "similarity",
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
                             pairs.append((first, numbers.setdefault(other_id, len(numbers))))
         except (AttributeError, TypeError):
             raise DataError(
-                f"{options.input}: not what find_duplicates.py writes: {str(record)[:100]}"
+                f"{options.input}: not a file that find_duplicates.py wrote: {str(record)[:100]}"
             ) from None
     ends = np.array(pairs, np.int64).reshape(-1, 2)
     roots = join(np.arange(len(numbers)), ends[:, 0], ends[:, 1])

@@ -24,7 +24,11 @@ def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("merge_jsons.py", __doc__)
     parser.add_argument(
-        "--json_path", "--json-path", default=".", metavar="DIR", help="Folder (default: here)."
+        "--json_path",
+        "--json-path",
+        default=".",
+        metavar="DIR",
+        help="Folder (default: the current one).",
     )
     parser.add_argument(
         "--output_file",
@@ -49,10 +53,10 @@ def run(options: argparse.Namespace) -> None:
         file for file in Path(options.json_path).glob("*.json") if file.resolve() != output
     )
     if not files:
-        raise ConfigError(f"--json_path {options.json_path}: holds no .json file")
+        raise ConfigError(f"--json_path {options.json_path}: contains no .json file")
     records = chain.from_iterable(read_records(str(file)) for file in files)
     count = write_records(options.output_file, records)
-    print(f"{options.output_file}: {count:,} records of {len(files):,} files")
+    print(f"{options.output_file}: {count:,} records from {len(files):,} files")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Remove all documents of each group of near-duplicates but the first.
+"""Remove all documents of each group of near-duplicates except the first.
 
 python tools/openwebtext/remove_group_duplicates.py groups.json data.json deduplicated.json
 """
@@ -26,7 +26,7 @@ from megatron.errors import DataError
 def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("remove_group_duplicates.py", __doc__)
-    parser.add_argument("groups", metavar="GROUPS", help="What group_duplicate_url.py wrote.")
+    parser.add_argument("groups", metavar="GROUPS", help="File that group_duplicate_url.py wrote.")
     parser.add_argument("data", metavar="DATA", help="JSON lines with a text and an ID.")
     parser.add_argument("output", metavar="OUTPUT", help="File to write.")
     parser.add_argument("--key", default="url", metavar="KEY", help="Key of the ID (default: url).")
@@ -42,7 +42,7 @@ def _remove(
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the other documents.
+    """Write the remaining documents.
 
     Raises:
         UserError: The input or the output needs to be changed.
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     for record in read_records(options.groups):
         for members in record.values():
             if not isinstance(members, list):
-                raise DataError(f"{options.groups}: not what group_duplicate_url.py writes")
+                raise DataError(f"{options.groups}: not a file that group_duplicate_url.py wrote")
             removed.update(members[1:])
     print(f"will be removing {len(removed)} urls")
     work = partial(_remove, frozenset(removed), options.key)

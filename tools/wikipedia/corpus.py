@@ -1,10 +1,10 @@
-"""Go from a Wikipedia's dump to a dataset: this is what `make corpus WIKI=simple` runs.
+"""Go from a Wikipedia dump to a dataset; `make corpus WIKI=simple` runs this.
 
     python tools/wikipedia/corpus.py --wiki simple --out corpora/simplewiki
 
-downloads and verifies the newest dump, extracts the articles, joins them, trains a tokenizer unless
---tokenizer-model names one, and writes wikipedia_text_document.bin and .idx. After a kill, the same
-command continues where the first one ended.
+This downloads and verifies the newest dump, extracts the articles, joins them, trains a tokenizer
+unless --tokenizer-model names one, and writes wikipedia_text_document.bin and .idx. After a kill,
+the same command continues where the first one ended.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from megatron.tools.demo import run_step
 from tools.wikipedia import download, extract, merge
 from tools.wikipedia.plain import parser
 
-_MADE_FROM = "dump.txt"  # names the dump that the other files are made from
+_MADE_FROM = "dump.txt"  # file that names the dump of the other files
 _OWN_TOKENIZER = Path("tokenizer", "tokenizer.json")
-_FLAGS = "flags.json"  # what the run was begun with
+_FLAGS = "flags.json"  # file with the flags of the first run
 
 
 def make(options: argparse.Namespace) -> None:
-    """Make a dataset, leaving out the steps that are complete.
+    """Make a dataset, skipping the steps that are complete.
 
     Raises:
-        ConfigError: A flag is wrong, or the folder holds a corpus of another dump.
-        DataError: The dump cannot be downloaded, or is damaged.
+        ConfigError: A flag is wrong, or the folder has a corpus of another dump.
+        DataError: The dump cannot be downloaded or is damaged.
         StorageError: The folder cannot be written.
     """
-    parser()  # if it is missing, say so before anything is downloaded
+    parser()  # if it is missing, say so before downloading anything
     out: Path = options.out.absolute()
     tokenizer = options.tokenizer_model
     if tokenizer is not None and not tokenizer.is_file():
@@ -55,7 +55,10 @@ def make(options: argparse.Namespace) -> None:
         return
     if not corpus.exists():
         found = _own_dump(out) or download.locate(options)
-        _store_flags(options, out)  # not before: without a network, nothing is left behind
+        # Only now, so that nothing is left behind if the network fails.
+        with durable.writing_to("--out", out):
+            out.mkdir(parents=True, exist_ok=True)
+            durable.replace_file(out / _FLAGS, json.dumps(_flags(options, out)).encode())
         dump = found if isinstance(found, Path) else download.download(found, out)
         _belongs_to(out, dump)
         if not articles.exists():
@@ -69,34 +72,28 @@ def make(options: argparse.Namespace) -> None:
                 "Train a tokenizer",
                 ["megatron", "data", "tokenizer", "--input", str(corpus), "--kind", "bpe"]
                 + ["--vocab-size", str(options.vocab_size), "--output-dir", str(tokenizer.parent)]
-                + ["--overwrite"],  # a kill may have left a part of it
+                + ["--overwrite"],  # a killed run may have left a part of it
             )
     run_step(
         "Turn the text into token ids",
         ["megatron", "data", "preprocess", "--input", str(corpus), "--append-eod"]
         + ["--output-prefix", str(prefix), "--tokenizer-type", "HuggingFaceTokenizer"]
         + ["--tokenizer-model", str(tokenizer), "--workers", str(max(1, options.workers))]
-        + ["--overwrite"],  # a .bin without its .idx is what a kill leaves
+        + ["--overwrite"],  # a killed run leaves a .bin without its .idx
     )
     print(f"\nTrain on it with --data-path {dataset}")
 
 
 def _flags(options: argparse.Namespace, out: Path) -> dict[str, object]:
-    """Return the flags that decide the result."""
+    """Return the flags that determine the result."""
     names = ("wiki", "date", "url", "checksum", "vocab_size")
     tokenizer = options.tokenizer_model or out / _OWN_TOKENIZER
     given = {name: getattr(options, name) for name in names}
     return {**given, "tokenizer_model": str(tokenizer.absolute())}
 
 
-def _store_flags(options: argparse.Namespace, out: Path) -> None:
-    with durable.writing_to("--out", out):
-        out.mkdir(parents=True, exist_ok=True)
-        durable.replace_file(out / _FLAGS, json.dumps(_flags(options, out)).encode())
-
-
 def _expect_same_flags(options: argparse.Namespace, out: Path) -> None:
-    """Compare the flags that decide the result with those of an earlier run."""
+    """Compare the flags that determine the result with those of an earlier run."""
     file = out / _FLAGS
     if not file.exists():
         return
@@ -105,13 +102,13 @@ def _expect_same_flags(options: argparse.Namespace, out: Path) -> None:
         if there.get(name) != value:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag} {value}: --out {out} was begun with {flag} {there.get(name)}: give the "
+                f"{flag} {value}: --out {out} was started with {flag} {there.get(name)}: give the "
                 "same flags to continue, or another folder"
             )
 
 
 def _own_dump(out: Path) -> Path | None:
-    """Return the dump that the folder is made from; a newer dump does not restart the work."""
+    """Return the dump that the folder is made from. A newer dump does not restart the work."""
     try:
         dump = Path((out / _MADE_FROM).read_text(encoding="utf-8").strip())
     except FileNotFoundError:
@@ -125,18 +122,18 @@ def _belongs_to(out: Path, dump: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         if marker.exists() and marker.read_text(encoding="utf-8").strip() != str(dump.absolute()):
             raise ConfigError(
-                f"--out {out} is made from a different dump, which is gone ({marker}): give "
+                f"--out {out} was made from a different dump, which is gone ({marker}): give "
                 "another folder, or remove this one"
             )
         durable.replace_file(marker, f"{dump.absolute()}\n".encode())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line, make the dataset, and return the exit code."""
+    """Read the command line, make the dataset and return the exit code."""
     arguments = ToolParser("corpus.py", __doc__)
     download.add_source_flags(arguments)
     arguments.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="Folder for everything."
+        "--out", type=Path, required=True, metavar="DIR", help="Folder for all files."
     )
     arguments.add_argument(
         "--tokenizer-model",
@@ -149,14 +146,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         default=32000,
         metavar="N",
-        help="Entries of the tokenizer that is trained (default: %(default)s).",
+        help="Vocabulary size of the new tokenizer (default: %(default)s).",
     )
     arguments.add_argument(
         "--workers",
         type=int,
         default=extract.default_workers(),
         metavar="N",
-        help="Processes that extract and tokenize (default: one for each core).",
+        help="Processes that extract and tokenize (default: one per core).",
     )
     options = arguments.read(argv)
     return run_command(lambda: make(options))

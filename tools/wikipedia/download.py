@@ -1,10 +1,10 @@
-"""Download the articles of a Wikipedia, in any language, and verify them.
+"""Download and verify the articles of a Wikipedia in any language.
 
     python tools/wikipedia/download.py --wiki simple --output dumps
 
-The same command continues an interrupted download where it ended. The file gets its name,
-for example dumps/simplewiki-20261101-pages-articles.xml.bz2, once its checksum is the one in the
-dump's own list.
+The same command continues an interrupted download where it ended. The file gets its final name, for
+example dumps/simplewiki-20261101-pages-articles.xml.bz2, once its checksum matches the dump's own
+list.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, DataError, StorageError
 
 DUMPS = "https://dumps.wikimedia.org"
-_ATTEMPTS = 5  # attempts in a row that bring nothing
-_SECONDS = 60  # seconds without a byte until a connection is given up
+_ATTEMPTS = 5  # consecutive attempts without new data
+_SECONDS = 60  # seconds without data after which a connection is given up
 _BLOCK = 1 << 20
-_LIST_BYTES = 16 << 20  # the longest list of checksums that is read
-_ALGORITHMS = {"sha1": 40, "md5": 32, "sha256": 64}  # with their hexadecimal digits
+_LIST_BYTES = 16 << 20  # the longest list of checksums to read
+_ALGORITHMS = {"sha1": 40, "md5": 32, "sha256": 64}  # with their numbers of hexadecimal digits
 _AGENT = {"User-Agent": "megatron-corpora/1 (tools/wikipedia/download.py)"}
 
 
@@ -55,7 +55,7 @@ class Checksum(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Checksum:
-        """Return the checksum that a user has given as ALGORITHM:DIGITS.
+        """Parse a checksum that a user gave as ALGORITHM:DIGITS.
 
         Raises:
             ConfigError: The text is not a checksum.
@@ -76,7 +76,7 @@ class Source(NamedTuple):
 
     Attributes:
         url: Its address.
-        checksum: The checksum that it must have; `None` if none is known.
+        checksum: The checksum that it must have, or `None` if unknown.
     """
 
     url: str
@@ -89,12 +89,12 @@ class Source(NamedTuple):
 
 
 def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
-    """Return the newest dump of a Wikipedia, or that of a date, with its checksum.
+    """Return the newest dump of a Wikipedia, or the dump of a given date, with its checksum.
 
     Args:
         wiki: The language, as in the address: "simple", "en", "zh-yue".
         date: YYYYMMDD, or "latest".
-        mirror: Address of the folder that holds a folder for each wiki.
+        mirror: Address of the folder that contains a folder for each wiki.
 
     Raises:
         ConfigError: The language or date is malformed.
@@ -128,9 +128,9 @@ def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
 
 
 def _open(url: str, offset: int = 0, version: str = "") -> http.client.HTTPResponse:
-    """Request a file, beginning at byte `offset` if it still has a version.
+    """Request a file, beginning at byte `offset` if it still has the given version.
 
-    A server that has another version, or does not know ranges, sends the whole file.
+    A server that has another version or does not support ranges sends the whole file.
 
     Raises:
         OSError: The network fails, or the server refuses.
@@ -154,10 +154,10 @@ def _read_list(url: str) -> str:
 
 
 def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
-    """Wait before the next attempt, unless it would fail, too.
+    """Wait before the next attempt, or raise an error if it would also fail.
 
     Raises:
-        AbsentError: The file is not there.
+        AbsentError: The file does not exist.
         DataError: This was the last attempt.
     """
     if isinstance(error, urllib.error.HTTPError):
@@ -174,7 +174,7 @@ def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
 
 
 def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
-    """Download a file, or the remainder of it, and return its path.
+    """Download a file, or the rest of it, and return its path.
 
     Args:
         source: The file.
@@ -186,7 +186,7 @@ def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
         StorageError: The folder cannot be written.
     """
     path = folder / source.name
-    if path.exists():  # it had its checksum when it got this name
+    if path.exists():  # its checksum was verified before it got this name
         return path
     part = folder / f"{source.name}.part"
     with durable.writing_to("--output", folder):
@@ -213,21 +213,15 @@ def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
 
 
 def _version_file(part: Path) -> Path:
-    """Return the path of the file that says which version of the dump a part is of."""
+    """Return the path of the file that names the version of the dump that a part belongs to."""
     return part.with_name(f"{part.name}.version")
 
 
-def _version_of(answer: http.client.HTTPResponse) -> str:
-    """Return what identifies the version of a file: its strong ETag, or when it was modified."""
-    tag = answer.headers.get("ETag", "")
-    return tag if tag.startswith('"') else str(answer.headers.get("Last-Modified", ""))
-
-
 def _fetch_rest(source: Source, part: Path, *, shows: bool) -> bool:
-    """Append what is missing to a file, and return whether it is complete now.
+    """Append the missing data to a file, and return whether the file is now complete.
 
-    If the file on the server has changed since the part began, or if nothing could tell, the part
-    begins anew.
+    If the file on the server has changed since the part was begun, or if that cannot be determined,
+    the part starts again.
 
     Raises:
         OSError: The network fails.
@@ -245,7 +239,7 @@ def _fetch_rest(source: Source, part: Path, *, shows: bool) -> bool:
         if error.code != 416:
             raise
         error.close()
-        if not complete:  # longer than the file: not a beginning of it
+        if not complete:  # longer than the file, so not a part of it
             part.write_bytes(b"")
             raise ConnectionError("the file on the server has changed") from None
         return True
@@ -253,9 +247,11 @@ def _fetch_rest(source: Source, part: Path, *, shows: bool) -> bool:
         length = int(answer.headers.get("Content-Length") or 0)
         start = f"bytes {offset}-"
         goes_on = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(start)
-        now = _version_of(answer)
+        # A file's version is its strong ETag or its modification time.
+        tag = answer.headers.get("ETag", "")
+        now = tag if tag.startswith('"') else str(answer.headers.get("Last-Modified", ""))
         if answer.status == 206 and (not goes_on or (version and now and now != version)):
-            part.write_bytes(b"")  # it does not know If-Range
+            part.write_bytes(b"")  # the server does not support If-Range
             raise ConnectionError("the file on the server has changed")
         if not goes_on:
             offset = 0  # the server sends everything
@@ -264,7 +260,7 @@ def _fetch_rest(source: Source, part: Path, *, shows: bool) -> bool:
             if length > free:
                 raise StorageError(f"{length:,} bytes are missing, but only {free:,} are free")
             file = part.open("ab" if goes_on else "wb")
-            if not goes_on:  # from here on the part is empty, so a kill mixes no versions
+            if not goes_on:  # the part is empty now, so a kill cannot mix versions
                 durable.replace_file(version_file, now.encode())
         total = offset + length if length else None
         bar = tqdm(total=total, initial=offset, unit="B", unit_scale=True, disable=not shows)
@@ -289,13 +285,13 @@ def _verify(source: Source, part: Path) -> None:
             part.unlink()
             _version_file(part).unlink(missing_ok=True)
         raise DataError(
-            f"{source.url}: the {algorithm} of what was downloaded is {found}, but it should be "
-            f"{expected}: it was removed; run the same command again"
+            f"{source.url}: the {algorithm} of the download is {found}, but it should be "
+            f"{expected}: the file was removed; run the same command again"
         )
 
 
 def locate(options: argparse.Namespace) -> Path | Source:
-    """Return the local file, or what to download, that the flags name.
+    """Return the local file or the download that the flags name.
 
     Raises:
         ConfigError: --url is neither an address nor a file.
@@ -319,12 +315,12 @@ def _is_address(url: str) -> bool:
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which dump to download."""
+    """Add the flags that select the dump to download."""
     parser.add_argument(
         "--wiki",
         default="simple",
         metavar="LANGUAGE",
-        help="Language, as in the address of the Wikipedia: simple, en, de, zh-yue, ... (default: "
+        help="Language, as in the Wikipedia's address: simple, en, de, zh-yue, ... (default: "
         "%(default)s).",
     )
     parser.add_argument(
@@ -352,7 +348,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line, download, and return the exit code."""
+    """Read the command line, download the dump and return the exit code."""
     parser = ToolParser("download.py", __doc__)
     add_source_flags(parser)
     parser.add_argument(

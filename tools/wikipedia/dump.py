@@ -1,8 +1,8 @@
 """Read the articles of a MediaWiki dump: XML, perhaps compressed, page by page.
 
-Memory stays bounded: one page is held at a time, and the text of a page that is too long is not
-kept. A dump may come from anywhere, so document type definitions, which could expand to any size,
-are refused.
+Memory stays bounded: only one page is held at a time, and the text of a page that is too long is
+not kept. A dump may come from anywhere, so document type definitions, which could expand to any
+size, are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xml.parsers import expat
 
 from megatron.errors import DataError
 
-LONGEST = 8 << 20  # characters of a page; MediaWiki allows 2 MiB
+LONGEST = 8 << 20  # maximum number of characters of a page; MediaWiki allows 2 MiB
 _READ = 1 << 20  # bytes of XML at a time
 _FILE, _CATEGORY = "6", "14"  # keys of namespaces
 _OPENERS: dict[str, Callable[[Path], Any]] = {
@@ -32,10 +32,10 @@ SUFFIXES = tuple(_OPENERS)
 
 
 class Site(NamedTuple):
-    """The wiki that a dump is from.
+    """The wiki that a dump comes from.
 
     Attributes:
-        articles: Address of an article without its title, which ends with a slash.
+        articles: Address of an article without its title, ending with a slash.
         media: Names of the namespaces of files and categories, in lower case.
     """
 
@@ -53,7 +53,7 @@ class Page(NamedTuple):
     Attributes:
         id: The number of the page.
         title: The title.
-        text: The wikitext; `None` if it is longer than `LONGEST`.
+        text: The wikitext, or `None` if it is longer than `LONGEST`.
     """
 
     id: str
@@ -62,14 +62,14 @@ class Page(NamedTuple):
 
 
 def read_pages(path: Path) -> Iterator[tuple[Site, Page]]:
-    """Yield the articles of a dump in order, without redirects and pages that are not articles.
+    """Yield the articles of a dump in order, without redirects and other pages.
 
     Raises:
         DataError: The file cannot be read, is truncated or damaged, or is not a dump.
     """
     opener = _OPENERS.get(path.suffix)
     if opener is None:
-        raise DataError(f"{path}: expected a dump that ends in {', '.join(SUFFIXES)}")
+        raise DataError(f"{path}: expected a dump whose name ends in {', '.join(SUFFIXES)}")
     reader, finished = _Reader(), False
     remedy = "download it again (tools/wikipedia/download.py)"
     try:
@@ -95,7 +95,7 @@ def read_pages(path: Path) -> Iterator[tuple[Site, Page]]:
 
 
 class _Reader:
-    """A parser of the XML, which collects complete articles in `pages`."""
+    """A parser of the XML that collects complete articles in `pages`."""
 
     def __init__(self) -> None:
         self.pages: list[Page] = []
@@ -118,7 +118,7 @@ class _Reader:
         self._parser.Parse(block, not block)
 
     def _refuse(self, *_: object) -> None:
-        raise DataError("it has a document type definition, which no dump has: it is not read")
+        raise DataError("it has a document type definition, which no dump has: it is refused")
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         name = name.rpartition(" ")[2]
@@ -161,9 +161,9 @@ class _Reader:
 
     def _take(self, page: dict[str, str | None]) -> None:
         if self.site is None:
-            raise DataError("<siteinfo> is missing before the first page: it is not a whole dump")
+            raise DataError("<siteinfo> is missing before the first page: the dump is incomplete")
         title, number = page.get("title"), page.get("id")
         if not title or not number or "text" not in page:
-            return  # a deleted title or text
+            return  # the title or text was deleted
         if page.get("ns") == "0" and "redirect" not in page:
             self.pages.append(Page(number, title, page["text"]))

@@ -1,10 +1,10 @@
-"""Extract the articles of a Wikipedia dump: one JSON line for each, with all cores.
+"""Extract the articles of a Wikipedia dump to JSON lines, with all cores.
 
     python tools/wikipedia/extract.py simplewiki-20261101-pages-articles.xml.bz2 --output articles
 
-writes articles/part-00000.jsonl and so on, with id, url, title and text of each article. Until all
-parts are complete the folder is called articles.unfinished. After a kill, the same command
-continues there. Any number of workers writes the same bytes.
+This writes articles/part-00000.jsonl and so on, with id, url, title and text of each article. Until
+all parts are complete, the folder is called articles.unfinished. After an interruption, the same
+command continues there. The bytes do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megatron.errors import ConfigError
 from tools.wikipedia.dump import Page, Site, read_pages
 from tools.wikipedia.plain import parser, plain_text
 
-_FORM = 1  # to be increased when the same dump gives other parts
+_FORM = 1  # increase this when the same dump gives other parts
 _BATCH = 1 << 20  # characters of wikitext that a worker gets at a time
-_BATCHES = 64  # in each part
+_BATCHES = 64  # number of batches in each part
 _MANIFEST = "extraction.json"
 _REMEDY = "Lower --workers, or use a machine with more memory"
 
@@ -52,11 +52,11 @@ class Batch(NamedTuple):
 
 
 class Extracted(NamedTuple):
-    """What a worker returns.
+    """The result of a worker.
 
     Attributes:
         lines: The JSON lines.
-        counts: Number of articles, and of those dropped, by reason.
+        counts: Number of articles, and number of dropped ones by reason.
     """
 
     lines: bytes
@@ -64,11 +64,11 @@ class Extracted(NamedTuple):
 
 
 def batches(dump: Path, first: int) -> Iterator[Batch]:
-    """Yield the articles of a dump in batches that depend on the dump alone.
+    """Yield the articles of a dump in batches that depend only on the dump.
 
     Args:
         dump: The file.
-        first: Number of batches to leave out.
+        first: Number of batches to skip.
     """
     number, pages, size = 0, list[Page](), 0
     site: Site | None = None
@@ -98,7 +98,7 @@ def extract_batch(batch: Batch) -> Extracted:
         counts["articles"] += 1
         url = batch.site.url(page.title)
         entry = {"id": page.id, "url": url, "title": page.title, "text": text}
-        # A lone surrogate cannot be in XML, so every text can be encoded.
+        # XML cannot contain a lone surrogate, so every text can be encoded.
         lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
     return Extracted("".join(lines).encode(), counts)
 
@@ -109,10 +109,10 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
     Args:
         dump: The file.
         output: The folder.
-        workers: Number of processes; 0 does everything in this one.
+        workers: Number of processes; 0 does all work in this one.
 
     Returns:
-        Number of articles, and of those dropped, by reason.
+        Number of articles, and number of dropped ones by reason.
 
     Raises:
         ConfigError: The unfinished folder is from a different dump.
@@ -141,7 +141,8 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
                         file.write(lines)
                         counts += found
                 finished.append(dict(counts))
-                _write_manifest(unfinished, dump, finished)
+                text = json.dumps({**_identity(dump), "parts": finished})
+                durable.replace_file(unfinished / _MANIFEST, text.encode())
             total += counts
             print(f"part {number}: {counts['articles']:,} articles", flush=True)
     with durable.writing_to("--output", output):
@@ -152,11 +153,6 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
 
 def _identity(dump: Path) -> dict[str, object]:
     return {"form": _FORM, "dump": dump.name, "bytes": dump.stat().st_size}
-
-
-def _write_manifest(folder: Path, dump: Path, finished: list[dict[str, int]]) -> None:
-    text = json.dumps({**_identity(dump), "parts": finished})
-    durable.replace_file(folder / _MANIFEST, text.encode())
 
 
 def _open_manifest(folder: Path, dump: Path) -> list[dict[str, int]]:
@@ -183,7 +179,7 @@ def default_workers() -> int:
 
 
 def report(total: Counter[str]) -> str:
-    """Return a line about what was extracted and what was dropped."""
+    """Return a line about the extracted and the dropped articles."""
     dropped = [f"{count:,} {why}" for why, count in sorted(total.items()) if why != "articles"]
     return f"{total['articles']:,} articles; dropped: {', '.join(dropped) or 'none'}"
 
@@ -192,12 +188,14 @@ def run(options: argparse.Namespace) -> None:
     """Extract a dump."""
     durable.expect_no_file("--output", [options.output], overwrite=False)
     if not options.dump.is_file():
-        raise ConfigError(f"{options.dump}: there is no such file: tools/wikipedia/download.py")
+        raise ConfigError(
+            f"{options.dump}: no such file: download it with tools/wikipedia/download.py"
+        )
     print(report(extract(options.dump, options.output, options.workers)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line, extract, and return the exit code."""
+    """Read the command line, extract the articles and return the exit code."""
     arguments = ToolParser("extract.py", __doc__)
     arguments.add_argument("dump", type=Path, help="Dump: .xml, .xml.bz2, .xml.gz or .xml.xz.")
     arguments.add_argument(
@@ -208,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         default=default_workers(),
         metavar="N",
-        help="Processes that extract (default: one for each core). 0 does everything in one.",
+        help="Processes that extract (default: one per core). 0 does all work in this one.",
     )
     options = arguments.read(argv)
     return run_command(lambda: run(options))

@@ -2,7 +2,7 @@
 
     python tools/wikipedia/merge.py articles --output wikipedia.jsonl
 
-also takes folders that WikiExtractor has written with --json (AA/wiki_00 and so on).
+It also accepts folders that WikiExtractor wrote with --json (AA/wiki_00 and so on).
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ _PATTERNS = ("part-*.jsonl", "wiki_*")
 
 
 def merge(folder: Path, output: Path) -> int:
-    """Join the files of a folder, and return their number.
+    """Join the files of a folder and return their number.
 
     Raises:
-        DataError: The folder holds no such files, or one that is not JSON lines.
+        DataError: The folder has no such files, or one that is not JSON lines.
         StorageError: The output cannot be written.
     """
     files = sorted(path for name in _PATTERNS for path in folder.rglob(name) if path.is_file())
     if not files:
-        raise DataError(f"{folder}: no {' or '.join(_PATTERNS)}: give what extract.py has written")
+        raise DataError(
+            f"{folder}: no {' or '.join(_PATTERNS)}: give a folder that extract.py wrote"
+        )
     needed = sum(path.stat().st_size for path in files)
     with durable.writing_to("--output", output):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -65,9 +67,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line, join, and return the exit code."""
+    """Read the command line, join the files and return the exit code."""
     parser = ToolParser("merge.py", __doc__)
-    parser.add_argument("folder", type=Path, help="Folder that extract.py has written.")
+    parser.add_argument("folder", type=Path, help="Folder that extract.py wrote.")
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE.jsonl", help="New file."
     )

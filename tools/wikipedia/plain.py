@@ -1,8 +1,8 @@
-"""Wikitext to plain text, by mwparserfromhell.
+"""Conversion of wikitext to plain text with mwparserfromhell.
 
-The parser is MIT-licensed, written in C, opens no connections and bounds nesting and time. What
-remains is prose: links become their labels, and headings become lines; templates, tables,
-references, images, categories and comments are dropped.
+The parser is MIT-licensed, written in C, opens no connections, and limits nesting and time. Prose
+remains: links become their labels, and headings become lines. Templates, tables, references,
+images, categories and comments are dropped.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from typing import Any
 from megatron.errors import ConfigError
 from tools.wikipedia.dump import Site
 
-# Tags whose contents are not prose. Those of other tags (bold, small, blockquote, ...) are kept.
+# Tags whose contents are not prose. Contents of other tags (bold, small, ...) are kept.
 _DROPPED = frozenset(
     """
     table ref references gallery math chem ce timeline score graph imagemap hiero syntaxhighlight
     source templatedata mapframe maplink inputbox categorytree indicator section style
     """.split()
 )
-# Links to the same article in other languages, as older dumps have them.
+# Prefixes of links to the same article in other languages, which occur in older dumps.
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[a-z]+)*|simple")
 _SPACES = re.compile(r"[ \t\u00a0]+")
 _LINES = re.compile(r"\n{3,}")
-_SWITCH = re.compile(r"__[A-Z]+__")  # __NOTOC__ and its like
-# What templates leave: empty brackets, and spaces or signs that separated them from others.
+_SWITCH = re.compile(r"__[A-Z]+__")  # such as __NOTOC__
+# Remains of templates: empty brackets, and spaces or separators next to them.
 _EMPTY = re.compile(r"\([\s,;:]*\)")
 _OPENED = re.compile(r"\(\s*[,;]\s*")
 _SPACED = re.compile(r" +([,.])(?=\s|$)")
 _STYLE = re.compile(r"'{2,}")  # bold and italic
 _REFERENCE = re.compile(r"<ref\b[^<>]*>", re.IGNORECASE), re.compile(r"</ref\s*>", re.IGNORECASE)
 _COMMENT = re.compile("<!--"), re.compile("-->")
-_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")  # one without others in it
-# A "<" that begins no tag, and everything that has a beginning and an end.
+_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")  # one without others inside
+# A "<" that begins no tag, and all marks that open or close an element.
 _LESS = re.compile(r"<(?!/?[a-zA-Z][^<>]*>)")
 _MARK = re.compile(r"\[\[|\]\]|\{\{|\}\}|\{\||\|\}|<(/?)([a-zA-Z]\w*)[^<>]*>")
 _ENDS = {"]]": "[[", "}}": "{{", "|}": "{|"}
 _WITHOUT_END = frozenset("br hr wbr img li p dt dd td th tr".split())
-_MOST_UNCLOSED = 100  # in a page; 4000 times "<ref " would take the parser seven seconds
-_GONE = "\ue000"  # stands for a template, so that ''{{a}}'' are not four apostrophes in a row
-_DEPTH = 40  # of templates in templates; MediaWiki stops there, too
+_MOST_UNCLOSED = 100  # limit per page; 4000 times "<ref " would take the parser seven seconds
+_GONE = "\ue000"  # replaces a template, so that ''{{a}}'' does not become four apostrophes in a row
+_DEPTH = 40  # nesting of templates; MediaWiki has the same limit
 
 
 def parser() -> ModuleType:
@@ -65,10 +65,10 @@ def plain_text(wikitext: str, site: Site) -> str:
 
     Args:
         wikitext: The text of the page.
-        site: The wiki, whose names of namespaces identify images and categories.
+        site: The wiki, whose namespace names identify images and categories.
 
     Raises:
-        ValueError: The parser cannot read the page, or would take too long.
+        ValueError: The parser cannot read the page or would take too long.
     """
     library = parser()
     try:
@@ -90,8 +90,8 @@ def plain_text(wikitext: str, site: Site) -> str:
 def _shortened(wikitext: str) -> str:
     """Return wikitext without its comments, references and templates.
 
-    The parser would make objects of all their parts: without this step it takes twice as long. The
-    time grows with the length of the text alone, whatever the text is.
+    The parser would create objects for all their parts; without this step it takes twice as long.
+    The time of this step depends only on the length of the text.
     """
     for opening, closing in (_COMMENT, _REFERENCE):
         wikitext = _without(wikitext, opening, closing)
@@ -109,7 +109,7 @@ def _without(text: str, opening: re.Pattern[str], closing: re.Pattern[str]) -> s
         if not start.group().endswith("/>"):
             end = closing.search(text, start.end())
         if end is None:
-            break  # nothing ends behind here
+            break  # nothing ends after this point
         pieces.append(text[at : start.start()])
         at = end.end()
     return "".join([*pieces, text[at:]])
@@ -132,7 +132,7 @@ def _unclosed(wikitext: str) -> int:
 
 
 def _apostrophes(run: re.Match[str]) -> str:
-    """Return the apostrophes of a run that are text: 2, 3 and 5 are style, 4 are one and bold."""
+    """Return the apostrophes of a run that are text: 2, 3 or 5 are style, 4 are one and bold."""
     length = len(run.group())
     return "'" if length == 4 else "'" * (length - 5)
 
@@ -144,10 +144,14 @@ def _collect(code: Any, site: Site, pieces: list[str], nodes: Any) -> None:
             case nodes.Text():
                 pieces.append(node.value)
             case nodes.Wikilink():
-                if node.text is None:
-                    pieces.append(_title(str(node.title).strip(), site))
-                elif not _is_media(str(node.title), site):
+                title = str(node.title).strip()
+                namespace, colon, _ = title.partition(":")
+                # Links that show a file or name a category of the article are not prose.
+                is_prose = namespace.strip().lower() not in site.media
+                if is_prose and node.text is not None:
                     _collect(node.text, site, pieces, nodes)
+                elif is_prose and not (colon and _LANGUAGE.fullmatch(namespace)):
+                    pieces.append(title.removeprefix(":"))
             case nodes.Heading():
                 pieces.append("\n\n")
                 _collect(node.title, site, pieces, nodes)
@@ -163,16 +167,3 @@ def _collect(code: Any, site: Site, pieces: list[str], nodes: Any) -> None:
                     pieces.append("\n")
                 elif node.contents is not None and name not in _DROPPED:
                     _collect(node.contents, site, pieces, nodes)
-
-
-def _is_media(title: str, site: Site) -> bool:
-    """Return whether a link shows a file or names a category of the article."""
-    return title.partition(":")[0].strip().lower() in site.media
-
-
-def _title(title: str, site: Site) -> str:
-    """Return what a link without a label shows, if anything."""
-    namespace, colon, _ = title.partition(":")
-    if _is_media(title, site) or (colon and _LANGUAGE.fullmatch(namespace)):
-        return ""
-    return title.removeprefix(":")

@@ -4,12 +4,12 @@
 #   VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #       bash examples/detxoify_lm/annotations/preprocess.sh nontoxic.jsonl data/nontoxic
 #
-# The arguments are the texts and the prefix of the result, data/nontoxic_text_document.{bin,idx}. Flags
-# after them come last and win: another --tokenizer-type, for example.
+# The arguments are the texts and the prefix of the output, data/nontoxic_text_document.{bin,idx}. Flags
+# after them override those below, for example with another --tokenizer-type.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
-: "${2:?give INPUT OUTPUT_PREFIX, and further flags if you like}"
+: "${2:?give INPUT OUTPUT_PREFIX, then other flags if needed}"
 INPUT=$1 PREFIX=$2
 shift 2
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Let a GPT write texts without a prompt. A run that was stopped continues when it is started again.
+# Let a GPT write texts without a prompt. To continue a run that was stopped, start it again.
 #
 #   NPROC_PER_NODE=8 bash examples/detxoify_lm/self_generation/selfgenerate-1.3b-unconditional.sh \
 #       100000 checkpoints/gpt3-1.3b 2333
 #
-# The arguments are the number of texts, the folder of checkpoints and the seed. Every process holds a
-# copy of the model, unless further flags split it. The texts are in
+# The arguments are the number of texts, the folder with checkpoints and the seed. Every process holds
+# a copy of the model, unless other flags split it. The texts are written to
 # selfgeneration/unconditional_generation_gpt3-1.3b/2333.out, one JSON object per line.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
-: "${3:?give NUM_SAMPLES CHECKPOINT SEED, and further flags if you like}"
+: "${3:?give NUM_SAMPLES CHECKPOINT SEED, then other flags if needed}"
 NUM_SAMPLES=$1 CHECKPOINT=$2 SEED=$3
 shift 3
 OUT=${OUT:-selfgeneration/unconditional_generation_$(basename "$CHECKPOINT")}
@@ -24,7 +24,7 @@ LAUNCH=(
     --master-port "${MASTER_PORT:-6000}"
 )
 
-# Checkpoints of Megatron-LM do not hold the tokenizer's files.
+# Megatron-LM's checkpoints do not contain the tokenizer's files.
 TOKENIZER=()
 if [[ -n ${VOCAB_FILE:-} ]]; then
     TOKENIZER=(--tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")

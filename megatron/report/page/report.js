@@ -1,12 +1,12 @@
 "use strict";
 
-// Everything that comes from files is set as text or as a number, never as markup.
+// Everything that comes from files is inserted as text or as a number, never as markup.
 
 const state = { data: JSON.parse(document.getElementById("data").textContent), plots: [] };
 const byId = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const COLORS = 8;
-const WHOLE = [...Array(16).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));  // distances of ticks
+const WHOLE = [...Array(16).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));  // distances between ticks
 
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -30,7 +30,7 @@ function short(value) {
 
 // ---- The horizontal axis -------------------------------------------------------------------
 
-// The value at iteration `x` of a curve with ascending `curve.x`, between its points.
+// The value of a curve at iteration `x`, interpolated between its points. `curve.x` is ascending.
 function at(curve, x) {
   const xs = curve.x, ys = curve.y;
   let low = 0, high = xs.length - 1;
@@ -67,7 +67,7 @@ function offerAxes() {
 
 // ---- Curves --------------------------------------------------------------------------------
 
-// Fit a straight line around each point, which follows a falling curve without a lag.
+// Smooth by fitting a straight line around each point. This follows a falling curve without lagging.
 function smoothed(xs, ys, percent) {
   const reach = Math.round(xs.length * percent / 200);
   if (reach < 1) return null;
@@ -89,9 +89,9 @@ function label(curve) {
   return runs.length > 1 ? `${runs[curve.run].name}: ${curve.tag}` : curve.tag;
 }
 
-// The columns of a chart for uPlot, and its series. A curve has its values or, if it is smoothed, its
-// smoothed values in front of them; and the band between its extremes, if it has been reduced. The
-// legend has one entry for all of a curve, which shows its value and its extremes.
+// The columns of a chart for uPlot, and its series. A smoothed curve is drawn in front of its original
+// values. If a curve has been reduced to fewer points, the band between its extremes is drawn too. The
+// legend has one entry per curve, which shows its value and its extremes.
 function columnsOf(chart) {
   const percent = Number(byId("smoothing").value);
   const log = byId("log").checked;
@@ -130,7 +130,7 @@ function columnsOf(chart) {
   return { columns: tables.length > 1 ? uPlot.join(tables) : tables[0], series, bands };
 }
 
-// A click on the legend shows or hides all of a curve.
+// A click on the legend shows or hides a curve with its band.
 function toggleCurve(plot, index, { show }) {
   if (show == null || index == null) return;
   plot.series.forEach((other, i) => {
@@ -142,7 +142,7 @@ function faded(stroke, alpha) {
   return stroke + Math.round(255 * alpha).toString(16).padStart(2, "0");
 }
 
-// Draw where values were not finite, and where the run was restarted.
+// Mark the places where values were not finite and where the run was restarted.
 function drawMarks(index) {
   return (plot) => {
     const chart = state.data.charts[index];
@@ -230,8 +230,8 @@ function drawCharts() {
   state.data.charts.forEach((chart, index) => drawChart(chart, index, byId("charts").children[index]));
 }
 
-// Show new data in the same charts, without a change of what the reader has zoomed in on. If there
-// are other curves than before, the charts are drawn anew.
+// Show new data in the existing charts and keep the reader's zoom. If the set of curves has changed,
+// draw the charts again.
 function updateCharts(before) {
   const shape = (data) => JSON.stringify(data.charts.map(({ title, curves }) =>
     [title, curves.map((curve) => [curve.run, curve.tag, Boolean(curve.low)])]));
@@ -282,7 +282,7 @@ function section(title, ...children) {
   return element("section", { "aria-label": title }, element("h2", {}, title), ...children);
 }
 
-// The name of a run in front of something of its own, where there are several.
+// The title of a section about one run. If there are several runs, it names the run.
 function ofRun(title, run) {
   return state.data.runs.length > 1 ? `${title}: ${run.name}` : title;
 }
@@ -306,7 +306,7 @@ function eventSection(run) {
   return [section(ofRun("Events", run), element("p", { class: "note" }, counts + older), list)];
 }
 
-// Colours of the heat map: white is an even share, as in the picture for TensorBoard.
+// Colors of the heat map: white is an even share, as in the image for TensorBoard.
 function warmth(load) {
   const value = Math.log(Math.min(4, Math.max(0.25, load))) / Math.log(4);
   const pale = Math.round(255 * (1 - Math.abs(value)));
@@ -335,7 +335,7 @@ function expertSection(run) {
       map.append(square);
     });
   });
-  return [section(ofRun("Load of the experts at the last log line", run), element("p", { class: "note" }, text),
+  return [section(ofRun("Expert load at the last log line", run), element("p", { class: "note" }, text),
     element("div", { class: "table", tabindex: 0 }, map))];
 }
 
@@ -347,8 +347,8 @@ function timelineSection(run) {
   const names = [...new Set(run.timelines.flatMap(({ rows }) => rows.flatMap(({ spans }) => spans.map((span) => span[2]))))];
   const height = run.timelines.reduce((sum, { rows }) => sum + bar * rows.length + 8, 0);
   const { iteration } = run.timelines[0];
-  const text = `Iteration ${iteration.toLocaleString("en")}, ${short(end)} ms, as --profile recorded it. ` +
-    "Rows of the host are timers and named ranges, which may only queue work for the GPU.";
+  const text = `Iteration ${iteration.toLocaleString("en")}, ${short(end)} ms, as recorded by --profile. ` +
+    "The host's rows are timers and named ranges, some of which may only queue work for the GPU.";
   const picture = svg("svg", { viewBox: `0 0 ${right} ${height}`, width: right, height, role: "img", "aria-label": text });
   const totals = new Map();
   let top = 0;
@@ -377,11 +377,11 @@ function timelineSection(run) {
     cells: [name, count.toLocaleString("en"), short(sum)], swatch: color(`--c${names.indexOf(name) % COLORS}`),
   }));
   return [section(ofRun("Timeline of an iteration", run), element("p", { class: "note" }, text),
-    element("div", { class: "table", tabindex: 0 }, picture), table(["Range", "Count", "ms in all"], rows))];
+    element("div", { class: "table", tabindex: 0 }, picture), table(["Range", "Count", "Total ms"], rows))];
 }
 
-// One table of all runs. What differs between them comes first, and is marked; so does what
-// `isFirst` names, without a mark.
+// One table of all runs. Rows that differ between runs come first and are marked. Rows for which
+// `isFirst` is true also come first, without a mark.
 function comparison(title, name, tablesOf, isFirst, note) {
   const runs = state.data.runs, tables = runs.map(tablesOf);
   const keys = [...new Set(tables.flatMap((values) => Object.keys(values)))];
@@ -404,7 +404,7 @@ function drawSections() {
   const runs = state.data.runs;
   const changed = new Set(runs.flatMap((run) => run.changed));
   const files = runs.flatMap((run) => [{
-    cells: [run.sources.join(", "), run.damaged ? `${run.damaged} damaged or unfinished records were skipped` : "no damage"],
+    cells: [run.sources.join(", "), run.damaged ? `${run.damaged} damaged or incomplete records were skipped` : "undamaged"],
     kind: run.damaged ? "bad" : "",
   }, ...run.notes.map((note) => ({ cells: [...note.split(/: (.*)/s).slice(0, 2)], kind: "bad" }))]);
   const constants = Object.entries(state.data.constants).map(([tag, value]) => `${tag} ${short(value)}`);
@@ -415,9 +415,9 @@ function drawSections() {
     ...runs.flatMap(eventSection),
     ...comparison("Facts", "Fact", (run) => run.facts, () => true),
     ...comparison("Settings", "Flag", (run) => run.settings, (key) => changed.has(key),
-      "Those that differ from their defaults, because they were given or follow from others, come first."),
+      "Settings that differ from their defaults come first, whether they were given or follow from others."),
     section("Files", table(["File", "State"], files),
-      ...(constants.length ? [element("p", { class: "note" }, `The same in all iterations: ${constants.join(", ")}`)] : [])),
+      ...(constants.length ? [element("p", { class: "note" }, `Constant over all iterations: ${constants.join(", ")}`)] : [])),
   );
   [...byId("sections").querySelectorAll("details")].forEach((details, i) => { details.open = open[i] || false; });
 }
@@ -451,7 +451,7 @@ async function poll() {
     }
     drawStatus();
   } catch (error) {
-    drawStatus(`the server does not answer (${error.message}); this is what it sent last`);
+    drawStatus(`the server does not answer (${error.message}); the page shows the data that it sent last`);
   }
   setTimeout(poll, 2000);
 }

@@ -504,8 +504,8 @@ def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) ->
 def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, bytes]:
     """Return the tokenizer's files, from flags or configuration, under Hugging Face's names.
 
-    A checkpoint may be untrusted. Of the files that it names, only those that its tokenizer needs
-    are copied.
+    A checkpoint may be untrusted, so only those files that its tokenizer needs are copied, even if
+    it names others.
     """
     config = given
     fields: tuple[str, ...] = _FILES

@@ -78,12 +78,12 @@ def test_a_folder_is_not_continued_with_other_flags(
     out = tmp_path / "out"
     assert _make(out, source) == 0
     assert _make(out, source, "--vocab-size", "310") == ConfigError.exit_code
-    assert "was begun with --vocab-size 300" in capsys.readouterr().err
+    assert "was started with --vocab-size 300" in capsys.readouterr().err
     assert _make(out, source, "--wiki", "de") == ConfigError.exit_code
     assert "--wiki de: --out" in capsys.readouterr().err
     other = str(shutil.copy(out / "tokenizer" / "tokenizer.json", tmp_path))
     assert _make(out, source, "--tokenizer-model", other) == ConfigError.exit_code
-    assert "was begun with --tokenizer-model" in capsys.readouterr().err
+    assert "was started with --tokenizer-model" in capsys.readouterr().err
     assert _make(out, source) == 0
 
 

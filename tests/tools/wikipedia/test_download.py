@@ -132,7 +132,7 @@ def test_wrong_bytes_never_get_the_name(
     mirror.files[PATH] = DATA[:-1] + b"!"
     with serving(mirror) as url:
         assert _main(url, tmp_path) == DataError.exit_code
-    assert "the sha1 of what was downloaded is" in capsys.readouterr().err
+    assert "the sha1 of the download is" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -188,7 +188,7 @@ GOOD = dump(articles(30, words=400))
         ("a.xml", (BOMB + "<mediawiki>&b;</mediawiki>").encode(), "document type definition"),
         ("a.xml", (ROOT_TAG + page(1, "A", "a")).encode(), "<siteinfo> is missing"),
         ("a.xml", (ROOT_TAG + SITE).encode() + b"\xff", r"broken XML \(not well-formed"),
-        ("a.7z", GOOD, r"expected a dump that ends in \.bz2"),
+        ("a.7z", GOOD, r"expected a dump whose name ends in \.bz2"),
     ],
     ids=range(12),  # the bytes would be the names
 )
