@@ -453,7 +453,7 @@ def test_a_second_demo_keeps_the_first(earlier_demo, capsys) -> None:
     for number in (1, 2):
         assert again() == 0
         kept = out.with_name(f"out.{number}")
-        assert f"is now in {kept}" in capsys.readouterr().out
+        assert f"was moved to {kept}" in capsys.readouterr().out
     first = out.with_name("out.1")
     assert (first / "metrics.jsonl").read_text() == "old"
     assert (first / "checkpoints" / "mine").exists()

@@ -267,7 +267,7 @@ def test_a_recipe_in_small_keeps_the_form_of_its_layers(architecture: str) -> No
     assert kind.blocks == blocks
     assert kind.network == KINDS[architecture].network
     assert small_kind("gpt", {"num_experts": 64}).network == KINDS["moe"].network
-    with pytest.raises(ConfigError, match="--small: there is no demo of .* \\(ict\\)"):
+    with pytest.raises(ConfigError, match="--small: there is no demo for .* \\(ict\\)"):
         small_kind("ict", {})
 
 

@@ -41,7 +41,7 @@ def test_sorted_by_name_and_again(tmp_path):
         (lambda folder: None, "there are no .bin and .idx files"),
         (
             lambda folder: write(folder / "b", [[1]], np.int32),
-            "b holds int32, but .*a holds uint16",
+            "b contains int32, but .*a contains uint16",
         ),
         (lambda folder: (folder / "b.bin").write_bytes(b""), "b.idx is missing; restore it"),
         (lambda folder: (folder / "a.bin").write_bytes(b"1"), "a.bin: 1 bytes, expected 2"),
