@@ -4,7 +4,7 @@ r"""Train one model in many layouts for a few iterations each, and write a table
         --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --out table.md
 
 Every row is a run of `torchrun pretrain_gpt.py` with the flags in the table. Layouts that need more
-GPUs than available are skipped, and their rows say so. The row of a failed run shows its error.
+GPUs than are available are skipped, and their rows say so. The row of a failed run shows its error.
 Each row is written as soon as its run ends. Flags after `--` are added to every run and override
 the run's own flags.
 
