@@ -57,6 +57,9 @@ class ParallelOptions:
             layers with their matrix products, which are split by rows into one part per
             tensor-parallel process. GPUs communicate through each other's mapped memory, so they
             must be on one machine.
+        overlap_moe_expert_parallel_comm: Exchange the tokens of one half of a micro-batch with the
+            experts' processes while the experts compute the other half. This pays off where
+            messages are slow, as between machines. Megatron Core overlaps two micro-batches.
         distribute_saved_activations: With --recompute-granularity full, split the saved layer
             inputs among tensor-parallel processes.
         distributed_backend: Communication library on GPUs. CPUs always use gloo.
@@ -109,6 +112,7 @@ class ParallelOptions:
     sequence_parallel: bool = False
     async_tensor_model_parallel_allreduce: bool = True
     tp_comm_overlap: bool = False
+    overlap_moe_expert_parallel_comm: bool = flag(False, requires=_MIXTURE)
     distribute_saved_activations: bool = flag(False, requires=_FULL)
     distributed_backend: str = flag("nccl", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, unit="minutes", above=0, at_most=365 * 24 * 60)

@@ -315,6 +315,8 @@ def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
         yield "--overlap-grad-reduce: --DDP-impl torch always reduces during the backward pass"
     if parallel.tp_comm_overlap and parallel.tensor_model_parallel_size == 1:
         yield "--tp-comm-overlap: no effect with a single tensor-parallel process"
+    if parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size == 1:
+        yield "--overlap-moe-expert-parallel-comm: no effect without --expert-model-parallel-size"
 
 
 def overlap(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -67,6 +67,7 @@ def run_context(
         weight_gradients=weight_gradients,
         registry=registry or LayerRegistry(),
         frozen_format=frozen_format(config.model),
+        halves_experts=parallel.overlap_moe_expert_parallel_comm and layout.expert.size > 1,
     )
 
 

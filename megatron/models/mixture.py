@@ -5,6 +5,8 @@ Shapes: s sequence, b micro-batch, h hidden, T = s b tokens, k experts of a toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,6 +39,7 @@ class Mixture(nn.Module):
         self.router = Router(plan.router, context)
         router, library = plan.router, context.kernels.library
         self._exchange = ExpertExchange(context.layout, router.experts, router.chosen, library)
+        self._halves = context.halves_experts
         self.experts = Experts(plan.expert, plan.router.experts, context)
         self.shared = None if plan.shared is None else MLP(plan.shared, context)
         self.recomputes_shared = "shared_experts" in context.recomputed
@@ -126,10 +129,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
         routing: Routing = self.router(x)
-        # Samples for training have the same length on all processes.
-        tokens = x.flatten(0, 1)
-        arrived = self._exchange.send(tokens, *routing, equally_many=self.training)
-        wait = self._exchange.bring_back(self.experts(arrived), arrived)
+        wait = self._start(x.flatten(0, 1), routing)
         if self.shared is None:
             return wait().view_as(x)
         # The shared experts compute while the outputs of the others travel.
@@ -141,6 +141,19 @@ class Mixture(nn.Module):
         if self.shared_gate is not None:
             shared = shared * torch.sigmoid(F.linear(x, self.shared_gate))
         return out + shared
+
+    def _start(self, tokens: Tensor, routing: Routing) -> Callable[[], Tensor]:
+        """Pass tokens [T, h] through their experts. Return a function that waits for the outputs.
+
+        With two halves, the second one's tokens travel while the first one is computed, and the
+        first one's outputs travel while the second is.
+        """
+        halves = 2 if self._halves and self.training else 1
+        parts = zip(*(x.tensor_split(halves) for x in (tokens, *routing)), strict=True)
+        # Samples for training have the same length on all processes.
+        arrived = [self._exchange.send(*part, equally_many=self.training) for part in parts]
+        waits = [self._exchange.bring_back(self.experts(each), each) for each in arrived]
+        return waits[0] if halves == 1 else lambda: torch.cat([wait() for wait in waits])
 
 
 class Coefficient(nn.Module):

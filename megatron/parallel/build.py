@@ -107,6 +107,8 @@ class BuildContext:
         recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
         frozen_format: The format in which linear layers keep frozen weights; `None` keeps them in
             `dtype`.
+        halves_experts: Whether mixtures train on two halves of a micro-batch, so that one travels
+            while the other is computed.
     """
 
     layout: Layout
@@ -122,6 +124,7 @@ class BuildContext:
     registry: LayerRegistry = field(default_factory=LayerRegistry)
     recomputed: frozenset[str] = frozenset()
     frozen_format: FrozenFormat | None = None
+    halves_experts: bool = False
 
     @property
     def gathers_weights(self) -> bool:

@@ -86,7 +86,8 @@ class ExpertLinear(nn.Module):
             context.kernels.expert_casts,
         )
         context.registry.add_products(self.weight, self._product)
-        self._gradient = context.registry.reserve_slot(self.weight)
+        uses = 2 if context.halves_experts else 1
+        self._gradient = context.registry.reserve_slot(self.weight, uses=uses)
         self._queue = context.weight_gradients
 
     def forward(

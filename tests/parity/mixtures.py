@@ -112,6 +112,7 @@ class MixtureCase:
         ]
 
 
+_HALVES = "--overlap-moe-expert-parallel-comm"
 _SP = "--sequence-parallel"
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
@@ -166,6 +167,11 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(4, expert=2, flags=f"{_ZERO3} {_FULL}"),
     MixtureCase(4, expert=2, flags=_ZERO3, network=SIGMOID),
     # Tensor parallelism, and experts that are not split.
+    MixtureCase(2, expert=2, flags=_HALVES),
+    MixtureCase(4, expert=4, flags=f"{_HALVES} --zero-stage 1 {_OVERLAP}"),
+    MixtureCase(4, expert=2, flags=f"{_HALVES} {_ZERO3}"),
+    MixtureCase(4, pipeline=2, expert=2, flags=f"{_HALVES} {_BUBBLE}"),
+    MixtureCase(4, tensor=2, expert=2, expert_tensor=1, flags=f"{_SP} {_HALVES} {_FULL}"),
     MixtureCase(2, tensor=2),
     MixtureCase(2, tensor=2, flags=_SP),
     MixtureCase(2, tensor=2, expert_tensor=1, flags=_SP),
