@@ -146,7 +146,7 @@ class PlainAnswer(Answer):
             logprob=sampling.logprobs,
             tops=sampling.top_logprobs,
         )
-        if not self._choice.is_penalized:  # a draft would be in the history of those after it
+        if not self._choice.is_penalized:  # a draft would change the history of later drafts
             self._first.limit = len(request.prompt) + sampling.max_new_tokens
 
     def finished(self) -> Finished:
@@ -198,7 +198,7 @@ class PlainAnswer(Answer):
     def _take_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
         events: list[Event] = []
         sampling, tokens = self.request.sampling, self._first.tokens
-        # A draft that is not the chosen token makes the choices after it meaningless.
+        # If a draft differs from the chosen token, later choices are meaningless.
         guesses = (*row.tokens[row.size - row.drafts :], None)
         for chosen, guess in zip(results, guesses, strict=False):
             assert chosen.token is not None

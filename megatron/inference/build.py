@@ -49,7 +49,7 @@ class EngineOptions:
             many as fit in memory, but no more than `max_sequences` sequences of full length need.
         block_size: Number of tokens in a cache block.
         seed: Seed for requests that do not set one.
-        speculation: How to guess tokens; `None` generates one token at a time.
+        speculation: The method of guessing tokens; `None` generates one token at a time.
         graphs: Whether to record steps as CUDA graphs on a GPU. This needs a single process that
             holds the whole model.
     """
@@ -164,10 +164,10 @@ def build_engine(
 
 
 def check_speculation(model: ModelConfig, speculation: Speculation | None) -> None:
-    """Check that a model can make the guesses that --speculative-config asks for.
+    """Check that the model supports the guesses that --speculative-config asks for.
 
     Raises:
-        ConfigError: It is a Retro, or has too few layers for further tokens.
+        ConfigError: The model is a Retro, or has too few layers for further tokens.
     """
     if speculation is None:
         return

@@ -66,7 +66,7 @@ class BatchEngine:
         seed: Seed for requests that do not set one.
         looks_ahead: Whether to queue a step before the previous step's results are read.
         choices: Names and descriptions of the implementations in use, for the start-up panel.
-        drafter: What guesses tokens for the next step; `None` if nothing does.
+        drafter: The drafter that guesses tokens for the next step; `None` for no drafts.
     """
 
     executor: StepExecutor
@@ -149,7 +149,7 @@ class BatchEngine:
         if flight is None:
             assert not self._answers, "requests are waiting, but none can proceed"
             return []
-        # Drafts follow from the tokens that a step has chosen.
+        # Drafts depend on the tokens that a step has chosen.
         if self.looks_ahead and self.drafter is None and self._expects(flight):
             self._flight = self._begin_step()
         events = self._land(flight)

@@ -187,8 +187,8 @@ class Executor:
     def inputs(self, plan: StepPlan, outputs: Many[tuple[int, int]]) -> tuple[Tensor, StepCache]:
         """Return the token ids [1, s], and the step's view of the cache.
 
-        A sequence with drafts attends from each of its tokens as from that of a sequence of its
-        own: with the kernel, and so the bits, of steps without drafts.
+        Each token of a sequence with drafts is treated like a separate sequence. It uses the same
+        kernel, and so has the same bits, as in steps without drafts.
 
         Args:
             plan: The step.
@@ -305,7 +305,7 @@ class DecodeGraphs:
             memory: The cache, with attention that can be recorded.
             device: Device of the model and the cache.
             max_sequences: Maximum number of sequences in a step. Each token of a sequence with
-                drafts counts as one.
+                drafts counts as a sequence.
             adapters: The model's adapters, or `None` if it has none.
             keeps_states: Whether `run` also returns hidden states.
         """

@@ -273,7 +273,7 @@ class Stats:
         cached_tokens: Number of these prompt tokens that were found in the cache.
         new_tokens: Number of tokens generated since the start.
         drafted_tokens: Number of drafts that steps have checked (speculative decoding).
-        accepted_tokens: Number of these drafts that were right.
+        accepted_tokens: Number of these drafts that were correct.
         choosing_rows: Number of times that a step has chosen tokens for a sequence. Each chose one
             token and accepted some drafts, unless it was a step of a beam search.
     """

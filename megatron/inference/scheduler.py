@@ -68,7 +68,8 @@ class Sequence:
         prompt: Number of tokens that the sequence began with. They are always computed as a prompt,
             even if only one is left. A negative number means all of `tokens`.
         adapter: Index of the sequence's adapter, counted from 1; 0 is the base model.
-        limit: Number of tokens beyond which no drafts are made (`speculation`); 0 means never.
+        limit: Number of tokens beyond which no drafts are made (`speculation`); 0 for no drafts at
+            all.
         drafts: Guesses of the tokens that follow `tokens`, for the next step.
     """
 
@@ -111,7 +112,7 @@ class Row(NamedTuple):
         blocks: The sequence's blocks, up to and including those of these tokens. The array stays
             the same object until the blocks change.
         is_last: Whether this row has the last known token, so that the next can be chosen.
-        drafts: Number of tokens at the end that are guesses, which come after the last known one.
+        drafts: Number of tokens at the end that are guesses, after the last known token.
     """
 
     sequence: Sequence
@@ -202,7 +203,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Return the next step, which is empty if there is nothing to do."""
         step = _OpenPlan(self.settings.max_tokens)
-        # Drafts take what is left of the budget after a token for every sequence.
+        # Drafts use the budget that is left after one token for every sequence.
         room = step.budget - len(self.running)
         # Sequences that need only their next token come first.
         for sequence in sorted(self.running, key=lambda sequence: sequence.missing > 1):
@@ -210,7 +211,7 @@ class Scheduler:
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
                 drafts = sequence.drafts[: max(0, room)] if sequence.missing == 1 else ()
                 if drafts and not self._grow(sequence, count + len(drafts)):
-                    drafts = ()  # nobody loses a place for guesses
+                    drafts = ()  # no sequence is preempted for guesses
                 step.put(sequence, count, drafts)
                 room -= len(drafts)
         self._begin_waiting(step)
@@ -230,7 +231,7 @@ class Scheduler:
             row.sequence.computed = row.start + row.size
 
     def keep(self, sequence: Sequence) -> None:
-        """Record that all tokens of a sequence but the last are in the cache, and no drafts."""
+        """Record that the cache has all tokens of a sequence except the last, and no drafts."""
         sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
 
     def done(self, plan: StepPlan) -> None:

@@ -1,10 +1,10 @@
-"""Speculative decoding: guesses of the next tokens, which one step checks all at once.
+"""Speculative decoding: guesses of the next tokens, which are all checked in one step.
 
 A drafter guesses the tokens that follow a sequence (its drafts). The next step computes the
 sequence's last token and its drafts together, and chooses a token after each of them as if it were
-the last. Drafts are accepted up to the first that is not the token chosen in its place. So every
-answer has the tokens that it has without drafts, whatever the drafts are, sampled ones included:
-the choice of a token depends on the tokens before it and on its number in the answer alone.
+the last. Drafts are accepted up to the first that differs from the token chosen in its place. Every
+answer, sampled or not, therefore has the same tokens as without drafts: the choice of a token
+depends only on the tokens before it and on its index in the answer.
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023.
 """
@@ -30,14 +30,14 @@ class Drafter(Protocol):
     """An object that guesses tokens."""
 
     def draft(self, plan: StepPlan) -> None:
-        """Set the `drafts` of each sequence that the step of a plan has chosen tokens for.
+        """Set the `drafts` of each sequence for which a plan's step has chosen tokens.
 
-        All ranks call it after each step, once the sequences have their new tokens.
+        All ranks call this after each step, once the sequences have their new tokens.
         """
 
 
 def room_of(row: Row, most: int) -> int:
-    """Return how many drafts the sequence of a computed row may get, at most `most`."""
+    """Return the number of drafts that the sequence of a computed row may get, at most `most`."""
     sequence = row.sequence
     if sequence.is_over or not row.is_last:
         return 0
@@ -45,7 +45,7 @@ def room_of(row: Row, most: int) -> int:
 
 
 def describe_drafts(stats: Stats) -> str:
-    """Return how many drafts were right, as text."""
+    """Describe how many drafts were correct."""
     each = stats.new_tokens / max(stats.choosing_rows, 1)
     return (
         f"speculative decoding: {each:.2f} tokens of an answer per step, "
@@ -55,10 +55,11 @@ def describe_drafts(stats: Stats) -> str:
 
 @dataclass
 class _Endings:
-    """Where runs of tokens ended last in a sequence.
+    """The latest ends of runs of tokens in a sequence.
 
     Attributes:
-        after: By run, the index of the token after its last place that has one.
+        after: For each run, the index of the token after its latest occurrence that has a next
+            token.
         known: Number of tokens of the sequence that have been read.
     """
 
@@ -67,10 +68,10 @@ class _Endings:
 
 
 class NgramDrafter:
-    """A drafter that looks for an earlier place that ends like the sequence does now.
+    """A drafter that looks for an earlier place with the same last tokens.
 
     It guesses that the tokens after that place follow again (Saxena, "Prompt Lookup Decoding",
-    2023). Longer runs of equal tokens are tried first, and of several places the last one.
+    2023). Longer runs of equal tokens are tried first, and the latest of several places is used.
 
     Args:
         tokens: Maximum number of drafts.
@@ -92,7 +93,7 @@ class NgramDrafter:
     def _guess(self, sequence: Sequence, room: int) -> tuple[int, ...]:
         tokens = sequence.tokens
         endings = self._endings.setdefault(sequence, _Endings())
-        for end in range(max(1, endings.known), len(tokens)):  # runs before the token at `end`
+        for end in range(max(1, endings.known), len(tokens)):  # runs that end before `end`
             for size in self._sizes:
                 if size <= end:
                     endings.after[tuple(tokens[end - size : end])] = end
@@ -110,9 +111,9 @@ class _DepthWindow(NamedTuple):
     Attributes:
         row: The row of the step that has just been computed.
         start: The first position.
-        end: The position after the last one, whose token is the last known one.
-        states: Hidden states of the depth before at these positions, [end - start, 1, h]; `None`
-            on ranks that have none.
+        end: The position after the last one. Its token is the last known token.
+        states: The previous depth's hidden states at these positions, [end - start, 1, h]; `None`
+            on ranks without them.
     """
 
     row: Row
@@ -125,9 +126,9 @@ class MultiTokenDrafter:
     """A drafter that uses the model's layers for further tokens (`models.multi_token`).
 
     Depth k guesses the token k places after the next one. Each depth keeps keys and values in the
-    cache, in the slots of the model's layers. At position i depth k reads token i + k. If that was
-    a draft which has not been accepted, the position is computed again in the next step, for which
-    the hidden states of the depth before are kept.
+    cache, in the slots of the model's layers. At position i depth k reads token i + k. If that
+    token was a rejected draft, the position is computed again in the next step. The previous
+    depth's hidden states are kept for this.
 
     Args:
         executor: The executor of the model's steps, which keeps their hidden states.
@@ -138,7 +139,7 @@ class MultiTokenDrafter:
         """Start without sequences."""
         assert executor.keeps_states, "depths read the hidden states of each step"
         self._executor, self._tokens = executor, tokens
-        # By depth, the position before the next window, and the state of the depth before there.
+        # For each depth, the position before the next window, and the previous depth's state there.
         self._tails: WeakKeyDictionary[Sequence, dict[int, tuple[int, Tensor | None]]] = (
             WeakKeyDictionary()
         )
@@ -163,7 +164,7 @@ class MultiTokenDrafter:
                 row.sequence.drafts = tuple(guesses[row.sequence][:room])
 
     def _first_windows(self, plan: StepPlan) -> list[_DepthWindow]:
-        """Return what the step has computed of each sequence, without rejected drafts."""
+        """Return the computed part of each sequence, without rejected drafts."""
         states, first, windows = self._executor.states, 0, []
         for row in plan:
             end = min(row.start + row.size, row.sequence.computed)
@@ -196,7 +197,7 @@ class MultiTokenDrafter:
     def _run(
         self, depth: int, windows: Many[_DepthWindow], guesses: dict[Sequence, list[int]]
     ) -> list[_DepthWindow]:
-        """Compute a depth at its windows, and add its guess to those of each sequence.
+        """Compute a depth at its windows, and add its guess to each sequence's guesses.
 
         Returns:
             The windows with the depth's own hidden states, in the order in which they were given.
@@ -236,8 +237,8 @@ class MultiTokenDrafter:
         first = window.start + depth + 1
         guessed = guesses.get(sequence, [])[max(0, first - len(sequence.tokens)) :]
         read = [*sequence.tokens[first : first + size], *guessed][:size]
-        # A chunk may end where these tokens are not known yet, one place before the prompt's end or
-        # earlier. Such positions are computed again with the next chunk.
+        # At the end of a chunk, these tokens may not be known yet, one place before the prompt's
+        # end or earlier. Such positions are computed again with the next chunk.
         read += [0] * (size - len(read))
         drafts = size - 1 if window.row.goes_on else 0  # they attend one by one
         is_last = window.row.is_last

@@ -148,10 +148,10 @@ class AttentionOptions(NamedTuple):
         scale: The factor applied to the scores; `None` means 1 / sqrt(d).
         window: The largest number of earlier tokens that a query attends to; `None` for all. It
             applies in addition to `mask` and `causal`.
-        softcap: The bound c of the scores, which become c tanh(score / c) before they are masked;
-            `None` leaves them as they are.
-        sinks: One logit for each query head, [n]. It takes part in the softmax of every query like
-            the score of a further key, whose value is zero. `None` for no sinks.
+        softcap: The bound c of the scores, which become c tanh(score / c) before masking; `None`
+            for no bound.
+        sinks: One logit for each query head, [n]. It enters the softmax of every query like the
+            score of an additional key with the value zero. `None` for no sinks.
     """
 
     mask: Mask | None = None
@@ -300,12 +300,12 @@ def masked_softmax(
         causal: Without a mask, query i sees keys up to i + keys - s.
         factor: The factor applied to the scores.
         dtype: Type of the result.
-        sinks: A logit for each head, [n], that takes part in the sum but has no weight in the
-            result (`AttentionOptions`).
+        sinks: A logit for each head, [n], that enters the sum but has no weight in the result
+            (`AttentionOptions`).
 
     Returns:
-        Weights [b, n, s, keys]. Where a query may attend to nothing, all its weights are equal
-        without sinks, and zero with them.
+        Weights [b, n, s, keys]. If a query may attend to nothing, all its weights are equal without
+        sinks and zero with sinks.
     """
     scores = scores * factor
     if mask is None and causal:
@@ -323,7 +323,7 @@ def masked_softmax(
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Run PyTorch's fused attention. Its scores are fp32, so scaling by layer is not needed.
 
-    It knows neither sinks nor a bound of the scores; with these the plain form runs.
+    It supports neither sinks nor a bound of the scores; with these, the reference runs.
     """
     if options.softcap is not None or options.sinks is not None:
         return attention_reference(query, key, value, options)
@@ -411,7 +411,7 @@ class _FlashCall(NamedTuple):
     factors: dict[str, Any]
 
     def forward(self, *heads: Tensor) -> tuple[Tensor, ...]:
-        """Attend; return the result, the log-sum-exp of each query, and what dropout drew from."""
+        """Return the result, the log-sum-exp of each query, and the seed and offset of dropout."""
         rest, debug = (self.dropout, self.causal), False
         results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
             *heads, *self.places, *rest, debug, **self.factors
@@ -434,10 +434,10 @@ class _FlashCall(NamedTuple):
 
 
 class _FlashWithSinks(torch.autograd.Function):
-    """The flash kernel, whose result is scaled by the part of the weights that sinks leave.
+    """The flash kernel with a result that is scaled by the share of weights that the keys keep.
 
-    The kernel's backward pass computes weights anew from the log-sum-exp. Given one that includes
-    the sinks, and the scaled result, it returns the gradients of attention with sinks.
+    The kernel's backward pass recomputes the weights from the log-sum-exp. Given a log-sum-exp that
+    includes the sinks, and the scaled result, it returns the gradients of attention with sinks.
     """
 
     @staticmethod
@@ -462,14 +462,14 @@ class _FlashWithSinks(torch.autograd.Function):
 
 
 def leave_to_sinks(logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the part of a query's weights that its keys keep beside the sinks.
+    """Return the share of each query's weights that its keys keep when sinks are added.
 
     Args:
         logsumexp: The log-sum-exp of each query's scores, [..., n, s].
         sinks: The logit of each head, [n].
 
     Returns:
-        The factor of each query's result, and the log-sum-exp with the sink in it.
+        The factor for each query's result, and the log-sum-exp including the sink.
     """
     logits = sinks.to(logsumexp.dtype).unsqueeze(-1)
     return (logsumexp - logits).sigmoid(), logsumexp.logaddexp(logits)
@@ -482,7 +482,7 @@ def sink_gradient(rows: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
 
     Args:
         rows: The sum of grad * out over the channels of each query, [..., n, s].
-        logsumexp: The log-sum-exp of each query with the sink in it, in the shape of rows.
+        logsumexp: The log-sum-exp of each query including the sink, in the shape of rows.
         sinks: The logit of each head.
     """
     weights = (sinks.to(logsumexp.dtype).unsqueeze(-1) - logsumexp).exp()
@@ -491,12 +491,12 @@ def sink_gradient(rows: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _by_token(rows: Tensor) -> Tensor:
-    """Turn a number for each query, [..., n, s], into a factor of its result, [..., s, n, 1]."""
+    """Reshape a number per query, [..., n, s], to a factor for the results, [..., s, n, 1]."""
     return rows.transpose(-1, -2).unsqueeze(-1)
 
 
 def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend with the flash kernel, which skips keys of other documents and before the window."""
+    """Attend with the flash kernel, which skips keys in other documents and before the window."""
     (length, samples), segments = query.shape[:2], options.mask
     heads = [x.transpose(0, 1) for x in (query, key, value)]  # [b, s, n or g, d]
     factors: dict[str, Any] = {"scale": options.scale}
@@ -536,7 +536,7 @@ class FlashPackage(NamedTuple):
     release: str
 
     def takes(self, query: Tensor, options: AttentionOptions) -> bool:
-        """Return whether the package is fast here: 16 bits, one sample, nothing but a window."""
+        """Return whether the package is fast here: 16 bits, one sample, at most a window."""
         return (
             query.dtype in (torch.float16, torch.bfloat16)
             and not flash_head_misfit(query.shape[-1], largest=_LARGEST_FLASH_HEAD)

@@ -72,7 +72,7 @@ def attend(
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     if options.sinks is None:
         weights = scores.softmax(dim=-1)
-    else:  # in keys of their own, before the others, so that sums have the same order
+    else:  # as a separate block of keys before the others, so that sums keep their order
         first = scores.new_full((*scores.shape[:-1], _KEYS), torch.finfo(scores.dtype).min)
         first[..., 0] = options.sinks.unsqueeze(-1)
         weights = torch.cat((first, scores), dim=-1).softmax(dim=-1)[..., _KEYS:]

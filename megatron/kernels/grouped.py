@@ -128,7 +128,7 @@ class Grouping(NamedTuple):
             choices: Experts, int64 [T, k]; negative for no expert.
             experts: Number of experts.
         """
-        # A sort takes time in proportion to the bytes of a key.
+        # The time of a sort is proportional to the bytes of a key.
         dtype = torch.int16 if experts < 2**15 else torch.int64
         keys = torch.where(choices >= 0, choices, experts).flatten().to(dtype)
         keys, order = keys.sort(stable=True)
@@ -140,10 +140,10 @@ class Grouping(NamedTuple):
         return cls(order, place, ends.int())
 
     def first(self, rows: int) -> Grouping:
-        """Return this grouping without the rows of choices of no expert.
+        """Return this grouping without the rows of choices that have no expert.
 
         Args:
-            rows: Number of choices of an expert.
+            rows: Number of choices that have an expert.
         """
         return self._replace(order=self.order[:rows])
 
@@ -179,7 +179,7 @@ def spread(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None) 
 
 
 def unite(rows: Tensor, grouping: Grouping, library: KernelLibrary | None = None) -> Tensor:
-    """Add up each token's rows, [n, h] -> [T, h]: the opposite of `spread`.
+    """Add up each token's rows, [n, h] -> [T, h], as the counterpart of `spread`.
 
     Args:
         rows: The rows, in the order of the grouping.

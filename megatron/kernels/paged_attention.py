@@ -436,7 +436,7 @@ def _with_scores(
     """Attend from heads of u sequences [u, g, n/g, d] to keys and values [u, g, l, d].
 
     Args:
-        query: The heads of each group, which share its keys.
+        query: The query heads, by group; the heads of a group share its keys.
         key: The keys.
         value: The values.
         seen: bool [u, 1, 1, l], True where a query may attend.

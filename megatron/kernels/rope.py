@@ -259,8 +259,8 @@ def split_rotate(
         rotation: The cosines and sines; `None` for no rotation.
         handover: The place for the amax of the projection's gradient. Only the kernel measures
             this amax.
-        contiguous: Whether the next operation is faster on contiguous heads. Only the kernel
-            heeds it.
+        contiguous: Whether heads should be contiguous, because the next operation is then faster.
+            Only the kernel respects this.
 
     Returns:
         Queries [s, b, n, d], keys and values [s, b, g, d]. They are views or rotated copies.
@@ -287,8 +287,8 @@ def fused_split_rotate(
 
     The arguments and results are those of `split_rotate`. The backward kernel gathers the gradients
     of the heads, which attention may return in any layout, into the gradient of the projection.
-    Heads that do not rotate are views of the projection if each has its own key, unless they are to
-    be `contiguous`. PyTorch's operations handle sizes that the kernel does not support.
+    Without rotation, heads are views of the projection if each has its own key and `contiguous` is
+    False. PyTorch's operations handle sizes that the kernel does not support.
     """
     if not _fits(qkv, head_size, rotation or ()):
         return split_rotate(qkv, groups, head_size, rotation)

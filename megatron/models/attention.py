@@ -427,7 +427,7 @@ def new_sinks(plan: AttentionPlan, context: BuildContext) -> Tensor | None:
 
 
 def count_sinks(plan: AttentionPlan, split: WeightSplit) -> int:
-    """Count the sinks that one process learns."""
+    """Count the learned sinks of one process."""
     return plan.heads // split.tensor if plan.softmax == "learnable" else 0
 
 

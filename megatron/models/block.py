@@ -88,7 +88,7 @@ class Block(nn.Module):
 
     A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
     to a Retro's neighbors. The first layer that reads these also holds their encoder.
-    A normalization after a sublayer is that of its output, before the residual is added.
+    A normalization after a sublayer applies to its output, before the residual is added.
     The residual of a sublayer is its input, or its normalized input with
     --apply-residual-connection-post-layernorm. The sublayer's dropout adds its output to the
     residual; without dropout the next normalization does (see `Stream`). An fp32 residual stream
@@ -274,7 +274,7 @@ class Block(nn.Module):
 
 
 def _new_norms(plan: LayerPlan, context: BuildContext) -> tuple[nn.Module, Norm | None]:
-    """Build what comes before a sublayer, and the normalization after it if there is one."""
+    """Build the normalizations before and after a sublayer, as far as the plan has them."""
     hidden = plan.mixer.hidden
     before = new_norm(plan.norm, hidden, context) if plan.norms_input else Joining(context)
     return before, new_norm(plan.norm, hidden, context) if plan.norms_output else None
@@ -335,8 +335,8 @@ class LayerStack(nn.ModuleDict):
 
         Args:
             stream: The residual stream.
-            *inputs: The further arguments of each layer, of which the second is, instead of a
-                layer's rotation, a tuple with that of each of `rotaries(plans)`.
+            *inputs: Further arguments of each layer. The second one is a tuple with the rotation of
+                each of `rotaries(plans)`, from which each layer gets its own.
         """
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():

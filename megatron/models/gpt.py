@@ -86,14 +86,14 @@ class GPTModel(Network):
             cache: Keys and values of earlier tokens, and the positions of the new tokens; b is then
                 1. `None` means that the tokens are whole sequences.
             loss_mask: [b, s], the weight of each token's loss (`Output`).
-            ahead: What each depth of multi-token prediction reads, in training.
+            ahead: The inputs of each depth of multi-token prediction, in training.
 
         Returns:
             Hidden states [s, b, h] unless this is the last part of the model. From the last part,
             the loss of each token, fp32 [b, s], if labels are given (their weighted sum with a loss
             mask); otherwise logits [b, s, v/t], or with a cache only those of the tokens it
             selects. A reward model returns a score for each token instead, fp32 [b, s]. With
-            `ahead`, the weighted sum of the losses and that of each depth, [1 + depths].
+            `ahead`, the weighted sums of the model's losses and of each depth's, [1 + depths].
         """
         x, rotations = self._run_layers(tokens, position_ids, mask, hidden, cache)
         if self.final_norm is None:
@@ -120,7 +120,7 @@ class GPTModel(Network):
         return torch.stack(sums)
 
     def states(self, tokens: Tensor, hidden: Tensor | None, cache: KeyValueCache) -> Tensor:
-        """Run the layers of this part on new tokens, as `forward` does, but not the output layer.
+        """Run the layers of this part on new tokens, like `forward`, but without the output layer.
 
         Args:
             tokens: [1, s].
@@ -135,7 +135,7 @@ class GPTModel(Network):
     def states_ahead(
         self, depth: int, tokens: Tensor, hidden: Tensor, cache: KeyValueCache
     ) -> Tensor:
-        """Return the normalized hidden states of a depth of multi-token prediction, [s, 1, h].
+        """Return the normalized hidden states of one depth of multi-token prediction, [s, 1, h].
 
         Args:
             depth: The depth, from 0.

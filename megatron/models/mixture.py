@@ -132,7 +132,7 @@ class Mixture(nn.Module):
         wait = self._start(x.flatten(0, 1), routing)
         if self.shared is None:
             return wait().view_as(x)
-        # The shared experts compute while the outputs of the others travel.
+        # The shared experts compute while the outputs of the other experts are sent.
         shared = computed_again(self.shared, x) if self.recomputes_shared else self.shared(x)
         out = wait().view_as(x)
         if self.coefficient is not None:

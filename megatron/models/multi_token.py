@@ -1,11 +1,11 @@
-"""Multi-token prediction: layers after the last one that predict tokens further ahead.
+"""Multi-token prediction: additional layers that predict tokens further ahead.
 
-DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2, as Megatron Core trains it. Each
-position has read its own token and predicts the next one. Depth k also reads the k tokens after it,
-one per depth, and predicts the token after those: it joins the normalized hidden states of depth
-k - 1 with the normalized embedding of one more token, and passes them through a layer of its own.
-Depth 0 is the model itself. All depths share its embedding and its output layer, so on a pipeline
-they run where the output layer is, and that stage holds a copy of the word embedding.
+See DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2; training follows Megatron Core.
+The model itself (depth 0) reads a token and predicts the next one. Depth k reads one more token
+than depth k - 1 and predicts the token after it: it joins the normalized hidden states of depth k -
+1 with the normalized embedding of that token, and passes them through its own layer. All depths
+share the model's embedding and output layer. In a pipeline, they therefore run on the stage with
+the output layer, which holds a copy of the word embedding.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class MultiTokenPlan(HeadPlan):
 
     Attributes:
         layers: The transformer layer of each depth.
-        norm: All normalizations of a depth: of its two inputs and of its result.
-        output: The model's output layer, which every depth uses once more.
-        numbered_after: Number of the model's other layers.
+        norm: The record of a depth's normalizations, of its two inputs and of its result.
+        output: The model's output layer, which every depth also uses.
+        numbered_after: Number of the model's other layers; the depths' layers are numbered after
+            them.
     """
 
     kind: str = "multi_token"
@@ -67,26 +68,25 @@ def without_multi_token(plan: ModelPlan) -> ModelPlan:
 
 
 def layers_of(plan: ModelPlan, part: ModelPart) -> list[LayerPlan]:
-    """Return the layers of a part of the model, with those of multi-token prediction."""
+    """Return the layers of a part of the model, including those of multi-token prediction."""
     ahead = multi_token_plan(plan)
     own = [plan.layers[index] for index in part.layers]
     return [*own, *(ahead.layers if part.head and ahead is not None else ())]
 
 
 def copies_words(plan: ModelPlan) -> bool:
-    """Return whether the part of a model that ends it reads the word embedding, too."""
+    """Return whether the last part of the model also reads the word embedding."""
     return plan.ties_words or plan.embedding.ahead > 0
 
 
 class Ahead(NamedTuple):
-    """What a depth reads of a micro-batch, for each of its tokens [b, s].
+    """The inputs of a depth for a micro-batch, [b, s] each.
 
     Attributes:
-        tokens: The token as many places further on as the depth.
+        tokens: For each position, the token that is `depth` places further on.
         position_ids: The position of that token.
         labels: The token after it.
-        loss_mask: The weight of the loss; 0 where the sequence or the document ends before the
-            label.
+        loss_mask: The weight of the loss; 0 if the sequence or the document ends before the label.
     """
 
     tokens: Tensor
@@ -96,10 +96,10 @@ class Ahead(NamedTuple):
 
 
 class Depth(nn.Module):
-    """One further prediction: two normalizations, a projection, a layer, a normalization.
+    """One additional prediction: two normalizations, a projection, a layer, a normalization.
 
-    The projection is not split: with sequence parallelism every tensor rank multiplies its own
-    tokens, without a message, and otherwise all of them multiply the same ones.
+    The projection is not split. With sequence parallelism, every tensor rank multiplies its own
+    tokens, without a message. Otherwise all ranks multiply the same tokens.
 
     Args:
         plan: The record of all depths.
@@ -141,7 +141,7 @@ class Depth(nn.Module):
     def recomputes_all(recompute: RecomputePlan | None) -> bool:
         """Return whether the backward pass recomputes whole depths.
 
-        "block" counts the first layers of a stage, and recomputes no depth, as in Megatron Core.
+        The method "block" recomputes the first layers of a stage and no depth, as in Megatron Core.
         """
         if recompute is None or recompute.granularity != "full":
             return False
@@ -158,7 +158,8 @@ class Depth(nn.Module):
         """Return the normalized hidden states of this depth, [s, b, h].
 
         Args:
-            hidden: Those of the depth before, [s, b, h]; [s/t, b, h] with sequence parallelism.
+            hidden: The previous depth's hidden states, [s, b, h]; [s/t, b, h] with sequence
+                parallelism.
             vectors: The embeddings of the tokens that this depth reads, in the same shape.
             mask: Which keys a query may attend to, as in the model's other layers.
             rotation: Rotation of queries and keys, as in the model's other layers.
@@ -189,10 +190,10 @@ class Depth(nn.Module):
 
 
 class MultiToken(nn.ModuleList):
-    """The depths of multi-token prediction, which the model runs one after another.
+    """All depths of multi-token prediction, which the model runs one after another.
 
-    Its costs are those of everything outside the depths' transformer layers, which are counted
-    with the model's own (`layers_of`).
+    Its costs exclude the depths' transformer layers, which are counted with the model's own layers
+    (`layers_of`).
 
     Args:
         plan: The record of all depths.
@@ -208,7 +209,7 @@ class MultiToken(nn.ModuleList):
 
     @staticmethod
     def parameter_count(plan: MultiTokenPlan, tensor: int) -> int:
-        """Count the parameters outside layers, of which every tensor rank holds all."""
+        """Count the parameters outside layers. Every tensor rank holds all of them."""
         norms = 3 * Norm.parameter_count(plan.norm, plan.hidden)
         return plan.depths * norms + MultiToken.matrix_parameters(plan)
 

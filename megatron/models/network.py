@@ -50,10 +50,10 @@ class Network(nn.Module):
         return vectors
 
     def rotation(self, positions: Tensor) -> tuple[Rotation, ...]:
-        """Return the rotation of positions [s] by each kind of rotary positions in the model."""
+        """Return the rotation of positions [s] for each kind of rotary positions in the model."""
         return tuple(table(positions) for table in self.rotary)
 
     def rotation_in(self, layer: LayerPlan, rotations: tuple[Rotation, ...]) -> Rotation | None:
-        """Return that of a layer among what `rotation` returned, or `None` if it has none."""
+        """Return a layer's rotation from the result of `rotation`, or `None` if it has none."""
         rotary = getattr(layer.mixer, "rotary", None)
         return None if rotary is None else rotations[rotaries(self.plan.layers).index(rotary)]

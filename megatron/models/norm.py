@@ -87,23 +87,23 @@ def new_norm(plan: NormPlan, hidden: int, context: BuildContext) -> Norm:
 
 
 class Joining(nn.Module):
-    """The place of a normalization before a sublayer that takes the hidden states as they are.
+    """A substitute for the normalization before a sublayer whose input is not normalized.
 
     Args:
         context: The number format of the sublayer's weights.
     """
 
     def __init__(self, context: BuildContext) -> None:
-        """Remember the number format."""
+        """Store the number format."""
         super().__init__()
         self.dtype = context.compute_dtype
 
     def forward(self, stream: Stream, handover: Handover | None = None) -> tuple[Tensor, Tensor]:
-        """Return the joined stream [s, b, h], and the same in the weights' type.
+        """Return the joined stream [s, b, h], and the stream again in the weights' type.
 
         Args:
             stream: The residual stream.
-            handover: Stays empty: no kernel finds an amax here.
+            handover: Stays empty, because no kernel measures an amax.
         """
         x = stream.join()
         return x, x.to(self.dtype)

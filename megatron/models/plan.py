@@ -162,7 +162,7 @@ class AttentionPlan(MixerPlan):
         rotary: Rotary positions of queries and keys; `None` for none.
         window: Number of earlier tokens that a token attends to; `None` for all.
         softcap: Bound of the scores; `None` for none.
-        softmax: "vanilla", or with a logit for each head beside the scores that has no value: zero
+        softmax: "vanilla", or with an additional logit for each head that has no value: zero
             ("off-by-one") or "learnable".
     """
 
@@ -386,9 +386,9 @@ class LayerPlan:
     Attributes:
         mixer: Record whose kind is in `block.MIXERS`.
         mlp: Record whose kind is in `block.MLPS`.
-        norm: Every normalization of a sublayer.
-        norm_placement: Whether these come "before" the sublayers, "after" them (of what is added
-            to the residual stream), or "both".
+        norm: The record of all normalizations of sublayers.
+        norm_placement: Whether they come "before" the sublayers, "after" them (on the output that
+            is added to the residual stream), or "both".
         cross_attention: A decoder's attention to its encoder, between mixer and MLP; `None` for
             layers without one.
         retriever: The encoder of a Retro's neighbors, which attends to the input of this layer's
@@ -429,7 +429,7 @@ class LayerPlan:
 
 
 def rotaries(layers: Sequence[LayerPlan]) -> tuple[RotaryPlan, ...]:
-    """Return the rotary positions of layers, each kind once, in the order of first use."""
+    """Return the kinds of rotary positions in layers, in order of first use."""
     every = dict.fromkeys(getattr(layer.mixer, "rotary", None) for layer in layers)
     return tuple(rotary for rotary in every if rotary is not None)
 
@@ -461,9 +461,9 @@ class EmbeddingPlan:
         positions: Rows of the table of learned positions; 0 if there is none.
         token_types: Rows of the table of token types; 0 if there is none.
         calls: Number of lookups per pass: an encoder and a decoder make one each.
-        ahead: Number of further lookups where the model ends (`multi_token`).
+        ahead: Number of further lookups in the last part of the model (`multi_token`).
         dropout: Dropout probability of the sum.
-        scale: Factor of word embeddings; `None` leaves them as they are.
+        scale: Factor applied to word embeddings; `None` leaves them unchanged.
     """
 
     vocabulary: int

@@ -315,7 +315,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
         for experts, window, rotates in choices
     }
     layers, depths = tuple(made[choice] for choice in choices), model.mtp_num_layers or 0
-    ahead = MultiTokenPlan(  # its layers are as the last one, as in Megatron Core
+    ahead = MultiTokenPlan(  # its layers are like the last one, as in Megatron Core
         hidden=model.hidden_size,
         init=init_plan(model),
         layers=layers[-1:] * depths,

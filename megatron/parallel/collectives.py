@@ -127,7 +127,7 @@ def start_gather_rows(x: Tensor, axis: Axis) -> InTransit:
 
 
 def start_sum_rows(x: Tensor, axis: Axis) -> InTransit:
-    """Start adding up the ranks' values in fp32, and keep this rank's part: [t T, ...] -> [T, ...].
+    """Start summing over ranks in fp32, keeping one part: [t T, ...] -> [T, ...].
 
     The backward pass joins the gradients of the parts.
     """
@@ -139,7 +139,7 @@ class Way(NamedTuple):
 
     Attributes:
         start: Starts sending a tensor.
-        finish: What to do with the received tensor.
+        finish: Processes the received tensor.
     """
 
     start: Callable[[Tensor], Pending]
@@ -163,11 +163,11 @@ def _way_of_sums(axis: Axis) -> Way:
 
 
 class InTransit:
-    """A tensor on its way between ranks, and later its gradient on the way back.
+    """A tensor in transit between ranks, and later its gradient in transit back.
 
-    Work between the start and `wait` overlaps with the communication, in both directions: autograd
-    runs its operations in reverse order, so what the forward pass computes here, the backward pass
-    differentiates between the start of the gradient's communication and its end.
+    Work between the start and `wait` overlaps with the communication in both directions. Autograd
+    runs operations in reverse order, so the backward pass of this work runs between the start and
+    the end of the gradient's communication.
 
     Args:
         x: The tensor to send.
@@ -175,7 +175,7 @@ class InTransit:
         back: The communication of its gradient.
 
     Attributes:
-        later: Functions that the backward pass calls while the gradient travels.
+        later: Functions that the backward pass calls while the gradient is in transit.
         has_gradient: Whether the backward pass will send a gradient back.
     """
 
@@ -188,7 +188,7 @@ class InTransit:
         self.has_gradient = self._handle.requires_grad
 
     def wait(self) -> Tensor:
-        """Return the received tensor. Call it once."""
+        """Return the received tensor. Call this only once."""
         handle, self._handle = self._handle, None  # its graph refers to this object
         received: Tensor = _Receive.apply(handle, self)
         return received
@@ -206,7 +206,7 @@ def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """Starts a communication. Its result and that result's gradient are placeholders."""
+    """A function that starts a communication. Its result and gradient are placeholders."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, transit: InTransit) -> Tensor:

@@ -2,8 +2,8 @@
 
 A token is sent once to every process that has some of its experts. That process returns the
 weighted sum of their outputs, and the token's own process adds up the sums. If nearly every token
-goes to nearly every process, all tokens are gathered on all of them instead: then no process has to
-know in advance how many tokens come from another.
+goes to nearly every process, all tokens are gathered on all processes instead. No process then has
+to know in advance how many tokens come from another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.layout import Axis, Layout
 
-# Share of the tokens that must need a process for all of them to be sent there.
+# If at least this share of the tokens needs a process, all tokens are sent there.
 _NEARLY_ALL = 0.75
 
 
@@ -46,9 +46,9 @@ class Arrived:
             -1 for experts of other processes.
         weights: Their weights, fp32 [R, k].
         count: Returns the number of choices of experts on this process, and may wait for the
-            device; `None` if that may be all of them.
+            device; `None` means that every choice may be of such an expert.
         send_back: Starts returning the outputs for these tokens, [R, h]. The function that it
-            returns waits for the sums of this process's tokens, [T, h]. `None` if nothing travels.
+            returns waits for the sums of this process's tokens, [T, h]. `None` without an exchange.
     """
 
     tokens: Tensor | InTransit
@@ -59,18 +59,18 @@ class Arrived:
 
     @property
     def later(self) -> list[Callable[[], None]] | None:
-        """The list of functions that run while the tokens' gradients travel; `None` if none do."""
+        """Functions to run while the tokens' gradients are sent; `None` without an exchange."""
         if isinstance(self.tokens, InTransit) and self.tokens.has_gradient:
             return self.tokens.later
         return None
 
     def group(self, experts: int) -> tuple[Tensor, Grouping]:
-        """Return the tokens, [R, h], and their rows. Call it once.
+        """Return the tokens, [R, h], and their rows. Call this only once.
 
         Args:
             experts: Number of experts on this process.
         """
-        grouping = Grouping.of(self.choices, experts)  # while tokens travel
+        grouping = Grouping.of(self.choices, experts)  # while tokens are sent
         if self.count is not None:
             grouping = grouping.first(self.count())
         tokens = self.tokens.wait() if isinstance(self.tokens, InTransit) else self.tokens
@@ -78,10 +78,10 @@ class Arrived:
 
 
 def share_reached(experts: int, chosen: int, ranks: int) -> float:
-    """Return the share of tokens that use experts of a certain process, if all are equally likely.
+    """Return the share of tokens that use a process's experts if all choices are equally likely.
 
     Args:
-        experts: Number of experts in all.
+        experts: Total number of experts.
         chosen: Number of experts of a token.
         ranks: Number of processes that divide the experts.
     """
@@ -90,7 +90,7 @@ def share_reached(experts: int, chosen: int, ranks: int) -> float:
 
 
 def gathers_all(experts: int, chosen: int, ranks: int) -> bool:
-    """Return whether all tokens are sent to all processes if these have equally many.
+    """Return whether all tokens are sent to all processes that have equally many tokens.
 
     The arguments are those of `share_reached`.
     """
@@ -125,7 +125,7 @@ class ExpertExchange:
     def send(
         self, tokens: Tensor, choices: Tensor, weights: Tensor, *, equally_many: bool
     ) -> Arrived:
-        """Start bringing tokens to their experts. Collective over expert and expert tensor ranks.
+        """Start sending tokens to their experts. Collective over expert and expert tensor ranks.
 
         Args:
             tokens: [T, h].
@@ -156,8 +156,8 @@ class ExpertExchange:
             arrived: The tokens.
 
         Returns:
-            A function that waits for the sum of each token's outputs, [T, h]. It is collective as
-            `send` is.
+            A function that waits for the sum of each token's outputs, [T, h]. It is collective like
+            `send`.
         """
         finish = None if arrived.send_back is None else arrived.send_back(outputs)
 
@@ -172,10 +172,10 @@ class ExpertExchange:
         return wait
 
     def _send_to_all(self, axis: Axis, tokens: Tensor, choices: Tensor, weights: Tensor) -> Arrived:
-        """Gather all tokens. The host waits for the number of rows, when it asks for it.
+        """Gather all tokens. The host waits for the number of rows only when it is requested.
 
-        Before that, it queues everything that does not depend on the number, so that the device has
-        work while the host wakes up.
+        Before that, the host queues all work that does not depend on the number, so that the device
+        is busy while the host wakes up.
         """
         choices = gather_rows_to(choices, axis)
         choices = self._here(choices, axis.rank)
@@ -191,7 +191,7 @@ class ExpertExchange:
     def _send_where_needed(
         self, axis: Axis, tokens: Tensor, choices: Tensor, weights: Tensor
     ) -> Arrived:
-        """Send each token to the processes of its experts, once the host knows their numbers."""
+        """Send each token to the processes of its experts, after the host has read the counts."""
         owners = torch.where(choices >= 0, choices // self.local, -1)
         ranks = torch.arange(axis.size, device=choices.device)
         goes = (owners.unsqueeze(-1) == ranks).sum(1)  # [T, ranks], a token's experts per rank

@@ -97,7 +97,7 @@ class RouterState:
         """Count the tokens of each expert: int64 [T, k], -1 for no expert."""
         if self._routers.is_paused:
             return
-        # Adding up a table takes half the time of atomic additions to a few addresses.
+        # Summing a table takes half the time of atomic additions to a few addresses.
         hits = torch.zeros(len(choices), len(self.counts) + 1, device=choices.device)
         hits.scatter_(1, choices.remainder(len(self.counts) + 1), 1.0)  # -1 goes to the last column
         self.counts.add_(hits.sum(0)[:-1])

@@ -30,12 +30,12 @@ __device__ __forceinline__ int first_seen(int length, int window) {
   return max(0, length - 1 - window);
 }
 
-// tanh(x / cap) * cap of a score in powers of two; the same score where cap is 0.
+// Returns tanh(score / cap) * cap for a score in powers of two, or the score itself if cap is 0.
 __device__ __forceinline__ float bounded(float score, float cap) {
   return cap > 0.f ? tanhf(score / cap) * cap : score;
 }
 
-// What a head's sink adds to a sum of weights, of which the largest score is `largest`.
+// Returns the weight that a head's sink adds to a sum of weights whose largest score is `largest`.
 __device__ __forceinline__ float sink_weight(const float* sinks, int head, float largest) {
   return sinks == nullptr ? 0.f : exp2f(sinks[head] * kLog2E - largest);
 }
