@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -96,12 +96,16 @@ def start_ranks(
     errors: Sequence[Path],
     *,
     port: int | None = None,
+    before: Callable[[], object] | None = None,
+    is_new: bool = False,
 ) -> list[BaseProcess]:
     """Start a rank for each of `outputs`, where it writes to; several know of each other.
 
     Args:
         words: what would follow `python`: a file or `-m module`, and its flags.
         port: where they meet, if not at one that is free.
+        before: Called in each rank before it begins, for example to set limits.
+        is_new: Whether each rank becomes a new interpreter, which imports everything again.
     """
     count = len(outputs)
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port or free_port())}
@@ -111,13 +115,21 @@ def start_ranks(
     for rank, streams in enumerate(zip(outputs, errors, strict=True)):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         variables = {**environment, **(common | own if count > 1 else {})}
-        ranks.append(context.Process(target=_as_main, args=(list(words), variables, *streams)))
+        work = (list(words), variables, *streams, before, is_new)
+        ranks.append(context.Process(target=_as_main, args=work))
     for process in ranks:
         process.start()
     return ranks
 
 
-def _as_main(words: list[str], environment: dict[str, str], output: Path, errors: Path) -> None:
+def _as_main(
+    words: list[str],
+    environment: dict[str, str],
+    output: Path,
+    errors: Path,
+    before: Callable[[], object] | None = None,
+    is_new: bool = False,
+) -> None:
     """Become `python words...`, in a process that has just been forked."""
     freeze_inherited()
     for number, path in ((1, output), (2, errors)):
@@ -125,12 +137,20 @@ def _as_main(words: list[str], environment: dict[str, str], output: Path, errors
             os.dup2(stream.fileno(), number)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", closefd=False)
+    if before is not None:
+        before()
+    if is_new:
+        os.execve(sys.executable, [sys.executable, *words], environment)
     os.environ.clear()
     os.environ.update(environment)
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).parent))
-        runpy.run_path(words[0], run_name="__main__")
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # a program may have one of its own
+        sys.exit(1)

@@ -8,7 +8,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from tests.distributed import start_method
 from tests.launch import start_ranks
 from tests.ports import free_port
 from tests.reliability.processes import environment, module
-from tests.reliability.scoreboard.score import Trials, expect
+from tests.reliability.scoreboard.score import Attempt, Trials, expect
 
 _LIMIT = 2.0  # seconds that a rank may keep others waiting
 _PROMISE = _LIMIT + 10.0  # seconds after the last fault by which every rank has ended
 _START = 60.0  # seconds within which a rank has reached its first iteration, on a busy machine
+_WORKERS = 12  # jobs at a time; they mostly wait
+_WHOLE = 0.03  # the share of jobs whose ranks are new interpreters instead of forks
 _PHASES = ("step", "start", "hang report", "end after an error", "end of the run", "save")
 _LAYOUTS = (
     (),
@@ -41,10 +44,11 @@ class _Job:
         ranks: The ranks' processes.
         launcher: The process that holds the store.
         struck: When the last signal was sent, by `time.monotonic`.
+        was_in_time: Whether a rank was running when the launcher froze.
     """
 
-    def __init__(self, count: int, fault: str, folder: Path, *flags: str) -> None:
-        """Start all of them."""
+    def __init__(self, count: int, fault: str, folder: Path, *flags: str, is_new: bool) -> None:
+        """Start all of them, the ranks as forks or as new interpreters."""
         port = free_port()
         ready = start_method().Event()
         self.launcher: BaseProcess = start_method().Process(target=_hold_store, args=(port, ready))
@@ -53,16 +57,26 @@ class _Job:
         self._outputs = [folder / f"rank{rank}" for rank in range(count)]
         variables = {**environment(fault, folder / "fault"), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         words = module("--distributed-timeout-minutes", f"{_LIMIT / 60:.4f}", *flags)
-        self.ranks = start_ranks(words, variables, self._outputs, self._outputs, port=port)
+        self.ranks = start_ranks(
+            words, variables, self._outputs, self._outputs, port=port, is_new=is_new
+        )
         self.struck = time.monotonic()
+        self.was_in_time = False
         self._stopped: set[int] = set()
 
     def output(self) -> str:
         """Return what all ranks have printed."""
         return "\n".join(path.read_text() for path in self._outputs if path.exists())
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a rank that was not stopped has not ended."""
+        running = [rank for i, rank in enumerate(self.ranks) if i not in self._stopped]
+        return any(rank.exitcode is None for rank in running)
+
     def freeze_launcher(self) -> None:
         """Stop the launcher as a frozen machine would."""
+        self.was_in_time = self.is_running
         os.kill(self.launcher.pid or 0, signal.SIGSTOP)
         self.struck = time.monotonic()
 
@@ -74,12 +88,12 @@ class _Job:
             if number == signal.SIGSTOP:
                 self._stopped.add(rank)
 
-    def until(self, text: str) -> None:
-        """Wait until a rank has printed `text`, or all have ended."""
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait until something holds, or all ranks have ended."""
         deadline = time.monotonic() + _START
-        while text not in self.output() and any(rank.exitcode is None for rank in self.ranks):
-            expect(time.monotonic() < deadline, f"no {text!r} in {self.output()[-500:]}")
-            time.sleep(0.02)
+        while not condition() and any(rank.exitcode is None for rank in self.ranks):
+            expect(time.monotonic() < deadline, f"not at work: {self.output()[-500:]}")
+            time.sleep(0.05)
 
     def codes(self, seconds: float) -> list[int]:
         """Return the exit codes of the ranks that were not stopped, in their order.
@@ -109,9 +123,9 @@ def _hold_store(port: int, ready: Any) -> None:
 
 
 @contextmanager
-def _job(count: int, fault: str, folder: Path, *flags: str) -> Iterator[_Job]:
+def _job(count: int, fault: str, folder: Path, *flags: str, is_new: bool) -> Iterator[_Job]:
     """Start a job, and kill what is left of it when the block ends."""
-    started = _Job(count, fault, folder, *flags)
+    started = _Job(count, fault, folder, *flags, is_new=is_new)
     try:
         yield started
     finally:
@@ -130,6 +144,7 @@ class _Attack:
         number: The signal for the victim, or `None` to freeze only the launcher.
         seconds: How long after the phase began the launcher freezes.
         apart: How long after that the victim is struck; before it if negative.
+        is_whole: Whether the ranks are new interpreters.
     """
 
     phase: str
@@ -139,14 +154,15 @@ class _Attack:
     number: signal.Signals | None
     seconds: float
     apart: float
+    is_whole: bool
 
     @classmethod
     def drawn(cls, phase: str, rng: random.Random) -> _Attack:
         """Draw an attack on a phase."""
-        count = rng.choice((2, 2, 2, 4))
+        count, is_whole = rng.choice((2, 2, 2, 4)), rng.random() < _WHOLE
         kill, stop = signal.SIGKILL, signal.SIGSTOP
         numbers, longest = {
-            "start": ((None, kill, stop), 3.0),
+            "start": ((None, kill, stop), 4.0 if is_whole else 0.6),
             "step": ((kill, kill, stop), 0.5),
             "hang report": ((stop,), _PROMISE),
             "end after an error": ((None, None, kill, stop), 6.0),
@@ -161,10 +177,24 @@ class _Attack:
             rng.choice(numbers),
             rng.uniform(0.0, longest),
             rng.uniform(-0.3, 0.5),
+            is_whole,
         )
 
-    def run(self, folder: Path) -> None:
-        """Make the attack.
+    def run(self, folder: Path) -> list[str]:
+        """Make the attack, earlier if the ranks have ended before it, and return notes.
+
+        Raises:
+            AssertionError: A rank did not end in time, or none said why it ended.
+        """
+        for attempt in range(8):
+            inner = folder / str(attempt)
+            inner.mkdir(parents=True)
+            if replace(self, seconds=self.seconds / 2**attempt).strikes(inner):
+                return [self.phase, *(["whole programs"] if self.is_whole else [])]
+        raise AssertionError("every time the ranks ended before the launcher froze")
+
+    def strikes(self, folder: Path) -> bool:
+        """Make the attack once, and return whether a rank was still running.
 
         Raises:
             AssertionError: A rank did not end in time, or none said why it ended.
@@ -173,20 +203,25 @@ class _Attack:
         if self.phase == "end after an error":  # of a rank that is not struck
             fault = f"{('mistake', 'bug')[self.count // 4]}:{(self.victim + 1) % self.count}:2"
         endless = self.phase in ("step", "hang report", "save")
+        endless |= self.phase == "start" and self.number is not None
         flags = [*self.flags, "--train-iters", "1000000" if endless else "3"]
         if self.phase in ("save", "end of the run"):
             flags += ["--save", str(folder / "checkpoints"), "--save-interval", "1"]
             flags += ["--keep-latest", "2", *(["--async-save"] if self.victim % 2 else [])]
-        with _job(self.count, fault, folder, *flags) as started:
-            if self.phase != "start":
-                started.until("iteration        1/")
+        slow = _START if self.is_whole else 5.0
+        with _job(self.count, fault, folder, *flags, is_new=self.is_whole) as started:
+            if self.phase == "end after an error":
+                started.until((folder / "fault").exists)
+            elif self.phase != "start":
+                started.until(lambda: "iteration        1/" in started.output())
             self._strike(started)
-            codes = started.codes(_PROMISE + (_START if self.phase == "start" else 0.0))
+            codes = started.codes(_PROMISE + (slow if self.phase == "start" else 0.0))
             text = started.output()
         codes = [code for code in codes if code != -signal.SIGKILL or self.number is None]
         expect(all(code >= 0 for code in codes), f"a rank crashed: {codes}: {text[-1000:]}")
         expect(not endless or all(codes), f"a rank ended well: {codes}: {text[-1000:]}")
         expect(not any(codes) or "error: " in text, f"no report: {codes}: {text[-1000:]}")
+        return started.was_in_time
 
     def _strike(self, started: _Job) -> None:
         time.sleep(self.seconds if self.phase != "hang report" else 0.0)
@@ -205,12 +240,9 @@ class _Attack:
 def mute_store(folder: Path, count: int) -> Trials:
     """Try row 37: freeze the launcher in each phase, and kill or stop a rank as well."""
     trials, rng = Trials("seed 37"), random.Random(37)
+    attempts: list[Attempt] = []
     for number in range(count):
-        phase = _PHASES[number % len(_PHASES)]
-        attack = _Attack.drawn(phase, rng)
-        inner = folder / str(number)
-        inner.mkdir()
-        with trials.trial(f"{number}, {attack}"):
-            attack.run(inner)
-        trials.note(phase)
+        attack = _Attack.drawn(_PHASES[number % len(_PHASES)], rng)
+        attempts.append((f"{number}, {attack}", partial(attack.run, folder / str(number))))
+    trials.side_by_side(attempts, _WORKERS)
     return trials

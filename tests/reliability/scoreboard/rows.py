@@ -234,12 +234,12 @@ ROWS: tuple[Row, ...] = (
     Row(
         37,
         "the launcher, which holds the store, is stopped at a random time of a start, a step, a "
-        "hang report, a save, the end after an error and the end of a run, and a rank is killed or"
-        " stopped beside it: every other rank ends by itself within the time limit and 10 s, and "
-        "one says why",
+        "hang report, a save, the end after an error and the end of a run (always while a rank is "
+        "still running), and a rank is killed or stopped beside it, in 5 layouts of 2 and 4 ranks: "
+        "every other rank ends by itself within the time limit and 10 s, and one says why",
         mute_store,
-        full=40,
-        quick=2,
+        full=1000,
+        quick=6,
     ),
     Row(
         38,

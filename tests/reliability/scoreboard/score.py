@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+from tests.distributed import freeze_inherited, start_method
+
+# The name of a trial, and a function that makes it and returns notes.
+Attempt = tuple[str, Callable[[], Iterable[str]]]
 
 
 @dataclass
@@ -51,6 +58,53 @@ class Trials:
     def note(self, text: str, count: int = 1) -> None:
         """Count something that the table tells beside the result."""
         self.notes[text] = self.notes.get(text, 0) + count
+
+    def side_by_side(self, attempts: Sequence[Attempt], workers: int) -> None:
+        """Make attempts in several forked processes at a time.
+
+        This suits attempts that mostly wait. Each worker takes the next attempt when it is free.
+
+        Raises:
+            EOFError: A worker died.
+        """
+        context = start_method()
+        turn = context.Value("i", 0)
+        started = []
+        for _ in range(min(workers, len(attempts))):
+            receiver, sender = context.Pipe(duplex=False)
+            worker = context.Process(target=_work, args=(attempts, turn, sender))
+            worker.start()
+            sender.close()
+            started.append((worker, receiver))
+        for worker, receiver in started:
+            self._add(receiver.recv())
+            worker.join()
+
+    def _add(self, other: Trials) -> None:
+        self.passed += other.passed
+        self.tried += other.tried
+        self.failures += other.failures
+        self.worst = max(self.worst, other.worst)
+        for text, count in other.notes.items():
+            self.note(text, count)
+
+
+def _work(attempts: Sequence[Attempt], turn: Any, sender: Connection) -> None:
+    freeze_inherited()
+    trials = Trials()
+    while True:
+        with turn.get_lock():
+            number = turn.value
+            turn.value += 1
+        if number >= len(attempts):
+            break
+        name, attempt = attempts[number]
+        notes: list[str] = []
+        with trials.trial(name):
+            notes += attempt()
+        for note in notes:
+            trials.note(note)
+    sender.send(trials)
 
 
 @dataclass(frozen=True)
