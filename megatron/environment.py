@@ -96,6 +96,21 @@ def private_cache(name: str) -> Path:
     return private_folder(base / f"{name}-{os.getuid()}")
 
 
+def name_problem(name: str) -> str | None:
+    """Return why libraries could not use this path or text, with the remedy, or `None`.
+
+    Libraries take names as UTF-8, and Python may read them otherwise, so both must agree.
+    """
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8" and not name.isascii():
+        return f"is read as {encoding} in this locale: set PYTHONUTF8=1"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "is not UTF-8: rename it"
+    return None
+
+
 def with_our_programs() -> dict[str, str]:
     """Return this process's variables, with the folder of our interpreter first on the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -3,9 +3,10 @@
 Walks the syntax tree of every shipped Python file. Each exception is one name in one file. What
 writes Megatron's files takes pickle's `Pickler` class alone; nothing unpickles, for
 checkpoint/legacy/unpickler.py reads the byte code itself. What writes Megatron Core's index takes
-its records from torch.distributed.checkpoint, and nothing else. One file loads shared libraries,
-after it has checked who can have written them. In the package, files are written by
-megatron/durable.py, which never follows a link; what writes elsewhere says why here.
+its records from torch.distributed.checkpoint, and nothing else. Two files load shared libraries:
+those of the system by name, and NVRTC from the folders that Python imports from. Neither loads
+anything from a cache. In the package, files are written by megatron/durable.py, which never follows
+a link; what writes elsewhere says why here.
 """
 
 from __future__ import annotations

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron.environment import module_command, private_cache
+from megatron.environment import module_command, name_problem, private_cache
+from tests.repository import ROOT
+
+# What a training does before it imports torch.
+_PARSE = f"""
+import sys
+from megatron.command import run_command
+from megatron.config.parser import parse_config
+words = ["--config", "{ROOT}/examples/gpt_tiny.yaml", "--save-interval", "1", *sys.argv[1:]]
+sys.exit(run_command(lambda: parse_config(words, world_size=1) and 0))
+"""
 
 
 @pytest.mark.parametrize("asked", ["MEGATRON_CACHE", "XDG_CACHE_HOME", "HOME"])
@@ -44,3 +54,32 @@ def test_a_new_interpreter_imports_nothing_from_the_current_folder(
         cwd=tmp_path, env=variables, capture_output=True, check=False,
     )  # fmt: skip
     assert (tmp_path / "executed").exists()  # or the test would prove nothing
+
+
+def test_a_name_is_utf_8_for_python_and_for_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert name_problem("data/é") is None
+    assert name_problem("data/\udce9") == "is not UTF-8: rename it"
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    assert name_problem("data/x") is None
+    for name in ("data/\udcc3\udca9", "data/é"):
+        assert name_problem(name) == "is read as ascii in this locale: set PYTHONUTF8=1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, r"--save 'caf\udce9': the path '{}/caf\udce9' is not UTF-8: rename it"),
+        ({"PYTHONUTF8": "0"}, r"'{}/caf\udce9' is read as ascii in this locale: set PYTHONUTF8=1"),
+    ],
+)
+def test_a_path_that_is_not_utf_8_is_named_in_any_locale(
+    tmp_path: Path, variables: dict[str, str], said: str
+) -> None:
+    words = [sys.executable, "-c", _PARSE, "--save", b"caf\xe9"]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONPATH": str(ROOT), **variables}
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, check=False, text=True
+    )
+    assert ended.returncode == 9, ended.stderr
+    assert said.format(tmp_path) in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron.config.fields import near_multiples
 from megatron.config.resolve import data_parallel_size
 from megatron.config.run import RunOptions, field_at, flatten
+from megatron.environment import name_problem
 
 _RAMP_WORDS = 3
 _UNITS = ("iters", "samples", "tokens")
@@ -391,11 +392,10 @@ def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
                 continue
             of_checkpoint = name in ("checkpoint.save", "checkpoint.load")
             path = os.path.abspath(text) if of_checkpoint and text else text
-            try:
-                path.encode()
-            except UnicodeEncodeError:
+            problem = name_problem(path)
+            if problem is not None:
                 flag = "--" + name.partition(".")[2].replace("_", "-")
-                yield f"{flag} {text!a}: the path {path!a} is not UTF-8: rename the folder"
+                yield f"{flag} {text!a}: the path {path!a} {problem}"
 
 
 def profiling(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -24,6 +24,7 @@ from megatron.data.text_input import (
     load_line,
     read_blocks,
 )
+from megatron.environment import name_problem
 from megatron.errors import DataError
 from megatron.extras import packages_of
 
@@ -89,8 +90,9 @@ def cut_pieces(patterns: Sequence[str]) -> list[Piece]:
     """
     paths = find_inputs(patterns, ARCHIVES)
     for path in paths:
-        if any("\ud800" <= character <= "\udfff" for character in path):
-            raise DataError(f"--input {path!a}: the name is not UTF-8: rename the file")
+        problem = name_problem(path)
+        if problem is not None:
+            raise DataError(f"--input {path!a}: the name {problem}")
     sizes = {path: os.path.getsize(path) for path in paths}
     goal = min(max(sum(sizes.values()) // _PIECES, _SMALLEST_PIECE), _LARGEST_PIECE)
     pieces: list[Piece] = []

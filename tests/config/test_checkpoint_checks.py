@@ -14,15 +14,15 @@ _LINES = [
     ),
     (
         "--save /runs/\udce9 --save-interval 5",
-        r"--save '/runs/\udce9': the path '/runs/\udce9' is not UTF-8: rename the folder",
+        r"--save '/runs/\udce9': the path '/runs/\udce9' is not UTF-8: rename it",
     ),
     (
         "--tensorboard-dir /l/\udce9",
-        r"--tensorboard-dir '/l/\udce9': the path '/l/\udce9' is not UTF-8: rename the folder",
+        r"--tensorboard-dir '/l/\udce9': the path '/l/\udce9' is not UTF-8: rename it",
     ),
     (
         "--data-cache-path /c/\udce9",
-        r"--data-cache-path '/c/\udce9': the path '/c/\udce9' is not UTF-8: rename the folder",
+        r"--data-cache-path '/c/\udce9': the path '/c/\udce9' is not UTF-8: rename it",
     ),
     (
         "--save here --save-interval-in-mins 0",

@@ -1,14 +1,23 @@
-"""Row 39: input that is merely large, little memory, and logs whose readers leave."""
+"""Row 39: input that is merely large, little memory, and logs whose readers leave.
+
+Importing torch takes seconds, so most trainings are forks of this process, which has imported it.
+They run the same script, under limits that are set in the fork. The other commands, and a share of
+the trainings, are new interpreters, so limits also strike while they import.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import json
+import os
 import random
-import subprocess
-import sys
+import resource
+import tempfile
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import IO
 
 import pyarrow
 import zstandard
@@ -25,62 +34,128 @@ from megatron.errors import (
     StorageError,
 )
 from megatron.tokenizer.fast_bpe import byte_of_character
-from tests.reliability.scoreboard.score import Trials, expect
+from tests.distributed import start_method
+from tests.launch import start_ranks
+from tests.reliability.scoreboard.score import Attempt, Trials, expect, within
 from tests.repository import ROOT
 from tests.training.toy import TOY
 
-_LIMIT = 120.0  # seconds
+_LIMIT = 120  # seconds
+_WORKERS = 2
+_WHOLE = 0.1  # the share of trainings that are new interpreters
 _KINDS = (CheckpointError, ConfigError, DataError, OutputClosedError, ShortageError, StorageError)
 _CODES = {EXIT_OK, *(kind.exit_code for kind in _KINDS)}
-_SHARED = 'mount -t tmpfs -o size={size}k none /dev/shm && exec "$@"'
+_NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000  # flags of unshare
+_PRIVATE = 0x44000  # for mount: MS_REC | MS_PRIVATE
 
 
 def merely_large(folder: Path, count: int) -> Trials:
-    """Draw sizes, limits and closing times; each trial is a whole command in a new interpreter."""
+    """Draw sizes, limits and closing times, and run commands."""
     trials = Trials.with_seeds(count)
     attacks = (_preprocess, _train_tokenizer, _little_memory, _little_shared_memory, _reader_leaves)
+    attempts: list[Attempt] = []
     for seed in range(count):
-        draw = random.Random(seed)
         attack = attacks[seed % len(attacks)]
-        inner = folder / str(seed)
-        inner.mkdir()
-        with trials.trial(f"{attack.__name__.strip('_')}, seed {seed}"):
-            trials.note(f"ended with {attack(inner, draw)}")
+        name = f"{attack.__name__.strip('_')}, seed {seed}"
+        attempts.append((name, partial(_attempt, attack, folder / str(seed), seed)))
+    trials.side_by_side(attempts, _WORKERS)
     return trials
 
 
-def _run(words: list[str], limit: int | None = None, lines: int | None = None) -> int:
-    """Run a command, check how it ends, and return its exit code.
+def _attempt(
+    attack: Callable[[Path, random.Random], list[str]], folder: Path, seed: int
+) -> list[str]:
+    folder.mkdir()
+    ending, kind = attack(folder, random.Random(seed))
+    return [f"{attack.__name__.strip('_').replace('_', ' ')}, {ending}", kind]
 
-    Args:
-        words: The command.
-        limit: The bytes of its address space, if they are bounded.
-        lines: How many lines of its output are read before the pipe is closed; `None` for all.
-    """
 
-    if limit is not None:
-        words = ["sh", "-c", f'ulimit -v {limit // 1024} && exec "$@"', "sh", *words]
-    process = subprocess.Popen(
-        words, cwd=ROOT, text=True, errors="replace",
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    if lines is not None:
-        assert process.stdout is not None
-        for _ in range(lines):
-            process.stdout.readline()
-        process.stdout.close()
-        process.stdout = None
-    try:
-        _, said = process.communicate(timeout=_LIMIT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    expect(process.returncode in _CODES, f"ended with {process.returncode}: {said[-300:]}")
+def _ended(code: int, said: str, *, is_new: bool) -> list[str]:
+    """Check how a command ended, and return the notes of its trial."""
+    expect(code in _CODES, f"ended with {code}: {said[-300:]}")
     expect("Traceback" not in said, f"a traceback: {said[-300:]}")
     last = said.splitlines()[-1] if said else ""
     begins = last.startswith(("error: ", "WARNING: the program that read"))
-    expect(process.returncode == EXIT_OK or begins, f"no reason: {said[-300:]}")
-    return process.returncode
+    expect(code == EXIT_OK or begins, f"no reason: {said[-300:]}")
+    return [f"ended with {code}", "new interpreters" if is_new else "forks"]
+
+
+def _read(stream: IO[str], lines: int | None) -> None:
+    """Read this many lines of a stream and close it; `None` for all lines."""
+    with stream:
+        if lines is None:
+            stream.read()
+        else:
+            for _ in range(lines):
+                stream.readline()
+
+
+def _run(
+    words: list[str],
+    folder: Path,
+    *,
+    limit: int | None = None,
+    shared: int | None = None,
+    lines: int | None = None,
+    is_new: bool = False,
+) -> list[str]:
+    """Run `python words...`, check how it ends, and return notes.
+
+    Args:
+        words: A file and its flags.
+        folder: Where output may be kept.
+        limit: The bytes of its address space, if they are bounded. In a fork, which has imported
+            everything, they are counted from what it has already.
+        shared: The size of its /dev/shm in KiB, if it is not that of the system.
+        lines: How many lines of its output are read before the pipe is closed; `None` for all.
+        is_new: Whether it is a new interpreter instead of a fork of this process.
+    """
+
+    def before() -> None:
+        os.chdir(ROOT)
+        if shared is not None:
+            _mount_shared_memory(shared)
+        if limit is not None:
+            pages = 0 if is_new else int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + limit,) * 2)
+
+    with tempfile.TemporaryDirectory(dir=folder) as inner, within(_LIMIT):
+        output, errors = Path(inner, "output"), Path(inner, "errors")
+        os.mkfifo(output)
+        [process] = start_ranks(words, os.environ, [output], [errors], before=before, is_new=is_new)
+        try:
+            _read(output.open(errors="replace"), lines)
+            process.join()
+        finally:
+            process.kill()
+            process.join()
+        code, said = process.exitcode or EXIT_OK, errors.read_text(errors="replace")
+    return _ended(code, said, is_new=is_new)
+
+
+def _mount_shared_memory(size: int) -> None:
+    """Give this process alone a /dev/shm of this many KiB."""
+    system, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+
+    def expect_zero(result: int) -> None:
+        if result:
+            raise OSError(ctypes.get_errno(), "a namespace of its own")
+
+    expect_zero(system.unshare(_NEW_USER | _NEW_MOUNTS))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    expect_zero(system.mount(None, b"/", None, _PRIVATE, None))
+    expect_zero(system.mount(b"none", b"/dev/shm", b"tmpfs", 0, f"size={size}k".encode()))
+
+
+@cache
+def _can_mount() -> bool:
+    """Whether a process may have a /dev/shm of its own here."""
+    process = start_method().Process(target=_mount_shared_memory, args=(64,))
+    process.start()
+    process.join()
+    return process.exitcode == 0
 
 
 def _large_file(folder: Path, draw: random.Random) -> Path:
@@ -100,71 +175,74 @@ def _large_file(folder: Path, draw: random.Random) -> Path:
     return path
 
 
-def _untouched(files: list[Path], work: Callable[[], int]) -> int:
+def _untouched(files: list[Path], work: Callable[[], list[str]]) -> list[str]:
     """Write files, run a command that replaces them, and check that it replaces all or none."""
     for file in files:
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"before")
-    code = work()
+    notes = work()
+    is_well = f"ended with {EXIT_OK}" in notes
     replaced = [file.read_bytes() != b"before" for file in files]
-    expect(replaced == [code == EXIT_OK] * len(files), f"code {code}, replaced: {replaced}")
-    return code
+    expect(replaced == [is_well] * len(files), f"{notes}, replaced: {replaced}")
+    return notes
 
 
-def _preprocess(folder: Path, draw: random.Random) -> int:
+def _preprocess(folder: Path, draw: random.Random) -> list[str]:
     vocab = {character: i for i, character in enumerate(byte_of_character())}
     (folder / "v.json").write_text(json.dumps(vocab | {"<|endoftext|>": 256}))
     (folder / "m.txt").write_text("#version: 0.2\n")
-    words = [sys.executable, "tools/preprocess_data.py", "--input", str(_large_file(folder, draw))]
+    words = [str(ROOT / "tools/preprocess_data.py"), "--input", str(_large_file(folder, draw))]
     words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(folder / "v.json")]
     words += ["--merge-file", str(folder / "m.txt"), "--output-prefix", str(folder / "out" / "x")]
     words += ["--overwrite", "--max-line-mb", str(draw.choice([1, 8, 64, 500]))]
     words += ["--workers", "2"] * draw.randrange(2) + ["--on-error", "skip"] * draw.randrange(2)
     files = [folder / "out" / f"x_text_document.{ending}" for ending in ("bin", "idx")]
     limit = int(draw.uniform(3e8, 3e9))
-    return _untouched(files, lambda: _run(words, limit))
+    return _untouched(files, lambda: _run(words, folder, limit=limit, is_new=True))
 
 
-def _train_tokenizer(folder: Path, draw: random.Random) -> int:
-    words = [sys.executable, "tools/train_tokenizer.py", "--input", str(_large_file(folder, draw))]
+def _train_tokenizer(folder: Path, draw: random.Random) -> list[str]:
+    words = [str(ROOT / "tools/train_tokenizer.py"), "--input", str(_large_file(folder, draw))]
     words += ["--output-dir", str(folder / "out"), "--overwrite", "--vocab-size", "300"]
     words += ["--max-line-mb", str(draw.choice([1, 8, 64]))]
     files = [folder / "out" / name for name in ("vocab.json", "merges.txt", "tokenizer.json")]
     limit = int(draw.uniform(3e8, 2e9))
-    return _untouched(files, lambda: _run(words, limit))
+    return _untouched(files, lambda: _run(words, folder, limit=limit, is_new=True))
 
 
 def _training(folder: Path, iterations: int, *flags: str) -> list[str]:
     save = ["--save", str(folder / "run"), "--load", str(folder / "run"), "--save-interval", "2"]
     count = ["--train-iters", str(iterations), "--eval-iters", "0", "--lr-decay-iters", "99"]
-    return [sys.executable, "pretrain_gpt.py", *TOY, *save, *count, *flags]
+    return [str(ROOT / "pretrain_gpt.py"), *TOY, *save, *count, *flags]
 
 
-def _goes_on(folder: Path, work: Callable[[], int]) -> int:
+def _goes_on(folder: Path, work: Callable[[], list[str]]) -> list[str]:
     """Run a command on a checkpoint, and check that the next run continues at the newest one."""
-    expect(_run(_training(folder, 2)) == EXIT_OK, "the first run fails")
-    code = work()
+    well = f"ended with {EXIT_OK}"
+    expect(well in _run(_training(folder, 2), folder), "the first run fails")
+    notes = work()
     expect(int((folder / "run" / TRACKER).read_text()) >= 2, "the tracker went back")
-    expect(_run(_training(folder, 3, "--exit-interval", "1")) == EXIT_OK, "the next run fails")
-    return code
+    next_run = _training(folder, 3, "--exit-interval", "1")
+    expect(well in _run(next_run, folder), "the next run fails")
+    return notes
 
 
-def _little_memory(folder: Path, draw: random.Random) -> int:
-    workers = str(draw.choice([0, 2]))
+def _little_memory(folder: Path, draw: random.Random) -> list[str]:
+    workers, is_new = str(draw.choice([0, 2])), draw.random() < _WHOLE
     words = _training(folder, 6, "--num-workers", workers, "--hidden-size", "32")
-    limit = int(2 ** draw.uniform(27, 31))
-    return _goes_on(folder, lambda: _run(words, limit))
+    limit = int(2 ** (draw.uniform(27, 31) if is_new else draw.uniform(20, 29)))
+    return _goes_on(folder, lambda: _run(words, folder, limit=limit, is_new=is_new))
 
 
-def _little_shared_memory(folder: Path, draw: random.Random) -> int:
-    mount = _SHARED.format(size=draw.choice([4, 8, 16, 32, 64, 256]))
-    words = ["env", "unshare", "-rm", "sh", "-c", mount, "sh"]
-    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
-        return _little_memory(folder, draw)  # user namespaces are not allowed here
-    words += _training(folder, 6, "--num-workers", str(draw.choice([1, 2, 3])))
-    return _goes_on(folder, lambda: _run(words))
+def _little_shared_memory(folder: Path, draw: random.Random) -> list[str]:
+    if not _can_mount():
+        return _little_memory(folder, draw)
+    size, is_new = draw.choice([4, 8, 16, 32, 64, 256]), draw.random() < _WHOLE
+    words = _training(folder, 6, "--num-workers", str(draw.choice([1, 2, 3])))
+    return _goes_on(folder, lambda: _run(words, folder, shared=size, is_new=is_new))
 
 
-def _reader_leaves(folder: Path, draw: random.Random) -> int:
+def _reader_leaves(folder: Path, draw: random.Random) -> list[str]:
     words, lines = _training(folder, 10_000), draw.randrange(40)
-    return _goes_on(folder, lambda: _run(words, lines=lines))
+    is_new = draw.random() < _WHOLE
+    return _goes_on(folder, lambda: _run(words, folder, lines=lines, is_new=is_new))
