@@ -53,7 +53,7 @@ def process_group(
 
     Raises:
         ConfigError: The device of some process does not meet the requirements of the run.
-        HangError: The processes did not all connect in time.
+        HangError: The processes did not all connect in time, or one ended meanwhile.
         SystemExit: A process failed and has printed the reason.
     """
     if launch.world_size == 1:
@@ -86,19 +86,25 @@ def process_group(
             raise HangError(unconnected.format(error)) from error
         journal = Journal(StreamMarks(device.torch_device) if device.is_gpu else None)
         watchdog.begin(journal)
-        dist.init_process_group(
-            backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
-            store=attempt,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout + BACKSTOP,
-        )
-        for step in (dist.destroy_process_group, before_end.close, watchdog.begin_end):
-            at_end.callback(step)  # runs in reverse order
-        # A number that is unique to this attempt separates its entries from those of earlier
-        # attempts.
-        token = torch.tensor([secrets.randbits(62) if launch.rank == 0 else 0])
-        dist.all_reduce(token)
+        try:
+            dist.init_process_group(
+                backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
+                store=attempt,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timeout + BACKSTOP,
+            )
+            for step in (dist.destroy_process_group, before_end.close, watchdog.begin_end):
+                at_end.callback(step)  # runs in reverse order
+            # A number that is unique to this attempt separates its entries from those of earlier
+            # attempts.
+            token = torch.tensor([secrets.randbits(62) if launch.rank == 0 else 0])
+            dist.all_reduce(token)
+        except RuntimeError as error:
+            raise HangError(
+                f"the {launch.world_size} processes connected but could not form their groups: has "
+                f"one of them ended, or can the machines not reach each other? {error}"
+            ) from error
         watchdog.connect(dist.PrefixStore(f"watchdog/{token.item()}", own_connection))
         try:
             grid = Layout.at(launch.rank, launch.world_size, **config.sizes)

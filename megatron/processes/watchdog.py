@@ -460,9 +460,10 @@ class Watchdog:
         on the store's machine.
         """
         now, due = time.monotonic(), self._due
-        if due is not None and now >= due.time:
-            self._leave(due.code, due.text)
         progress, is_mute = self._journal.progress, self._is_mute
+        # Nobody can explain a hang to this process once the store is mute.
+        if due is not None and (now >= due.time or (self._is_hanging and is_mute)):
+            self._leave(due.code, due.text)
         waits = self._journal.device_is_behind or self._main_is_in(*_OUTPUT) or self._wait()
         if progress != self._progress or not (waits or is_mute):
             self._progress, self._since = progress, now

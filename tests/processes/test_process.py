@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from megatron.config import rules_parallel
 from megatron.device import Device
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, HangError
 from megatron.kernels.library import LibraryChoice
 from megatron.parallel.layout import Layout
 from megatron.processes.groups import DeviceReport, problems_of
@@ -136,6 +137,38 @@ def test_all_processes_hear_what_one_of_them_lacks(tmp_path, gpus, message) -> N
     assert re.match(message, first)
     assert first.count("error:") == 1
     assert second == ""
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+import pretrain_gpt
+
+if os.environ["RANK"] == "1":
+    dist.{call} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(pretrain_gpt.main(pretrain_gpt.GPTRecipe()))
+"""
+
+
+@pytest.mark.parametrize("call", ["init_process_group", "all_reduce"])
+def test_a_process_that_is_killed_while_groups_form_ends_the_other(tmp_path, call) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KILLED.format(root=str(ROOT), call=call))
+    output = [tmp_path / str(rank) for rank in (0, 1)]
+    flags = [*TOY, "--train-iters", "1", "--distributed-timeout-minutes", "0.02"]
+    ranks = start_ranks([str(script), *flags], os.environ, output, output)
+    try:
+        for rank in ranks:
+            rank.join(60)
+        assert [rank.exitcode for rank in ranks] == [HangError.exit_code, -signal.SIGKILL]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    said = output[0].read_text()
+    assert "error: " in said
+    assert "Traceback" not in said
 
 
 def test_a_line_names_the_ranks_that_it_is_of() -> None:

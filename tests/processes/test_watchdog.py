@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.errors import say_on_stderr
-from megatron.parallel.journal import Journal
+from megatron.parallel.journal import Journal, Transfer
 from megatron.processes import watchdog
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process
@@ -206,6 +206,26 @@ def test_without_an_answer_of_the_store_all_work_is_limited(tmp_path: Path) -> N
     assert ended.code == 5
     assert "hang: rank 0 made no progress within 0.5 s" in ended.output
     assert "the launcher's store does not answer" in ended.output
+
+
+def test_a_hang_ends_as_soon_as_the_store_is_mute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process waits for an explanation only as long as somebody can give it one."""
+    monkeypatch.setattr(watchdog, "_PATIENCE", 60.0)
+
+    def hang() -> None:
+        store, journal = MuteStore(), Journal()
+        store.frozen.set()
+        dog = _connected(store, 0.2)
+        dog.begin(journal)
+        journal.begin_wait(Transfer(journal, "all-reduce", (0, 1), 1, None))
+
+    started = time.monotonic()
+    ended = _ended(hang, tmp_path)
+    assert ended.code == 5
+    assert "rank 1 did not join the all-reduce within 0.2 s" in ended.output
+    assert time.monotonic() - started < 30.0
 
 
 def test_work_for_which_nobody_waits_is_not_limited(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from tests.reliability.scoreboard.score import Attempt, Trials, expect
 
 _LIMIT = 2.0  # seconds that a rank may keep others waiting
 _PROMISE = _LIMIT + 10.0  # seconds after the last fault by which every rank has ended
-_START = 60.0  # seconds within which a rank has reached its first iteration, on a busy machine
-_WORKERS = 12  # jobs at a time; they mostly wait
-_WHOLE = 0.03  # the share of jobs whose ranks are new interpreters instead of forks
+_START = 150.0  # seconds within which a rank has reached its first iteration, on a busy machine
+_WORKERS = 10  # jobs at a time; they mostly wait
+_WHOLE = 0.02  # the share of jobs whose ranks are new interpreters instead of forks
 _PHASES = ("step", "start", "hang report", "end after an error", "end of the run", "save")
 _LAYOUTS = (
     (),
@@ -47,8 +47,19 @@ class _Job:
         was_in_time: Whether a rank was running when the launcher froze.
     """
 
-    def __init__(self, count: int, fault: str, folder: Path, *flags: str, is_new: bool) -> None:
-        """Start all of them, the ranks as forks or as new interpreters."""
+    def __init__(
+        self, count: int, fault: str, folder: Path, *flags: str, is_new: bool, meets: bool
+    ) -> None:
+        """Start all of them.
+
+        Args:
+            count: The number of ranks.
+            fault: The fault of `faulty_pretrain`.
+            folder: Where they write to.
+            flags: Flags for all ranks.
+            is_new: Whether the ranks are new interpreters.
+            meets: Whether ranks wait for each other before they connect.
+        """
         port = free_port()
         ready = start_method().Event()
         self.launcher: BaseProcess = start_method().Process(target=_hold_store, args=(port, ready))
@@ -56,6 +67,8 @@ class _Job:
         expect(ready.wait(_START), "the launcher did not start")
         self._outputs = [folder / f"rank{rank}" for rank in range(count)]
         variables = {**environment(fault, folder / "fault"), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        if meets:
+            variables["READY"] = str(folder)
         words = module("--distributed-timeout-minutes", f"{_LIMIT / 60:.4f}", *flags)
         self.ranks = start_ranks(
             words, variables, self._outputs, self._outputs, port=port, is_new=is_new
@@ -123,9 +136,11 @@ def _hold_store(port: int, ready: Any) -> None:
 
 
 @contextmanager
-def _job(count: int, fault: str, folder: Path, *flags: str, is_new: bool) -> Iterator[_Job]:
+def _job(
+    count: int, fault: str, folder: Path, *flags: str, is_new: bool, meets: bool
+) -> Iterator[_Job]:
     """Start a job, and kill what is left of it when the block ends."""
-    started = _Job(count, fault, folder, *flags, is_new=is_new)
+    started = _Job(count, fault, folder, *flags, is_new=is_new, meets=meets)
     try:
         yield started
     finally:
@@ -159,10 +174,11 @@ class _Attack:
     @classmethod
     def drawn(cls, phase: str, rng: random.Random) -> _Attack:
         """Draw an attack on a phase."""
-        count, is_whole = rng.choice((2, 2, 2, 4)), rng.random() < _WHOLE
+        is_whole = rng.random() < _WHOLE
+        count = 2 if is_whole else rng.choice((2, 2, 2, 4))
         kill, stop = signal.SIGKILL, signal.SIGSTOP
         numbers, longest = {
-            "start": ((None, kill, stop), 4.0 if is_whole else 0.6),
+            "start": ((None, kill, stop), 6.0 if is_whole else 0.6),
             "step": ((kill, kill, stop), 0.5),
             "hang report": ((stop,), _PROMISE),
             "end after an error": ((None, None, kill, stop), 6.0),
@@ -208,14 +224,15 @@ class _Attack:
         if self.phase in ("save", "end of the run"):
             flags += ["--save", str(folder / "checkpoints"), "--save-interval", "1"]
             flags += ["--keep-latest", "2", *(["--async-save"] if self.victim % 2 else [])]
-        slow = _START if self.is_whole else 5.0
-        with _job(self.count, fault, folder, *flags, is_new=self.is_whole) as started:
+        is_start, is_new = self.phase == "start", self.is_whole
+        slow = _START if is_new else 5.0
+        with _job(self.count, fault, folder, *flags, is_new=is_new, meets=not is_start) as started:
             if self.phase == "end after an error":
                 started.until((folder / "fault").exists)
-            elif self.phase != "start":
+            elif not is_start:
                 started.until(lambda: "iteration        1/" in started.output())
             self._strike(started)
-            codes = started.codes(_PROMISE + (slow if self.phase == "start" else 0.0))
+            codes = started.codes(_PROMISE + (slow if is_start else 0.0))
             text = started.output()
         codes = [code for code in codes if code != -signal.SIGKILL or self.number is None]
         expect(all(code >= 0 for code in codes), f"a rank crashed: {codes}: {text[-1000:]}")

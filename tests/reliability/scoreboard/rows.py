@@ -254,8 +254,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         39,
         "large lines in every format, a tight `ulimit -v`, a `/dev/shm` of 4 to 256 KB and logs "
-        "whose readers leave, against preprocessing, tokenizer training and training (a tenth of "
-        "the trainings and all else in new interpreters, which limits also strike while they "
+        "whose readers leave, against preprocessing, tokenizer training and training (all else and "
+        "a twentieth of the trainings in new interpreters, which limits also strike while they "
         "import): each ends with a documented code and one line, without a traceback; earlier "
         "output is replaced completely or not at all, and a run continues from its newest "
         "checkpoint",
