@@ -23,7 +23,8 @@ from tests.reliability.processes import environment, module
 from tests.reliability.scoreboard.score import Attempt, Trials, expect
 
 _LIMIT = 2.0  # seconds that a rank may keep others waiting
-_PROMISE = _LIMIT + 10.0  # seconds after the last fault by which every rank has ended
+_WHOLE_LIMIT = 10.0  # the same in new interpreters, which import more during their first update
+_PROMISE = 10.0  # seconds after the limit by which every rank has ended
 _START = 150.0  # seconds within which a rank has reached its first iteration, on a busy machine
 _WORKERS = 10  # jobs at a time; they mostly wait
 _WHOLE = 0.02  # the share of jobs whose ranks are new interpreters instead of forks
@@ -43,6 +44,7 @@ class _Job:
     Attributes:
         ranks: The ranks' processes.
         launcher: The process that holds the store.
+        limit: The seconds that a rank may keep others waiting.
         struck: When the last signal was sent, by `time.monotonic`.
         was_in_time: Whether a rank was running when the launcher froze.
     """
@@ -69,7 +71,8 @@ class _Job:
         variables = {**environment(fault, folder / "fault"), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         if meets:
             variables["READY"] = str(folder)
-        words = module("--distributed-timeout-minutes", f"{_LIMIT / 60:.4f}", *flags)
+        self.limit = _WHOLE_LIMIT if is_new else _LIMIT
+        words = module("--distributed-timeout-minutes", f"{self.limit / 60:.4f}", *flags)
         self.ranks = start_ranks(
             words, variables, self._outputs, self._outputs, port=port, is_new=is_new
         )
@@ -180,7 +183,7 @@ class _Attack:
         numbers, longest = {
             "start": ((None, kill, stop), 6.0 if is_whole else 0.6),
             "step": ((kill, kill, stop), 0.5),
-            "hang report": ((stop,), _PROMISE),
+            "hang report": ((stop,), 12.0),
             "end after an error": ((None, None, kill, stop), 6.0),
             "end of the run": ((None, None, kill, stop), 1.0),
             "save": ((kill, stop), 0.5),
@@ -205,7 +208,8 @@ class _Attack:
         for attempt in range(8):
             inner = folder / str(attempt)
             inner.mkdir(parents=True)
-            if replace(self, seconds=self.seconds / 2**attempt).strikes(inner):
+            sooner = {"seconds": self.seconds / 2**attempt, "apart": self.apart / 2**attempt}
+            if replace(self, **sooner).strikes(inner):
                 return [self.phase, *(["whole programs"] if self.is_whole else [])]
         raise AssertionError("every time the ranks ended before the launcher froze")
 
@@ -232,7 +236,7 @@ class _Attack:
             elif not is_start:
                 started.until(lambda: "iteration        1/" in started.output())
             self._strike(started)
-            codes = started.codes(_PROMISE + (slow if is_start else 0.0))
+            codes = started.codes(started.limit + _PROMISE + (slow if is_start else 0.0))
             text = started.output()
         codes = [code for code in codes if code != -signal.SIGKILL or self.number is None]
         expect(all(code >= 0 for code in codes), f"a rank crashed: {codes}: {text[-1000:]}")
