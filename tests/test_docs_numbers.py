@@ -90,12 +90,12 @@ def test_packed_documents_take_what_their_rows_say() -> None:
         shape = re.match(r"\[4096, (\d), 16, 128\]", row["shape"])
         if not named or not shape:
             continue
-        others = dict(re.findall(r"([\d.]+) \(([a-z ]+)\)", row["instead"]))
+        others = dict(re.findall(r"([\d.]+) \(([a-z ]+)\)", row["alternatives"]))
         by_name = {name: float(time) for time, name in others.items()}
         times = [number(row["ours"]), by_name["mask"], by_name["no documents"]]
         key = shape[1], named[1]
         passes[key] = [a + b for a, b in zip(passes.get(key, [0, 0, 0]), times, strict=True)]
-    rows = table(KERNELS, "samples", "tokens a document")
+    rows = table(KERNELS, "samples", "tokens per document")
     assert len(rows) == len(passes) == 6
     for row in rows:
         samples, document, *milliseconds = row.values()
@@ -106,7 +106,7 @@ def test_packed_documents_take_what_their_rows_say() -> None:
 @pytest.mark.parametrize("first", ["training", "what"])
 def test_what_was_reached_stands_on_the_page_that_it_is_of(first) -> None:
     """Each number of the column, on the page that the row links, else further down."""
-    opening, further = FIRST.split("## What was not reached", 1)
+    opening, further = FIRST.split("## Missed goals and missing measurements", 1)
     for row in table(opening, first, "measured"):
         link = re.search(r"\]\((benchmarks/\w+\.md)", row[first])
         if link:
