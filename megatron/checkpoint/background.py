@@ -1,9 +1,9 @@
 """Save while training continues: training waits only until its tensors are copied to host memory.
 
 A thread then writes, hashes, flushes and publishes the copy following the protocol of `store`, and
-talks to the other processes' threads over a process group of their own. File operations and digests
-release the interpreter lock. If the process is killed, the thread ends too, and leaves the same
-files behind as any killed save.
+communicates with the other processes' threads over a separate process group. File operations and
+digests release the interpreter lock. If the process is killed, the thread ends too, and leaves the
+same files behind as any killed save.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class BackgroundSaver:
         except UserError as error:
             outcome = self._failure = error
         except Exception as error:
-            what = f"the save of iteration {iteration} broke off in the background"
+            what = f"the save of iteration {iteration} failed in the background"
             outcome = CheckpointError(f"{what}: {type(error).__name__}: {error}")
             outcome.__cause__ = error
             self._failure = outcome

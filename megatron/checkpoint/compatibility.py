@@ -1,4 +1,4 @@
-"""Check that a checkpoint's network and optimizer are those of the run that loads it."""
+"""Check that a checkpoint's network and optimizer match the run that loads it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def check_network(
         config: The run's configuration.
         reader: The checkpoint.
         flag: The flag that named the checkpoint.
-        finetunes: Allow different rotary frequencies, to which the weights then adapt, with
-            --retro-add-retriever a GPT that becomes a Retro, with --lora-rank a network
-            without adapters, and a language model that becomes a reward model.
+        finetunes: Allow different rotary frequencies, to which the weights then adapt; with
+            --retro-add-retriever, a GPT that becomes a Retro; with --lora-rank, a network without
+            adapters; and a language model that becomes a reward model.
 
     Returns:
         One line for the log for each flag that changes the rotary frequencies.
@@ -47,7 +47,7 @@ def check_network(
         CheckpointError: The networks differ. The message lists the flags and values.
     """
     model, saved = config.model, reader.meta["config"].get("model", {})
-    # A GPT becomes a Retro: what it lacks starts anew.
+    # A GPT becomes a Retro: the parts that it lacks are newly initialized.
     becomes_retro = finetunes and model.retro_add_retriever and saved.get("architecture") == "gpt"
     gets_adapters = finetunes and model.lora_rank is not None and saved.get("lora_rank") is None
     gets_reward = finetunes and model.reward_head and not saved.get("reward_head")

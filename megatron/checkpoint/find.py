@@ -91,11 +91,12 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
     someone has moved the tracker back.
 
     Args:
-        root: Folder of checkpoints. If it is missing, or never held one, the list is empty.
+        root: Folder of checkpoints. If it does not exist, or never held a checkpoint, the list is
+            empty.
         quiet: Do not print a warning about a damaged tracker.
 
     Raises:
-        CheckpointError: There are traces of checkpoints, but none is complete.
+        CheckpointError: There are remains of checkpoints, but none is complete.
     """
     found, problems = scan(root)
     named, complaint = read_tracker(root)

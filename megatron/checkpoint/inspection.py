@@ -1,4 +1,4 @@
-"""Describe what a folder of checkpoints holds, and how two checkpoints of any format differ."""
+"""Describe the contents of a folder of checkpoints, and compare two checkpoints of any format."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def summarize(
         CheckpointError: The folder holds no complete checkpoint.
     """
     if is_model_folder(root):
-        # Names, shapes and types were compared with config.json; there are no digests.
+        # Names, shapes and types have been compared with config.json. The format has no digests.
         reader = open_hf(root, allow_foreign=allow_foreign)
         state = "fits config.json, content not verified: the format has no digests"
         headline = f"{root}  {reader.architecture}  {len(reader.names())} tensors  {state}"
@@ -126,7 +126,7 @@ def summarize(
     single = find.checkpoint_at(root)
     if single is not None:
         return _summarize_all([single], verify=verify, details=details, allow_foreign=allow_foreign)
-    # Read before the list: verifying takes long enough for a job to save in the meantime.
+    # Read the tracker before listing checkpoints: during verification, a job may save another one.
     named, complaint = find.read_tracker(root)
     checkpoints = find.list_checkpoints(root, quiet=True)
     if not checkpoints:

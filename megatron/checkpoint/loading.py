@@ -93,7 +93,7 @@ def open_found(
     world: Axis | None = None,
     allow_foreign: bool = False,
 ) -> Reader:
-    """Open this checkpoint, without a fallback, and verify a rank's share of it.
+    """Open this checkpoint, without falling back to another one, and verify a rank's share of it.
 
     Args:
         found: The checkpoint.
@@ -169,7 +169,7 @@ def _open(found: find.FoundCheckpoint, verify: bool, world: Axis, allow_foreign:
 
 
 def _check_iteration(found: find.FoundCheckpoint, reader: Reader, file: str) -> None:
-    """Check that the iteration in a file is that of the folder's name."""
+    """Check that the iteration in a file matches the folder's name."""
     if reader.iteration != found.iteration and found.path.name.startswith(
         ("iter_", find.DEEPSPEED)
     ):
@@ -237,7 +237,7 @@ def nothing_at(path: Path) -> str:
     if path.is_file():
         return "it is a file: give the folder of checkpoints"
     below = checkpoints_below(path)
-    more = f", but {below[0]} in it has one: give {path / below[0]}" if below else ""
+    more = f", but its folder {below[0]} has one: give {path / below[0]}" if below else ""
     return f"there is no checkpoint in this folder{more}"
 
 

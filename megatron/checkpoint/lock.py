@@ -3,8 +3,8 @@
 Two jobs that save into one folder would delete each other's temporary files and overwrite each
 other's iterations. The first job writes its host and process into a lock file; a second is refused.
 The lock ends with its process, so the next job, on any machine, takes over the folder at once. If
-the file system does not support locks, the file's text decides: the folder is taken over from a
-process that has ended on this machine, but never from one on another machine.
+the file system does not support locks, the text of the file is used instead: a job takes over the
+folder from a process on this machine that has ended, but never from a process on another machine.
 """
 
 from __future__ import annotations

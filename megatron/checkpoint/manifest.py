@@ -1,7 +1,7 @@
 """manifest.json: everything that a reader must know and can check before it trusts any data.
 
 The manifest is written last. It names every file with its size and every tensor with its pieces and
-their digests, and carries a digest of itself. A folder without one is not a checkpoint.
+their digests, and carries a digest of itself. A folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Manifest(NamedTuple):
                 filled[piece.file] += piece.bytes
         for name, (size, *_) in self.files.items():
             if filled[name] != size:
-                needed = f"its header and tensors take {filled[name]}"
+                needed = f"its header and tensors have {filled[name]}"
                 raise ManifestError(f"{name} has {size} bytes, but {needed}")
 
 

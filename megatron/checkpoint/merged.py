@@ -1,4 +1,4 @@
-"""A checkpoint with adapters (LoRA), read as that of a network without them."""
+"""A checkpoint with adapters (LoRA), read as a checkpoint of a network without them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def without_adapters(
 class MergedReader(Reader):
     """A checkpoint whose adapters are presented as part of the weights that they adapt.
 
-    It has no optimizer states, which were those of the adapters.
+    It has no optimizer states, because those in the files belong to the adapters.
     """
 
     def __init__(self, reader: Reader, layers: Mapping[str, Linear | ExpertLinear]) -> None:
@@ -70,7 +70,7 @@ class MergedReader(Reader):
         self._layers = {f"model.{name}{_WEIGHT}": layer for name, layer in layers.items()}
 
     def steps(self, name: str) -> list[Box]:
-        """Return the steps of the checkpoint; an adapted weight is read at once.
+        """Return the steps of the checkpoint. An adapted weight is read in a single step.
 
         Args:
             name: The tensor's name.

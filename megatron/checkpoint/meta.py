@@ -30,7 +30,7 @@ _STYLES = {  # the flags that list the valid values
 }
 
 _Seed = Annotated[int, Ge(0), Le((1 << 32) - 1)]
-# Megatron's schedules may hold None for values that a style does not need.
+# Megatron's schedules may hold `None` for values that a style does not need.
 _Position = Annotated[float, Ge(0), Le(float(1 << 63))]
 _Samples = _Position | None
 _Nothing = Annotated[dict[str, Json], MaxLen(0)]
@@ -157,7 +157,7 @@ def check_meta(reader: Reader) -> None:
     for key, value in told.items():
         if reader.meta[key] != value:
             raise CheckpointError(
-                f"meta.{key} is {reader.meta[key]}, but the checkpoint's is {value}"
+                f"meta.{key} is {reader.meta[key]}, but {value} in the checkpoint"
             )
 
 
@@ -166,7 +166,7 @@ def _check_schedule(meta: Meta, written_as: str) -> None:
     if meta.get("optimizer") and not schedule.keys() & {"num_steps", "num_iters"}:
         what = "meta.schedule is missing or has no num_steps"
         raise CheckpointError(f"{what}, but there is an optimizer's state")
-    # Forks of Megatron-LM have styles of their own, which --override-opt_param-scheduler replaces.
+    # Forks of Megatron-LM have their own styles, which --override-opt_param-scheduler replaces.
     for key, field in _STYLES.items() if written_as == "native" else ():
         style, known = schedule.get(key), field_at(field).info.choices or ()
         if style is not None and style not in known:

@@ -72,7 +72,7 @@ def describe(entries: State) -> Json:
 
 
 def make_plan(held: list[Json]) -> SavePlan:
-    """Choose the rank that writes each part: the one with the least to write among its holders.
+    """Choose the rank that writes each part: among its holders, the one with the least to write.
 
     Args:
         held: The descriptions (`describe`) of what each rank holds, in rank order.
@@ -92,7 +92,7 @@ def make_plan(held: list[Json]) -> SavePlan:
             holders[name].setdefault(Box(*map(tuple, box)), []).append(rank)
     for name, boxes in holders.items():
         if not is_tiled(shapes[name], boxes):
-            raise ValueError(f"{name} {shapes[name]} is not covered by its parts: {list(boxes)}")
+            raise ValueError(f"{name} {shapes[name]} is not tiled by its parts: {list(boxes)}")
     writers = _choose_writers(holders, dtypes, len(held))
     numbers = _choose_files(writers, dtypes)
     parts = {

@@ -51,7 +51,7 @@ class Reader(ABC):
         path: The checkpoint's folder.
         iteration: Training steps taken.
         meta: Metadata that the run saved with its tensors. `LegacyReader` and `HFReader` document
-            what they fill in from files of other programs.
+            the metadata that they derive from files of other programs.
         held: All tensors by name.
         allow_foreign: Whether files owned by other users are accepted
             (--allow-foreign-checkpoints), including those that are read later from the same folder.
@@ -181,7 +181,8 @@ class NativeReader(Reader):
         Args:
             rank: Index of the share to verify.
             ranks: Number of shares into which the work is divided.
-            only: Returns whether a tensor of this name is verified. Headers always are.
+            only: A function that returns whether to verify the tensor of a name. Headers are always
+                verified.
 
         Raises:
             CheckpointError: The bytes of a tensor have changed, or a file does not hold it as the
@@ -189,7 +190,7 @@ class NativeReader(Reader):
         """
         files, tensors = self.manifest.files, self.manifest.tensors
         placed: dict[str, dict[str, Placement]] = {file: {} for file in files}
-        spans = [  # all byte ranges that have a digest
+        spans = [  # all byte ranges with a digest
             (
                 "the header",
                 TensorPiece(file, (), (), 0, info.header_bytes, info.header_sha256),
@@ -229,7 +230,7 @@ class NativeReader(Reader):
                 raise
 
     def _check_header(self, file: str, placed: Mapping[str, Placement]) -> None:
-        """Check that a file's header, by which other programs read it, agrees with the manifest."""
+        """Check that a file's header, which other programs rely on, agrees with the manifest."""
         held = self._files[file].header()
 
         def in_words(place: Placement) -> str:
@@ -237,7 +238,7 @@ class NativeReader(Reader):
 
         for key, place in placed.items():
             if held.get(key) != place:
-                found = in_words(held[key]) if key in held else "nothing by this name"
+                found = in_words(held[key]) if key in held else "no tensor of this name"
                 raise CheckpointError(
                     f"{file}: holds {found} where {MANIFEST} says {in_words(place)}: {key}"
                 )
@@ -288,10 +289,10 @@ class PaddedReader(Reader):
     so the number of rows in its files differs from ours and from file to file.
 
     Rows of the file beyond `rows` are left out. Rows that the file lacks belong to no entry, but
-    they take part in the softmax. In a weight (and its fp32 master) they read as the mean of the
-    entries' rows; in the optimizer's moments, they read as zero. The logit of a mean row is the
-    mean logit, whose exponential is at most the mean of the exponentials (Jensen): a padding entry
-    gets no more than an even share of the probability. A row of zeros has the logit 0 and would get
+    take part in the softmax. In a weight (and its fp32 master), these rows are the mean of the
+    entries' rows; in the optimizer's moments, they are zero. The logit of a mean row is the mean
+    logit, whose exponential is at most the mean of the exponentials (Jensen): a padding entry gets
+    no more than an even share of the probability. A row of zeros has the logit 0 and would get
     nearly all of GPT-2's probability, because GPT-2's other logits are far below 0.
     """
 
@@ -321,7 +322,7 @@ class PaddedReader(Reader):
             self.held[name] = HeldTensor((rows, *width), dtype)
 
     def steps(self, name: str) -> list[Box]:
-        """Return the steps of the checkpoint; a table of the vocabulary is read at once.
+        """Return the steps of the checkpoint. A vocabulary table is read in a single step.
 
         Args:
             name: The tensor's name.
@@ -391,7 +392,7 @@ def restore(
     with ThreadPoolExecutor(shard.THREADS) as pool:
         for name, entry in flatten(entries):
             tensor, is_packed = entry.tensor, isinstance(entry.tensor, PackedWeight)
-            if is_packed:  # only this one is ever in a wider format
+            if is_packed:  # only this tensor is in a wider format at any time
                 tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             for step in reader.steps(name):
                 part = step.intersect(entry.box)
@@ -400,7 +401,7 @@ def restore(
                 values = reader.read(name, part, global_shape=entry.global_shape)
                 target = tensor[part.within(entry.box)]
                 copying.append(pool.submit(_copy, target, values, ferries))
-                if len(copying) > shard.THREADS:  # do not let all values wait in memory
+                if len(copying) > shard.THREADS:  # limits the values that wait in memory
                     copying.popleft().result()
             if is_packed:
                 while copying:

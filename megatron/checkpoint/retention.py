@@ -1,4 +1,4 @@
-"""Decide which checkpoints may be deleted, and keep those that are being read.
+"""Deletion of old checkpoints, except for those that are being read.
 
 A reader holds a shared lock on the manifest (for files of Megatron-LM and Megatron Core, on the
 file `complete`) for as long as it exists. A checkpoint is deleted only under an exclusive lock; if
@@ -39,8 +39,8 @@ _IS_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _INDEX = ".metadata"  # the only one of Megatron Core's files that does not end in a zip
 _FILES = ("mp_rank_*/*.pt", "*.pt", "__*.distcp", _INDEX)
 _NOTE = (
-    "All files are here, as listed. --keep-latest may delete them while they are as listed; who "
-    "reads them locks this file."
+    "All files that this program wrote. --keep-latest may delete them if they have not changed "
+    "since. Readers lock this file."
 )
 _MAX_LIST_BYTES = 16 << 20
 
@@ -102,7 +102,7 @@ def hold_if_listed(reader: Reader, kind: str) -> None:
         kind: The format, as in `FoundCheckpoint`.
 
     Raises:
-        CheckpointError: The checkpoint is being deleted, belongs to two saves, or cannot be read.
+        CheckpointError: The checkpoint is being deleted, has files of two saves, or cannot be read.
     """
     path = reader.path
     try:
@@ -189,7 +189,7 @@ def list_files(folder: Path) -> bytes:
 
 
 def is_as_listed(folder: Path) -> bool:
-    """Return whether a folder's files for Megatron-LM are still exactly the ones that we wrote.
+    """Return whether a folder's files for Megatron-LM are still exactly those that we wrote.
 
     Return False if there is no list, or if another program has rewritten all of the files.
 
@@ -216,9 +216,9 @@ def is_as_listed(folder: Path) -> bool:
         return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     raise CheckpointError(
-        f"{folder}: files of two saves: {some(kept)} as this program wrote it, {some(others)} "
-        f"written or removed since: load another checkpoint, or delete {folder / COMPLETE} to read "
-        "the files as they are"
+        f"{folder}: contains files of two saves: {some(kept)} as this program wrote them, but "
+        f"{some(others)} written or removed since then: load another checkpoint, or delete "
+        f"{folder / COMPLETE} to read the files as they are"
     )
 
 

@@ -167,7 +167,8 @@ def write_folder(
 def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
     """Tidy up, check that there is room for `need` bytes, and create the temporary folder.
 
-    A native checkpoint replaces only native ones. One in Megatron-LM's format may replace any.
+    A native checkpoint replaces only native ones. A checkpoint in Megatron-LM's format may replace
+    any checkpoint.
     """
     final = root / folder
     with durable.storage_errors(root):
@@ -181,7 +182,7 @@ def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
             raise CheckpointError(f"{final} holds {whose}: give another folder to --save")
         free = shutil.disk_usage(root).free
         if free < need + _SPARE:
-            what = f"the checkpoint needs {need:,} bytes and {_SPARE:,} to spare"
+            what = f"the checkpoint needs {need:,} bytes, and {_SPARE:,} bytes must stay free"
             remedy = "make room, or give another folder to --save"
             raise StorageError(f"{root}: {what}, but only {free:,} are free: {remedy}")
         temporary = durable.beside(final, durable.TEMPORARY)
@@ -275,7 +276,7 @@ def _publish(root: Path, temporary: Path, folder: str, check: Check) -> None:
 
 
 def state_of(reader: Reader, *, keep_optimizer: bool) -> State:
-    """Return a checkpoint's parameters. Each one is not read until it is about to be written.
+    """Return a checkpoint's parameters. A parameter is read only when it is about to be written.
 
     Args:
         reader: The opened checkpoint.
@@ -300,7 +301,7 @@ def convert_to_native(
     `--no-load-optim` for a fresh optimizer.
 
     Args:
-        reader: The opened checkpoint. Its vocabulary tables decide the padded vocabulary size.
+        reader: The opened checkpoint. Its vocabulary tables determine the padded vocabulary size.
         root: Folder of checkpoints.
         config: Configuration to store in the checkpoint.
         extra: Further keys for the checkpoint's metadata.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron.errors import CheckpointError
 
-_ALLOW = "give --allow-foreign-checkpoints to load it nevertheless"
+_ALLOW = "give --allow-foreign-checkpoints to load it anyway"
 
 
 def open_descriptor(path: Path, *, follows: bool = False) -> int:

@@ -129,7 +129,7 @@ def _muon(c: OptimizerConfig) -> RuleChoice:
 
 
 def has_matrices(parameter: nn.Parameter) -> bool:
-    """Return whether layers multiply by the parameter. Embeddings and output layers do not count."""
+    """Return whether layers multiply by the parameter, unlike embeddings and output layers."""
     spec = getattr(parameter, "spec", None)
     return spec is not None and spec.matrices is not None
 

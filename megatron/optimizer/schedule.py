@@ -454,7 +454,7 @@ def _weight_decay(optimizer: OptimizerConfig, length: float) -> WeightDecaySched
 def _decoupled(
     common: LearningRateSchedule, peak: float | None, minimum: float | None
 ) -> LearningRateSchedule | None:
-    """Return the decoupled schedule, or `None` without a peak. `minimum` defaults to the common one."""
+    """Return the decoupled schedule, or `None` without a peak. `minimum` is optional."""
     if peak is None:
         return None
     return replace(common, peak=peak, minimum=common.minimum if minimum is None else minimum)

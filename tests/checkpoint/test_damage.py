@@ -117,7 +117,7 @@ def _body(path):
     [
         (lambda b: b.update(version=2), "format version 2; this program reads version 1"),
         (lambda b: b["files"].update({"../x": b["files"].pop(SHARD)}), "not a valid shard name"),
-        (lambda b: b["tensors"].pop("random"), "bytes, but its header and tensors take"),
+        (lambda b: b["tensors"].pop("random"), "bytes, but its header and tensors have"),
         (lambda b: b["tensors"]["random"].update(shape=[38]), "do not cover"),
         (lambda b: b["tensors"]["random"].update(dtype="OBJECT"), "unknown type"),
         (lambda b: b["tensors"]["random"]["pieces"][0].update(start=1 << 60), "lies outside"),
@@ -205,7 +205,10 @@ def _turn(tensors):
     ("forge", "message"),
     [
         (_exchange, r"rank_00000(_\d)?.safetensors: holds .* where manifest.json says F32 .* at"),
-        (lambda t: t.update({"model.a": t.pop(FORGED)}), r"nothing by this name where .*: model.a"),
+        (
+            lambda t: t.update({"model.a": t.pop(FORGED)}),
+            r"no tensor of this name where .*: model.a",
+        ),
         (lambda t: t[FORGED].update(dtype="I32"), r"holds F32 \[32, 8\] at .* says I32 \[32, 8\]"),
         (_turn, r"holds F32 \[32, 8\] at byte \d+ where manifest.json says F32 \[8, 32\]"),
         (lambda t: t.pop("empty"), "holds empty, which manifest.json does not name"),
@@ -248,7 +251,7 @@ def test_a_header_gives_each_tensor_one_place():
         (lambda m: m.update(config={"model": None}), "meta.config.model: Input should be"),
         (lambda m: m.update(config={"model": {"num_layers": "x"}}), "model.num_layers"),
         (lambda m: m.update(iteration="1"), "meta.iteration: .* valid integer"),
-        (lambda m: m.update(iteration=1), "meta.iteration is 1, but the checkpoint's is 2"),
+        (lambda m: m.update(iteration=1), "meta.iteration is 1, but 2"),
         (lambda m: m.update(consumed_train_samples=-1), "meta.consumed_train_samples: .* greater"),
         (lambda m: m.update(rng={"seed": True}), "meta.rng.seed: .* valid integer"),
         (lambda m: m.update(rng=[1]), "meta.rng: "),

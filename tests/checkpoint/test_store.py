@@ -226,7 +226,7 @@ def test_ranks_that_differ_about_a_tensor_are_our_mistake():
     assert [part.rank for part in plan.parts["a"]] == [0, 1]
     with pytest.raises(ValueError, match="ranks disagree about a"):
         make_plan([[here], [["a", "F16", [4], [2], [2]]]])
-    with pytest.raises(ValueError, match="not covered"):
+    with pytest.raises(ValueError, match="not tiled"):
         make_plan([[here]])
 
 

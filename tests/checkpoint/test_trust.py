@@ -103,7 +103,7 @@ def test_what_everybody_may_write_to_is_refused(two, capsys, name):
     assert assert_loads(two.parent, [1]) == 1
     told = capsys.readouterr().err
     assert "all users may write to it: chmod o-w" in told
-    assert "or give --allow-foreign-checkpoints to load it nevertheless" in told
+    assert "or give --allow-foreign-checkpoints to load it anyway" in told
     assert assert_loads(two.parent, [2], allow_foreign=True) == 2
 
 

@@ -301,7 +301,7 @@ BAD: dict[str, tuple[Build, str]] = {
     ),
     "an adapter of another base": (
         adapter(of_another_base),
-        r"adapter_model.safetensors: .*has shape \[4, 32\].*load that with --load",
+        r"adapter_model.safetensors: .*has shape \[4, 32\].*load that network with --load",
     ),
 }
 

@@ -192,7 +192,7 @@ def test_a_classifier_of_several_labels_is_refused(labels, tmp_path, capsys):
     config = {**case.config, **labels, "architectures": ["LlamaForSequenceClassification"]}
     folder = write_folder(tmp_path / "a", config, tensors)
     assert convert("hf", "native", folder, tmp_path / "b") == 4
-    assert "only reward models, which have one label, are supported" in capsys.readouterr().err
+    assert "supported only for reward models with a single label" in capsys.readouterr().err
 
 
 def test_a_model_of_another_class_says_so(tmp_path, capsys):
@@ -219,7 +219,7 @@ def test_families_of_another_kind_are_not_listed(golden, tmp_path, capsys):
     words += ["--load-dir", str(golden / "bert_fp32" / "ckpt"), "--save-dir", str(tmp_path / "o")]
     assert util.main(words) == 4
     text = capsys.readouterr().err
-    assert "apply_residual_connection_post_layernorm is False, a bert model has True" in text
+    assert "apply_residual_connection_post_layernorm is False, but a bert model has True" in text
     assert "llama" not in text
 
 

@@ -76,7 +76,7 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 
 
 def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the flags of windows from Core's, where they are a pair and a number or a list."""
+    """Return our flags of attention windows for the values of Core's flags."""
     layers = args.get("num_layers")
     flags: dict[str, Any] = {"window_size": str(size).strip("[]()")}
     if limited is not None:
@@ -102,7 +102,7 @@ def core_arguments(
         data_parallel: The number of processes that hold the same weights.
     """
     args = megatron_arguments(config, meta, rows=rows, dtype=dtype, data_parallel=data_parallel)
-    for name in ("attention_backend", "exit_signal"):  # enums, which we would write as texts
+    for name in ("attention_backend", "exit_signal"):  # enums, which we would write as strings
         vars(args).pop(name, None)
     model = config.model
     vars(args).update(
@@ -121,7 +121,7 @@ def core_arguments(
         window_attn_skip_freq=None
         if model.window_attn_skip_freq is None
         else [int(window is not None) for window in layer_windows(model, model.num_layers)],
-        moe_token_dropping=False,  # always off there; a capacity factor drops tokens nevertheless
+        moe_token_dropping=False,  # always off in Core; a capacity factor drops tokens nevertheless
         moe_layer_freq=layer_frequency(model),
         ckpt_format="torch_dist",
         use_dist_ckpt=True,

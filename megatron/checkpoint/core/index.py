@@ -1,4 +1,4 @@
-"""Read `.metadata`: which box of which tensor is in which bytes of which file."""
+"""Read `.metadata`, which says which bytes of which file hold each box of each tensor."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def _map(path: Path, allow_foreign: bool) -> mmap.mmap:
             return map_file(file)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError:  # there is nothing to map
+    except ValueError:  # an empty file cannot be mapped
         raise CheckpointError(f"{path}: damaged: the file is empty") from None
 
 

@@ -1,6 +1,6 @@
 """Translate Megatron Core's parameter names on disk to ours.
 
-Layers that are all alike share a tensor whose first dimension counts them
+If all layers are alike, they share a tensor whose first dimension counts them
 (`decoder.layers.mlp.linear_fc2.weight`, [L, h, f]). Otherwise each has its own
 (`decoder.layers.3.mlp.linear_fc2.weight`, [h, f]). All experts of a layer share a tensor. The rows
 of linear_fc1 hold the gate projection, then the up projection.
@@ -75,7 +75,7 @@ _KINDS = {
     "fp32_param": "master",
 }
 MASTER = "master"
-# The other direction, in which the last of several names counts.
+# The inverse mapping. Of several names, the last one is used.
 _THEIR_LAYERS = {ours: theirs for theirs, ours in _LAYERS.items()}
 _THEIR_DEPTHS = {ours: theirs for theirs, ours in _DEPTHS.items()}
 _THEIR_OUTSIDE = {ours: theirs for theirs, ours in _OUTSIDE.items()}
@@ -196,13 +196,13 @@ class Location:
 
 @dataclass(frozen=True)
 class Form:
-    """How files hold a network.
+    """The form in which files hold a network.
 
     Attributes:
         is_stacked: Whether layers share tensors, because they are all alike.
         gated: Whether up projections hold gate and up.
         own_norms: The layers whose normalization before the MLP has a name of its own.
-        shards_states: Whether the states are named as the distributed optimizer's.
+        shards_states: Whether the states have the names of the distributed optimizer.
         depths_own_norms: The same as `own_norms`, for all layers of multi-token prediction.
     """
 

@@ -53,7 +53,7 @@ class Source(names.Location):
 class CoreReader(Reader):
     """A checkpoint of Megatron Core's GPT in its `torch_dist` format, under our names.
 
-    `meta` has the same keys as that of `LegacyReader`.
+    `meta` has the same keys as `LegacyReader.meta`.
     """
 
     format = "core"
@@ -134,8 +134,8 @@ class CoreReader(Reader):
                 told = json.loads(file.read(_MAX_FORMAT))
         except FileNotFoundError:
             raise CheckpointError(
-                f"{path} is missing: of torch.distributed.checkpoint's folders, only those that "
-                "Megatron Core wrote are read"
+                f"{path} is missing: only folders of torch.distributed.checkpoint that Megatron "
+                "Core wrote can be read"
             ) from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
@@ -209,7 +209,7 @@ class CoreReader(Reader):
         steps: set[int | float] = set()
         scaler: dict[str, int | float] = {}
         waiting = [tree.get("optimizer")]
-        while waiting:  # with experts there are two optimizers, numbered from 0
+        while waiting:  # with experts, there are two optimizers, numbered from 0
             node = waiting.pop()
             if not isinstance(node, dict):
                 continue

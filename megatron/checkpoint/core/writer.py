@@ -5,8 +5,8 @@ files `__<rank>_<n>.distcp`. Rank 0 adds what is not a tensor of the network, an
 it is published following the protocol of `store`.
 
 Megatron Core also expects objects that are not tensors: the extra state of each linear layer, which
-is `None` without Transformer Engine's delayed scaling, and its generators' states, which are those
-after seeding (see `legacy.writer`).
+is `None` without Transformer Engine's delayed scaling, and the states of its generators after
+seeding (see `legacy.writer`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class CoreSaver:
             snapshot: This rank's share of the checkpoint.
             keep: Which older checkpoints to keep. None keeps all of them.
             check: A check that rank 0 runs on the checkpoint before publishing it.
-            folder: The checkpoint's name. Default: that of its iteration.
+            folder: The checkpoint's name. Default: the name for its iteration.
 
         Raises:
             StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
@@ -168,8 +168,8 @@ class CoreFiles:
         own = own_schedule(snapshot.meta.get("schedule") or {})
         if snapshot.meta.get("optimizer") and own:
             raise CheckpointError(
-                f"an optimizer with {own} is not written for Megatron Core: convert only "
-                "the weights, without --keep-optimizer, or write the native format"
+                f"an optimizer with {own} cannot be written for Megatron Core: convert only the "
+                "weights, without --keep-optimizer, or write the native format"
             )
         mixtures = mixture_layers(model, model.num_layers)
         self._is_engine = config.checkpoint.transformer_impl != "local"
@@ -340,7 +340,9 @@ class CoreFiles:
         """Return the optimizers' settings and counters. Divided experts have their own."""
         meta, plan = self.snapshot.meta, self.snapshot.plan
         divided = self.config.parallel.expert_model_parallel_size > 1
-        groups = defaultdict[bool, list[bool]](list)  # by whether they are experts': decay
+        groups = defaultdict[bool, list[bool]](
+            list
+        )  # whether groups decay, by whether they belong to experts
         for name in self.places:
             if name.startswith(WEIGHTS) and not name.endswith("expert_bias"):
                 decays = not name.endswith("bias") and len(plan.shapes[name]) > 1
@@ -358,7 +360,7 @@ class CoreFiles:
         return optimizers if len(optimizers) > 1 else optimizers[0]
 
     def _counted(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an optimizer's tree as its class in Megatron Core lays it out."""
+        """Return an optimizer's tree in the form of its class in Megatron Core."""
         counters, scaler = self.snapshot.meta["optimizer"], {}
         scale = counters.get("loss_scale")
         if scale:

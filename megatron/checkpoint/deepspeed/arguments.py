@@ -11,7 +11,7 @@ from megatron.config.fields import MAX_LAYERS
 from megatron.errors import CheckpointError
 
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-# Fields that give the weights another meaning, with the values that leave our networks as they are.
+# Fields that change the meaning of the weights, with the values that our networks support.
 _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "num_experts_switch": (None,),
     "position_embedding_type": ("PositionEmbeddingType(2)",),  # BigScience: a learned table
@@ -47,8 +47,9 @@ def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
 def has_kinds_apart(args: Mapping[str, Json]) -> bool:
     """Return whether the rows of query, key and value are three blocks, each of all heads.
 
-    Megatron-DeepSpeed has split them so since December 2024 (its commit 676a482c), and by head or
-    group before, under the same `checkpoint_version`. The flags of FPDT came with that commit.
+    Megatron-DeepSpeed has used these blocks since December 2024 (its commit 676a482c). Before, it
+    split rows by head or group, under the same `checkpoint_version`. The flags of FPDT came with
+    that commit.
     """
     return "ds_sequence_parallel_fpdt" in args and not args.get("group_query_attention")
 

@@ -1,6 +1,6 @@
 """DeepSpeed's parameter names and ours.
 
-All forms are brought to the names of a whole model, "language_model.encoder.layers.3.mlp...":
+All forms are converted to the names of a whole model, "language_model.encoder.layers.3.mlp...":
 
     nested dicts         joined by dots
     a PipelineModule     "5.mlp..." for the layer in layer_05-*.pt, "tied_modules.embed..." for
@@ -47,7 +47,7 @@ class Destination(NamedTuple):
 
     Attributes:
         name: Our name.
-        dense: Our name if the layer were dense, which says how rows are ordered and split.
+        dense: Our name if the layer were dense, which determines how rows are ordered and split.
         expert: The index in our tensor's first dimension, which counts experts; `None` outside.
     """
 
@@ -125,7 +125,7 @@ def is_gate(name: str) -> bool:
 
 
 def is_copy(name: str) -> bool:
-    """Return whether a parameter is a copy of an expert's in a file of other weights.
+    """Return whether a parameter is a copy of an expert's parameter in a file of other weights.
 
     Megatron-DeepSpeed leaves these copies there, as "encoderlayers.3.mlp...", in addition to the
     experts' own files.

@@ -52,7 +52,7 @@ class TensorPart:
     """A part of one of our tensors.
 
     Attributes:
-        value: The elements as the file has them.
+        value: The elements as they are in the file.
         dense: Our name of the parameter if its layer were dense.
         box: The part of the whole tensor.
     """
@@ -65,7 +65,7 @@ class TensorPart:
 class DeepSpeedReader(Reader):
     """A checkpoint of Megatron-DeepSpeed's GPT, dense or a mixture, under our names.
 
-    `meta` has the same keys as that of `LegacyReader`, and `notices` with a line for everything
+    `meta` has the same keys as `LegacyReader.meta`, and `notices`, which has a line for everything
     that is left out.
     """
 
@@ -132,22 +132,23 @@ class DeepSpeedReader(Reader):
         if has_other_angles(self._args):
             self._notices.append(
                 "since December 2024, Megatron-DeepSpeed rotates positions by angles that differ "
-                "from those of all other programs (also this one): expect a higher loss at first"
+                "from those in all other programs, including this one: expect a higher loss at "
+                "first"
             )
         self.meta["notices"] = self._notices
 
     def _check_sizes(self) -> None:
-        """Check that the tensors have the sizes that `args` say."""
+        """Check that the tensors have the sizes that `args` describes."""
         heads = self._args.get("num_attention_heads")
         groups = self._args.get("num_query_groups", heads)
         if type(heads) is not int or type(groups) is not int or heads < 1 or groups < 1:
             told = f"{show(heads)} heads and {show(groups)} groups"
-            raise CheckpointError(f"{self.path}: `args` say {told}")
+            raise CheckpointError(f"{self.path}: `args` has {told}")
         parts = [name.split(".") for name in self.held if name.startswith("model.layers.")]
         layers = 1 + max((int(part[2]) for part in parts), default=0)
         if layers != self._args.get("num_layers"):
             told = f"num_layers is {show(self._args.get('num_layers'))} in `args`"
-            raise CheckpointError(f"{self.path}: {told}, and the weights have {layers}")
+            raise CheckpointError(f"{self.path}: {told}, but the weights have {layers}")
         options = from_given(ExpertOptions, deepspeed_config(self._args)["model"])
         try:
             experts = layer_experts(options, layers)
@@ -160,13 +161,15 @@ class DeepSpeedReader(Reader):
             layer = int(name.split(".")[2])
             if held.shape[0] != experts[layer]:
                 told = f"layer {layer} has {experts[layer]} experts by `args`"
-                raise CheckpointError(f"{self.path}: {told}, and {held.shape[0]} in the weights")
+                raise CheckpointError(f"{self.path}: {told}, but {held.shape[0]} in the weights")
         for name, held in self.held.items():
             if held.dtype not in _DTYPES.values():
                 raise CheckpointError(f"{self.path}: {name} is {held}")
             if name.endswith(".attention.qkv.weight") and held.shape[0] % (heads + 2 * groups):
                 kinds = f"{heads} heads and {groups} groups of key and value"
-                raise CheckpointError(f"{self.path}: {name} is {held}, not of {kinds}")
+                raise CheckpointError(
+                    f"{self.path}: {name} is {held}, which does not match {kinds}"
+                )
 
     def _find_split(self) -> int:
         """Return the tensor-parallel size, after checking that all ranks' files are there."""
@@ -175,12 +178,12 @@ class DeepSpeedReader(Reader):
         ]
         for size in sizes:
             if type(size) is not int or not 0 < size <= _LARGEST_RANKS:
-                raise CheckpointError(f"`args` say a model-parallel size of {show(size)}")
+                raise CheckpointError(f"`args` has a model-parallel size of {show(size)}")
         tensor, pipeline = sizes
         found = len(self._files.models)
         if tensor * pipeline != found:
             raise CheckpointError(
-                f"model states of {found} ranks, and `args` say {tensor} tensor ranks x {pipeline} "
+                f"model states of {found} ranks, but `args` has {tensor} tensor ranks x {pipeline} "
                 "stages: are files missing, or do they come from different saves?"
             )
         return int(tensor)
@@ -197,7 +200,7 @@ class DeepSpeedReader(Reader):
     def _weights_of(self, rank: int) -> dict[str, Value]:
         """Return a model-parallel rank's own weights by their names in a whole model.
 
-        The layers of a PipelineModule all count as the first stage's, because their files do not
+        All layers of a PipelineModule are assigned to the first stage, because their files do not
         say which stage held them.
         """
         file, found = self._files.models[rank], dict[str, Value]()
@@ -206,7 +209,7 @@ class DeepSpeedReader(Reader):
             for name, shape in _shapes(file).items():
                 found[self._whole(name)] = Value(shape, dtype, ())
             return found
-        # A process's experts under their numbers there: each expert has a file of its own.
+        # The numbers are those within the process. Each expert has its own file.
         sources = [(file, {n: ref for n, ref in _module(file).items() if not names.is_copy(n)})]
         for (layer, tensor_rank), held in sorted(self._files.layers.items()):
             if tensor_rank == rank:
@@ -281,7 +284,7 @@ class DeepSpeedReader(Reader):
         elif files.states and self._tensor_size > 1:
             misfit = "experts with tensor parallelism"
         if files.experts and misfit:
-            return f"the optimizer's states of {misfit} are not supported"
+            return f"optimizer states of {misfit} are not supported"
         if not files.states:
             if files.layers and len(files.models) > self._tensor_size:
                 return "without ZeRO, the states of pipeline stages do not name their parameters"
@@ -292,7 +295,7 @@ class DeepSpeedReader(Reader):
             count = tree.get("partition_count") if isinstance(tree, dict) else None
             largest = max(map(_number, count), default=0) if isinstance(count, list) else count
             if type(largest) is not int or indices != list(range(largest)):
-                return f"of {show(largest)} partitions of the optimizer, {len(own)} are there"
+                return f"only {len(own)} of {show(largest)} partitions of the optimizer are present"
             mappings = tree.get("param_slice_mappings") if isinstance(tree, dict) else None
             if not files.partitioned and not isinstance(mappings, list):
                 return "the optimizer's states were written by DeepSpeed before 0.7"
@@ -327,7 +330,7 @@ class DeepSpeedReader(Reader):
     ) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a process's parameters, in the order of the model.
 
-        Its experts, which have files of their own, come after the gate of their layer.
+        The process's experts, which have their own files, come after the gate of their layer.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         experts = defaultdict[str, list[tuple[int, str]]](list)  # of each layer
@@ -406,9 +409,7 @@ class DeepSpeedReader(Reader):
         ranks = {rank for _, rank in values}
         is_split = self._split_dim(pieces[0].dense, is_expert=-1 not in done) is not None
         if is_split and ranks != set(range(self._tensor_size)):
-            raise CheckpointError(
-                f"{name} is in the files of {len(ranks)} tensor ranks, not in all"
-            )
+            raise CheckpointError(f"{name} is in the files of only {len(ranks)} tensor ranks")
         if len({piece.value.dtype for piece in pieces}) != 1:
             raise CheckpointError(f"the parts of {name} differ in type")
         return pieces
@@ -446,7 +447,9 @@ class DeepSpeedReader(Reader):
         values = scaler.state if isinstance(scaler, Record) else None
         found = {key: values.get(key) for key in known} if isinstance(values, dict) else {}
         if not found or not all(type(one) in (int, float) for one in found.values()):
-            self._notices.append("the loss scale has another format and starts anew")
+            self._notices.append(
+                "the loss scale has another format and starts from its initial value"
+            )
             return {}
         counts = {key: int(value or 0) for key, value in found.items()}
         good = max(0, counts["cur_iter"] - counts["last_overflow_iter"] - 1)

@@ -2,8 +2,8 @@
 
 ZeRO lays the parameters of a group end to end, and divides the result among data-parallel ranks.
 `param_slice_mappings` says where in its partition each rank has which parameter. The parts of a
-parameter follow each other in the order of ranks. The ranks that hold the same experts divide
-those.
+parameter follow one another in the order of ranks. Experts are divided only among the ranks that
+hold the same experts.
 
 ZeRO 3 divides each parameter: every rank has ceil(n / ranks) elements of it, in the order of
 `param_shapes`, in one flat tensor or several.
@@ -76,7 +76,7 @@ def read_partitions(
 
     Args:
         files: A model-parallel rank's files, by data-parallel rank.
-        shapes: The shapes of parameters by their names in a whole model. It may have more
+        shapes: The shapes of parameters by their names in a whole model. There may be more
             parameters than this rank held.
         whole_name: Returns a parameter's name in a whole model, given its name in the files.
 
@@ -158,7 +158,8 @@ def _steps_of_groups(
 ) -> list[tuple[TorchZip, Any]]:
     """Return the step counts of an optimizer's groups, if its states have none.
 
-    Apex's FusedAdam counts by group. DeepSpeed's counts by state, and its groups stay at 0.
+    Apex's FusedAdam counts steps by group. DeepSpeed's counts them by state, and the counts of its
+    groups stay at 0.
     """
     if any(isinstance(one, dict) and "step" in one for one in state.values()):
         return []
@@ -227,8 +228,9 @@ def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
 def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
     """Return the states of an optimizer without ZeRO, in fp32.
 
-    Megatron-DeepSpeed numbers parameters by group: those with weight decay, then the others; with
-    `--create-moe-param-group` the experts of each follow in groups of their own.
+    Megatron-DeepSpeed numbers parameters by group: first those with weight decay, then the others.
+    With `--create-moe-param-group`, each of the two is followed by a separate group for its
+    experts.
 
     Args:
         file: The file.

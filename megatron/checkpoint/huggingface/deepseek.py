@@ -47,12 +47,12 @@ _OF_TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "num_nextn_predict_laye
 def turned(heads: int, size: int, turning: int) -> rules.TensorForm:
     """Return the form of a projection whose last channels of each head rotate.
 
-    Theirs rotate channels 2i and 2i + 1 together, ours i and i + turning / 2.
+    Hugging Face rotates channels 2i and 2i + 1 together, whereas we rotate i and i + turning / 2.
 
     Args:
         heads: The number of heads.
         size: Rows of each head.
-        turning: How many of these, the last ones, rotate.
+        turning: The number of rows at the end of each head that rotate.
     """
     still = torch.arange(size - turning)
     pairs = torch.arange(size - turning, size).view(-1, 2)
@@ -149,7 +149,7 @@ class DeepSeek(Mixtral):
         )
 
     def _read_groups(self, settings: Settings, experts: int, chosen: int) -> dict[str, Any]:
-        """Return the flags of groups of experts. A group counts by its best one, or two in V3."""
+        """Return the flags of expert groups. V2 scores them by their best expert, V3 by two."""
         is_limited = self.biased
         if not self.biased:
             is_limited = settings.word(
@@ -175,7 +175,7 @@ class DeepSeek(Mixtral):
         }
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json. A dense network has as many dense layers as there are."""
+        """Return a config.json. In a dense network, all layers are dense."""
         values = super().write(model, vocab)
         scaling = values["rope_scaling"]
         if scaling and not scaling.get("mscale", 1):
@@ -244,11 +244,11 @@ def _check_yarn(rope: Settings) -> None:
     """Refuse combinations of YaRN's keys that our flags cannot express.
 
     Raises:
-        CheckpointError: mscale_all_dim comes without mscale, or beside attention_factor.
+        CheckpointError: mscale_all_dim is given without mscale, or together with attention_factor.
     """
     if not rope.values.get("mscale_all_dim"):
         return
     if not rope.values.get("mscale"):
         raise rope.error("mscale_all_dim", "is supported only together with mscale")
     if rope.values.get("attention_factor"):
-        raise rope.error("attention_factor", "is not supported beside mscale_all_dim")
+        raise rope.error("attention_factor", "is not supported together with mscale_all_dim")

@@ -100,7 +100,7 @@ def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
         name: (_meaning(family, model, name), _meaning(family, said, name)) for name in differing
     }
     return [
-        f"{name} is {ours}, a {family.name} model has {theirs}"
+        f"{name} is {ours}, but a {family.name} model has {theirs}"
         for name, (ours, theirs) in values.items()
     ]
 

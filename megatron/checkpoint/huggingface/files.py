@@ -16,7 +16,7 @@ from megatron.errors import CheckpointError
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-COMPANION_FOLDER = "huggingface"  # the subfolder in which an import puts a model's small files
+COMPANION_FOLDER = "huggingface"  # the subfolder into which an import copies a model's small files
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -48,7 +48,7 @@ def inside(folder: Path, name: str) -> Path:
     Links from `snapshots/REVISION` into `blobs` of the same model (the hub's cache) are followed.
 
     Raises:
-        CheckpointError: The file is missing, or is a link that leads out of the folder.
+        CheckpointError: The file is missing, or is a link out of the folder.
     """
     path = folder / name
     if not path.is_file():
@@ -80,7 +80,9 @@ def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]
             files of this folder.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: not a folder; give a local one (nothing is downloaded)")
+        raise CheckpointError(
+            f"{folder}: not a folder: give a local folder (nothing is downloaded)"
+        )
     if (folder / INDEX).exists():
         index = read_json(inside(folder, INDEX), allow_foreign=allow_foreign)
         listed = index.get("weight_map")

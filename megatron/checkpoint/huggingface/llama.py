@@ -51,8 +51,8 @@ class LlamaLike(rules.Family):
 
     Attributes:
         qkv_bias: Whether queries, keys and values have biases.
-        qk_norm: What is normalized together of queries and keys: the channels of a "head" or the
-            whole "projection". None means that they are not normalized.
+        qk_norm: Which channels of queries and keys are normalized together: those of a "head" or of
+            the whole "projection". None means that queries and keys are not normalized.
         window: Whether config.json may limit attention to a window: in the whole "model" or in
             some "layers". None means that it has no windows.
         old_files: Whether config.json may lack keys that its first version did not have.
@@ -124,8 +124,8 @@ class LlamaLike(rules.Family):
         if labels != 1:
             raise settings.error(
                 "num_labels",
-                f"the class is {self.reward_model}, of which only reward models, which have one "
-                "label, are supported",
+                f"the class is {self.reward_model}, which is supported only for reward models with "
+                "a single label",
             )
         return True
 
@@ -235,7 +235,7 @@ def _write_yarn(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
-    """Return the flags of YaRN. Without its keys, `transformers` takes the paper's values."""
+    """Return the flags of YaRN. Without its keys, `transformers` uses the paper's values."""
     positions = settings.size("max_position_embeddings")
     original = rope.size("original_max_position_embeddings", positions)
     flags: dict[str, Any] = {

@@ -1,9 +1,9 @@
 """Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
 
-PEFT names an adapter's tensors after the module of `transformers` that it adapts. It gives queries,
-keys and values, gate and up an adapter each, as we do: each of its tensors is one of ours. Those of
-a mixture's experts are stacked in two matrices (`target_parameters`): A [experts rank, in], B [out,
-rank experts].
+PEFT names an adapter's tensors after the module of `transformers` that it adapts. It gives an
+adapter to each of queries, keys, values, gate and up, as we do, so each of its tensors corresponds
+to one of ours. The adapters of a mixture's experts are stacked in two matrices
+(`target_parameters`): A [experts rank, in], B [out, rank experts].
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from megatron.parallel.layers import Linear
 PeftNames = Mapping[str, tuple[str, HeldTensor]]  # by our name
 
 _LAYER = re.compile(r".*?layers\.\d+\.")
-_EXPERTS = "mlp.experts"  # of transformers 5, in whose modules all experts share a weight
+_EXPERTS = "mlp.experts"  # the module of transformers 5 in which all experts share a weight
 _PREFIX = "base_model.model."
 _SUFFIXES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-# What PEFT's configuration may ask for besides, and the only value that we have.
+# Further settings of PEFT's configuration, with the only value that we support.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -65,7 +65,7 @@ def peft_names(
     Args:
         model: The network with adapters.
         layers: Its layers that have adapters, by name.
-        family: The family whose modules PEFT's names are of.
+        family: The family whose modules PEFT's names refer to.
 
     Raises:
         CheckpointError: A module of the family computes several of our projections.
@@ -81,7 +81,8 @@ def peft_names(
         if len(theirs) != len(projections):
             raise CheckpointError(
                 f"{theirs[0]} of a {family.name} model computes {', '.join(projections)} at once, "
-                "which have an adapter each here: convert the merged weights with --saver hf"
+                "but here each of them has its own adapter: convert the merged weights with "
+                "--saver hf"
             )
         for projection, module in zip(projections, theirs, strict=True):
             if projection in linear.adapter:
@@ -114,10 +115,10 @@ def _is_stacked(shape: Sequence[int]) -> bool:
 
 
 def to_peft(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return an adapter's tensor as PEFT has it.
+    """Return an adapter's tensor in PEFT's form.
 
     Args:
-        tensor: The tensor; that of experts is A [experts, rank, in] or B [experts, ..., rank].
+        tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
         kind: "a" or "b".
     """
     if not _is_stacked(tensor.shape):
@@ -143,13 +144,13 @@ class PeftReader(Reader):
         path: The folder.
         model: The network with adapters.
         names: Names and shapes of the network's adapters (`peft_names`).
-        remedy: What to do about an adapter of another network. By default, the flags of training
-            that fit the files.
+        remedy: What the user should do about an adapter for another network. Default: give the
+            training flags that fit the files.
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: The files are missing or damaged, or are of another adapter than the
-            network's, or of another network.
+        CheckpointError: The files are missing or damaged, or their adapter does not fit the
+            network.
     """
 
     format = "peft"
@@ -196,12 +197,12 @@ class PeftReader(Reader):
                 shapes = f"{list(found)}, but it is {list(expected)} here"
                 raise CheckpointError(
                     f"{path / ADAPTER}: {names[name][0]} has shape {shapes}: the adapter is for "
-                    "another network: load that with --load"
+                    "another network: load that network with --load"
                 )
         self.meta = {"config": {}}
 
     def _check_settings(self, said: dict[str, Any], model: ModelConfig, strange: set[str]) -> None:
-        """Check that the adapter's settings are those of the run."""
+        """Check that the adapter's settings match the run."""
         rank = said.get("r", 8)
         here = {
             "r": model.lora_rank,
@@ -214,7 +215,7 @@ class PeftReader(Reader):
             if said.get(key, there[key]) != value:
                 raise CheckpointError(
                     f"{self.path / ADAPTER_CONFIG}: {key} is {said.get(key, there[key])!s:.40}, "
-                    f"and {value} here: {self._remedy}"
+                    f"but {value} here: {self._remedy}"
                 )
         if strange:
             raise CheckpointError(
@@ -236,7 +237,7 @@ def _settings_in(path: Path, *, allow_foreign: bool) -> dict[str, Any]:
     """Return adapter_config.json.
 
     Raises:
-        CheckpointError: It cannot be read, or asks for what we do not have.
+        CheckpointError: The file cannot be read, or has a setting that we do not support.
     """
     said = read_json(inside(path, ADAPTER_CONFIG), allow_foreign=allow_foreign)
     for key, allowed in _FIXED.items():
@@ -262,9 +263,9 @@ def network_with(path: Path, model: ModelConfig, *, allow_foreign: bool = False)
     said = _settings_in(path, allow_foreign=allow_foreign)
     if said.get("target_parameters"):
         raise CheckpointError(
-            f"{path / ADAPTER_CONFIG}: target_parameters {said['target_parameters']!s:.80}: "
-            "requests cannot choose adapters of experts: merge the adapter with merge_and_unload "
-            "of peft, and serve the result with --load"
+            f"{path / ADAPTER_CONFIG}: target_parameters {said['target_parameters']!s:.80}: a "
+            "server cannot select adapters of experts by request: merge the adapter with "
+            "merge_and_unload of peft, and serve the result with --load"
         )
     rank, alpha = said.get("r", 8), said.get("lora_alpha", 8)
     for key, value, kinds in (("r", rank, (int,)), ("lora_alpha", alpha, (int, float))):
@@ -366,10 +367,10 @@ class AdapterExport:
         }
 
     def _targets(self, *, stacked: bool) -> list[str] | None:
-        """Return the ends of the names of what is adapted, or whole names if layers differ.
+        """Return the ends of the names of adapted modules, or whole names if layers differ.
 
         Args:
-            stacked: Whether to name weights of experts, instead of modules.
+            stacked: Whether to name weights of experts instead of modules.
         """
         by_end = defaultdict(set)
         for ours, (theirs, held) in self.names.items():

@@ -23,7 +23,7 @@ from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
-# Names in files that store all experts of a layer in one tensor, which we do not read.
+# Names of tensors that hold all experts of a layer. Such files cannot be read.
 _FUSED_EXPERTS = re.compile(r".*\.experts\.(?!\d+\.).*")
 # The first BERT files call the weight and bias of a normalization gamma and beta.
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -60,7 +60,7 @@ class HFReader(Reader):
         family: The family of the model.
         vocab: Rows of the word embedding.
         bare_names: Whether tensor names in the files lack the family's prefix.
-        notices: Lines that tell the user what is different here.
+        notices: Lines that tell the user what differs in this package.
         architecture: The `transformers` class of the folder's model.
     """
 
@@ -107,8 +107,9 @@ class HFReader(Reader):
         for name in (*self.family.word_copies, *([head] if tied else [])):
             if not self._is_word_copy(name):
                 raise CheckpointError(
-                    f"{path}: {name} differs from the word embeddings, although config.json "
-                    "says tie_word_embeddings: set that to false in a copy, or remove the tensor"
+                    f"{path}: {name} differs from the word embeddings, although config.json says "
+                    "tie_word_embeddings: set it to false in a copy of the folder, or remove the "
+                    "tensor"
                 )
         family, bare = self.family.name, self.bare_names
         origin = {"family": family, "bare_names": bare}
@@ -150,7 +151,7 @@ class HFReader(Reader):
                 "family each expert has tensors of its own: save the model again with "
                 "save_pretrained of transformers"
             )
-        # A different class explains other problems, but is not a problem by itself.
+        # A different class may explain other problems, but is not a problem by itself.
         if isinstance(architectures, list) and architectures not in ([], [self.architecture]):
             problems.append(
                 f"config.json names the class {architectures[0]!s:.80}, which is not supported: "
@@ -170,7 +171,7 @@ class HFReader(Reader):
                 problems.append(f"{name} is missing")
             elif held.shape != shape:
                 found = describe(held.dtype, held.shape)
-                problems.append(f"{name} is {found}, config.json says {list(shape)}")
+                problems.append(f"{name} is {found}, but config.json says {list(shape)}")
             elif held.dtype not in _FLOATS:
                 problems.append(f"{name} is {held.dtype}: only plain floating point is read")
         copies = (self.family.tied_head, *self.family.word_copies)

@@ -1,10 +1,9 @@
 """Rules for making our parameters from Hugging Face tensors, and the description of a family.
 
-In this package, "they" are the authors of a Hugging Face folder: "their" tensors and names are
-those in the folder, "our" ones those of this program. A family's module gives a table of names:
-which of their modules make up each of ours. The shapes follow from the network's plan, and the
-forms from the kind of parameter. Each form only moves values: `join` and `split` undo each other
-bit for bit.
+In this package, "their" tensors and names are those in a Hugging Face folder, and "our" tensors and
+names are those in this program. A family's module has a table that says which of their modules make
+up each of ours. The shapes follow from the network's plan, and the forms from the kind of
+parameter. A form only moves values, so `join` and `split` undo each other bit for bit.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class ParameterRule:
         piece: The piece of the model that the parameter belongs to if a folder may lack that piece
             entirely, otherwise "".
         experts: Number of experts that the first dimension counts; 0 if the parameter is not one of
-            a mixture's experts. Their files hold each expert in tensors of its own.
+            a mixture's experts. Their files hold each expert in separate tensors.
     """
 
     name: str
@@ -105,7 +104,7 @@ class ParameterRule:
 
     @property
     def form_shape(self) -> Shape:
-        """The shape of what `form` makes: the parameter, or one expert's part of it."""
+        """The shape of the result of `form`: the parameter, or one expert's part of it."""
         return self.shape[1:] if self.experts else self.shape
 
     @property
@@ -114,7 +113,7 @@ class ParameterRule:
         return max(1, self.experts)
 
     def box(self, part: int) -> Box:
-        """Return where a part that is made from tensors of its own lies in the parameter."""
+        """Return the box in the parameter of a part that is made from separate tensors."""
         if not self.experts:
             return Box.whole(self.shape)
         inner = self.form_shape
@@ -129,7 +128,7 @@ class ParameterRule:
         """Return a part of our parameter. Tensors of other experts are not read.
 
         Args:
-            load: Function that returns a tensor of theirs by its name.
+            load: Function that returns one of their tensors by its name.
             wanted: The part.
             dtype: The type of the parameter.
         """
@@ -199,7 +198,7 @@ class Described:
     Attributes:
         model: The network, described by our flags.
         vocab: Rows of the word embedding.
-        notices: Lines that tell the user what is different here.
+        notices: Lines that tell the user what differs in this package.
     """
 
     model: ModelConfig
@@ -226,7 +225,7 @@ class Family(ABC):
         vocab: The size of the vocabulary if config.json does not give it. None means that it must.
         derived: Pattern of the names of tensors that are derived from config.json, such as masks
             and rotary frequencies. They are not read.
-        head_activates: Whether the head has an activation of its own, chosen by --openai-gelu.
+        head_activates: Whether the head has its own activation function, chosen by --openai-gelu.
         whole_names: Ends of the names of tensors that are not called weight or bias of a module.
     """
 

@@ -38,7 +38,7 @@ class Export:
         model: The checkpoint's network.
         vocab: Number of rows of the word embedding.
         bare_names: Whether to leave the family's prefix out of tensor names, as in the original.
-        single: Name of the only file of tensors, if they need no more.
+        single: Name of the file if a single one holds all tensors.
     """
 
     reader: Reader
@@ -55,7 +55,7 @@ class Export:
         for rule in rules:
             shape, dtype = self.reader.held[rule.name]
             if shape != rule.shape:
-                sizes = f"{list(shape)}, but its config says {list(rule.shape)}"
+                sizes = f"{list(shape)}, but its configuration says {list(rule.shape)}"
                 raise CheckpointError(f"{path}: {rule.name} has shape {sizes}")
             for index, (name, shape) in enumerate(zip(rule.theirs, rule.shapes(), strict=True)):
                 shown = name.removeprefix(self.family.prefix) if self.bare_names else name
@@ -100,7 +100,7 @@ class Export:
 
 
 class Exported(Protocol):
-    """What `write_folder` writes: tensors, and the name of their file if one is enough."""
+    """The input of `write_folder`: tensors, and the name of their file if one is enough."""
 
     single: ClassVar[str]
 

@@ -32,7 +32,7 @@ _RETRO_FIELDS = (
     *("retro_encoder_hidden_dropout", "retro_encoder_attention_dropout"),
 )
 _TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file vocab_size vocab_extra_ids"
-# Other fields that a model needs to run, by section of `RunOptions`.
+# Other fields that are needed to run a model, by section of `RunOptions`.
 _OTHER_FIELDS = {
     "tokenizer": _TOKENIZER.split(),
     "data": ["seq_length"],
@@ -67,7 +67,7 @@ def _scalar(value: Any) -> Json:
 
 
 def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, ...]]) -> None:
-    """Check arguments that stand for parts of networks that we lack.
+    """Check arguments about parts of networks that we do not support.
 
     Args:
         args: The arguments.
@@ -83,10 +83,10 @@ def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, .
 
 
 def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
-    """Return the settings, other than those of the network, that a model needs to run.
+    """Return the settings that are needed to run a model, apart from those of the network.
 
-    They are grouped by section of `RunOptions`. Paths of tokenizer files are those that the run
-    used; the files may have been moved since.
+    They are grouped by section of `RunOptions`. Paths of tokenizer files are the ones that the run
+    used; the files may have been moved since then.
     """
     sections = {
         section: {name: args[name] for name in names if args.get(name) is not None}
@@ -112,7 +112,7 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
         model["position_embedding_type"] = "none"
     if architecture == "retro":
         model |= {name: args[name] for name in _RETRO_FIELDS if name in args}
-        # Megatron-LM takes it from its working folder.
+        # Megatron-LM reads it from its working folder.
         model["retro_chunk_length"] = args.get("retro_gpt_chunk_length")
     hidden, heads = args.get("hidden_size"), args.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int):  # these were not flags in v1

@@ -44,7 +44,7 @@ class FileParameter:
 
     @property
     def is_decayed(self) -> bool:
-        """Whether Megatron applies weight decay to the parameter, as it does only to matrices."""
+        """Whether Megatron applies weight decay to the parameter. It does so only for matrices."""
         return not self.path[-1].endswith("bias") and len(self.box.shape) > 1
 
 
@@ -131,7 +131,9 @@ def _places(shapes: Shapes, part: ModelPart, encoder: int) -> Iterator[tuple[str
     has_embedding = part.embedding or (encoder > 0 and part.layers.start == encoder)
     if has_embedding:
         yield from outside(names.EMBEDDINGS)
-    stacks = [("", part.layers, part.head)]  # prefix of names, layers here, whether it ends here
+    stacks = [
+        ("", part.layers, part.head)
+    ]  # prefix of names, layers in this part, whether the stack ends in this part
     if encoder:
         above, below = part.halves(encoder)
         stacks = [("encoder.", above, encoder - 1 in above), ("decoder.", below, part.head)]
@@ -152,7 +154,7 @@ def _places(shapes: Shapes, part: ModelPart, encoder: int) -> Iterator[tuple[str
 
 
 def _retriever_layers(shapes: Shapes, layer: str) -> Iterator[str]:
-    """Yield our names of the layers that a Retro's layer holds to encode neighbors."""
+    """Yield our names of the layers inside a Retro's layer that encode neighbors."""
     for number in itertools.count():
         name = f"{layer}.retriever.{number}"
         if f"{name}.attention_norm.weight" not in shapes:

@@ -86,7 +86,7 @@ _SPLIT_OUTPUTS = {
     *("cross_attention.query", "cross_attention.key_value"),
 }
 _SPLIT_INPUTS = {"attention.output", "cross_attention.output", "mlp.down"}
-# An expert in a file of Megatron Core, with layers of its own or as one of a grouped layer.
+# An expert in a file of Megatron Core, as separate layers or as part of a grouped layer.
 _EXPERT = re.compile(
     r"(.+\.mlp\.experts)\.(?:local_experts\.(\d{1,5})\.)?(linear_fc[12]\.(?:weight|bias))(\d{0,5})"
 )
@@ -126,7 +126,7 @@ class Parameter:
         name: Our name; None for the copy of tied word embeddings that the last stage holds.
         tensor: Reference to the values.
         is_decayed: Whether Megatron applies weight decay to the parameter.
-        expert: The number of the expert among those of the file, if it belongs to one.
+        expert: The index of the expert in the file, if the parameter belongs to an expert.
     """
 
     name: str | None
@@ -144,7 +144,7 @@ def is_core(model: Any) -> bool:
 def towers_of(model: Any) -> list[str]:
     """Return the names of the towers in a file's `model`, in Megatron's order, if it has any.
 
-    The tree of a bi-encoder has that of a BERT for each tower.
+    The tree of a bi-encoder has the tree of a BERT for each tower.
     """
     return [tower for tower in TOWERS if isinstance(model, dict) and tower in model]
 
@@ -192,7 +192,7 @@ def list_parameters(
     leaves = list(_flatten(model, "") if is_flat else _flatten_nested(model))
     crossing = _crossing(leaves)
     for path, value in leaves:
-        # Some state is derived from the flags: fp8 scales, rotary frequencies.
+        # Some entries are derived from the flags: fp8 scales, rotary frequencies.
         if path.endswith(("_extra_state", "inv_freq")):
             continue
         if not isinstance(value, TensorRef):
@@ -232,7 +232,7 @@ def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
         path = f"{match[1]}.experts.{match[3]}"
     place = core.place_of(path)
     if place is None or place.prefix != "model." or place.is_stacked:
-        raise CheckpointError(f"parameter {path[:200]} is not one of a layer")
+        raise CheckpointError(f"parameter {path[:200]} does not belong to a layer")
     name = place.name(None if place.layer is None else first + place.layer)
     return name.removeprefix("model."), expert
 

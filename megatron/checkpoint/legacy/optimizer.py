@@ -37,8 +37,8 @@ class OptimizerState:
     """An optimizer's tensors and counters in one file.
 
     Attributes:
-        tensors: The states by name, such as "<our parameter>.exp_avg", and by the number of the
-            expert in the file, if it is one's.
+        tensors: The states by name, such as "<our parameter>.exp_avg", and by the index of the
+            expert in the file, if they belong to an expert.
         steps: All step counts in the file, as numbers or scalar tensors. They should agree.
         loss_scale: The file's `grad_scaler`, or empty if it has none.
     """
@@ -48,7 +48,7 @@ class OptimizerState:
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
     def add(self, parameter: Parameter, kind: str, tensor: Any) -> None:
-        """Add a parameter's state. A different shape is a sure sign of a wrong order.
+        """Add a parameter's state. A different shape proves that the order is wrong.
 
         Raises:
             CheckpointError: The state and the parameter have different shapes.
@@ -69,8 +69,8 @@ def _counters(optimizer: Mapping[str, Any], groups: Sequence[Any]) -> OptimizerS
 def read_optimizers(optimizer: Any, parameters: Sequence[Parameter]) -> OptimizerState | None:
     """Return the state in a file's `optimizer`, as `read_optimizer` does.
 
-    If Megatron Core divides experts among processes, they have an optimizer of their own, the
-    second of a list.
+    If Megatron Core divides experts among processes, they have a separate optimizer, the second in
+    a list.
     """
     parameters = [one for one in parameters if not str(one.name).endswith("expert_bias")]
     if not isinstance(optimizer, list):
@@ -101,7 +101,7 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
     groups = torch_state.get("param_groups", [])
     by_decay = [[one for one in parameters if one.is_decayed is decays] for decays in (True, False)]
     expected = [group for group in by_decay if group]
-    if isinstance(groups, list):  # Megatron Core's may be in any order, and may be empty
+    if isinstance(groups, list):  # Megatron Core's groups may be in any order, and may be empty
         groups = [one for one in groups if not (isinstance(one, dict) and one.get("params") == [])]
         first = groups[0].get("wd_mult") if groups and isinstance(groups[0], dict) else None
         if type(first) in (int, float) and not first:

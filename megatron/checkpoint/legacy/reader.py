@@ -39,7 +39,7 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class RankPart:
-    """A tensor-parallel part of a tensor, or of one expert's."""
+    """A tensor-parallel part of a tensor, or of a single expert's part of it."""
 
     file: RankFile
     ref: TensorRef
@@ -47,7 +47,7 @@ class RankPart:
     is_expert: bool
 
 
-_Part = tuple[RankFile, TensorRef, int | None]  # the last is an expert's number in the file
+_Part = tuple[RankFile, TensorRef, int | None]  # the last one is an expert's index in the file
 
 
 class LegacyReader(Reader):
@@ -88,7 +88,7 @@ class LegacyReader(Reader):
         self._check_grid()
         self._arrangement = self._find_arrangement(first)
         self._is_core = legacy.is_core(self._files[0].chunks[0])
-        self._refusal = ""  # why states of Megatron Core are not read
+        self._refusal = ""  # why optimizer states of Megatron Core cannot be read
         models = (model for file in self._files for model in file.chunks)
         self._architecture = legacy.architecture_of(models)
         self._beside: list[RankFile] = []
@@ -123,7 +123,7 @@ class LegacyReader(Reader):
             if told != sizes:
                 raise CheckpointError(
                     f"{self.path}: mp_rank folders of {sizes[0]} tensor ranks x {sizes[1]} stages, "
-                    f"{sizes[2]} ranks of experts, and {file.zip.path.parent.name}'s `args` say "
+                    f"{sizes[2]} ranks of experts, but {file.zip.path.parent.name}'s `args` has "
                     f"{told[0]} x {told[1]} x {told[2]}: do they come from different saves? Remove "
                     "the folders that do not belong together"
                 )
@@ -131,7 +131,7 @@ class LegacyReader(Reader):
             if args.get("num_experts") and width != sizes[0]:
                 raise CheckpointError(
                     f"{self.path}: experts split among {width} tensor ranks and other layers among "
-                    f"{sizes[0]} are not read from such files: save with --ckpt-format torch_dist"
+                    f"{sizes[0]} cannot be read from such files: save with --ckpt-format torch_dist"
                 )
 
     def _find_arrangement(self, tree: Mapping[str, Any]) -> legacy.Arrangement:
@@ -141,7 +141,7 @@ class LegacyReader(Reader):
             what = f"checkpoint_version {show(version)}"
             raise CheckpointError(f"{self.path}: {what} is not supported")
         if version < 2 and not heads:
-            raise CheckpointError(f"{self.path}: `args` does not say the number of heads")
+            raise CheckpointError(f"{self.path}: `args` does not contain the number of heads")
         gated = bool(self._args.get("swiglu", False))
         return legacy.Arrangement(float(version), heads // self._tensor_size, gated)
 
@@ -193,7 +193,7 @@ class LegacyReader(Reader):
     def _read_states(
         self, optimizer: Any, parameters: Sequence[legacy.Parameter]
     ) -> OptimizerState | None:
-        """Return a file's optimizer states; not those of Megatron Core that have another form."""
+        """Return a file's optimizer states, or `None` if their form is not supported."""
         try:
             return read_optimizers(optimizer, parameters)
         except CheckpointError as error:
@@ -205,10 +205,12 @@ class LegacyReader(Reader):
     def _place(self, name: str, parts: list[_Part]) -> list[RankPart]:
         """Return a tensor's parts with the box of each in the whole tensor."""
         experts = 1 + max(-1 if expert is None else expert for *_, expert in parts)  # of a file
-        if not experts:  # each rank of the experts has the same
+        if not experts:  # all ranks of the experts have the same values
             parts = [part for part in parts if not part[0].expert_rank]
         if len(parts) != self._tensor_size * (experts * self._expert_size or 1):
-            raise CheckpointError(f"{self.path}: {name} is in {len(parts)} files, not in all")
+            raise CheckpointError(
+                f"{self.path}: {name} is in {len(parts)} files, but should be in all"
+            )
         dim = self._arrangement.split_dim(_parameter_of(name))
         pieces = []
         for file, ref, expert in parts if dim is not None or experts else parts[:1]:
@@ -289,7 +291,7 @@ class LegacyReader(Reader):
         if any(torch_file.states_beside(self.path)):
             return "optimizer states in a file per data rank, as Megatron-LM 23.04 wrote them"
         if self._is_core and "optimizer" in self._files[0].tree:
-            why = self._refusal or "they are those of its distributed optimizer"
+            why = self._refusal or "they belong to its distributed optimizer"
             return f"optimizer states of Megatron Core: {why}"
         if any("optimizer" in file.tree for file in self._files):
             return f"{torch_file.DISTRIBUTED_FILE} is missing"

@@ -93,7 +93,7 @@ class TorchZip:
 
         Raises:
             CheckpointError: The file was not written by torch.save, is truncated or compressed, or
-                has record names that lead out of it.
+                has record names that lead out of the file's folder.
         """
         self.path = path
         try:
@@ -360,7 +360,7 @@ class RankFile:
 
     @property
     def chunks(self) -> list[Any]:
-        """The values of `model`, or with virtual stages those of `model0`, `model1`, ..."""
+        """The values of `model`, or of `model0`, `model1`, ... if there are virtual stages."""
         if "model0" not in self.tree:
             return [self.tree.get("model")]
         numbered = (self.tree.get(f"model{index}") for index in range(_MAX_CHUNKS))
@@ -387,7 +387,7 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
             continue
         match = _RANK_FOLDER.fullmatch(folder.name)
         if match is None:
-            raise CheckpointError(f"{folder}: the name is not that of a rank's folder")
+            raise CheckpointError(f"{folder}: the name is not the name of a rank's folder")
         opened = _open(old if old.exists() else folder / MODEL_FILE, allow_foreign)
         rank, *others = (int(number) for number in match.groups() if number is not None)
         args = opened[1].get("args")
@@ -396,7 +396,9 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
         # The last number is the experts' rank, if experts are divided.
         expert = others.pop() if others and type(experts) is int and experts > 1 else 0
         if len(others) > 1:
-            raise CheckpointError(f"{folder}: folders per data rank (expert parallel) are not read")
+            raise CheckpointError(
+                f"{folder}: folders per data rank (expert parallelism) are not supported"
+            )
         files.append(RankFile(rank, sum(others), *opened, expert))
     files.sort(key=lambda file: (file.stage, file.expert_rank, file.tensor_rank))
     places = [(file.stage, file.expert_rank, file.tensor_rank) for file in files]

@@ -24,7 +24,7 @@ import torch
 from megatron.errors import CheckpointError
 
 MAX_BYTES = 64 << 20  # largest pickle; the tree of a model with a hundred layers takes 100 KB
-MAX_INSTRUCTIONS = 2_000_000  # these take about five seconds; a tensor needs about 60
+MAX_INSTRUCTIONS = 2_000_000  # so many take about five seconds; a tensor needs about 60
 MAX_INTEGER_BITS = 128  # random states hold up to 64
 MAX_ITEMS = 8_000_000  # values in the tree, counting a shared part each time it occurs
 MAX_DEPTH = 100
@@ -64,7 +64,7 @@ class Factory:
 
     name: str
     call: Callable[..., Any]
-    is_class: bool = False  # whether the file may make objects of it and fill them
+    is_class: bool = False  # whether the file may create objects of this class and fill them
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class StateDict(dict[Any, Any]):
 
 
 class Array:
-    """A stand-in for a numpy array, without its content. Only random states are numpy arrays."""
+    """A stand-in for a numpy array, without its content. Only random states are stored this way."""
 
 
 def record_class(kind: str) -> Factory:
@@ -143,8 +143,8 @@ def read_pickle(
     Args:
         data: The pickle.
         source: The file's name in messages.
-        names: Our stand-ins for the only names that the file may use, besides the number types of
-            torch. `None` stands for the names that files of torch.save use.
+        names: Our stand-ins for the only names that the file may use, in addition to the number
+            types of torch. `None` stands for the names that files of torch.save use.
         most_instructions: The largest number of instructions.
 
     Raises:
@@ -268,7 +268,7 @@ class _Machine:
             target.state = state
             return
         if type(target) is not Namespace:
-            raise RefusedError(f"{show(target)} does not change")
+            raise RefusedError(f"{show(target)} cannot be changed")
         if type(state) is not dict or target.fields or not all(type(key) is str for key in state):
             raise RefusedError("a Namespace is filled once, from a dict with names as keys")
         target.fields = state

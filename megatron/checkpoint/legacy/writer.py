@@ -129,7 +129,9 @@ class LegacySaver:
             writer = LegacyWriter(padded, self.config, data_parallel=layout.replica.size)
             writer.write(temporary, layout.world.rank, layout.world.size)
 
-        need = snapshot.plan.total_bytes  # the native checkpoint inside checks for its own space
+        need = (
+            snapshot.plan.total_bytes
+        )  # the native checkpoint inside checks separately that there is space for it
         return store.write_folder(root, folder, exchange, need, fill, _LAST, keep, None)
 
 
@@ -355,11 +357,11 @@ def _name(parameter: FileParameter, kind: str | None = None) -> str:
 
 
 def own_schedule(schedule: Mapping[str, Json]) -> str:
-    """Return what a saved schedule has that no schedule of Megatron-LM has, or ""."""
+    """Return the feature of a saved schedule that Megatron-LM's schedules lack, or ""."""
     if "decoupled_lr" in schedule:
         return "a --decoupled-lr"
     if schedule.get("lr_in_tokens") or schedule.get("lr_decay_tokens") is not None:
-        return "a schedule in tokens (--lr-decay-tokens)"  # would be read as one in samples
+        return "a schedule in tokens (--lr-decay-tokens)"  # Megatron would read it as samples
     return ""
 
 

@@ -35,7 +35,7 @@ from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
         (
             "deepseek v3",
             {"rope_scaling": {**YARN, "attention_factor": 2}},
-            "is not supported beside mscale_all_dim",
+            "is not supported together with mscale_all_dim",
         ),
         ("deepseek v2", {"topk_method": "noaux_tc"}, 'topk_method "noaux_tc": supported'),
         ("deepseek v2", {"moe_layer_freq": 2}, "moe_layer_freq 2: only 1"),

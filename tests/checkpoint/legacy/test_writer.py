@@ -392,7 +392,7 @@ def test_files_of_a_wider_split_beside_ours_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"mp_rank_01/model_optim_rng.pt written or removed"):
         open_found(checkpoint_at(folder))
     (folder / "complete").unlink()
-    with pytest.raises(CheckpointError, match=r"2 tensor ranks x 1 stages, .* say 1 x 1"):
+    with pytest.raises(CheckpointError, match=r"2 tensor ranks x 1 stages, .* has 1 x 1"):
         open_found(checkpoint_at(folder))
 
 
