@@ -106,8 +106,10 @@ def test_on_a_gpu_sinks_are_those_of_the_formula(ends, window: int | None, group
         out = form(*inputs, AttentionOptions(segments, window=window, scale=0.2, sinks=sinks))
         out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(out))
         results.append([out, *(x.grad for x in (*inputs, sinks))])
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours.double() - theirs).norm() / theirs.norm() < 1e-2
+    for place, (ours, theirs) in enumerate(zip(*results, strict=True)):
+        # A sink's gradient is one sum over all 512 rows, most of whose terms cancel out.
+        limit = 2e-2 if place == 4 else 1e-2
+        assert (ours.double() - theirs).norm() / theirs.norm() < limit
 
 
 @pytest.mark.gpu
