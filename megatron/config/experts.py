@@ -74,6 +74,7 @@ class ExpertOptions:
         moe_use_rts: If an expert has more tokens than its capacity, keep random ones. Off: keep the
             first ones.
         moe_router_topk: Number of experts that each token is sent to.
+        moe_router_bias: Add a learned bias to the router's logits (GPT-OSS).
         moe_router_score_function: Function that turns the router's logits into scores.
         moe_router_pre_softmax: Take the softmax over all experts before choosing the best. Off:
             take it over the chosen experts.
@@ -127,6 +128,7 @@ class ExpertOptions:
     )
     moe_use_rts: bool = flag(True, needs=_GATED_TO_ONE)
     moe_router_topk: int = flag(2, unit="experts", at_least=1, at_most=64, needs=_MIXTURE)
+    moe_router_bias: bool = flag(False, needs=_MIXTURE)
     moe_router_score_function: str = flag(
         "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"), needs=_MIXTURE
     )

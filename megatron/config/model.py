@@ -36,6 +36,9 @@ _RELATIVE = Need(
     lambda run: run.model.position_embedding_type == "relative",
     "--position-embedding-type relative",
 )
+_GATED = Need(
+    lambda run: run.model.is_gated, "--swiglu, --geglu or --quick-geglu, which have a gate"
+)
 _HALF = Need(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
 
 
@@ -85,6 +88,10 @@ class DenseOptions:
         relu: Use ReLU instead of GeLU (original T5).
         swiglu: Use gated SiLU (SwiGLU) instead of GeLU.
         geglu: Use gated GeLU in its tanh form (T5 1.1) instead of GeLU.
+        quick_geglu: Use a GeGLU whose gate x becomes x times sigmoid(1.702 x) instead of GeLU.
+        glu_linear_offset: Number added to the ungated part of a gated MLP (1 in GPT-OSS).
+        activation_func_clamp_value: Limit of a gated MLP: gates are cut off above it, and their
+            counterparts on both sides (7 in GPT-OSS).
         onnx_safe: Use the exact (erf) GeLU, the form that ONNX exports.
         bias_gelu_fusion: Compute tanh GeLU and its bias in one kernel. Off: exact (erf) GeLU with
             PyTorch's operations.
@@ -174,6 +181,9 @@ class DenseOptions:
     relu: bool = False
     swiglu: bool = False
     geglu: bool = False
+    quick_geglu: bool = False
+    glu_linear_offset: float = flag(0.0, requires=_GATED)
+    activation_func_clamp_value: float | None = flag(None, above=0, requires=_GATED)
     onnx_safe: bool | None = None
     bias_gelu_fusion: bool = True
     untie_embeddings_and_output_weights: bool = False
@@ -214,6 +224,7 @@ class DenseOptions:
         for name, is_on in (
             ("swiglu", self.swiglu),
             ("geglu", self.geglu),
+            ("quick_geglu", self.quick_geglu),
             ("relu", self.relu),
             ("gelu_tanh", self.openai_gelu),
             ("gelu", self.onnx_safe),
@@ -226,7 +237,7 @@ class DenseOptions:
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate, so that its first matrix has two parts."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
 
 @dataclass(frozen=True, kw_only=True)

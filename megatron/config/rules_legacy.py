@@ -69,12 +69,15 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
         ("--qk-layernorm", model.qk_layernorm),
         ("--add-qkv-bias", model.add_qkv_bias and not model.add_bias_linear),
         ("--softmax-type learnable", model.softmax_type == "learnable"),
+        ("--quick-geglu", model.quick_geglu),
+        ("--glu-linear-offset", model.glu_linear_offset != 0),
+        ("--activation-func-clamp-value", model.activation_func_clamp_value is not None),
         (f"--mtp-num-layers {model.mtp_num_layers}", model.mtp_num_layers is not None),
     ):
         if on:
             yield (
-                f"{name}: Megatron-LM 23.08, the target of --ckpt-format legacy, cannot store "
-                "these weights: use --ckpt-format native"
+                f"{name}: Megatron-LM 23.08, the target of --ckpt-format legacy, does not support "
+                "such weights: use --ckpt-format native"
             )
     for name in not_computed(model):
         yield (
@@ -131,6 +134,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
         (f"--window-rotary-base {model.window_rotary_base}", model.window_rotary_base is not None),
         (f"--norm-placement {model.norm_placement}", model.norm_placement != "before"),
         ("--scale-embeddings", model.scale_embeddings),
+        ("--moe-router-bias", bool(model.num_experts) and model.moe_router_bias),
     ):
         if on:
             yield name

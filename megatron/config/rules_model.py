@@ -56,7 +56,15 @@ _NOT_WITH_MULTI_TOKEN: Exclusions = {
         "as in Megatron Core, its positions are rope or none",
     ),
 }
-_ACTIVATIONS = ("swiglu", "geglu", "relu", "squared_relu", "openai_gelu", "onnx_safe")
+_ACTIVATIONS = (
+    "swiglu",
+    "geglu",
+    "quick_geglu",
+    "relu",
+    "squared_relu",
+    "openai_gelu",
+    "onnx_safe",
+)
 
 
 def required(config: RunOptions, world_size: int) -> Iterator[str]:

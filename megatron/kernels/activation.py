@@ -127,6 +127,8 @@ def choose_activation(
     handovers: Handovers = NO_HANDOVERS,
     *,
     fuses_gelu: bool = True,
+    clamp: float | None = None,
+    offset: float = 0.0,
 ) -> Activation:
     """Choose the implementation of an activation.
 
@@ -136,7 +138,11 @@ def choose_activation(
         handovers: The places for the amaxes of the result and of the gradient of x. Only kernels
             measure these amaxes.
         fuses_gelu: Whether GELU may use the fused kernels; False with --no-bias-gelu-fusion.
+        clamp: The limit of a gated activation's two parts (`clamped_gate`); `None` for none.
+        offset: The number that is added to its second part.
     """
+    if clamp is not None or offset:
+        return partial(clamped_gate, _GATES[name], clamp=clamp, offset=offset)
     plain = _FORMULAS[name]
     if library is None or name not in KINDS or (plain in (gelu, gelu_tanh) and not fuses_gelu):
         return plain
@@ -175,7 +181,48 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-_FORMULAS = {f.__name__: f for f in (gelu, gelu_tanh, relu, squared_relu, swiglu, geglu)}
+def quick_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Split [..., 2 f] into gate and up; return gate * sigmoid(1.702 gate) * up [..., f]."""
+    gate, up = _add(x, bias).chunk(2, dim=-1)
+    return _quick_gelu(gate) * up
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+_FORMULAS = {
+    f.__name__: f for f in (gelu, gelu_tanh, relu, squared_relu, swiglu, geglu, quick_geglu)
+}
+# What gated activations do with the gate.
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": partial(F.gelu, approximate="tanh"),
+    "quick_geglu": _quick_gelu,
+}
+
+
+def clamped_gate(
+    form: Callable[[Tensor], Tensor],
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    clamp: float | None,
+    offset: float,
+) -> Tensor:
+    """Split [..., 2 f] into gate and up; return form(gate) * (up + offset) [..., f] (GPT-OSS).
+
+    Args:
+        form: The function of the gate.
+        x: [..., 2 f].
+        bias: [2 f], which is added first, or `None`.
+        clamp: The largest value of the gate, and the largest magnitude of up; `None` for no limit.
+        offset: The number that is added to up.
+    """
+    gate, up = _add(x, bias).chunk(2, dim=-1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return form(gate) * (up + offset)
 
 
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -67,7 +67,7 @@ class Mixture(nn.Module):
     def vectors(plan: MixturePlan, split: WeightSplit) -> int:
         """Count the parameters of the router, the gate and the biases on one process."""
         held = plan.router.experts // split.expert
-        count = plan.router.experts * plan.hidden
+        count = plan.router.experts * (plan.hidden + plan.router.bias)
         count += held * MLP.vectors(plan.expert, split.of_experts)
         if plan.shared is not None:
             count += MLP.vectors(plan.shared, split) + plan.hidden * plan.gates_shared
@@ -206,7 +206,9 @@ class Experts(nn.Module):
             init=plan.init.weight(plan.inner, plan.hidden, into_residual=True),
             bias=plan.bias,
         )
-        self.activation = context.kernels.activation(plan.activation)
+        self.activation = context.kernels.activation(
+            plan.activation, clamp=plan.clamp, offset=plan.offset
+        )
         self.recomputes_activation = "moe_act" in context.recomputed
         self._library, self._local = context.kernels.library, experts // context.layout.expert.size
 

@@ -43,7 +43,10 @@ class MLP(nn.Module):
         )
         up, down = self.up.products.handovers, self.down.products.handovers
         self.activation = context.kernels.activation(
-            plan.activation, handovers=Handovers(down.forward, up.backward)
+            plan.activation,
+            handovers=Handovers(down.forward, up.backward),
+            clamp=plan.clamp,
+            offset=plan.offset,
         )
         self.handovers = Handovers(up.forward, down.backward)
 

@@ -275,12 +275,16 @@ class MLPPlan(SublayerPlan):
         inner: Width between its two matrices.
         activation: Name of an activation in `kernels.activation`.
         gated: Whether the first matrix has two parts, gate and up.
+        clamp: Largest value of the gate, and largest magnitude of up; `None` for no limit.
+        offset: Number added to up.
     """
 
     kind: str = "dense"
     inner: int
     activation: str
     gated: bool = False
+    clamp: float | None = None
+    offset: float = 0.0
 
     @property
     def up(self) -> int:
@@ -311,6 +315,7 @@ class RouterPlan:
         hidden: Width of the residual stream.
         init: Distribution of the initial weights.
         experts: Number of experts to choose from.
+        bias: Whether the logits have a learned bias.
         chosen: Number of experts for each token.
         score: "softmax", "sigmoid" or "sqrtsoftplus" (the square root of softplus), the function
             that turns logits into scores.
@@ -340,6 +345,7 @@ class RouterPlan:
     init: InitPlan
     experts: int
     chosen: int
+    bias: bool = False
     score: str = "softmax"
     scores_all: bool = False
     groups: int = 1

@@ -105,6 +105,8 @@ def layer_plan(
         inner=model.ffn_hidden_size,
         activation=model.activation,
         gated=model.is_gated,
+        clamp=model.activation_func_clamp_value,
+        offset=model.glu_linear_offset,
     )
     return LayerPlan(
         mixer=mixer,
@@ -202,6 +204,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePla
             init=dense.init,
             experts=experts,
             chosen=model.moe_router_topk,
+            bias=model.moe_router_bias,
             score="sigmoid"
             if is_sinkhorn and model.moe_router_topk == 1
             else model.moe_router_score_function,

@@ -22,7 +22,7 @@ from megatron.models.plan import RouterPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context.split import split_sequence
-from megatron.parallel.parameter import Matrices
+from megatron.parallel.parameter import ZEROS, Matrices
 from megatron.parallel.random import uniform
 from megatron.parallel.routing import attach
 
@@ -63,6 +63,11 @@ class Router(nn.Module):
         )
         z_loss = () if plan.z_loss is None else ("z_loss",)
         losses = (*z_loss, *(kind for kind, _ in plan.balancing))
+        self.bias = None
+        if plan.bias:
+            self.bias = context.new_parameter(
+                (plan.experts,), init=ZEROS, partial_gradient=context.layout.sequence.size > 1
+            )
         self.state = context.registry.routers.add(
             plan.experts, losses, plan.bias_rate, context.device
         )
@@ -80,7 +85,8 @@ class Router(nn.Module):
         # An fp64 sum rounded to fp32 hardly ever depends on the order of its terms, so generated
         # text does not depend on the batch.
         dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
-        logits = F.linear(x.to(dtype), self.weight.to(dtype)).float()  # [s, b, experts]
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype), bias).float()  # [s, b, experts]
         logits = logits.flatten(0, 1)
         counts_losses = self.training and torch.is_grad_enabled()
         if counts_losses and plan.z_loss is not None:

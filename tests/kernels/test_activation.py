@@ -26,6 +26,7 @@ DEFINITIONS = {
     "relu": lambda x: torch.where(x > 0, x, 0),
     "geglu": lambda x: tanh_form(x[..., :4]) * x[..., 4:],
     "swiglu": gated,
+    "quick_geglu": lambda x: x[..., :4] / (1 + torch.exp(-1.702 * x[..., :4])) * x[..., 4:],
 }
 
 
@@ -39,6 +40,20 @@ def test_equals_the_definition(name):
     out.sum().backward()
     expected.sum().backward()
     torch.testing.assert_close(x.grad.double(), double.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "quick_geglu"])
+@pytest.mark.parametrize(("clamp", "offset"), [(1.5, 1.0), (1.5, 0.0), (None, 1.0)])
+def test_a_gate_may_be_cut_off_and_its_counterpart_moved(name, clamp, offset):
+    generator = torch.Generator().manual_seed(1)
+    x, bias = 3 * torch.randn(5, 2, 8, generator=generator), torch.arange(8.0) / 4
+    found = choose_activation(name, clamp=clamp, offset=offset)(x, bias)
+    gate, up = (x + bias).double().chunk(2, dim=-1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    # An up of 1 shows what the definition does with the gate.
+    alone = DEFINITIONS[name](torch.cat((gate, torch.ones_like(gate)), dim=-1))
+    torch.testing.assert_close(found.double(), alone * (up + offset), rtol=1e-5, atol=1e-6)
 
 
 def test_the_two_gelus_differ():
@@ -57,6 +72,7 @@ def test_the_two_gelus_differ():
         ({"squared_relu": True}, "squared_relu"),
         ({"swiglu": True}, "swiglu"),
         ({"geglu": True}, "geglu"),
+        ({"quick_geglu": True}, "quick_geglu"),
         ({"relu": True}, "relu"),
     ],
 )

@@ -40,6 +40,10 @@ SIGMOID = (
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
 )
+GPT_OSS = (
+    f"{_CHOICE} --moe-aux-loss-coeff 1e-2 --moe-router-bias --quick-geglu --glu-linear-offset 1 "
+    "--activation-func-clamp-value 0.5 --softmax-type learnable"
+)
 
 AHEAD = f"{SOFTMAX} --mtp-num-layers 1 --position-embedding-type rope"
 
@@ -172,6 +176,8 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(4, expert=2, flags=f"{_HALVES} {_ZERO3}"),
     MixtureCase(4, pipeline=2, expert=2, flags=f"{_HALVES} {_BUBBLE}"),
     MixtureCase(4, tensor=2, expert=2, expert_tensor=1, flags=f"{_SP} {_HALVES} {_FULL}"),
+    MixtureCase(4, tensor=2, expert=2, flags=_SP, network=GPT_OSS),
+    MixtureCase(4, tensor=2, expert_tensor=1, flags=f"{_SP} {_ZERO3}", network=GPT_OSS),
     MixtureCase(2, tensor=2),
     MixtureCase(2, tensor=2, flags=_SP),
     MixtureCase(2, tensor=2, expert_tensor=1, flags=_SP),

@@ -23,10 +23,8 @@ from megatron.errors import CheckpointError
 
 # Fields that change what the weights mean, each with the values that our networks support.
 _NEUTRAL: dict[str, tuple[Json, ...]] = {
-    "activation_func_clamp_value": (None,),
     "attention_output_gate": (False,),
     "experimental_attention_variant": (None,),
-    "glu_linear_offset": (0.0,),
     "heterogeneous_layers_config_path": (None,),
     "is_hybrid_model": (False,),
     "linear_attention_freq": (None,),
@@ -36,7 +34,6 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "mtp_use_repeated_layer": (False,),
     "multi_latent_attention": (False,),
     "qk_l2_norm": (False,),
-    "quick_geglu": (False,),
     "rotary_interleaved": (False,),
     "rotary_scaling_factor": (1.0,),
 }

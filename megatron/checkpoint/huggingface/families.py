@@ -9,6 +9,7 @@ from megatron.checkpoint.huggingface.bert import Bert
 from megatron.checkpoint.huggingface.deepseek import DeepSeek
 from megatron.checkpoint.huggingface.gemma import Gemma
 from megatron.checkpoint.huggingface.gpt2 import GPT2
+from megatron.checkpoint.huggingface.gpt_oss import GptOss
 from megatron.checkpoint.huggingface.llama import LlamaLike
 from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
 from megatron.checkpoint.huggingface.rules import Family
@@ -34,6 +35,7 @@ FAMILIES: list[Family] = [
     Gemma("gemma", "GemmaForCausalLM"),
     Gemma("gemma2", "Gemma2ForCausalLM", version=2),
     Gemma("gemma3_text", "Gemma3ForCausalLM", version=3, qk_norm="head", classifies=False),
+    GptOss("gpt_oss", "GptOssForCausalLM"),
     DeepSeek("deepseek_v2", "DeepseekV2ForCausalLM"),
     DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", biased=True),
     *(GPT2(), Bert(), T5()),
@@ -131,6 +133,8 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
             value = plans[0].base if len(plans) == 1 else None
         case "rotary_seq_len_interpolation_factor":
             value = value or 1
+        case "glu_linear_offset" | "activation_func_clamp_value" if not model.is_gated:
+            value = None
         case "openai_gelu":
             # Compare both as a pair, because a head for masked tokens has an activation of its own.
             value = model.activation, family.head_activates and model.openai_gelu

@@ -11,12 +11,11 @@ from megatron.checkpoint.huggingface.llama import (
     LAYER,
     SLIDING,
     LlamaLike,
-    limited_layers,
     read_rope,
-    write_pattern,
+    read_turns,
+    write_turns,
 )
 from megatron.checkpoint.huggingface.settings import Settings
-from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
 
 _GELU = "gelu_pytorch_tanh"
@@ -79,11 +78,7 @@ class Gemma(LlamaLike):
         if self.version == 3:
             every = settings.size("sliding_window_pattern", every)
             settings.size("_sliding_window_pattern", every)  # transformers 5 writes it
-        limited = limited_layers(settings, layers)
-        if limited is None:
-            limited = [(layer + 1) % every > 0 for layer in range(layers)]
-        window = settings.size("sliding_window", _WINDOW)
-        return write_pattern(window, limited)
+        return read_turns(settings, layers, every=every, window=_WINDOW)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags of the rotary positions."""
@@ -110,15 +105,13 @@ class Gemma(LlamaLike):
         if self.version == 1:
             return {**values, "hidden_act": _GELU}
         del values["hidden_act"]
-        limited = [window is not None for window in layer_windows(model, model.num_layers)]
         scalar = (model.softmax_scale or model.kv_channels**-0.5) ** -2
         values |= {
             "hidden_activation": _GELU,
             "query_pre_attn_scalar": _rounded(scalar),
             "attn_logit_softcapping": model.attn_logit_softcapping,
             "final_logit_softcapping": model.final_logit_softcapping,
-            "sliding_window": _WINDOW if model.window is None else model.window + 1,
-            "layer_types": [SLIDING if one else FULL for one in limited],
+            **write_turns(model, _WINDOW),
         }
         if self.version == 3:
             values["rope_local_base_freq"] = model.window_rotary_base or model.rotary_base

@@ -323,3 +323,32 @@ def write_pattern(window: int, limited: Sequence[bool]) -> dict[str, Any]:
     if not all(limited):
         flags["window_attn_skip_freq"] = f"[{','.join(str(int(one)) for one in limited)}]"
     return flags
+
+
+def read_turns(settings: Settings, layers: int, *, every: int, window: int) -> dict[str, Any]:
+    """Return the flags of windows in all layers but every nth one, unless layer_types differs.
+
+    Args:
+        settings: The keys of config.json.
+        layers: The number of layers.
+        every: Which layers have full attention without layer_types.
+        window: The tokens that a token attends to, itself among them, without sliding_window.
+    """
+    limited = limited_layers(settings, layers)
+    if limited is None:
+        limited = [(layer + 1) % every > 0 for layer in range(layers)]
+    return write_pattern(settings.size("sliding_window", window), limited)
+
+
+def write_turns(model: ModelConfig, window: int) -> dict[str, Any]:
+    """Return the keys of windows in some layers.
+
+    Args:
+        model: The network.
+        window: The value of sliding_window if no layer has a window.
+    """
+    limited = [one is not None for one in layer_windows(model, model.num_layers)]
+    return {
+        "sliding_window": window if model.window is None else model.window + 1,
+        "layer_types": [SLIDING if one else FULL for one in limited],
+    }

@@ -226,6 +226,7 @@ class Family(ABC):
         derived: Pattern of the names of tensors that are derived from config.json, such as masks
             and rotary frequencies. They are not read.
         head_activates: Whether the head has its own activation function, chosen by --openai-gelu.
+        stacks_experts: Whether one tensor holds all experts of a layer.
         whole_names: Ends of the names of tensors that are not called weight or bias of a module.
     """
 
@@ -241,6 +242,7 @@ class Family(ABC):
     vocab: int | None = None
     derived: str = ""
     head_activates: bool = False
+    stacks_experts: bool = False
     whole_names: tuple[str, ...] = ()
 
     def architecture(self, pieces: frozenset[str]) -> str:
@@ -300,18 +302,26 @@ class Family(ABC):
             form, experts = SAME, 0
             if match:
                 layer, module = layers[match.group(1)], match.group(2)
-                if module.startswith("mlp.experts.") and isinstance(layer.mlp, plans.MixturePlan):
+                is_apart = module.startswith("mlp.experts.") and not self.stacks_experts
+                if is_apart and isinstance(layer.mlp, plans.MixturePlan):
                     experts = layer.mlp.router.experts
                 form = self.form(layer, module, len(theirs) // max(1, experts))
             piece = self.pieces.get(ours.partition(".")[0], "")
             for name, kind in held.items():
-                names = tuple(
-                    one if one.endswith(self.whole_names) else f"{one}.{kind}" for one in theirs
-                )
+                names = tuple(self.tensor_name(one, kind) for one in theirs)
                 rules.append(
                     ParameterRule(f"model.{name}", shapes[name], names, form, piece, experts)
                 )
         return rules
+
+    def tensor_name(self, module: str, kind: str) -> str:
+        """Return the name of the weight or bias of one of their modules.
+
+        Args:
+            module: The module, or a tensor whose name is among `whole_names`.
+            kind: "weight" or "bias".
+        """
+        return module if module.endswith(self.whole_names) else f"{module}.{kind}"
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> TensorForm:
         """Return the conversion for a layer's module made from this number of their tensors."""
@@ -401,7 +411,8 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
             modules |= mlp_shapes("mlp", dense)
         case plans.MixturePlan() as mixture:
             experts = mixture.router.experts
-            modules["mlp.router"] = {"weight": (experts, hidden)}
+            bias = mixture.router.bias
+            modules["mlp.router"] = linear_shapes((experts,), hidden, bias=bias)
             if mixture.router.bias_rate is not None:
                 modules["mlp.router.expert_bias"] = {"": (experts,)}
             for name, shapes in mlp_shapes("mlp.experts", mixture.expert).items():

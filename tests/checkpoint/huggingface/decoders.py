@@ -4,6 +4,7 @@ logits."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -31,15 +32,42 @@ def linear(w: Tensors, x: Tensor, name: str) -> Tensor:
     return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
 
-def turn(x: Tensor, base: float, *, stretch: float = 1.0, share: float = 1.0) -> Tensor:
+def turn(
+    x: Tensor,
+    base: float,
+    *,
+    stretch: float = 1.0,
+    share: float = 1.0,
+    yarn: Mapping[str, Any] | None = None,
+) -> Tensor:
     """Turn the first channels of [b, s, n, d], i and i + half together."""
     turning = int(x.shape[-1] * share)
     places = torch.arange(x.shape[1], dtype=x.dtype) / stretch
-    angles = places[:, None] * base ** -(torch.arange(0, turning, 2, dtype=x.dtype) / turning)
+    frequencies = base ** -(torch.arange(0, turning, 2, dtype=x.dtype) / turning)
+    if yarn is not None:
+        frequencies = frequencies * _slowed(turning, base, yarn)
+        x = x * (0.1 * math.log(yarn["factor"]) + 1)
+    angles = places[:, None] * frequencies
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = x[..., :turning].chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*turned, x[..., turning:]), dim=-1)
+
+
+def _slowed(turning: int, base: float, yarn: Mapping[str, Any]) -> Tensor:
+    """The factor of each plane's frequency by YaRN, without rounding."""
+    first, last = (
+        turning
+        * math.log(yarn["original_max_position_embeddings"] / (turns * 2 * math.pi))
+        / (2 * math.log(base))
+        for turns in (yarn["beta_fast"], yarn["beta_slow"])
+    )
+    if yarn["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, turning - 1)
+    planes = torch.arange(turning // 2, dtype=torch.float64)
+    share = ((planes - first) / (last - first)).clamp(0, 1)
+    return 1 - share + share / yarn["factor"]
 
 
 def attend(
@@ -50,6 +78,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[b, s, n, d] and keys, values [b, s, g, d] -> [b, s, n d]; causal. A window counts itself."""
     length, sharing = query.shape[1], query.shape[2] // key.shape[2]
@@ -59,7 +88,9 @@ def attend(
         scores = softcap * (scores / softcap).tanh()
     distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
     unseen = (distance < 0) | (distance >= (window or length))
-    weights = scores.masked_fill(unseen, -math.inf).softmax(-1)
+    powers = scores.masked_fill(unseen, -math.inf).exp()
+    total = powers.sum(-1, keepdim=True)
+    weights = powers / (total if sinks is None else total + sinks.exp()[:, None, None])
     return torch.einsum("bnst,btnd->bsnd", weights, value).flatten(2)
 
 
@@ -140,6 +171,63 @@ def gemma(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
     return logits if cap is None else cap * (logits / cap).tanh()
 
 
+def gpt_oss_shapes(config: Config) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    experts = config["num_local_experts"]
+    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        for name, shape in _attention_shapes(config, f"{at}.self_attn").items():
+            shapes |= {name: shape, name.replace("weight", "bias"): shape[:1]}
+        shapes[f"{at}.self_attn.sinks"] = (config["num_attention_heads"],)
+        shapes |= {
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+            f"{at}.mlp.router.weight": (experts, hidden),
+            f"{at}.mlp.router.bias": (experts,),
+            f"{at}.mlp.experts.gate_up_proj": (experts, hidden, 2 * inner),
+            f"{at}.mlp.experts.gate_up_proj_bias": (experts, 2 * inner),
+            f"{at}.mlp.experts.down_proj": (experts, inner, hidden),
+            f"{at}.mlp.experts.down_proj_bias": (experts, hidden),
+        }
+    table = (config["vocab_size"], hidden)
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": table}
+
+
+def gpt_oss(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
+    """Sinks, windows in turns, and experts in which gate and up alternate."""
+    eps, limit = config["rms_norm_eps"], config["swiglu_limit"]
+
+    def expert(x: Tensor, at: str, number: int) -> Tensor:
+        both = x @ w[f"{at}.gate_up_proj"][number] + w[f"{at}.gate_up_proj_bias"][number]
+        gate, up = both[::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
+        inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        return inner @ w[f"{at}.down_proj"][number] + w[f"{at}.down_proj_bias"][number]
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for layer, kind in enumerate(config["layer_types"]):
+        at = f"model.layers.{layer}"
+        normal = rms(x, w[f"{at}.input_layernorm.weight"], eps)
+        query, key, value = _heads(config, w, normal, f"{at}.self_attn")
+        base, yarn = config["rope_theta"], config["rope_scaling"]
+        context = attend(
+            *(turn(heads, base, yarn=yarn) for heads in (query, key)),
+            value,
+            window=config["sliding_window"] if kind == "sliding_attention" else None,
+            sinks=w[f"{at}.self_attn.sinks"],
+        )
+        x = x + linear(w, context, f"{at}.self_attn.o_proj")
+        normal = rms(x, w[f"{at}.post_attention_layernorm.weight"], eps)
+        scores, chosen = linear(w, normal, f"{at}.mlp.router").topk(config["num_experts_per_tok"])
+        shares, update = scores.softmax(-1), torch.zeros_like(x)
+        for place in itertools.product(*map(range, x.shape[:2])):
+            for share, number in zip(shares[place], chosen[place].tolist(), strict=True):
+                update[place] += share * expert(normal[place], f"{at}.mlp.experts", number)
+        x = x + update
+    return rms(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].t()
+
+
 FAMILIES: dict[str, Kind] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), Kind(gemma_shapes, gemma, norms=0.0)),
+    "gpt_oss": Kind(gpt_oss_shapes, gpt_oss),
 }

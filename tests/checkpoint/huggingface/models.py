@@ -249,6 +249,20 @@ CASES: dict[str, Case] = {
             rope_scaling={"rope_type": "linear", "factor": 4.0},
         )
     ),
+    "gpt-oss": Case(
+        _like_llama(
+            "gpt_oss",
+            "GptOss",
+            attention_bias=True,
+            head_dim=10,
+            layer_types=_SLIDING,
+            num_experts_per_tok=3,
+            num_local_experts=6,
+            rope_scaling={**_YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False},
+            sliding_window=5,
+            swiglu_limit=0.7,
+        )
+    ),
     "deepseek v2": Case(_like_llama("deepseek_v2", "DeepseekV2", **deepseek.V2)),
     "deepseek v2, greedy": Case(
         _like_llama(

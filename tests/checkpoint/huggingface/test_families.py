@@ -33,6 +33,11 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
             "rope_type",
         ),
         ("gemma 3", {"rope_parameters": {"chunked": {}}}, "chunked: not supported"),
+        ("gpt-oss", {"attention_bias": False}, "attention_bias false: only true"),
+        ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha 1.5: only 1.702"),
+        ("gpt-oss", {"experts_per_token": 2}, "experts_per_token 2: only 3"),
+        ("gpt-oss", {"rope_scaling": None}, "rope_scaling null: is required"),
+        ("gpt-oss", {"quantization_config": {}}, "quantization_config: not supported"),
     ],
     ids=str,
 )
@@ -58,6 +63,11 @@ def test_other_networks_are_refused_by_key(
         ("gemma 2", "gemma2", {"qk_layernorm": True}),
         ("gemma 2", "gemma2", {"softmax_type": "learnable"}),
         ("gemma 3", "gemma3_text", {"geglu": False, "swiglu": True}),
+        ("gpt-oss", "gpt_oss", {"moe_router_bias": False}),
+        ("gpt-oss", "gpt_oss", {"softmax_type": "off-by-one"}),
+        ("gpt-oss", "gpt_oss", {"glu_linear_offset": 0.0}),
+        ("gpt-oss", "gpt_oss", {"activation_func_clamp_value": None}),
+        ("gpt-oss", "gpt_oss", {"add_bias_linear": False}),
     ],
     ids=str,
 )
@@ -118,6 +128,23 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "vocab_size": 262144,
         },
         999_885_952,
+    ),
+    "gpt-oss-20b": (
+        {
+            **CASES["gpt-oss"].config,
+            "head_dim": 64,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "layer_types": None,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "sliding_window": 128,
+            "vocab_size": 201088,
+        },
+        20_914_757_184,
     ),
 }
 

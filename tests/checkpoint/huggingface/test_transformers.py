@@ -56,6 +56,7 @@ def test_transformers_computes_what_our_second_model_computes(name: str, tmp_pat
         "gemma",
         "gemma 2",
         "gemma 3",
+        "gpt-oss",
         "deepseek v2",
         "deepseek v3",
         "deepseek v3 with yarn",
@@ -104,6 +105,15 @@ DENSE: dict[str, dict[str, object]] = {
     },
 }
 MIXTURES: dict[str, dict[str, object]] = {
+    "gpt_oss": {
+        "head_dim": 10,
+        "layer_types": _SLIDING,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 5,
+        "rope_parameters": {**YARN, "rope_theta": 1000.0, "mscale": None, "mscale_all_dim": None},
+        "sliding_window": 7,
+        "swiglu_limit": 1.5,
+    },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "decoder_sparse_step": 2,
