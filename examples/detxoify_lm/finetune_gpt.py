@@ -40,7 +40,7 @@ class FinetuneRecipe(GPTRecipe):
     program = "finetune_gpt.py"
 
     def __init__(self, validation: Sequence[str]) -> None:
-        """Store the words of --data-path2. If there are none, validate on --data-path."""
+        """Store the values of --data-path2. Without any, validate on --data-path."""
         self._validation = tuple(validation)
 
     def build_datasets(
@@ -70,8 +70,8 @@ def run(arguments: Sequence[str]) -> int:
     flags = split(arguments)
     validation = [word for flag in flags if flag.name == _OWN for word in flag.values]
     rest = [flag for flag in flags if flag.name not in (_OWN, *_WITHOUT_EFFECT)]
-    words = [word for flag in rest for word in (flag.name, *flag.values) if word]
-    return main(FinetuneRecipe(validation), words)
+    arguments = [part for flag in rest for part in (flag.name, *flag.values) if part]
+    return main(FinetuneRecipe(validation), arguments)
 
 
 if __name__ == "__main__":

@@ -50,11 +50,11 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--reward", type=Path, required=True, help="Python file with the reward function")
     add("--group-size", type=int, default=8, help="number of answers to each prompt")
-    add("--answer-tokens", type=int, default=64, help="maximum number of tokens of an answer")
+    add("--answer-tokens", type=int, default=64, help="maximum number of tokens in an answer")
     add("--answers-at-once", type=int, default=256, help="answers to generate at once")
     add("--loss", choices=("grpo", "dr_grpo", "dapo"), default="grpo", help="as TRL's loss_type")
-    add("--clip", type=float, default=0.2, help="how far a ratio may fall below 1")
-    add("--clip-high", type=float, help="how far it may rise above 1 (default: --clip)")
+    add("--clip", type=float, default=0.2, help="how far ratios may fall below 1")
+    add("--clip-high", type=float, help="how far ratios may rise above 1 (default: --clip)")
     add("--kl", type=float, default=0.0, help="weight of the divergence from --reference")
     add("--reference", help="folder of the reference model's checkpoint")
     add("--updates-per-rollout", type=int, default=1, help="updates per set of answers")
@@ -80,7 +80,7 @@ def token_losses(
     kl: float = 0.0,
     reference: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, and 1 for each token whose gradient clipping has removed.
+    """Return the loss of each token, and 1 for each token that clipping leaves without a gradient.
 
     Args:
         log_probs: Log-probabilities under the policy. All tensors have the same shape.
@@ -100,7 +100,7 @@ def token_losses(
 
 
 class GRPO(RolloutRecipe):
-    """The recipe: the loss of a micro-batch, and what the log shows of it."""
+    """The recipe: the loss of a micro-batch, and the values that are logged with it."""
 
     program = "grpo.py"
 
@@ -110,7 +110,7 @@ class GRPO(RolloutRecipe):
         self._options, self._clip = options, (options.clip, high)
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log names."""
+        """Return the names of the logged values."""
         return ("loss", "reward", "answer tokens", "clipped", "log-ratio")
 
     def losses(self, log_probs: Tensor, batch: Batch) -> Mapping[str, Tensor]:
@@ -170,7 +170,9 @@ def load_reward(path: Path) -> Reward:
     """Return the function `reward` of a Python file."""
     spec = importlib.util.spec_from_file_location("task", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise SystemExit(f"--reward {path}: not a Python file: give one with a function reward")
+        raise SystemExit(
+            f"--reward {path}: not a Python file: give one that defines reward(record, answer)"
+        )
     task = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(task)
     if not callable(reward := getattr(task, "reward", None)):
@@ -178,10 +180,10 @@ def load_reward(path: Path) -> Reward:
     return reward
 
 
-def read_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the values of this example's flags, and the remaining words."""
+def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the values of this example's flags, and the remaining arguments."""
     parser = build_parser()
-    options, flags = parser.parse_known_args(words)
+    options, flags = parser.parse_known_args(arguments)
     for name in ("group_size", "answer_tokens", "answers_at_once", "updates_per_rollout"):
         least = 2 if name == "group_size" else 1
         if (value := getattr(options, name)) < least:

@@ -265,7 +265,7 @@ def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -
         )
     if sampling.beam_width > limits.max_beams:
         raise RequestError(
-            f"beam_width {sampling.beam_width} exceeds the {limits.max_beams} sequences of a step: "
+            f"beam_width {sampling.beam_width} exceeds the limit of {limits.max_beams} sequences: "
             f"give at most {limits.max_beams}"
         )
     if blocks > settings.blocks:

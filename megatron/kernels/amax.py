@@ -117,5 +117,5 @@ NO_HANDOVERS = Handovers()
 
 
 def zero_for(x: Tensor, handover: Handover | None) -> Tensor | None:
-    """Return a zero for the amax, which the kernel writing x stores; `None` without a handover."""
+    """Return a zero in which the kernel writing x stores x's amax; `None` without a handover."""
     return None if handover is None else handover.measure(x)

@@ -227,7 +227,7 @@ def choose_attention(
     elif Device(device).is_gpu:
         reason, fused = first, gpu_attention
     if model.softmax_type != "vanilla":
-        reason = f"the flash kernel, whose result --softmax-type {model.softmax_type} scales"
+        reason = f"the flash kernel, with its result scaled for --softmax-type {model.softmax_type}"
     return AttentionChoice(name, reason, fused)
 
 

@@ -1,4 +1,4 @@
-"""Batch-invariant products and attention for fp32 on CPUs: a token has the same bits in any batch.
+"""Batch-invariant products and attention for fp32 on CPUs: a token gets the same bits in any batch.
 
 A library adds the terms of a sum in an order that depends on the sizes of the matrices. Training
 computes all tokens of a text at once, and generation one token at a time, so the two differ in
@@ -7,7 +7,7 @@ repeats it):
 
 - A row of a product has the same bits in any matrix of at least 4 rows.
 - A sum over keys has the same bits if it consists of products of 64 keys, added one after another.
-Keys that a query does not see only add zeros.
+  Keys that a query does not see only add zeros.
 
 Products are therefore padded to at least 4 rows, and attention pads the keys of each sequence to a
 multiple of 64.

@@ -215,10 +215,11 @@ def _make(compiler: Compiler, architecture: str, stem: Path, say: Say) -> Path:
     count = len(sources.source_files())
     say(
         f"fused kernels: compiling {count} CUDA files for {architecture} with NVRTC "
-        f"{compiler.version}; once, less than a minute"
+        f"{compiler.version}; this is done once and takes less than a minute"
     )
     started = time.monotonic()
-    for left in stem.parent.glob(f"{_SCRATCH}*"):  # of killed builds; another build may be running
+    # Killed builds may have left files, and another build may be running.
+    for left in stem.parent.glob(f"{_SCRATCH}*"):
         with suppress(FileNotFoundError):  # another process may remove it too
             if time.time() - left.stat().st_mtime > LEFT_AFTER:
                 shutil.rmtree(left, ignore_errors=True)

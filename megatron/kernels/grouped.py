@@ -128,7 +128,7 @@ class Grouping(NamedTuple):
             choices: Experts, int64 [T, k]; negative for no expert.
             experts: Number of experts.
         """
-        # The time of a sort is proportional to the bytes of a key.
+        # The sorting time is proportional to the number of bytes in a key.
         dtype = torch.int16 if experts < 2**15 else torch.int64
         keys = torch.where(choices >= 0, choices, experts).flatten().to(dtype)
         keys, order = keys.sort(stable=True)
@@ -378,7 +378,7 @@ class LibraryGroupedProduct(GroupedProduct):
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the weights' gradient or add it."""
+        """Write the weights' gradient to `into`, or add it there."""
         value = torch._grouped_mm(grad.t(), rows, offs=ends)
         if self._library is not None and into.dtype == torch.float32 and into.is_contiguous():
             take_gradient(self._library, value, into, accumulate)

@@ -50,7 +50,7 @@ class Number:
     place: int
 
 
-# The letters of an operation's arguments (`library.Kernel`), by the types of its record's fields.
+# The letter of an argument in `library.Kernel.kinds`, by the type of the argument's field.
 KINDS: dict[type, str] = {Pointer: "p", Strided: "v", int: "i", Number: "d"}
 
 Parameter = Pointer | Number | int | float | None

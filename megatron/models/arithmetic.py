@@ -204,7 +204,7 @@ def flops_per_token(
     embedding) + 6 x layers x sequence x query size (causal attention counts half of the score
     matrix). BERT adds its heads and counts the whole matrix. The operations of a T5 sample are
     divided by its encoder and decoder tokens together. Cross-attention computes keys and values for
-    the encoder's tokens. A task's head processes one vector per sequence, so its operations are
+    the encoder's tokens. A task head processes one vector per sequence, so its operations are
     divided by the sequence's tokens. Recomputation is never counted.
 
     Args:

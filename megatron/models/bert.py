@@ -266,13 +266,13 @@ class MaskedTokenHead(nn.Module):
 
 
 class BertChooser(BertModel):
-    """A BERT with a task's head that chooses among classes or among several texts.
+    """A BERT with a task head that chooses among classes or among several texts.
 
     It has BERT's layers and pooler, then dropout and a linear layer, but no pretraining heads. Its
     parameters are a BERT's plus `HEAD.weight` [outputs, h] and `HEAD.bias` [outputs].
 
     Args:
-        plan: The whole network, with a task's head.
+        plan: The whole network, with a task head.
         context: Layout, device, kernels and number formats.
         part: The layers that this process holds, and whether it has the embedding and the heads;
             `None` builds the whole model.
@@ -289,7 +289,7 @@ class BertChooser(BertModel):
         *,
         head_name: str,
     ) -> None:
-        """Build a BERT and the task's head."""
+        """Build a BERT and the task head."""
         super().__init__(plan, context, part, recompute)
         self.head_name = head_name
         self.dropout = plan.embedding.dropout

@@ -112,7 +112,7 @@ class GPTModel(Network):
             self.embed(one.tokens, one.position_ids, site=f"embedding {depth} ahead")
             for depth, one in enumerate(ahead, 1)
         ]
-        rotation = self.rotation_in(self.plan.layers[-1], rotations)  # of which depths are copies
+        rotation = self.rotation_in(self.plan.layers[-1], rotations)  # the depths copy this layer
         further = run_depths(self.mtp, x, vectors, mask, rotation)
         sums = [self.output(x, labels, loss_mask)]
         for states, one in zip(further, ahead, strict=True):

@@ -23,7 +23,7 @@ class HeadSpec:
     """The purpose of a model's heads, and how many sequences a sample has.
 
     Attributes:
-        outputs: Number of scores that a task's head gives for each sequence. `None` means a
+        outputs: Number of scores that a task head gives for each sequence. `None` means a
             language-model head, which scores every vocabulary entry for each token.
         sequences: Sequences per sample. In a multiple-choice task, each question-answer pair is a
             sequence.
@@ -232,7 +232,7 @@ class LatentAttentionPlan(AttentionPlan):
 
     @property
     def key_size(self) -> int:
-        """Channels of a query or key."""
+        """Number of channels of a query or key."""
         return self.still + self.turning
 
 
@@ -288,7 +288,7 @@ class MLPPlan(SublayerPlan):
 
     @property
     def up(self) -> int:
-        """Outputs of the first matrix."""
+        """Number of outputs of the first matrix."""
         return self.inner * (2 if self.gated else 1)
 
 
@@ -623,7 +623,7 @@ class ModelPlan:
 
     @property
     def head_size(self) -> int:
-        """Channels of a query, key or value of self-attention, the same in all layers."""
+        """Number of channels of a query, key or value in self-attention, the same in all layers."""
         mixers = (layer.mixer for layer in self.layers)
         (size,) = {mixer.head_size for mixer in mixers if isinstance(mixer, AttentionPlan)}
         return size

@@ -298,7 +298,7 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a GPT. Its layers may differ in MLP, window and rotation."""
-    assert head.is_language_model, "only a BERT can have a task's head"
+    assert head.is_language_model, "only a BERT can have a task head"
     output: HeadPlan = output_plan(model, vocabulary)
     if model.reward_head:
         output = ClassifierPlan(
@@ -365,7 +365,7 @@ def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a T5, with the encoder's layers before the decoder's."""
-    assert head.is_language_model, "only a BERT can have a task's head"
+    assert head.is_language_model, "only a BERT can have a task head"
     encoder, decoder = model.num_layers, model.decoder_layers
     positions = model.max_position_embeddings
     bias = None
@@ -430,7 +430,7 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
 
 def ict_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a bi-encoder: BERT towers that turn a text into a vector."""
-    assert head in (LANGUAGE_MODEL_HEAD, RETRIEVAL_HEAD), "only a BERT can have a task's head"
+    assert head in (LANGUAGE_MODEL_HEAD, RETRIEVAL_HEAD), "only a BERT can have a task head"
     projection = ClassifierPlan(
         kind="projection",
         outputs=model.biencoder_projection_dim,

@@ -227,7 +227,7 @@ def balance(logits: Tensor) -> Tensor:
     Args:
         logits: [T, experts].
     """
-    scores = torch.exp(logits - logits.amax(-1, keepdim=True))  # a token's factor changes nothing
+    scores = torch.exp(logits - logits.amax(-1, keepdim=True))  # scaling a row changes nothing
     tokens, experts = scores.shape
     of_experts = scores.new_ones(experts)
     for _ in range(_MOST_ROUNDS):

@@ -327,7 +327,7 @@ def lay_out(
         ends: The indices of tensors that must end a bucket.
         keeps_whole: Whether each tensor must be within a single shard. If so, tensors are
             distributed over the shards by size, the largest first. A bucket grows until at most
-            `MOST_PADDING` of it is padding. If the last bucket does not get there, it is merged
+            `MOST_PADDING` of it is padding. If the last bucket has more padding, it is merged
             with the one before.
 
     Returns:

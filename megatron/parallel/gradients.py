@@ -12,8 +12,8 @@ With d processes and g bytes per element, the gradient memory of a process depen
     stage 0  All-reduce. A process keeps all gradients: g bytes.
     stage 1  Reduce-scatter. A process keeps all gradients, but only its shard is averaged:
              g bytes.
-    stage 2 Reduce-scatter in the backward pass of every micro-batch. A process keeps its shard, g /
-    d bytes, and at most two buckets: one being filled and one in transit.
+    stage 2  Reduce-scatter in the backward pass of every micro-batch. A process keeps its shard,
+             g / d bytes, and at most two buckets: one being filled and one in transit.
 
 With overlap, a bucket is sent as soon as all its gradients are complete. Otherwise it is sent after
 the backward pass or, in stage 2, when complete, and the process waits for it at once. All processes
@@ -265,7 +265,7 @@ class GradientBuffer:
         self._in_place: dict[nn.Parameter, Tensor] = {}
         self._owned: dict[int, tuple[Span, Tensor]] = {}
         self._places: dict[int, tuple[PendingBucket, Span]] = {}
-        self._unslotted: list[Tensor] | None = None  # of parameters without a slot, once looked up
+        self._unslotted: list[Tensor] | None = None  # gradients without a slot, found once
         self._stale: set[int] = set()  # gradients of the previous update, to be overwritten
         self._has_waves = any(b.waves != (None,) for flat in plan.flats for b in flat.buckets)
         self.flats: list[FlatBuffer] = []

@@ -3,16 +3,17 @@
 A product has two independent properties: the number format of its factors (`products.Products`) and
 the transport that brings the factors to the ranks that need them:
 
-    Whole collectives around the product, or none. If every rank holds different rows of the weight
-    [out, in], the backward pass has two products: the input's gradient, which must be summed over
-    the ranks, and the weight's. The sum runs during the second product. With sequence parallelism
-    (Korthikanti et al., 2022) ranks keep parts of the input along dimension 0. The forward pass
-    gathers them, the backward pass gathers them again during the first product, and the sum is a
-    reduce-scatter. CutColumn a layer split by columns gathers its input part by part. A rank first
-    multiplies its own rows, and then the other ranks' rows as they arrive. CutRow a layer split by
-    rows scatters the sum of its outputs part by part. A rank first multiplies the other ranks'
-    rows, which travel while it multiplies its own. It then adds the parts that the others have sent
-    for its rows.
+- `Whole` uses collectives around the product, or none. If every rank holds different rows of the
+  weight [out, in], the backward pass has two products: the input's gradient, which must be summed
+  over the ranks, and the weight's. The sum runs during the second product. With sequence
+  parallelism (Korthikanti et al., 2022) ranks keep parts of the input along dimension 0. The
+  forward pass gathers them, the backward pass gathers them again during the first product, and the
+  sum is a reduce-scatter.
+- `CutColumn`: a layer split by columns gathers its input part by part. A rank first multiplies its
+  own rows, and then the other ranks' rows as they arrive.
+- `CutRow`: a layer split by rows scatters the sum of its outputs part by part. A rank first
+  multiplies the other ranks' rows, which travel while it multiplies its own. It then adds the parts
+  that the others have sent for its rows.
 
 The backward pass of a gathered product is a scattered one, and vice versa. The other ranks' rows
 that the weight's gradient needs also travel during a product (Wang et al., "Overlap Communication

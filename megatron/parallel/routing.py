@@ -156,7 +156,7 @@ class Routers:
 
         Nothing is recorded inside it.
         """
-        seed = self.seed  # of the forward pass, which calls this
+        seed = self.seed  # set for the forward pass, which calls this
 
         @contextmanager
         def again() -> Iterator[None]:

@@ -105,7 +105,8 @@ class WeightBuffer:
                 self._buckets.append((bucket.span.of(travels), flat.axis))
         used = (parameter for model in overlap_in or () for parameter in model.parameters())
         met = [bucket_of[parameter] for parameter in used if parameter in bucket_of]
-        self._order = list(dict.fromkeys([*met, *range(len(self._buckets))]))  # of first use
+        in_order = dict.fromkeys([*met, *range(len(self._buckets))])
+        self._order = list(in_order)  # by first use
         for model in overlap_in or ():
             self._wait_in(model, bucket_of)
 

@@ -94,10 +94,10 @@ class _Run:
         self._parts = parts
         self._channel = channel
         self._queue = weight_gradients
-        self._inputs: dict[Key, Tensor] = {}  # until forward
+        self._inputs: dict[Key, Tensor] = {}  # until the forward pass
         self._outputs: dict[Key, Tensor] = {}  # until sent
-        self._passed: dict[Key, Passed] = {}  # from forward until backward
-        self._output_gradients: dict[Key, Tensor] = {}  # until backward
+        self._passed: dict[Key, Passed] = {}  # from the forward pass until the backward pass
+        self._output_gradients: dict[Key, Tensor] = {}  # until the backward pass
         self._input_gradients: dict[Key, Tensor] = {}  # until sent
 
     @property
