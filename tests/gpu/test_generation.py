@@ -108,7 +108,7 @@ def test_guesses_of_the_next_tokens_do_not_show(method: str, graphs: bool) -> No
     )
     found = engine(guessing, AHEAD)
     assert drain(found, asked) == drain(engine(OPTIONS, AHEAD), asked)
-    assert found.stats.drafted_tokens > 500
+    assert found.stats.drafted_tokens > 200
     recorded = found.executor.graphs
     assert (recorded is not None and len(recorded._recordings) > 0) == graphs
 
