@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron.checkpoint.huggingface.mixtures import Mixtral
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, Settings
 from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
+from megatron.config.multi_token import MOST_DEPTHS
 
 _EPSILON = 1e-6  # of the normalization of latent vectors, whatever rms_norm_eps is
 _SIZES = (
@@ -41,7 +42,15 @@ _MIXTURE = {
 }
 _BIAS = {"mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",)}
 # Keys of the authors' own files that describe their program or training.
-_OF_TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux")
+_OF_TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "seq_aux")
+_DEPTHS = "num_nextn_predict_layers"
+# The modules of a layer for further tokens, around its transformer layer.
+_AHEAD = {
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "final_norm": "shared_head.norm",
+}
 
 
 def turned(heads: int, size: int, turning: int) -> rules.TensorForm:
@@ -114,7 +123,33 @@ class DeepSeek(Mixtral):
             kv_channels=max(sizes["qk_head_dim"] + turning, sizes["v_head_dim"]),
             qk_layernorm=True,
         )
+        if settings.values.get(_DEPTHS):
+            model = replace(model, mtp_num_layers=settings.size(_DEPTHS, None, MOST_DEPTHS))
+        else:
+            settings.must_be(_DEPTHS, settings.values.get(_DEPTHS))  # none
         return self._read_mixture(settings, model)
+
+    def held_in(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
+        """Return the network that files hold: `transformers` drops layers for further tokens."""
+        end = f"layers.{model.num_layers}."
+        if any(name.removeprefix("model.").startswith(end) for name in names):
+            return model
+        return replace(model, mtp_num_layers=None)
+
+    def names(self, model: ModelConfig) -> rules.Names:
+        """Yield each of our modules with the Hugging Face modules that it combines.
+
+        Layers for further tokens follow the others. Each repeats the word embedding and the output.
+        """
+        yield from super().names(model)
+        modules = self.modules(model)
+        for depth in range(model.mtp_num_layers or 0):
+            theirs = f"model.layers.{model.num_layers + depth}"
+            yield from rules.layer_names(f"mtp.{depth}.layer", theirs, modules)
+            for ours, name in _AHEAD.items():
+                yield f"mtp.{depth}.{ours}", [f"{theirs}.{name}"]
+            yield "embedding.word", [f"{theirs}.embed_tokens"]
+            yield "output", [f"{theirs}.shared_head.head"]
 
     def _read_mixture(self, settings: Settings, model: ModelConfig) -> ModelConfig:
         """Return the network with its mixtures."""
@@ -211,6 +246,7 @@ class DeepSeek(Mixtral):
             "topk_group": best if is_limited else None,
             "norm_topk_prob": self.biased,
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            **({_DEPTHS: model.mtp_num_layers} if model.mtp_num_layers else {}),
             **({} if self.biased else {"topk_method": _METHODS[is_limited]}),
         }
 

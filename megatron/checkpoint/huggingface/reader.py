@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint.entries import DTYPES, Box
 from megatron.checkpoint.huggingface.families import family_named
 from megatron.checkpoint.huggingface.files import CONFIG, find_shards, inside
-from megatron.checkpoint.huggingface.rules import Shape, present
+from megatron.checkpoint.huggingface.rules import ParameterRule, Shape, present
 from megatron.checkpoint.huggingface.settings import Settings, read_json
 from megatron.checkpoint.manifest import describe
 from megatron.checkpoint.mapped import MappedFile
@@ -83,9 +83,10 @@ class HFReader(Reader):
         values = read_json(config_path, allow_foreign=allow_foreign)
         self.family = family_named(values.get("model_type"), config_path)
         described = self.family.read(Settings(values, config_path))
-        model, head = described.model, self.family.tied_head
+        head = self.family.tied_head
         self.vocab, self.notices = described.vocab, described.notices
         self._files = _open_shards(path, shards, allow_foreign)
+        model = self.family.held_in(self._files, described.model)
         prefix = self.family.prefix
         self.bare_names = bool(prefix) and not any(n.startswith(prefix) for n in self._files)
         rules = self.family.rules(model, self.vocab)
@@ -96,7 +97,12 @@ class HFReader(Reader):
             model, tied = replace(model, untie_embeddings_and_output_weights=True), False
             rules = self.family.rules(model, self.vocab)
         found = [rule for rule in rules if any(self._name(n) in self._files for n in rule.theirs)]
-        self._rules = {rule.name: rule for rule in present(rules, found)}
+        self._rules: dict[str, ParameterRule] = {}
+        self._copies: dict[str, str] = {}  # tensors that repeat others, and which
+        for rule in present(rules, found):
+            first = self._rules.setdefault(rule.name, rule)
+            if first is not rule:
+                self._copies[self._name(rule.theirs[0])] = self._name(first.theirs[0])
         pieces = frozenset(rule.piece for rule in self._rules.values())
         self.architecture = self.family.architecture(pieces)
         self._check(values.get("architectures"))
@@ -110,6 +116,12 @@ class HFReader(Reader):
                     f"{path}: {name} differs from the word embeddings, although config.json says "
                     "tie_word_embeddings: set it to false in a copy of the folder, or remove the "
                     "tensor"
+                )
+        for name, original in self._copies.items():
+            if name in self._files and not self._is_copy(name, original):
+                raise CheckpointError(
+                    f"{path}: {name} differs from {original}, of which it must be a copy: our "
+                    "networks have both only once"
                 )
         family, bare = self.family.name, self.bare_names
         origin = {"family": family, "bare_names": bare}
@@ -174,7 +186,7 @@ class HFReader(Reader):
                 problems.append(f"{name} is {found}, but config.json says {list(shape)}")
             elif held.dtype not in _FLOATS:
                 problems.append(f"{name} is {held.dtype}: only plain floating point is read")
-        copies = (self.family.tied_head, *self.family.word_copies)
+        copies = (self.family.tied_head, *self.family.word_copies, *self._copies)
         for name in sorted(self._files.keys() - expected.keys()):
             if name not in copies and not re.fullmatch(self.family.derived, name):
                 problems.append(f"{name} does not exist in a {self.family.name} model")
@@ -186,6 +198,10 @@ class HFReader(Reader):
         """Return whether a tensor is absent or equals the word embeddings."""
         held, words = self._files.get(name), self._files.get(self._name(self._words))
         return held is None or (words is not None and torch.equal(held.load(), words.load()))
+
+    def _is_copy(self, name: str, original: str) -> bool:
+        """Return whether two tensors of the files have the same values."""
+        return torch.equal(self._files[name].load(), self._files[original].load())
 
 
 def _open_shards(

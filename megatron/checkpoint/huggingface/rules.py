@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,13 +21,14 @@ import megatron.models.plan as plans
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.huggingface.settings import MOST, Settings
 from megatron.config.model import ModelConfig
+from megatron.models.multi_token import multi_token_plan
 from megatron.models.plans import model_plan
 
 Shape = tuple[int, ...]
 Names = Iterator[tuple[str, Sequence[str]]]
 
 KINDS = ("weight", "bias")
-_IN_LAYER = re.compile(r"(.*layers\.\d+)\.(.+)")
+_IN_LAYER = re.compile(r"(.*layers\.\d+|mtp\.\d+\.layer)\.(.+)")
 
 
 class TensorForm(NamedTuple):
@@ -283,6 +284,15 @@ class Family(ABC):
         values = {key.key: getattr(model, key.field) for key in self.keys}
         return {"model_type": self.name, "vocab_size": vocab, **values}
 
+    def held_in(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
+        """Return the network that files hold, without optional layers that they lack.
+
+        Args:
+            names: The names of the files' tensors.
+            model: The network that config.json describes.
+        """
+        return model
+
     @abstractmethod
     def names(self, model: ModelConfig) -> Names:
         """Yield each of our modules with the modules that make it up, in the order of the files."""
@@ -341,7 +351,10 @@ def layers_of(plan: plans.ModelPlan) -> dict[str, plans.LayerPlan]:
     stacks = {"": plan.layers}
     if first:
         stacks = {"encoder.": plan.layers[:first], "decoder.": plan.layers[first:]}
-    return {f"{k}layers.{i}": layer for k, stack in stacks.items() for i, layer in enumerate(stack)}
+    found = {f"{k}layers.{i}": one for k, stack in stacks.items() for i, one in enumerate(stack)}
+    ahead = multi_token_plan(plan)
+    depths = () if ahead is None else ahead.layers
+    return found | {f"mtp.{depth}.layer": layer for depth, layer in enumerate(depths)}
 
 
 def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
@@ -358,6 +371,11 @@ def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
         if plan.position_bias is not None:
             shape = (plan.position_bias.buckets, plan.position_bias.heads)
             modules[f"{stack}position_bias"] = {"weight": shape}
+    ahead = multi_token_plan(plan)
+    for depth in range(0 if ahead is None else ahead.depths):
+        norms = ("embedding_norm", "hidden_norm", "final_norm")
+        modules |= {f"mtp.{depth}.{name}": norm_shapes(plan.final_norm, hidden) for name in norms}
+        modules[f"mtp.{depth}.projection"] = linear_shapes((hidden,), 2 * hidden, bias=False)
     square = linear_shapes((hidden,), hidden)
     for head in plan.heads:
         match head:

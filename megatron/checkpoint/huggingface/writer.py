@@ -88,6 +88,8 @@ class Export:
             model = described.model
             if self.family.head_follows_files and self.model.untie_embeddings_and_output_weights:
                 model = replace(model, untie_embeddings_and_output_weights=True)
+            if self.model.mtp_num_layers is None:  # config.json may name layers that files lack
+                model = replace(model, mtp_num_layers=None)
             is_same = not differing_fields(self.family, self.model, model)
             if is_same and described.vocab == self.vocab:
                 key = "torch_dtype" if "torch_dtype" in template else "dtype"

@@ -9,14 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron.checkpoint.huggingface.deepseek import turned
 from megatron.checkpoint.huggingface.families import families, family_for, misfits
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.huggingface.settings import Settings
+from megatron.checkpoint.huggingface.writer import Export
+from megatron.config.resolve import resolve
+from megatron.config.run import ModelRun, narrow
+from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError
+from megatron.models.gpt import GPTModel
+from megatron.models.plans import model_plan
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layout import Layout
 from tests.checkpoint.huggingface.deepseek import YARN
-from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import CASES, HIDDEN, LAYERS, tensors_of, write_folder
 
 
 @pytest.mark.parametrize(
@@ -109,3 +118,70 @@ def _parameters(config: dict[str, Any]) -> int:
     assert not misfits(family, described.model, described.vocab)
     rules = family.rules(described.model, described.vocab)
     return sum(math.prod(shape) for rule in rules for shape in rule.shapes())
+
+
+def _with_depth(folder: Path, *, changed: str = "", left_out: str = "") -> Path:
+    """DeepSeek-V3's authors' files: a layer for one further token follows the others."""
+    case = CASES["deepseek v3"]
+    tensors, at = tensors_of(case), f"model.layers.{LAYERS}"
+    generator = torch.Generator().manual_seed(4)
+    for name in [name for name in tensors if name.startswith(f"model.layers.{LAYERS - 1}.")]:
+        twin = name.replace(f"layers.{LAYERS - 1}.", f"layers.{LAYERS}.")
+        tensors[twin] = torch.randn(tensors[name].shape, generator=generator)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{at}.{name}.weight"] = torch.randn(HIDDEN, generator=generator)
+    tensors[f"{at}.eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
+    tensors[f"{at}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{at}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    if changed:
+        tensors[f"{at}.{changed}"] += 1
+    if left_out:
+        del tensors[f"{at}.{left_out}"]
+    return write_folder(folder, {**case.config, "num_nextn_predict_layers": 1}, tensors)
+
+
+def test_layers_for_further_tokens_are_read_and_written(tmp_path: Path) -> None:
+    folder = _with_depth(tmp_path / "theirs")
+    reader = HFReader(folder)
+    model = narrow(resolve(from_dict(reader.meta["config"], ""), 1), ModelRun).model
+    assert model.mtp_num_layers == 1
+    network = GPTModel(
+        model_plan(model, reader.vocab), BuildContext(Layout.single(), dtype=torch.float32)
+    )
+    shapes = {f"model.{name}": p.shape for name, p in network.named_parameters()}
+    held = {name: reader.held[name].shape for name in reader.names()}
+    assert {name: shape for name, shape in held.items() if "expert_bias" not in name} == shapes
+
+    export = Export(reader, reader.family, model, reader.vocab)
+    theirs = load_file(folder / "model.safetensors")
+    ours = {name: tensor.read() for name, tensor in export.tensors().items()}
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+    assert export.config(None)["num_nextn_predict_layers"] == 1
+
+
+def test_files_may_lack_the_layers_that_config_json_names(tmp_path: Path) -> None:
+    case = CASES["deepseek v3"]
+    config = {**case.config, "num_nextn_predict_layers": 1}
+    reader = HFReader(write_folder(tmp_path, config, tensors_of(case)))
+    assert reader.meta["config"]["model"]["mtp_num_layers"] is None
+    assert not any(".mtp." in name for name in reader.names())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"changed": "embed_tokens.weight"}, r"2\.embed_tokens\.weight differs from model\.embed"),
+        ({"changed": "shared_head.head.weight"}, "head.weight differs from lm_head.weight"),
+        ({"left_out": "eh_proj.weight"}, r"2\.eh_proj\.weight is missing"),
+    ],
+    ids=str,
+)
+def test_damaged_layers_for_further_tokens_are_refused(
+    changes: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        HFReader(_with_depth(tmp_path, **changes))
+    # Copies may be left out.
+    HFReader(_with_depth(tmp_path / "without", left_out="embed_tokens.weight"))
