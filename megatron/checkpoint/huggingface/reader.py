@@ -100,9 +100,9 @@ class HFReader(Reader):
         self._rules: dict[str, ParameterRule] = {}
         self._copies: dict[str, str] = {}  # tensors that repeat others, and which
         for rule in present(rules, found):
-            first = self._rules.setdefault(rule.name, rule)
-            if first is not rule:
-                self._copies[self._name(rule.theirs[0])] = self._name(first.theirs[0])
+            original = self._rules.setdefault(rule.name, rule)
+            if original is not rule:
+                self._copies[self._name(rule.theirs[0])] = self._name(original.theirs[0])
         pieces = frozenset(rule.piece for rule in self._rules.values())
         self.architecture = self.family.architecture(pieces)
         self._check(values.get("architectures"))
@@ -117,10 +117,10 @@ class HFReader(Reader):
                     "tie_word_embeddings: set it to false in a copy of the folder, or remove the "
                     "tensor"
                 )
-        for name, original in self._copies.items():
-            if name in self._files and not self._is_copy(name, original):
+        for name, source in self._copies.items():
+            if name in self._files and not self._is_copy(name, source):
                 raise CheckpointError(
-                    f"{path}: {name} differs from {original}, of which it must be a copy: our "
+                    f"{path}: {name} differs from {source}, of which it must be a copy: our "
                     "networks have both only once"
                 )
         family, bare = self.family.name, self.bare_names
