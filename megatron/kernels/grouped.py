@@ -421,7 +421,7 @@ class Fp8GroupedProduct(GroupedProduct):
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the weights' gradient or add it, computed in 16 bits."""
+        """Write the weights' gradient to `into`, or add it there, computed in 16 bits."""
         self._in_16_bits.weight_gradient(grad, rows, ends, into, accumulate=accumulate)
 
     def forget(self) -> None:
@@ -469,7 +469,7 @@ def choose_grouped_product(
 
 @operator("into")
 def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulate: bool) -> None:
-    """Write a gradient to fp32 memory or add it, twice as fast as PyTorch's copy.
+    """Write a gradient to fp32 memory, or add it there, twice as fast as PyTorch's copy.
 
     Args:
         library: Compiled kernels.

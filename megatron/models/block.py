@@ -232,7 +232,7 @@ class Block(nn.Module):
     def _compute(
         self, norm: nn.Module, sublayer: Any, joined: Tensor, normal: Tensor, *inputs: Any
     ) -> Tensor:
-        """Return a sublayer's output, recomputing in backward what the flags ask for."""
+        """Return a sublayer's output. The flags say what the backward pass recomputes."""
         if not torch.is_grad_enabled():
             return sublayer(normal, *inputs)
         if sublayer is self.mlp and self.recomputes_mlp:

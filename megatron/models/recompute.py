@@ -120,7 +120,7 @@ def recompute(
     shape, has_gradient = x.shape, x.requires_grad
     # A copy, because a view would keep the whole tensor alive.
     part = x.detach().reshape(-1).chunk(split_over.size)[split_over.rank].clone()
-    whole = [x]  # kept until forward has used it
+    whole = [x]  # kept until the forward pass has used it
 
     def run(*others: Any) -> Tensor:
         if whole:
@@ -153,7 +153,7 @@ def computed_again(
 
 
 def without_keeping(result: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which operations do not keep `result`, but recompute it in backward.
+    """Return a context whose operations do not keep `result`; the backward pass recomputes it.
 
     Args:
         result: The tensor. It may be freed after the context.

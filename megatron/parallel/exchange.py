@@ -126,8 +126,9 @@ SLOTS = 3
 class Ledger:
     """A record of the slot of each use, and of whether all ranks are known to have freed it.
 
-    Uses count from 0; use k takes slot k modulo `slots`. When rows for use k arrive from another
-    rank, that rank has closed all uses that this rank had closed when it sent its own rows for k.
+    Uses are numbered from 0, and use k takes slot k modulo `slots`. When rows for use k
+    arrive from another rank, that rank has closed all uses that this rank had closed when it sent
+    its own rows for k.
     """
 
     def __init__(self, slots: int) -> None:

@@ -378,7 +378,7 @@ class Fp8Products(Products):
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write grad^T x or add it, computed in 16 bits if the input was kept."""
+        """Write grad^T x to `into`, or add it there, in 16 bits if the input was kept."""
         if x is not None:
             weight_gradient(grad[0], x, into, accumulate=accumulate)
             return

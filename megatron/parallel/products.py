@@ -185,7 +185,7 @@ class InFp32(Products):
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write grad^T x or add it, multiplied in fp32."""
+        """Write grad^T x to `into`, or add it there, multiplied in fp32."""
         assert x is not None
         value = grad[0].t() @ x.flatten(0, -2).float()
         into.copy_(into + value if accumulate else value)
