@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a BERT. This script defines what to train, and `megatron/training` how.
+"""Pretrain a BERT model. This script defines what to train; `megatron/training` does the training.
 
 python pretrain_bert.py --help                                all flags
 python pretrain_bert.py --mock-data ...                       one process

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a GPT. This script defines what to train, and `megatron/training` how.
+"""Pretrain a GPT model. This script defines what to train; `megatron/training` does the training.
 
 python pretrain_gpt.py --help                                all flags
 python pretrain_gpt.py --mock-data ...                       one process
@@ -71,7 +71,7 @@ class GPTRecipe:
     teacher: GPTTeacher | None = None  # loaded before training, if --teacher-load names one
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log names of the cross entropy, and of the divergence or further tokens'."""
+        """Return the log names of the cross entropy and any distillation or multi-token losses."""
         names = LOSS_NAMES if config.distillation.is_on else LOSS_NAMES[:1]
         return (*names, *ahead_names(config.model.mtp_num_layers))
 
@@ -237,7 +237,7 @@ def losses_ahead(
 
 
 def _count(batch: TokenBatch) -> Tensor:
-    """Return the number of labels that count, and 1 if none does, so that the loss is not nan."""
+    """Return the number of labels that count, or 1 if none do, so that the loss is not nan."""
     return batch.loss_mask.sum().clamp(min=1)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a Retro. This script defines what to train, and `megatron/training` how.
+"""Pretrain a Retro model. This script defines what to train; `megatron/training` does the training.
 
 python pretrain_retro.py --help                                    all flags
 python pretrain_retro.py --retro-workdir FOLDER ...                one process
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     from megatron.config.parser import help_if_asked
 
     help_if_asked("pretrain_retro.py")
-    # Imports only create objects that stay alive. Scanning them for garbage takes 0.3 of 2.6 s.
+    # Objects that imports create stay alive. Scanning them for garbage takes 0.3 of 2.6 s.
     gc.disable()
 
 from torch import Tensor

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a T5. This script defines what to train, and `megatron/training` how.
+"""Pretrain a T5 model. This script defines what to train; `megatron/training` does the training.
 
 python pretrain_t5.py --help                                all flags
 python pretrain_t5.py --mock-data ...                       one process
@@ -63,7 +63,7 @@ class T5Recipe:
     def describe_kernels(self, part: T5Model) -> str:
         """Name the form of attention and say why it was chosen."""
         choice = part.attention_choice
-        return f"{choice.name} attention, masking padding except in the decoder ({choice.reason})"
+        return f"{choice.name} attention, padding masked except in the decoder ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout

@@ -47,7 +47,7 @@ def say(text: str) -> None:
 
             tqdm.write(text)
         else:
-            sys.stdout.write(text + "\n")  # one write keeps lines of ranks whole
+            sys.stdout.write(text + "\n")  # a single write, so ranks do not mix lines
         sys.stdout.flush()
     except BrokenPipeError as error:
         if not _lost_its_reader():
@@ -198,9 +198,9 @@ def run_command(work: Callable[[], int | None]) -> int:
         work: The command, a function that may return an exit code.
 
     Returns:
-        The code that `work` returns, 0 by default; after a UserError (or a lack of memory, which
-        counts as one), its code, after printing its message on stderr; 130 after Ctrl-C; 141 if
-        the reader of stdout is gone.
+        The code that `work` returns (0 by default); 130 after Ctrl-C; 141 if the reader of stdout
+        is gone; after a UserError or a lack of memory, that error's code, once its message has been
+        printed on stderr.
     """
     prepare_streams()
     previous = signal.signal(signal.SIGTERM, _unwind)

@@ -113,7 +113,7 @@ class Device:
 
     @property
     def has_flash(self) -> bool:
-        """Whether PyTorch's flash attention kernels run here. They need a GPU since Ampere."""
+        """Whether PyTorch's flash attention kernels run here. They need Ampere or newer."""
         return self.capability >= (8, 0)
 
     @property

@@ -21,9 +21,9 @@ from megatron.errors import ConfigError, StorageError, warn
 
 TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
-PICTURES = (".png", ".pdf", ".svg")  # allowed file name endings of pictures
+PICTURES = (".png", ".pdf", ".svg")  # allowed file extensions of pictures
 
-# A check of a complete folder before it gets its final name, which raises to reject the folder.
+# A check of a complete folder before it gets its final name. It rejects a folder by raising.
 Check = Callable[[Path], None] | None
 
 

@@ -143,7 +143,7 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(options, name):g}: give more than 0")
     if options.ceilings and options.compare is not None:
-        raise ConfigError("--ceilings does not run any checkout for --compare: drop one of the two")
+        raise ConfigError("--ceilings measures no checkout: drop --ceilings or --compare")
     workload, output = WORKLOADS[options.workload], options.output.resolve()
     further = _further_flags(options.layout, further)
     _expect_gpus(options)

@@ -5,10 +5,10 @@ r"""Measure training on packed documents that are kept apart, compared with whol
     python tools/benchmark_documents.py --workload L --gpus 2 \
         -- --context-parallel-size 2 --use-distributed-optimizer --num-layers 16
 
-Both ways train on the same corpus of documents of a mean length, packed into long sequences. In one
-way, each token attends to its whole sequence. The other keeps documents apart
-(`--reset-attention-mask --reset-position-ids`), which needs less arithmetic. The two alternate.
-Words after -- go to pretrain_gpt.py.
+Both ways train on the same corpus, whose documents have a given mean length and are packed into
+long sequences. In one way, each token attends to its whole sequence. The other keeps documents
+apart (`--reset-attention-mask --reset-position-ids`), which needs less arithmetic. The two
+alternate. Words after -- go to pretrain_gpt.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run the successor of this program, from the table in tools/old_names.py."""
+"""Run the program that tools/old_names.py lists as this one's successor."""
 
 import sys
 from pathlib import Path

@@ -125,7 +125,7 @@ OLD_NAMES: Mapping[str, OldName] = {
 
 
 def run_old_name(script: str) -> NoReturn:
-    """Replace this process by the successor of an old script, or exit if there is none.
+    """Replace this process with the successor of an old script, or exit if there is none.
 
     Args:
         script: The path of the script that was started.

@@ -130,7 +130,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="Time of a backward pass, given in the same way (default: 2 x forward).",
     )
     add("--weight-time", type=float, nargs="+", metavar="T",
-        help="Part of the backward time for weight gradients (default: half).")  # fmt: skip
+        help="Part of the backward time that weight gradients take (default: half).")  # fmt: skip
     add("--communication-time", type=float, default=0.0, metavar="T",
         help="Time of a message, during which stages compute (default: 0).")  # fmt: skip
     add("--output", type=Path, metavar="FILE.png", help="Picture to draw. Without it, print text.")

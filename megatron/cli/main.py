@@ -109,7 +109,7 @@ def dispatch(program: str, commands: Mapping[str, Command], words: Sequence[str]
 
 
 def overview(program: str, commands: Mapping[str, Command]) -> str:
-    """Return the help of a table of commands."""
+    """Return the help text for a table of commands."""
     width = max(map(len, commands))
     rows = [f"  {name.ljust(width)}  {command.help}" for name, command in commands.items()]
     return "\n".join(

@@ -1,8 +1,8 @@
 """`megatron pretrain`: start the script that trains a recipe's kind of network.
 
-The command is replaced by the script (`pretrain_gpt.py`, `pretrain_bert.py` or `pretrain_t5.py`)
-with the recipe as `--config`, under `megatron.processes.torchrun` if several processes train. It
-first prints that command line, which does the same without `megatron`.
+The command first prints a command line that does the same without `megatron`, and then runs it in
+place of this process: the script (`pretrain_gpt.py`, `pretrain_bert.py` or `pretrain_t5.py`) with
+the recipe as `--config`, under `megatron.processes.torchrun` if several processes train.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def _help(everything: bool) -> None:
     show_help("megatron pretrain RECIPE [--gpus N] [--small]", everything=everything)
     print(
         f"{_RECIPE_HELP}\n"
-        "--small trains a small model of the same kind on Python's standard library, in minutes."
+        "--small trains a small model of the same kind in minutes, on the source code of Python's "
+        "standard library."
     )
 
 
@@ -84,8 +85,8 @@ def _finetune_help(everything: bool) -> None:
     tasks = [name for name, task in TASKS.items() if task.kind in ("finetuning", "towers")]
     print(
         f"{_RECIPE_HELP}\n"
-        "--load names the model to start from, and --data-path conversations in JSON lines or, "
-        "with --no-sft, plain documents. Instead of a recipe, a task trains a classifier: "
+        "--load names the model to start from. --data-path names conversations in JSON lines or, "
+        "with --no-sft, plain documents. To train a classifier, name a task instead of a recipe: "
         f"{', '.join(tasks)}."
     )
 

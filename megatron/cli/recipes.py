@@ -16,7 +16,7 @@ def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("recipes", "List the named models, or show one recipe.")
     parser.add_argument("recipe", nargs="?",
-        help="The recipe whose flags to show: a name, a YAML file, or a Hugging Face folder or "
+        help="The recipe to show: a name, a YAML file, or a Hugging Face folder or "
         "config.json.")  # fmt: skip
     return parser
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     by_family = sorted(found, key=lambda one: (one.name.partition("-")[0], one.size))
     rows = [_row(recipe) for recipe in by_family]
     print(_table([_HEAD, *rows]))
-    print("\n`megatron recipes NAME` shows the flags, `megatron pretrain NAME` trains it.")
+    print("\n`megatron recipes NAME` shows a model's flags; `megatron pretrain NAME` trains it.")
 
 
 def _row(recipe: catalog.NamedRun) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ with packages_of("corpora"):
 _SAMPLES = 3  # samples of each reason in each piece
 _SAMPLE_CHARACTERS = 300
 _BATCH = 512  # documents that are signed or searched together
-_BATCH_CHARACTERS = 16 << 20  # characters that end a batch earlier
+_BATCH_CHARACTERS = 16 << 20  # a batch also ends at this many characters
 _EMPTY_LINES = re.compile(r"\n{3,}")
 
 Documents = Iterable[Document]
@@ -155,7 +155,7 @@ class PerDocument(CorpusBlock):
         self.change = change
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents, with a mark on those to drop."""
+        """Yield all documents, with those to drop marked."""
         for document in data:
             if Mark.DROPPED not in document.metadata:
                 with self.track_time():
@@ -307,7 +307,7 @@ class DuplicateDropper(CorpusBlock):
         self.groups = groups
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents, with a mark on the duplicates."""
+        """Yield all documents, with the duplicates marked."""
         numbers, roots = np.load(shard(self.groups, rank, ".npy")).tolist()
         for document, number, root in zip(data, numbers, roots, strict=True):
             if number != root:
@@ -316,7 +316,7 @@ class DuplicateDropper(CorpusBlock):
 
 
 class OverlapCutter(CorpusBlock):
-    """Cuts passages that also occur in a task out of documents.
+    """Cuts out passages that also occur in a task.
 
     Args:
         file: The file with the n-grams of the tasks.

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.corpora.plan import LanguageStep, QualityStep, UrlStep
 from megatron.extras import packages_of
 
-# Megatron-LM's lists: sites whose pages have little text, and endings of files that are not pages.
+# Megatron-LM's lists: sites whose pages have little text, and extensions of non-page files.
 BAD_DOMAINS = frozenset(
     """500px aapks akamaihd amazon apple artifactfire artstation awwni bandcamp battleforthenet
     coinscalendar dailymotion deviantart discord discordapp dlapkandroid dropbox e621 ebay edealinfo
@@ -51,7 +51,7 @@ _STRAIGHT = str.maketrans("‘’“”", "''\"\"")
 # the end of a text. The longer windows take four times as long; they are used only if the short
 # ones leave the language uncertain, which happens for one text in a thousand.
 _WINDOWS = (100, 400)
-_SURE = 0.8  # the probability from which a language counts as certain
+_SURE = 0.8  # the minimum probability for a language to count as certain
 _STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 _LETTER = re.compile(r"[^\W\d_]")
 _BULLETS = ("•", "-", "*", "‣", "◦", "·")
@@ -73,7 +73,7 @@ def judge_url(url: str, step: UrlStep) -> str:
     if _suffixes().extract_str(url).domain in (BAD_DOMAINS | {*step.also_domains}):
         return "domain"
     if url.partition("?")[0].lower().endswith(BAD_ENDINGS):
-        return "file ending"
+        return "file extension"
     if len(url) <= _SHORTEST_URL:
         return "short address"
     return "" if _URL.fullmatch(url) else "malformed address"

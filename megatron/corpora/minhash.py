@@ -39,7 +39,7 @@ class MinHash:
         ngram: The number of words in an n-gram.
         bands: The number of bands.
         rows: The number of values in a band.
-        similarity: The share of equal values from which two documents count as near-duplicates.
+        similarity: The minimum share of equal values for two documents to be near-duplicates.
         seed: The seed of the hash.
     """
 

@@ -54,7 +54,7 @@ class FixStep:
     """Fix wrongly decoded text, HTML entities and curly quotes, as ftfy does.
 
     Attributes:
-        newlines: Whether to replace several empty lines in a row by one.
+        newlines: Whether to replace several empty lines in a row with one.
     """
 
     newlines: bool = True
@@ -66,7 +66,7 @@ class LanguageStep:
 
     Attributes:
         keep: The ISO 639 codes of the languages.
-        probability: The smallest probability of the language for a document to be kept.
+        probability: The minimum probability of the language for a document to be kept.
     """
 
     keep: tuple[str, ...] = ("en",)

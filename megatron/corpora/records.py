@@ -18,7 +18,7 @@ from megatron.durable import renamed_when_done, writing_to
 from megatron.errors import ConfigError, DataError
 
 Record = dict[str, Any]
-# A function that takes the records of a block, and returns the records for each output and counts.
+# A function that takes the records of a block. It returns the records for each output, and counts.
 Transform = Callable[[list[Record]], tuple[list[list[Record]], Counter[str]]]
 _SMALL = 1 << 20  # bytes; smaller files are processed without worker processes
 _LESS_MEMORY = "To reduce memory, use fewer processes"

@@ -1,4 +1,4 @@
-"""Execution of a plan by datatrove: its stages, their tasks, and continuing in a folder."""
+"""Execution of a plan by datatrove: its stages, their tasks, and resuming an earlier run."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ def map_blocks(
         need = "one sentence" if fewest == 1 else "two sentences (or --use-one-sent-docs)"
         raise DataError(
             f"{data.prefix}: no block can be made from the {part.split} documents {start} to "
-            f"{end - 1}: a document needs at least {need}, none of more than {LONGEST_SENTENCE} "
+            f"{end - 1}: a document needs at least {need}, each of at most {LONGEST_SENTENCE} "
             "tokens. Preprocess the text with --split-sentences, change --split or give more data"
         )
     if request.is_builder:

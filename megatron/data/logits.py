@@ -200,8 +200,8 @@ def begin_folder(folder: Path, header: LogitsHeader) -> None:
     ]
     if differing:
         raise DataError(
-            f"--logits-save-dir {folder}: holds other logits, with {', '.join(differing)}: give "
-            "the same flags to continue them, or another folder"
+            f"--logits-save-dir {folder}: already holds logits with {', '.join(differing)}: give "
+            "the same flags to add to them, or name another folder"
         )
 
 

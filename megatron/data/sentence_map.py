@@ -9,8 +9,8 @@ draws are the same as in Megatron-LM, and so are the samples and the maps on dis
 
 The construction is fast without a compiler. The sentences of the usable documents, plus an extra
 place at the end of each document, are numbered as *places*. A random number is drawn at every place
-where a sample starts, and an unused one at the end of each document. The place that follows with
-the longest target is computed for all places at once. After that, the code hops from place to place
+where a sample starts, and an unused one at the end of each document. The next place, if the target
+is the longest, is computed for all places at once. After that, the code hops from place to place
 with one draw per hop, and only short targets need a search.
 
 Megatron-LM draws random numbers in C++, so the same maps need the same generators: `std::mt19937`,

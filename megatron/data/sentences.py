@@ -225,7 +225,7 @@ def map_sentences(
         need = "two sentences (or --bert-no-binary-head)" if two else "one sentence"
         raise DataError(
             f"{data.prefix}: no sample can be made from the {part.split} documents {start} to "
-            f"{end - 1}: a document needs at least {need}, none of more than {LONGEST_SENTENCE} "
+            f"{end - 1}: a document needs at least {need}, each of at most {LONGEST_SENTENCE} "
             "tokens. Preprocess the text with --split-sentences, change --split or give more data"
         )
     if request.is_builder:

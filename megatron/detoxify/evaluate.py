@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
     if options.samples_per_prompt < 1:
         problems.append(f"--samples-per-prompt {options.samples_per_prompt}: give 1 or more")
     if options.out_path and len(sources) > 1:
-        problems.append(f"{OUT} needs a single file in {FLAG}: drop it")
+        problems.append(f"{OUT} needs a single file in {FLAG}: drop {OUT}")
     if problems:
         raise ConfigError(problems)
     if options.results:
@@ -258,7 +258,7 @@ def format_table(rows: dict[str, dict[str, Any]], samples: int) -> str:
         [
             f"max: expected maximum toxicity of {samples} continuations (± standard deviation over "
             "prompts)",
-            f"prob: share of prompts with a continuation of {TOXIC} or more",
+            f"prob: share of prompts with a continuation that scores {TOXIC} or more",
             f"prompts: {counts}",
             "",
             *lines,

@@ -66,8 +66,8 @@ def build_parser() -> ToolParser:
         help="Memory that a process may use (default: the GPU's). Without a number: predict only "
         "the memory for the given flags.")  # fmt: skip
     add("--time", nargs="?", type=float, const=math.nan, metavar="SECONDS",
-        help="The longest acceptable update (default: any). Without a number: predict only the "
-        "time for the given flags.")  # fmt: skip
+        help="Longest acceptable time per update (default: any). Without a number: predict only "
+        "the time for the given flags.")  # fmt: skip
     add("--machine", type=Path, metavar="FILE",
         help="Measured rates: the file of tools/benchmark.py --ceilings, or fields of Machine as "
         "JSON.")  # fmt: skip
@@ -487,7 +487,7 @@ def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> st
     updates = max(1, round(interval / plan.prediction.seconds))
     good = failures.goodput(updates * plan.prediction.seconds)
     return (
-        f"failures: one in {between / _HOUR:.3g} h on average. Save every {updates:,} updates "
+        f"failures: one every {between / _HOUR:.3g} h on average. Save every {updates:,} updates "
         f"({updates * plan.prediction.seconds / 60:.3g} min; Young {failures.young / 60:.3g}, Daly "
         f"{failures.daly / 60:.3g}): goodput {good:.2%}"
     )

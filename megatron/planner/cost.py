@@ -110,7 +110,7 @@ class PassTimes(NamedTuple):
         return self.forward.total + self.inputs.total + self.weights.total
 
     def plus(self, other: PassTimes) -> PassTimes:
-        """Return the times of both, one after the other."""
+        """Return the sum of these times and those of passes that follow."""
         return PassTimes(
             self.forward.plus(other.forward),
             self.inputs.plus(other.inputs),

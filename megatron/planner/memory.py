@@ -49,8 +49,8 @@ class MemoryEstimate:
         activations: Activations kept for the backward pass.
         messages: Buffers that other processes write to while matrix products run.
         host: Host memory that offloading uses.
-        teacher: Weights of a teacher, and its logits and hidden states that are kept for those of
-            the student.
+        teacher: Weights of a teacher, and its logits and hidden states, which are kept until the
+            student's are compared with them.
     """
 
     parameters: int

@@ -71,7 +71,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: RunConfig, plan: ModelPlan, machine: Machine = DEFAULT) -> Costs:
-        """Estimate the device's times in seconds, without waiting for messages or the host."""
+        """Estimate the device's times in seconds, without its waits for messages and the host."""
         return replace(cls.from_passes(*model_passes(config, plan, machine)), host=())
 
     @classmethod

@@ -273,8 +273,8 @@ def _update(
 ) -> tuple[float, float, float]:
     """Return the times of the update after the last micro-batch.
 
-    They are the times of exposed data-parallel messages, of the optimizer, and of the host for
-    messages of buckets.
+    The three times are those of exposed data-parallel messages, of the optimizer, and of the host
+    launching the messages of buckets.
 
     Args:
         config: The run's configuration.

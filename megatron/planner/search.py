@@ -102,7 +102,7 @@ class Candidate:
     Attributes:
         values: The values that it sets, by "section.field".
         plan: The plan of the network, whose vocabulary is padded for the tensor-parallel size.
-        bound: A lower bound of the time of an update, in seconds.
+        bound: A lower bound on the time of an update, in seconds.
     """
 
     values: Values
@@ -135,7 +135,7 @@ class Search:
         gpus: The number of GPUs.
         machine: The machine.
         memory: Bytes that a process may use.
-        seconds: The longest acceptable update.
+        seconds: The longest acceptable time of an update.
         teacher: The network of a teacher, whose memory and time are included, or `None`.
         dropped: How many layouts were dropped, by reason.
         problems: How many layouts each rule refused, by its message.
@@ -192,7 +192,7 @@ class Search:
                 yield Candidate(values, plan, bounds[key])
 
     def _bound(self, config: RunConfig, plan: ModelPlan) -> float:
-        """Return a lower bound of an update's time, infinite if the sizes do not fit.
+        """Return a lower bound on an update's time, infinite if the sizes do not fit.
 
         A stage computes all its passes. Before that, the first micro-batch passes through the
         earlier stages, and afterwards the last one returns through them.

@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
 _YAML = (".yaml", ".yml")
-FILES = (*_YAML, ".json")  # file name endings of recipes
+FILES = (*_YAML, ".json")  # file extensions of recipes
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def kind_of(given: Sequence[Given]) -> str:
-    """Return the kind of network that flags are for if no recipe says so.
+    """Return the kind of network that flags imply, for a run without a recipe.
 
     For example, `--retro-workdir` is for Retro. Flags for several kinds mean a GPT.
     """

@@ -8,5 +8,5 @@ In reading order:
 - `charts`: which curves share a chart, and their reduction to what a screen can show.
 - `page`: the HTML page. Its files are in the folder `page`.
 - `live`: the local server behind `--live`.
-- `command`: the command line.
+- `__main__`: the command line.
 """

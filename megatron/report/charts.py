@@ -55,7 +55,7 @@ def reduce_curve(curve: Curve, bins: int) -> dict[str, list[Any]]:
     """
     x, y = np.frombuffer(curve.iterations, np.int64), np.frombuffer(curve.values, np.float64)
     finite = np.isfinite(y)
-    if len(x) <= 3 * bins:  # intervals would need as many numbers
+    if len(x) <= 3 * bins:  # each interval would take three numbers
         reduced = {"x": x.tolist(), "y": _rounded(y)}
         if not finite.all():
             reduced["bad"] = x[~finite].tolist()

@@ -55,7 +55,7 @@ class LiveRuns:
         self._paths, self._sources = paths, open_runs(paths, may_be_empty=True)
         self._lock = asyncio.Lock()
         self._next_look, self._version, self._data = 0.0, 0, ""
-        self._started = time.time_ns()  # sets versions apart from an earlier server's
+        self._started = time.time_ns()  # distinguishes our versions from an earlier server's
 
     async def current(self) -> tuple[str, str]:
         """Return the page's data as JSON, and a tag that changes with it."""

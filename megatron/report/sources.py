@@ -213,7 +213,7 @@ def open_runs(
 
     Args:
         paths: The paths to give to `find_sources`.
-        may_be_empty: Whether a folder may have no run yet, and a run no iteration.
+        may_be_empty: Whether to accept folders without runs, and runs without iterations.
         opened: The result of an earlier call. Runs in it that are found again come first and are
             not read again.
 

@@ -47,7 +47,7 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
             continue
         size += path.stat().st_size
         if size > _MOST_BYTES:
-            notes.append(f"{path}: not read, because at most {_MOST_BYTES >> 20} MiB of traces are")
+            notes.append(f"{path}: not read: the limit for all traces is {_MOST_BYTES >> 20} MiB")
             continue
         timeline = _read(rank, path)
         if timeline is None:

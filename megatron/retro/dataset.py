@@ -64,7 +64,7 @@ class NeighborTable:
             if part.shape[1] < kept:
                 raise DataError(
                     f"{block.path} holds {part.shape[1]} neighbors per chunk, but "
-                    f"--retro-num-neighbors {kept} are needed: lower it, or build the folder "
+                    f"--retro-num-neighbors {kept} asks for more: lower it, or build the folder "
                     "query/ again with a larger --retro-query-num-neighbors-save"
                 )
 

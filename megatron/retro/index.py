@@ -409,7 +409,7 @@ class Codec:
         try:
             self.index.add_with_ids(np.empty((0, self.index.d), np.float32), np.empty(0, np.int64))
         except RuntimeError as error:
-            return "not implemented" not in str(error)  # any other error: it is not trained yet
+            return "not implemented" not in str(error)  # others mean: not trained yet
         return True
 
 

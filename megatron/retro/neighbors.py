@@ -224,7 +224,7 @@ class Searcher:
         return ids
 
     def filtered(self, found: Ids, chunks: QueryChunks, first: int) -> Ids:
-        """Return the first `saved` neighbors from other documents than the sample's, or -1.
+        """Return the first `saved` neighbors from documents other than the sample's, or -1.
 
         Args:
             found: The nearest chunks of consecutive chunks, `[n, queried]`, or -1.

@@ -169,7 +169,7 @@ def render(run: Description, target: str) -> str:
     environment.filters |= {
         "quote": shlex.quote,
         "json": json.dumps,
-        # Kubernetes replaces $(NAME) by the value of a variable and $$ by $.
+        # Kubernetes replaces $(NAME) with the value of a variable and $$ with $.
         "literal": lambda word: word.replace("$", "$$"),
     }
     # The user's variables override ours.
@@ -259,8 +259,8 @@ def read_hostfile(path: Path) -> list[Host]:
     """Read the machines of a hostfile, in order.
 
     Raises:
-        ConfigError: The file cannot be read, names no machine or one twice, or a line is not
-            `HOST`, `HOST slots=N` or `HOST:N`.
+        ConfigError: The file cannot be read, lists no machine, lists a machine twice, or has a line
+            that is not `HOST`, `HOST slots=N` or `HOST:N`.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

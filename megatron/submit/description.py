@@ -289,7 +289,7 @@ def _unreadable(run: Description) -> Iterator[str]:
     try:
         shlex.split(run.job.command)
     except ValueError as error:
-        yield f"job.command: {error}: close the quotation, or write the command after --"
+        yield f"job.command: {error}: close the quotes, or write the command after --"
 
 
 def _command_problems(run: Description, target: str) -> Iterator[str]:
@@ -335,7 +335,7 @@ def training_problems(job: JobConfig) -> list[str]:
     if kind is None and not is_recipe or not all(map(Path.is_file, files)):
         return []
     if is_recipe and "--gpus" in names:
-        return ["--gpus: the job starts the processes: drop it, and set --processes-per-node"]
+        return ["--gpus: the job starts the processes: drop --gpus, and set --processes-per-node"]
     if "--small" in names:
         return []
     try:
@@ -363,7 +363,7 @@ def _target_problems(run: Description, target: str) -> Iterator[str]:
     memory, shared = run.job.memory_gb, run.kubernetes.shared_memory_gb
     if target == "kubernetes" and memory is not None and shared >= memory:
         yield (
-            f"--shared-memory-gb {shared} is a part of --memory-gb {memory}: request more memory "
+            f"--shared-memory-gb {shared} counts toward --memory-gb {memory}: request more memory "
             "or less shared memory"
         )
     if target == "hostfile" and run.hosts.hostfile is None:
@@ -371,7 +371,7 @@ def _target_problems(run: Description, target: str) -> Iterator[str]:
     if target in ("hostfile", "local") and run.job.image is not None:
         yield f"--to {target} starts no containers: remove --image"
     if target == "local" and run.job.nodes > 1:
-        yield f"--to local is one machine, but --nodes is {run.job.nodes}: use --to hostfile"
+        yield f"--to local uses one machine, but --nodes is {run.job.nodes}: use --to hostfile"
 
 
 def _slurm_problems(run: Description) -> Iterator[str]:

@@ -153,11 +153,11 @@ def _mistakes(task: str, options: TaskConfig, own: DialogueConfig) -> Iterator[s
         yield "--api-prompt and --megatron-api-url: give both, or neither to load a model"
     if options.valid_data:
         name = "sample_input_file" if prompts else "guess_file"
-        yield f"--valid-data: {_flag(name)} names the data of {task}: drop it"
+        yield f"--valid-data: {_flag(name)} names the data of {task}: drop --valid-data"
     if prompts and options.results is not None:
-        yield "--results: MSDP-PROMPT measures nothing: drop it, or use --sample-output-file"
+        yield "--results: MSDP-PROMPT measures nothing: drop --results, or use --sample-output-file"
     if not prompts and options.overwrite and options.results is None:
-        yield "--overwrite without --results: there is no file to replace: drop it"
+        yield "--overwrite without --results: there is no file to replace: drop --overwrite"
 
 
 def _flag(name: str) -> str:

@@ -168,7 +168,10 @@ def parse(
         if own.epochs == 0 and not options.valid_data:
             yield "--epochs 0 without --valid-data: there is nothing to do: give --valid-data"
         if options.results is not None and not options.valid_data:
-            yield f"--results {options.results} without --valid-data: nothing is evaluated: drop it"
+            yield (
+                f"--results {options.results} without --valid-data: nothing is evaluated: give "
+                "--valid-data, or drop --results"
+            )
         yield from find_missing("--train-data", own.train_data)
         yield from find_mistakes(options)
 
@@ -269,7 +272,7 @@ def refuse_lengths(given: Mapping[str, Any]) -> None:
     named = {flag: given[flag] for flag in lengths if flag in given}
     if named:
         flags = ", ".join("--" + flag.replace("_", "-") for flag in named)
-        raise ConfigError(f"{flags}: --epochs sets the length of training: drop it")
+        raise ConfigError(f"{flags}: --epochs sets the length of training: drop {flags}")
 
 
 def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:

@@ -56,7 +56,7 @@ def parse(
         if own.lm_eval_limit is not None and own.lm_eval_limit <= 0:
             yield f"--lm-eval-limit {own.lm_eval_limit:g}: must be above 0"
         if options.valid_data:
-            yield "--valid-data: the tasks of --lm-eval-tasks name their own data: drop it"
+            yield "--valid-data: the tasks of --lm-eval-tasks name their own data: drop the flag"
         yield from find_mistakes(replace(options, valid_data=None))
         if importlib.util.find_spec("lm_eval") is None:
             yield _INSTALL

@@ -1,4 +1,4 @@
-"""The harness's model interface, which turns texts into log-probabilities and texts."""
+"""The harness's model interface, which scores texts and generates text."""
 
 from __future__ import annotations
 

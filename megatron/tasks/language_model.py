@@ -1,4 +1,4 @@
-"""Language model tasks: the perplexity of texts, and last words of passages (LAMBADA)."""
+"""Language model tasks: perplexity of texts, and prediction of passages' last words (LAMBADA)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def prepare_wikitext(
     return Prepared(
         samples,
         summarize,
-        f"{path}: {words:,} words with end-of-line, {len(tokens):,} tokens "
+        f"{path}: {words:,} words and line ends, {len(tokens):,} tokens "
         f"(detokenizer: {name}), {len(samples):,} windows",
         {
             "loss": "avg loss",
@@ -240,12 +240,12 @@ def parse(
         if own.retro_eval_samples is not None and (paths or not retrieves):
             yield (
                 "--retro-eval-samples is for --task PERPLEXITY with --retro-workdir and without "
-                "--valid-data: drop it"
+                "--valid-data: drop --retro-eval-samples"
             )
         if own.bert_embedder_load is not None and not (paths and retrieves):
             yield (
                 f"--bert-embedder-load {own.bert_embedder_load} is for --task PERPLEXITY with "
-                "--retro-workdir and --valid-data: drop it"
+                "--retro-workdir and --valid-data: drop --bert-embedder-load"
             )
         if not paths and not retrieves:
             yield f"--task {task} needs --valid-data: give the file to evaluate on"

@@ -99,7 +99,7 @@ def parse(
         ):
             yield from find_missing(flag, () if path is None else (path,))
         if options.valid_data:
-            yield f"--valid-data: --task {task} reads questions from --qa-data-dev: drop it"
+            yield f"--valid-data: --task {task} reads questions from --qa-data-dev: drop the flag"
         yield from find_mistakes(replace(options, valid_data=None))
 
     return parse_config(

@@ -28,7 +28,7 @@ def find_mistakes(options: TaskConfig) -> Iterator[str]:
             yield f"--valid-data {path}: this file is given twice: give it once"
         seen.add(place)
     if options.overwrite and options.results is None:
-        yield "--overwrite without --results: there is no file to replace: drop it"
+        yield "--overwrite without --results: there is no file to replace: drop --overwrite"
 
 
 def read_text(path: str, flag: str) -> str:
@@ -117,7 +117,7 @@ def wikitext(text: str) -> str:
 
 
 def ptb(text: str) -> str:
-    """Join the contractions that Penn Treebank splits, and replace its `N` by a number."""
+    """Join the contractions that Penn Treebank splits, and replace its `N` with a number."""
     return _replace(text, _PTB)
 
 

@@ -512,7 +512,10 @@ def parse(
         if own.train_hard_neg and not own.train_with_neg:
             yield f"--train-hard-neg {own.train_hard_neg}: add --train-with-neg, or drop it"
         if options.results is not None and not options.valid_data:
-            yield f"--results {options.results} without --valid-data: nothing is evaluated: drop it"
+            yield (
+                f"--results {options.results} without --valid-data: nothing is evaluated: give "
+                "--valid-data, or drop --results"
+            )
         yield from find_missing("--train-data", tuning.train_data)
         yield from find_mistakes(options)
 

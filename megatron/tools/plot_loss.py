@@ -209,7 +209,7 @@ def run(options: argparse.Namespace) -> None:
     """Read the metrics and write the picture.
 
     Raises:
-        ConfigError: The picture exists, its name has an unknown ending, or --compare is wrong.
+        ConfigError: The picture exists, its name has an unknown extension, or --compare is wrong.
         DataError: The metrics file cannot be read.
     """
     if (options.metrics is None) == (options.compare is None):

@@ -206,7 +206,7 @@ def run(options: argparse.Namespace) -> None:
     """
     _check(options)
     if options.dataset_impl != "mmap":
-        warn(f"--dataset-impl {options.dataset_impl}: written as mmap, which replaces it: drop it")
+        warn(f"--dataset-impl {options.dataset_impl}: written as mmap instead: drop the flag")
     has_sentences = options.split_sentences or options.presplit_sentences
     level = "sentence" if has_sentences else "document"
     prefixes = [f"{options.output_prefix}_{key}_{level}" for key in options.json_keys]

@@ -171,7 +171,7 @@ def _check(options: argparse.Namespace) -> None:
     ):
         if value is not None and options.kind != "sentencepiece":
             raise ConfigError(
-                f"{name} {value} has an effect only with --kind sentencepiece: drop it"
+                f"{name} {value} has an effect only with --kind sentencepiece: drop {name}"
             )
     if not 0.9 <= (options.character_coverage or 1) <= 1:
         raise ConfigError(
@@ -188,7 +188,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.cased and options.kind != "wordpiece":
         raise ConfigError(
             "--cased has an effect only with --kind wordpiece, because byte-level BPE always keeps "
-            "case: drop it"
+            "case: drop --cased"
         )
     outputs = [os.path.join(options.output_dir, name) for name in _NAMES]
     expect_no_file("--output-dir", outputs, overwrite=options.overwrite)

@@ -1,4 +1,4 @@
-"""Run the program that has replaced this one, by the table in tools/old_names.py."""
+"""Run the program that tools/old_names.py lists as this one's successor."""
 
 import sys
 from pathlib import Path

@@ -233,7 +233,7 @@ def test_writing_goes_on_where_it_ended(
     for name, tensor in _folder(tmp_path).items():
         assert torch.equal(tensor, before[name])
     assert all(file.stat().st_mtime_ns == kept[file] for file in kept if file != lost)
-    with pytest.raises(DataError, match=r"holds other logits, with top_k 3 \(here 4\)"):
+    with pytest.raises(DataError, match=r"already holds logits with top_k 3 \(here 4\)"):
         save(Layout.single(), [*words[:-1], "4"])
 
 

@@ -53,7 +53,7 @@ def test_mistakes_in_a_file_name_it_and_the_key(tmp_path: Path) -> None:
     assert f"{file}: job: expected `key: value` lines" in _problems("--run", str(file))
     assert "cannot be read" in _problems("--run", str(tmp_path / "none.yaml"))
     file.write_text('job: {command: "a.py \'b"}')
-    assert "job.command: No closing quotation: close the quotation" in _problems("--run", str(file))
+    assert "job.command: No closing quotation: close the quotes" in _problems("--run", str(file))
 
 
 _RESUME = (*COMMAND, *RESUME)
@@ -123,7 +123,7 @@ def test_mistakes_of_the_training_are_told_before_the_queue() -> None:
         ("kubernetes", ("--image", "a", "--memory-gb", "8", *COMMAND), "--shared-memory-gb 64 is"),
         ("hostfile", COMMAND, "--to hostfile needs --hostfile"),
         ("hostfile", ("--hostfile", "/no/file", *COMMAND), "--hostfile /no/file: cannot be read"),
-        ("local", ("--nodes", "2", *COMMAND), "--to local is one machine, but --nodes is 2"),
+        ("local", ("--nodes", "2", *COMMAND), "--to local uses one machine, but --nodes is 2"),
         ("local", ("--image", "a", *COMMAND), "--to local starts no containers"),
         ("local", ("--volume", "/a:/b", *COMMAND), "has no effect with --to local: remove it"),
         ("local", ("--time", "1:00:00", *COMMAND), "--time has no effect with --to local"),

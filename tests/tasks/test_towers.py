@@ -223,7 +223,7 @@ def test_broken_files_are_told_by_entry(tmp_path, text, said):
         (["--train-data", "no"], "--train-data no: no such file"),
         (["--retriever-seq-length", "25"], "--retriever-seq-length 25: the model has 24 positions"),
         (["--qa-data-dev", "x"], "--qa-data-dev belongs to RETRIEVER-EVAL"),
-        (["--train-iters", "9"], "--epochs sets the length of training: drop it"),
+        (["--train-iters", "9"], "--epochs sets the length of training: drop --train-iters"),
     ],
 )
 def test_mistakes_are_told_by_flag(toy, words, said):

@@ -49,7 +49,7 @@ def build_parser() -> ToolParser:
         choices=_TASKS,
         help="What to do, in this order: remove documents with fewer than 512 characters; "
         "remove those with fewer than 256 that mention JavaScript; remove those with fewer than "
-        "512 that are not in English; fix the text; replace line ends and runs of spaces by one "
+        "512 that are not in English; fix the text; replace line ends and runs of spaces with one "
         "space.",
     )
     parser.add_argument("--output-path", default=".", metavar="DIR", help="Folder to write into.")

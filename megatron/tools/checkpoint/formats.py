@@ -96,7 +96,7 @@ class SourceModel:
 
 
 def check_target(options: argparse.Namespace) -> None:
-    """Check that the target has no checkpoints of the source, a run or a conversion.
+    """Check that the target folder has no checkpoints yet.
 
     Hugging Face's writer itself refuses a folder that is not empty.
 

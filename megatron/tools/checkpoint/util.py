@@ -145,7 +145,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
             "must be a Hugging Face format"
         )
     if options.keep_optimizer and (options.loader in _HF or options.saver in _HF):
-        raise ConfigError("--keep-optimizer: Hugging Face folders contain only weights: drop it")
+        raise ConfigError("--keep-optimizer: a Hugging Face folder has only weights: drop the flag")
     for name in (*_TARGETS, "true_vocab_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
