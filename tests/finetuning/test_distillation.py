@@ -437,7 +437,7 @@ def test_bytes_damaged_at_random_are_refused(saved: str, tmp_path: Path) -> None
         ("", "--seq-length 8", "--seq-length was 16, now 8"),
         ("", "--kd-temperature 2", "--kd-temperature was 1.0, now 2.0"),
         ("", "--vocab-size 90", "the tokenizer was NullTokenizer:.*, now NullTokenizer:"),
-        ("", "--reset-position-ids", r"--reset-attention-mask .* was \[False, False\] and is"),
+        ("", "--reset-position-ids", r"--reset-attention-mask .* was \[False, False\], now"),
         ("seed", "--seed 7", "sample 0 has different tokens .* number of training samples"),
         ("cut", "", r"logits-000000000000.safetensors is damaged \(.*: delete it and write it"),
         ("rest", "", r"damaged \(the digest of the logits of sample 0 does not match\): delete it"),

@@ -120,7 +120,11 @@ def test_mistakes_of_the_training_are_told_before_the_queue() -> None:
         ("kubernetes", COMMAND, "--to kubernetes needs --image"),
         ("kubernetes", ("--image", "a", "--toleration", "a:b", *COMMAND), "--toleration 'a:b'"),
         ("kubernetes", ("--image", "a", "--queue", "A_b", *COMMAND), "--queue 'A_b': expected"),
-        ("kubernetes", ("--image", "a", "--memory-gb", "8", *COMMAND), "--shared-memory-gb 64 is"),
+        (
+            "kubernetes",
+            ("--image", "a", "--memory-gb", "8", *COMMAND),
+            "--shared-memory-gb 64 counts toward",
+        ),
         ("hostfile", COMMAND, "--to hostfile needs --hostfile"),
         ("hostfile", ("--hostfile", "/no/file", *COMMAND), "--hostfile /no/file: cannot be read"),
         ("local", ("--nodes", "2", *COMMAND), "--to local uses one machine, but --nodes is 2"),
