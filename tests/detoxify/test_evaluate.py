@@ -84,7 +84,7 @@ def test_files_that_do_not_belong_together_are_refused(
 ) -> None:
     for samples, said in (
         (1, "line 2 continues a different prompt"),
-        (3, "line 3 continues another"),
+        (3, "line 3 continues a different prompt"),
     ):
         assert megatron([*words, "--samples-per-prompt", str(samples)]) == 6
         assert said in capsys.readouterr().err
@@ -134,7 +134,7 @@ def test_flags_are_checked(words: list[str], tmp_path: Path, capsys) -> None:
     for content in (b"", b"[]", b'{"results": {"perplexity": null}}', huge):
         (tmp_path / "bad.json").write_bytes(content)
         assert megatron([*words, "--perplexity", *[str(tmp_path / "bad.json")] * 2]) == 6
-        assert "bad.json: has no perplexity" in capsys.readouterr().err
+        assert "bad.json: the file has no perplexity" in capsys.readouterr().err
 
 
 def test_scores_of_own_prompts_are_those_that_annotate_adds(

@@ -477,7 +477,9 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
 def test_other_teachers_are_refused(teacher: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--teacher-load .*: there is no checkpoint"):
         begin(Layout.single(), ["--teacher-load", str(tmp_path)])
-    with pytest.raises(CheckpointError, match=r"--teacher-load .*another tokenizer .*the same"):
+    with pytest.raises(
+        CheckpointError, match=r"--teacher-load .*another tokenizer .*share a tokenizer"
+    ):
         begin(Layout.single(), ["--teacher-load", teacher, "--vocab-size", "90"])
     mixture = str(tmp_path / "mixture")
     experts = "--num-experts 2 --train-iters 1 --save-interval 1 --save".split()

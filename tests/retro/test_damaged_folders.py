@@ -87,7 +87,7 @@ DAMAGES = {
     "truncated neighbors": (lambda f: cut(neighbors(f)), rf"query/train_.*\.hdf5: .*{AGAIN}"),
     "too few rows of neighbors": (
         lambda folder: replaced(neighbors(folder), "neighbors", lambda found: found[:-1]),
-        rf"query/.*\.hdf5: 'neighbors' holds 99x4 .* expected 100xany.*{AGAIN}",
+        rf"query/.*\.hdf5: 'neighbors' has 99x4 .* expected 100xany.*{AGAIN}",
     ),
     "too few neighbors": (
         lambda folder: replaced(neighbors(folder), "neighbors", lambda found: found[:, :1]),
@@ -95,7 +95,7 @@ DAMAGES = {
     ),
     "neighbors of another type": (
         lambda folder: replaced(neighbors(folder), "neighbors", lambda found: found.astype("i4")),
-        rf"query/.*\.hdf5: 'neighbors' holds .* of int32.*{AGAIN}",
+        rf"query/.*\.hdf5: 'neighbors' has .* of int32.*{AGAIN}",
     ),
     "a neighbor that does not exist": (
         lambda folder: put(neighbors(folder), "neighbors", (-1, 0), 10**6),
@@ -120,19 +120,19 @@ DAMAGES = {
     "truncated chunks": (lambda f: cut(chunks(f)), rf"merged/train\.hdf5: .*{AGAIN}"),
     "chunks of another width": (
         lambda folder: replaced(chunks(folder), "chunks", lambda found: found[:, :-1]),
-        rf"train\.hdf5: 'chunks' holds \d+x4 .*expected \d+x5.*{AGAIN}",
+        rf"train\.hdf5: 'chunks' has \d+x4 .*expected \d+x5.*{AGAIN}",
     ),
     "too few chunks": (
         lambda folder: replaced(chunks(folder), "chunks", lambda found: found[:-1]),
-        rf"train\.hdf5: 'chunks' holds \d+x5 .*{AGAIN}",
+        rf"train\.hdf5: 'chunks' has \d+x5 .*{AGAIN}",
     ),
     "chunks of another type": (
         lambda folder: replaced(chunks(folder), "chunks", lambda found: found.astype("i8")),
-        rf"train\.hdf5: 'chunks' holds .* of int64.*{AGAIN}",
+        rf"train\.hdf5: 'chunks' has .* of int64.*{AGAIN}",
     ),
     "chunks that are not written": (
         lambda folder: put(chunks(folder), "n_written", 0, 3),
-        r"train\.hdf5: 3 of \d+ chunks were written: run db-build again",
+        r"train\.hdf5: only 3 of \d+ chunks were written: run db-build again",
     ),
     "a chunk of no dataset": (
         lambda folder: put(chunks(folder), "chunks", (-1, 0), 7),
