@@ -91,7 +91,7 @@ class RandomState(TypedDict):
     seed: _Seed
 
 
-class Arguments(TypedDict, total=False):
+class LegacyArguments(TypedDict, total=False):
     """The fields of Megatron-LM's command line that need more than a comparison for equality."""
 
     data_path: str | list[str] | None
@@ -129,7 +129,7 @@ class Meta(TypedDict):
     text: NotRequired[TextPlaces | None]
     validation_text: NotRequired[TextPlaces | None]
     config: dict[str, dict[str, Json]]
-    legacy_args: NotRequired[Arguments | None]
+    legacy_args: NotRequired[LegacyArguments | None]
     notices: NotRequired[list[str]]
     huggingface: NotRequired[Origin | None]
 

@@ -128,7 +128,7 @@ def test_a_network_is_written_as_the_first_family_that_has_it(tmp_path: Path, ca
     assert json.loads((tmp_path / "as-llama" / "config.json").read_text())["model_type"] == "llama"
     more = ["--model-family", "gpt2"]
     assert convert("native", "hf", tmp_path / "native", tmp_path / "as-gpt2", *more) == 4
-    assert "swiglu is True, a gpt2 model has False" in capsys.readouterr().err
+    assert "swiglu is True, but a gpt2 model has False" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

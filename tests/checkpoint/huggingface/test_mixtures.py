@@ -105,7 +105,7 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
         HFReader(_folder(tmp_path / "missing", _without(missing)))
     name = f"{LAYER}.experts.2.w2.weight"
     wide = {**_without(name), name: torch.zeros(HIDDEN, 23)}
-    with pytest.raises(CheckpointError, match=rf"{name} is .* config.json says \[32, 22\]"):
+    with pytest.raises(CheckpointError, match=rf"{name} is .*config.json says \[32, 22\]"):
         HFReader(_folder(tmp_path / "wide", wide))
     one_more = {**_without(""), f"{LAYER}.experts.6.w1.weight": torch.zeros(22, HIDDEN)}
     with pytest.raises(CheckpointError, match=r"experts\.6\.w1\.weight does not exist"):
@@ -193,7 +193,7 @@ def test_mixture_layers_are_those_of_transformers(
         ({"norm_topk_prob": "no"}, 'norm_topk_prob "no": expected true or false'),
         ({"attention_bias": True}, "attention_bias true: only false"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step: not supported"),
-        ({"num_key_value_heads": 4}, r"k_norm\.weight is F32 \[16\], config.json says \[32\]"),
+        ({"num_key_value_heads": 4}, r"k_norm\.weight is F32 \[16\], but config.json says \[32\]"),
     ],
     ids=str,
 )
@@ -212,11 +212,11 @@ def test_families_differ_in_what_is_normalized_together(tmp_path: Path) -> None:
     assert family_for(_model(folder), 70, None).name == "olmoe"
     by_head = _model(folder, qk_layernorm_scope="head")
     assert family_for(by_head, 70, None).name == "qwen3_moe"
-    assert "qk_layernorm_scope is head, a olmoe model has projection" in misfits(
+    assert "qk_layernorm_scope is head, but a olmoe model has projection" in misfits(
         families()["olmoe"], by_head, 70
     )
     wide = misfits(families()["olmoe"], _model(folder, kv_channels=12), 70)
-    assert wide == ["kv_channels is 12, a olmoe model has 8"]
+    assert wide == ["kv_channels is 12, but a olmoe model has 8"]
 
 
 def test_what_transformers_5_writes_for_no_window_is_no_window(tmp_path: Path) -> None:
@@ -251,8 +251,8 @@ def test_a_network_that_means_the_same_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_layer_freq": "2"}, r"moe_layer_freq is 2, a mixtral model has 1"),
-        ({"num_experts": [6, 4]}, r"num_experts is \(6, 4\), a mixtral model has \(6,\)"),
+        ({"moe_layer_freq": "2"}, r"moe_layer_freq is 2, but a mixtral model has 1"),
+        ({"num_experts": [6, 4]}, r"num_experts is \(6, 4\), but a mixtral model has \(6,\)"),
         ({"moe_router_pre_softmax": True}, "moe_router_pre_softmax is True"),
         ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function is sigmoid"),
         ({"moe_shared_expert_intermediate_size": 8}, "moe_shared_expert_intermediate_size is 8"),
@@ -273,7 +273,7 @@ def test_settings_of_experts_mean_nothing_to_a_dense_network(tmp_path: Path) -> 
     model = _model(write_folder(tmp_path, case.config, tensors_of(case)), moe_router_topk=5)
     assert family_for(model, 70, None).name == "llama"
     found = misfits(family_for(_model(_folder(tmp_path / "b")), 70, None), model, 70)
-    assert "num_experts is None, a mixtral model has (1,)" in found
+    assert "num_experts is None, but a mixtral model has (1,)" in found
 
 
 # The networks of published models, with their numbers of tensors and parameters.
