@@ -81,6 +81,8 @@ class DenseOptions:
         apply_layernorm_1p: Store the weights of normalizations as offsets from one.
         norm_placement: Where the layers normalize: before attention and MLP, after them (what they
             add to the residual stream, as in OLMo 2), or both (Gemma 2).
+        parallel_residual: Compute attention and MLP of a layer from the same input, and add both
+            (GPT-NeoX).
         apply_residual_connection_post_layernorm: Take the residual after the normalization
             (original BERT order).
         openai_gelu: Use OpenAI's tanh form of GeLU.
@@ -175,6 +177,7 @@ class DenseOptions:
     norm_epsilon: float = flag(1e-5, names="--norm-epsilon --layernorm-epsilon", above=0)
     apply_layernorm_1p: bool = False
     norm_placement: str = flag("before", choices=("before", "after", "both"), only_for=("gpt",))
+    parallel_residual: bool = flag(False, only_for=("gpt",))
     apply_residual_connection_post_layernorm: bool = False
     openai_gelu: bool = False
     squared_relu: bool = False

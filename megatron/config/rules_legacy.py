@@ -134,6 +134,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
         (f"--window-rotary-base {model.window_rotary_base}", model.window_rotary_base is not None),
         (f"--norm-placement {model.norm_placement}", model.norm_placement != "before"),
         ("--scale-embeddings", model.scale_embeddings),
+        ("--parallel-residual", model.parallel_residual),
         ("--moe-router-bias", bool(model.num_experts) and model.moe_router_bias),
     ):
         if on:

@@ -361,6 +361,20 @@ def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
 def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the normalization."""
     model = config.model
+    placed = f"--norm-placement {model.norm_placement}"
+    if model.parallel_residual:
+        for name, on in (
+            (placed, model.norm_placement != "before"),
+            (
+                "--apply-residual-connection-post-layernorm",
+                model.apply_residual_connection_post_layernorm,
+            ),
+        ):
+            if on:
+                yield (
+                    f"--parallel-residual with {name}: attention and MLP read the same input, "
+                    "normalized for each: drop one of them"
+                )
     if model.norm_placement != "before" and model.apply_residual_connection_post_layernorm:
         yield (
             f"--norm-placement {model.norm_placement} with "

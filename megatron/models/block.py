@@ -105,7 +105,7 @@ class Block(nn.Module):
         """Build the sublayers and their normalizations."""
         super().__init__()
         hidden, recompute_core = plan.mixer.hidden, "core_attn" in context.recomputed
-        self.residual_after_norm = plan.residual_after_norm
+        self.residual_after_norm, self.is_parallel = plan.residual_after_norm, plan.parallel
         self.dropout = plan.dropout
         self.bias_dropout_add = context.kernels.bias_dropout_add
         self.sequence = context.layout.sequence
@@ -214,6 +214,8 @@ class Block(nn.Module):
             The stream after the layer, in the shape of `stream`.
         """
         inputs = (mask, rotation, cache)
+        if self.is_parallel:
+            return self._add_both(stream, inputs)
         stream = self._add(
             stream,
             self.attention_norm,
@@ -244,6 +246,26 @@ class Block(nn.Module):
         kept = joined.detach()
         with without_keeping(normal, lambda: norm(Stream(kept))[1]):
             return sublayer(normal, *inputs)
+
+    def _add_both(self, stream: Stream, inputs: tuple[Any, ...]) -> Stream:
+        """Return the residual with the outputs of mixer and MLP, which both read it."""
+        joined, normal = self.attention_norm(stream, self.attention.handovers.forward)
+        mixed = self._compute(self.attention_norm, self.attention, joined, normal, *inputs)
+        _, normal = self.mlp_norm(Stream(joined), getattr(self.mlp, "handovers", NO_HANDOVERS)[0])
+        updates = {
+            "attention output": (mixed, self.attention.bias_to_add),
+            "mlp output": (
+                self._compute(self.mlp_norm, self.mlp, joined, normal),
+                self.mlp.bias_to_add,
+            ),
+        }
+        if not self.training or self.dropout == 0:
+            parts = [x if bias is None else x + bias for x, bias in updates.values()]
+            return Stream(joined, parts[0] + parts[1])
+        for site, (update, bias) in updates.items():
+            with split_region(self.sequence, update.device, self.layer_number, site):
+                joined = self.bias_dropout_add(update, bias, joined, self.dropout)
+        return Stream(joined)
 
     def _add(
         self,

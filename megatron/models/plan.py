@@ -399,6 +399,7 @@ class LayerPlan:
             layers without one.
         retriever: The encoder of a Retro's neighbors, which attends to the input of this layer's
             `cross_attention`. It is `None` in all layers but one.
+        parallel: Whether mixer and MLP read the same input, and both outputs are added to it.
         residual_after_norm: Whether the residual is the normalized input, as in the original BERT.
         dropout: Dropout probability of each update of the residual stream.
     """
@@ -409,6 +410,7 @@ class LayerPlan:
     norm_placement: str = "before"
     cross_attention: AttentionPlan | None = None
     retriever: RetrieverPlan | None = None
+    parallel: bool = False
     residual_after_norm: bool = False
     dropout: float = 0.0
 

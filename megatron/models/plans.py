@@ -113,6 +113,7 @@ def layer_plan(
         mlp=mixture_plan(model, mlp, experts) if experts else mlp,
         norm=norm,
         norm_placement=model.norm_placement,
+        parallel=model.parallel_residual,
         cross_attention=crossing if crosses else None,
         residual_after_norm=model.apply_residual_connection_post_layernorm,
         dropout=model.hidden_dropout,

@@ -126,6 +126,10 @@ def test_a_ring_has_neither_windows_nor_other_scores(flag):
             "--norm-placement both --apply-residual-connection-post-layernorm",
             "--norm-placement both with --apply-residual-connection-post-layernorm",
         ),
+        (
+            "--parallel-residual --norm-placement both",
+            "--parallel-residual with --norm-placement both: attention and MLP read the same",
+        ),
         ("--ckpt-format torch_dist --save a --norm-placement after", "--norm-placement after"),
         ("--ckpt-format legacy --save a --scale-embeddings", "--scale-embeddings: Megatron-LM"),
         ("--ckpt-format legacy --save a --softmax-type learnable", "--softmax-type learnable:"),

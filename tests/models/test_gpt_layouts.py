@@ -67,6 +67,8 @@ NETWORKS = {
         "untie_embeddings_and_output_weights": False,
     },
     "after": {**LLAMA, "norm_placement": "after", "qk_layernorm": True, "add_qkv_bias": True},
+    "parallel": {**NO_DROPOUT, "parallel_residual": True},
+    "parallel, dropout": {**NO_DROPOUT, "parallel_residual": True, "hidden_dropout": 1e-9},
     "after, dropout": {**NO_DROPOUT, "norm_placement": "both", "hidden_dropout": 1e-9},
     # Dropout's way through a block, with nothing dropped.
     "dropout": {**NO_DROPOUT, "hidden_dropout": 1e-9},

@@ -248,6 +248,7 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL} {_RECOMPUTE}", network=_GEMMA),
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=_GEMMA),
     LayoutCase(2, tensor=2, flags=_SP, network=_AFTER),
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network="--parallel-residual"),
     LayoutCase(2, tensor=2, network=LATENT),
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=LATENT),
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL}", network=LATENT),

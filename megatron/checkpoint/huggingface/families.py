@@ -12,6 +12,9 @@ from megatron.checkpoint.huggingface.gpt2 import GPT2
 from megatron.checkpoint.huggingface.gpt_oss import GptOss
 from megatron.checkpoint.huggingface.llama import LlamaLike
 from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
+from megatron.checkpoint.huggingface.neox import NeoX
+from megatron.checkpoint.huggingface.olmo import Olmo
+from megatron.checkpoint.huggingface.phi import Phi
 from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.huggingface.t5 import T5
@@ -35,6 +38,10 @@ FAMILIES: list[Family] = [
     Gemma("gemma", "GemmaForCausalLM"),
     Gemma("gemma2", "Gemma2ForCausalLM", version=2),
     Gemma("gemma3_text", "Gemma3ForCausalLM", version=3, qk_norm="head", classifies=False),
+    Olmo("olmo2", "Olmo2ForCausalLM"),
+    Olmo("olmo3", "Olmo3ForCausalLM", has_windows=True, rotary_base=500000.0),
+    Phi("phi3", "Phi3ForCausalLM"),
+    NeoX("gpt_neox", "GPTNeoXForCausalLM"),
     GptOss("gpt_oss", "GptOssForCausalLM"),
     DeepSeek("deepseek_v2", "DeepseekV2ForCausalLM"),
     DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", biased=True),

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.checkpoint.huggingface.llama import (
-    FULL,
     LAYER,
-    SLIDING,
     LlamaLike,
-    read_rope,
+    read_rope_of_kinds,
     read_turns,
     write_turns,
 )
@@ -84,20 +82,9 @@ class Gemma(LlamaLike):
         """Return the flags of the rotary positions."""
         if self.version < 3:
             return super()._read_rotation(settings)
-        new = settings.part("rope_parameters")
-        full, local = new.part(FULL), new.part(SLIDING)
-        new.refuse_the_rest()
         base = settings.number("rope_theta", 1e6)
         local_base = settings.number("rope_local_base_freq", 10000.0)
-        flags = {
-            "rotary_base": full.number("rope_theta", base),
-            "window_rotary_base": local.number("rope_theta", local_base),
-        }
-        local.must_be("rope_type", "default")
-        local.refuse_the_rest()
-        for rope in (full, settings.part("rope_scaling")):
-            flags |= read_rope(rope, settings)
-        return flags
+        return read_rope_of_kinds(settings, base, local_base)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""

@@ -9,7 +9,7 @@ from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Se
 from megatron.config.model import ModelConfig
 from megatron.models.plan import LayerPlan
 
-_EXACT_GELU = {"gelu_new": False, "gelu_pytorch_tanh": False, "gelu": True}
+EXACT_GELU = {"gelu_new": False, "gelu_pytorch_tanh": False, "gelu": True}
 _KEYS = (
     rules.Key("n_embd", "hidden_size"),
     rules.Key("n_head", "num_attention_heads", most=MOST_HEADS),
@@ -51,7 +51,7 @@ class GPT2(rules.Family):
             **flags,
             ffn_hidden_size=settings.size("n_inner", 4 * hidden),
             kv_channels=hidden // heads,
-            onnx_safe=settings.word("activation_function", _EXACT_GELU, "gelu_new") or None,
+            onnx_safe=settings.word("activation_function", EXACT_GELU, "gelu_new") or None,
             untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", True),
         )
 

@@ -352,3 +352,25 @@ def write_turns(model: ModelConfig, window: int) -> dict[str, Any]:
         "sliding_window": window if model.window is None else model.window + 1,
         "layer_types": [SLIDING if one else FULL for one in limited],
     }
+
+
+def read_rope_of_kinds(settings: Settings, base: float, local_base: float) -> dict[str, Any]:
+    """Return the flags of rotary positions that differ between kinds of layers.
+
+    Args:
+        settings: The keys of config.json.
+        base: The base of layers with full attention, if rope_parameters does not give it.
+        local_base: The base of layers with a window, whose frequencies may not be changed.
+    """
+    new = settings.part("rope_parameters")
+    full, local = new.part(FULL), new.part(SLIDING)
+    new.refuse_the_rest()
+    flags = {
+        "rotary_base": full.number("rope_theta", base),
+        "window_rotary_base": local.number("rope_theta", local_base),
+    }
+    local.must_be("rope_type", "default")
+    local.refuse_the_rest()
+    for rope in (full, settings.part("rope_scaling")):
+        flags |= read_rope(rope, settings)
+    return flags

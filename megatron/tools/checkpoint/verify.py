@@ -282,7 +282,8 @@ def their_model(reader: HFReader) -> Any:
     }
     if reader.bare_names and reader.architecture != "BertModel":
         state = {family.prefix + name: tensor for name, tensor in state.items()}
-    if any(".experts." in name for name in state):  # transformers 5 fuses them during loading
+    # transformers 5 fuses experts during loading, and gives GPT-NeoX's output another name.
+    if any(".experts." in name or name.startswith("embed_out.") for name in state):
         transformers.utils.logging.disable_progress_bar()
         model, loading = getattr(transformers, reader.architecture).from_pretrained(
             None, config=config, state_dict=state, output_loading_info=True

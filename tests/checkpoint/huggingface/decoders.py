@@ -227,7 +227,143 @@ def gpt_oss(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
     return rms(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].t()
 
 
+def _llama_mlp(w: Tensors, x: Tensor, at: str) -> Tensor:
+    gate = F.silu(linear(w, x, f"{at}.gate_proj"))
+    return linear(w, gate * linear(w, x, f"{at}.up_proj"), f"{at}.down_proj")
+
+
+def olmo_shapes(config: Config) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    table = (config["vocab_size"], hidden)
+    shapes: Shapes = {"model.embed_tokens.weight": table}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        attention = _attention_shapes(config, f"{at}.self_attn")
+        shapes |= attention
+        for kind in "qk":
+            rows = attention[f"{at}.self_attn.{kind}_proj.weight"][0]
+            shapes[f"{at}.self_attn.{kind}_norm.weight"] = (rows,)
+        shapes |= {f"{at}.mlp.{kind}_proj.weight": (inner, hidden) for kind in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (hidden, inner)
+        for name in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            shapes[f"{at}.{name}.weight"] = (hidden,)
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": table}
+
+
+def olmo(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
+    """OLMo 2 and 3: norms of what attention and MLP add, and of all heads at once."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return rms(x, w[f"{name}.weight"], config["rms_norm_eps"])
+
+    x = w["model.embed_tokens.weight"][tokens]
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    rope = config.get("rope_parameters", {})
+    for layer, kind in enumerate(kinds):
+        at, local = f"model.layers.{layer}", kind == "sliding_attention"
+        query, key, value = _heads(config, w, x, f"{at}.self_attn")
+        query = norm(query.flatten(2), f"{at}.self_attn.q_norm").view_as(query)
+        key = norm(key.flatten(2), f"{at}.self_attn.k_norm").view_as(key)
+        own = rope.get(kind, {})
+        base = own.get("rope_theta", config["rope_theta"])
+        yarn = own if own.get("rope_type") == "yarn" else None
+        context = attend(
+            *(turn(heads, base, yarn=yarn) for heads in (query, key)),
+            value,
+            window=config["sliding_window"] if local else None,
+        )
+        update = linear(w, context, f"{at}.self_attn.o_proj")
+        x = x + norm(update, f"{at}.post_attention_layernorm")
+        x = x + norm(_llama_mlp(w, x, f"{at}.mlp"), f"{at}.post_feedforward_layernorm")
+    return norm(x, "model.norm") @ w["lm_head.weight"].t()
+
+
+def phi_shapes(config: Config) -> Shapes:
+    hidden, inner, heads = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    table, size = (config["vocab_size"], hidden), hidden // heads
+    rows = (heads + 2 * config["num_key_value_heads"]) * size
+    shapes: Shapes = {"model.embed_tokens.weight": table}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.self_attn.qkv_proj.weight": (rows, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{at}.mlp.gate_up_proj.weight": (2 * inner, hidden),
+            f"{at}.mlp.down_proj.weight": (hidden, inner),
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+        }
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": table}
+
+
+def phi(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
+    """Phi-3: joined projections, and heads of which a part turns."""
+    eps, size = config["rms_norm_eps"], config["hidden_size"] // config["num_attention_heads"]
+    counts = [config["num_attention_heads"], *[config["num_key_value_heads"]] * 2]
+    base, share = config["rope_theta"], config["partial_rotary_factor"]
+    x = w["model.embed_tokens.weight"][tokens]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        normal = rms(x, w[f"{at}.input_layernorm.weight"], eps)
+        heads = linear(w, normal, f"{at}.self_attn.qkv_proj").unflatten(-1, (-1, size))
+        query, key, value = heads.split(counts, dim=2)
+        query, key = (turn(part, base, share=share) for part in (query, key))
+        context = attend(query, key, value, window=config["sliding_window"])
+        x = x + linear(w, context, f"{at}.self_attn.o_proj")
+        normal = rms(x, w[f"{at}.post_attention_layernorm.weight"], eps)
+        gate, up = linear(w, normal, f"{at}.mlp.gate_up_proj").chunk(2, dim=-1)
+        x = x + linear(w, F.silu(gate) * up, f"{at}.mlp.down_proj")
+    return rms(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].t()
+
+
+def neox_shapes(config: Config) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    table = (config["vocab_size"], hidden)
+    shapes: Shapes = {"gpt_neox.embed_in.weight": table}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"gpt_neox.layers.{layer}"
+        for name, (out, size) in {
+            "attention.query_key_value": (3 * hidden, hidden),
+            "attention.dense": (hidden, hidden),
+            "mlp.dense_h_to_4h": (inner, hidden),
+            "mlp.dense_4h_to_h": (hidden, inner),
+        }.items():
+            shapes |= {f"{at}.{name}.weight": (out, size), f"{at}.{name}.bias": (out,)}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes |= {f"{at}.{name}.{kind}": (hidden,) for kind in ("weight", "bias")}
+    norm = "gpt_neox.final_layer_norm"
+    shapes |= {f"{norm}.{kind}": (hidden,) for kind in ("weight", "bias")}
+    return shapes | {"embed_out.weight": table}
+
+
+def neox(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
+    """GPT-NeoX: rows of each head's query, key and value; perhaps an MLP beside attention."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return rms(centred, w[f"{name}.weight"], config["layer_norm_eps"]) + w[f"{name}.bias"]
+
+    x, heads = w["gpt_neox.embed_in.weight"][tokens], config["num_attention_heads"]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"gpt_neox.layers.{layer}"
+        rows = linear(w, norm(x, f"{at}.input_layernorm"), f"{at}.attention.query_key_value")
+        query, key, value = rows.unflatten(-1, (heads, 3, -1)).unbind(3)
+        base, share = config["rotary_emb_base"], config["rotary_pct"]
+        query, key = (turn(part, base, share=share) for part in (query, key))
+        attended = x + linear(w, attend(query, key, value), f"{at}.attention.dense")
+        read = x if config["use_parallel_residual"] else attended
+        inner = linear(w, norm(read, f"{at}.post_attention_layernorm"), f"{at}.mlp.dense_h_to_4h")
+        inner = F.gelu(inner, approximate="none" if config["hidden_act"] == "gelu" else "tanh")
+        x = attended + linear(w, inner, f"{at}.mlp.dense_4h_to_h")
+    return norm(x, "gpt_neox.final_layer_norm") @ w["embed_out.weight"].t()
+
+
 FAMILIES: dict[str, Kind] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), Kind(gemma_shapes, gemma, norms=0.0)),
+    **dict.fromkeys(("olmo2", "olmo3"), Kind(olmo_shapes, olmo)),
+    "phi3": Kind(phi_shapes, phi),
+    "gpt_neox": Kind(neox_shapes, neox),
     "gpt_oss": Kind(gpt_oss_shapes, gpt_oss),
 }

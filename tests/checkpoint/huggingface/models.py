@@ -123,6 +123,24 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 5,
     "tie_word_embeddings": True,
 }
+_NEOX: dict[str, Any] = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "attention_bias": True,
+    "hidden_act": "gelu",
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "layer_norm_eps": 1e-5,
+    "max_position_embeddings": POSITIONS,
+    "model_type": "gpt_neox",
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "rotary_emb_base": 1000.0,
+    "rotary_pct": 0.5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_parallel_residual": True,
+    "vocab_size": VOCAB,
+}
 CASES: dict[str, Case] = {
     "llama": Case(_like_llama("llama", "Llama")),
     "llama without groups": Case(_like_llama("llama", "Llama", num_key_value_heads=HEADS)),
@@ -248,6 +266,34 @@ CASES: dict[str, Case] = {
             rope_local_base_freq=50.0,
             rope_scaling={"rope_type": "linear", "factor": 4.0},
         )
+    ),
+    "olmo 2": Case(_like_llama("olmo2", "Olmo2", head_dim=10)),
+    "olmo 3": Case(
+        _like_llama(
+            "olmo3",
+            "Olmo3",
+            head_dim=10,
+            layer_types=_SLIDING,
+            sliding_window=5,
+            rope_theta=None,
+            rope_parameters={
+                "full_attention": {
+                    **_YARN,
+                    "beta_fast": 4.0,
+                    "beta_slow": 0.5,
+                    "rope_theta": 1000.0,
+                    "truncate": True,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        )
+    ),
+    "phi 3": Case(
+        _like_llama("phi3", "Phi3", partial_rotary_factor=0.75, sliding_window=6, pad_token_id=0)
+    ),
+    "neox": Case(_NEOX),
+    "neox, one after the other": Case(
+        {**_NEOX, "hidden_act": "gelu_new", "use_parallel_residual": False}
     ),
     "gpt-oss": Case(
         _like_llama(

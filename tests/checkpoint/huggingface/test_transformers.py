@@ -57,6 +57,10 @@ def test_transformers_computes_what_our_second_model_computes(name: str, tmp_pat
         "gemma 2",
         "gemma 3",
         "gpt-oss",
+        "neox",
+        "olmo 2",
+        "olmo 3",
+        "phi 3",
         "deepseek v2",
         "deepseek v3",
         "deepseek v3 with yarn",
@@ -93,7 +97,28 @@ _GEMMA: dict[str, object] = {
     "query_pre_attn_scalar": 13,
     "sliding_window": 7,
 }
+_PARTLY: dict[str, object] = {"rope_type": "default", "rope_theta": 900.0}
 DENSE: dict[str, dict[str, object]] = {
+    "gpt_neox": {
+        "hidden_size": 48,
+        "num_key_value_heads": None,
+        "rope_parameters": {**_PARTLY, "partial_rotary_factor": 0.25},
+    },
+    "olmo2": {},
+    "olmo3": {
+        "layer_types": _SLIDING,
+        "rope_parameters": {
+            "full_attention": {**YARN, "mscale": None, "mscale_all_dim": None, "rope_theta": 900.0},
+            "sliding_attention": _PARTLY,
+        },
+        "sliding_window": 7,
+    },
+    "phi3": {
+        "hidden_size": 48,
+        "pad_token_id": 0,
+        "rope_parameters": {**_PARTLY, "partial_rotary_factor": 0.75},
+        "sliding_window": 7,
+    },
     "gemma": {"head_dim": 10},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
     "gemma3_text": {

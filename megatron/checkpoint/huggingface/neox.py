@@ -1,0 +1,93 @@
+"""GPT-NeoX and Pythia: attention and MLP side by side, LayerNorm, biases, partly rotated heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.checkpoint.huggingface import rules
+from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
+from megatron.checkpoint.huggingface.llama import read_rope
+from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.config.model import ModelConfig
+
+_KEYS = (
+    rules.Key("hidden_size", "hidden_size"),
+    rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
+    rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+    rules.Key("intermediate_size", "ffn_hidden_size"),
+    rules.Key("max_position_embeddings", "max_position_embeddings"),
+    rules.Key("layer_norm_eps", "norm_epsilon", "number", 1e-5),
+    rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
+    rules.Key("hidden_dropout", "hidden_dropout", "share", 0.0),
+    rules.Key("use_parallel_residual", "parallel_residual", "switch", True),
+)
+_LAYER = {
+    "attention_norm": ("input_layernorm",),
+    "attention.qkv": ("attention.query_key_value",),
+    "attention.output": ("attention.dense",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.dense_h_to_4h",),
+    "mlp.down": ("mlp.dense_4h_to_h",),
+}
+
+
+@dataclass(frozen=True)
+class NeoX(rules.Family):
+    """The GPT-NeoX family. Its files order queries, keys and values by head, as ours do."""
+
+    prefix: str = "gpt_neox."
+    tied_head: str = "embed_out.weight"
+    keys: tuple[rules.Key, ...] = _KEYS
+    fixed: dict[str, Any] = field(default_factory=lambda: {"attention_bias": True})
+    # Causal masks and rotary frequencies, in older files.
+    derived: str = r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
+        if hidden % heads:
+            raise settings.error("num_attention_heads", f"does not divide hidden_size {hidden}")
+        settings.share("classifier_dropout", 0.1)
+        new = settings.part("rope_parameters")
+        share = new.number("partial_rotary_factor", settings.number("rotary_pct", 0.25))
+        base = settings.number("rotary_emb_base", 10000.0)
+        rotation: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
+        for rope in (new, settings.part("rope_scaling")):
+            rotation |= read_rope(rope, settings, share)
+        return ModelConfig(
+            **flags,
+            **rotation,
+            rotary_percent=share,
+            kv_channels=hidden // heads,
+            position_embedding_type="rope",
+            onnx_safe=settings.word("hidden_act", EXACT_GELU, "gelu") or None,
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+        )
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json for a network."""
+        factor, scaling = model.rotary_seq_len_interpolation_factor or 1, None
+        if factor > 1:
+            scaling = {"rope_type": "linear", "factor": float(factor)}
+        return {
+            **super().write(model, vocab),
+            "attention_bias": True,
+            "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
+            "rotary_emb_base": model.rotary_base,
+            "rotary_pct": model.rotary_percent,
+            "rope_scaling": scaling,
+            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        }
+
+    def names(self, model: ModelConfig) -> rules.Names:
+        """Yield each of our modules with the Hugging Face modules that make it up."""
+        yield "embedding.word", ["gpt_neox.embed_in"]
+        for layer in range(model.num_layers):
+            yield from rules.layer_names(f"layers.{layer}", f"gpt_neox.layers.{layer}", _LAYER)
+        yield "final_norm", ["gpt_neox.final_layer_norm"]
+        yield "output", ["embed_out"]
+
+    def form(self, layer: Any, module: str, tensors: int) -> rules.TensorForm:
+        """Return the conversion for a layer's module: every tensor is as ours."""
+        return rules.SAME

@@ -1,0 +1,76 @@
+"""OLMo 2 and OLMo 3, which normalize what attention and MLP add to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.checkpoint.huggingface.llama import (
+    FULL,
+    LAYER,
+    SLIDING,
+    LlamaLike,
+    read_rope_of_kinds,
+    read_turns,
+    write_turns,
+)
+from megatron.checkpoint.huggingface.settings import Settings
+from megatron.config.model import ModelConfig
+
+_EVERY, _WINDOW = 4, 4096  # layers of OLMo 3 with full attention, and the window of the others
+_MODULES = {
+    **{ours: theirs for ours, theirs in LAYER.items() if not ours.endswith("_norm")},
+    "attention.query_norm": ("self_attn.q_norm",),
+    "attention.key_norm": ("self_attn.k_norm",),
+    "attention_output_norm": ("post_attention_layernorm",),
+    "mlp_output_norm": ("post_feedforward_layernorm",),
+}
+
+
+@dataclass(frozen=True)
+class Olmo(LlamaLike):
+    """A family without normalizations before attention and MLP.
+
+    Attributes:
+        has_windows: Whether most layers have windows, and rotary positions that are not scaled
+            (OLMo 3).
+    """
+
+    qk_norm: str | None = "projection"
+    old_files: bool = True
+    has_windows: bool = False
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        return replace(super().network(settings, flags), norm_placement="after")
+
+    def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
+        """Return the flags of the attention windows."""
+        if not self.has_windows:
+            return {}
+        return read_turns(settings, layers, every=_EVERY, window=_WINDOW)
+
+    def _read_rotation(self, settings: Settings) -> dict[str, Any]:
+        """Return the flags of the rotary positions."""
+        if not self.has_windows:
+            return super()._read_rotation(settings)
+        base = settings.number("rope_theta", self.rotary_base)
+        return read_rope_of_kinds(settings, base, base)
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json for a network."""
+        values = super().write(model, vocab)
+        if not self.has_windows:
+            return values
+        # Versions before 5 read the other keys; version 5 would ignore their base in windows.
+        base = model.rotary_base
+        kinds = {
+            FULL: {"rope_theta": base, **(values["rope_scaling"] or {"rope_type": "default"})},
+            SLIDING: {"rope_theta": model.window_rotary_base or base, "rope_type": "default"},
+        }
+        return {**values, **write_turns(model, _WINDOW), "rope_parameters": kinds}
+
+    def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        return _MODULES

@@ -1,0 +1,85 @@
+"""Phi-3 and Phi-4, whose files join queries, keys and values, and gate and up projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import megatron.models.plan as plans
+from megatron.checkpoint.huggingface import rules
+from megatron.checkpoint.huggingface.llama import LAYER, LlamaLike, read_rope
+from megatron.checkpoint.huggingface.settings import Settings
+from megatron.config.model import ModelConfig
+
+_MODULES = {
+    **LAYER,
+    "attention.qkv": ("self_attn.qkv_proj",),
+    "mlp.up": ("mlp.gate_up_proj",),
+}
+# Gate and up projections [2 f, h], one after the other.
+_JOINED = rules.TensorForm(
+    lambda parts: parts[0].unflatten(0, (2, -1)), lambda whole: [whole.flatten(0, 1)]
+)
+
+
+def joined_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
+    """Return the form of one tensor with all queries, then all keys, then all values."""
+    by_group = rules.grouped(mixer.kv_heads, (mixer.heads // mixer.kv_heads, 1, 1))
+    sizes = [mixer.query, *[mixer.kv_heads * mixer.head_size] * 2]
+    return rules.TensorForm(
+        lambda parts: by_group.join(parts[0].split(sizes)),
+        lambda whole: [torch.cat(by_group.split(whole))],
+    )
+
+
+@dataclass(frozen=True)
+class Phi(LlamaLike):
+    """Phi-3 and Phi-4, some of which rotate only a part of each head."""
+
+    old_files: bool = True
+    window: str | None = "model"
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        settings.size("original_max_position_embeddings", 1)  # of longrope, which is refused
+        settings.must_be("auto_map", settings.values.get("auto_map"))  # nothing of it is run
+        settings.share("embd_pdrop", 0.0)
+        dropout = settings.share("resid_pdrop", 0.0)
+        return replace(super().network(settings, flags), hidden_dropout=dropout)
+
+    def _read_rotation(self, settings: Settings) -> dict[str, Any]:
+        """Return the flags of the rotary positions."""
+        new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
+        share = settings.number("partial_rotary_factor", 1.0)
+        share = new.number("partial_rotary_factor", share)
+        base = settings.number("rope_theta", self.rotary_base)
+        flags = {"rotary_base": new.number("rope_theta", base), "rotary_percent": share}
+        for rope in (new, old):
+            for key in ("rope_type", "type"):  # transformers reads other kinds as longrope
+                rope.must_be(key, "default")
+            flags |= read_rope(rope, settings, share)
+        return flags
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json for a network."""
+        return {
+            **super().write(model, vocab),
+            "rope_scaling": None,
+            "partial_rotary_factor": model.rotary_percent,
+        }
+
+    def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        return _MODULES
+
+    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+        """Return the conversion for a layer's module made from this number of their tensors."""
+        match module:
+            case "attention.qkv":
+                return joined_heads(rules.attention_of(layer))
+            case "mlp.up":
+                return _JOINED
+        return super().form(layer, module, tensors)
