@@ -29,6 +29,9 @@ from megatron.planner.memory import micro_batch
 _FORWARD_PASSES, _BACKWARD_PASSES = 1.3, 1.7
 # The sequence length at which attention reaches half of its rate: causal and bidirectional.
 _CAUSAL_HALF, _SQUARE_HALF = 674, 450
+# Copies around attention with all-to-all (parallel/context/ring.py), forward and backward: of
+# queries, keys and values together, of results, and their kernels besides one per process.
+_FORWARD_COPIES, _BACKWARD_COPIES = (3, 3, 5), (4, 2, 7)
 _DROPOUT_PASSES = 2.5  # additional passes over a residual update with dropout, in each direction
 _ATTENTION_DROPOUT = 0.85  # rate of attention with dropout, relative to attention without it
 _SMALL_HEADS = 0.8  # rate of attention with heads of 64 channels, relative to 128
@@ -197,12 +200,10 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
         product = _products(part, setting, setting.fp8)
         attention = _attention(part, setting)
         ahead, back, beside = _exchange(part, setting, attention)
-        forward = forward.plus(
-            Seconds(product, _FORWARD_ATTENTION * attention, _casts(part, setting, 1), ahead)
-        )
-        inputs = inputs.plus(
-            Seconds(product, (1 - _FORWARD_ATTENTION) * attention, _casts(part, setting, 0), back)
-        )
+        moved = _casts(part, setting, 1) + _copies(part, setting, *_FORWARD_COPIES)
+        forward = forward.plus(Seconds(product, _FORWARD_ATTENTION * attention, moved, ahead))
+        moved = _casts(part, setting, 0) + _copies(part, setting, *_BACKWARD_COPIES)
+        inputs = inputs.plus(Seconds(product, (1 - _FORWARD_ATTENTION) * attention, moved, back))
         split = WeightSplit(
             tensor=batch.tensor, expert=setting.expert, expert_tensor=batch.expert_tensor
         )
@@ -283,6 +284,24 @@ def _casts(part: SublayerPlan, setting: Setting, side: int) -> float:
         part = part.expert
     width = sum(shape[side] for shape in class_of(part).matrices(part, WeightSplit()))
     return FP8_CAST * rows * width / batch.tensor / setting.machine.copy
+
+
+def _copies(part: SublayerPlan, setting: Setting, inputs: int, results: int, kernels: int) -> float:
+    """Return the time of the copies that all-to-all makes around attention, in one direction.
+
+    Args:
+        part: The sublayer.
+        setting: Its setting.
+        inputs: How often queries, keys and values are copied.
+        results: How often results are copied.
+        kernels: Kernels of these copies, besides one per context-parallel process.
+    """
+    batch, machine = setting.batch, setting.machine
+    if batch.context == 1 or setting.ring or not isinstance(part, AttentionPlan):
+        return 0.0
+    heads = inputs * (part.heads + 2 * part.kv_heads) + results * part.heads
+    copied = batch.width * batch.tokens * part.head_size * heads / batch.tensor
+    return 2 * copied / machine.copy + (kernels + batch.context) * machine.kernel
 
 
 def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[float, float, float]:

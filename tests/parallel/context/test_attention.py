@@ -9,6 +9,7 @@ from megatron.parallel.context.block import choose_block
 from megatron.parallel.context.ring import ring_attention, ring_plan, ulysses_attention
 from megatron.parallel.context.split import join_sequence, local_positions, split_sequence
 from megatron.parallel.layout import Axis
+from megatron.planner.cost import _BACKWARD_COPIES, _FORWARD_COPIES
 from tests.distributed import run_distributed
 from tests.parallel.context.inputs import heads, one_process, weights_of
 
@@ -160,3 +161,57 @@ def _largest_tensor(layout):
 def test_a_ring_holds_no_more_scores_than_one_block():
     blocks = run_distributed(4, _largest_tensor, context=4)
     assert blocks == [2 * 64 * 64] * 4  # two heads, s/C by s/C; the whole matrix has 2 * 256 * 256
+
+
+class _CountCopies(TorchDispatchMode):
+    """Counts the kernels that only copy, and the elements that they write."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("cat", "stack", "clone", "copy_"):
+            self.kernels += 1
+            self.elements += out.numel()
+        return out
+
+
+class _Zeros(torch.autograd.Function):
+    """Stands for attention that copies nothing itself, such as cuDNN's."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.shapes = [x.shape for x in inputs]
+        return torch.zeros(inputs[0].shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(map(torch.zeros, ctx.shapes))
+
+
+def _copies_of_all_to_all(layout, n, g):
+    axis = layout.context
+    inputs = [torch.ones(S // axis.size, 2, h, 4, requires_grad=True) for h in (n, g, g)]
+    with _CountCopies() as forward:
+        out = ulysses_attention(
+            *inputs,
+            AttentionOptions(),
+            axis=axis,
+            attend=lambda query, key, value, _: _Zeros.apply(query, key, value).flatten(2),
+        )
+    with _CountCopies() as backward:
+        out.backward(torch.ones_like(out))
+    return [(mode.kernels, mode.elements) for mode in (forward, backward)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_planner_counts_the_copies_of_all_to_all(size):
+    n, g = 8, 4
+    channels = S // size * 2 * 4  # of each head
+    expected = [
+        (kernels + size, channels * (inputs * (n + 2 * g) + results * n))
+        for inputs, results, kernels in (_FORWARD_COPIES, _BACKWARD_COPIES)
+    ]
+    assert run_distributed(size, _copies_of_all_to_all, n, g, context=size) == [expected] * size
