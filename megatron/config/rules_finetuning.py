@@ -222,7 +222,10 @@ def _packed_weights(config: RunOptions) -> Iterator[str]:
             f"{shown}: --DDP-impl torch sends all weights to all processes: use --DDP-impl local, "
             "or drop the flag"
         )
-    for name, size, parts in _row_widths(config):
+    model, split = config.model, max(1, config.parallel.tensor_model_parallel_size)
+    heads = (model.num_attention_heads or 0) * (model.kv_channels or 0)
+    widths = [*mlp_sizes(config), ("--num-attention-heads x --kv-channels", heads, split)]
+    for name, size, parts in widths:  # a linear layer's input, and the parts that it is cut into
         if size % (FROZEN_BLOCK * parts):
             share = f" on each of {parts} processes" if parts > 1 else ""
             yield (
@@ -230,15 +233,6 @@ def _packed_weights(config: RunOptions) -> Iterator[str]:
                 f"weights that share a scale: use {near_multiples(size, FROZEN_BLOCK * parts)}, "
                 "fewer tensor-parallel processes, or drop the flag"
             )
-
-
-def _row_widths(config: RunOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield the name and size of each linear layer's input, and the parts that it is cut into."""
-    model = config.model
-    yield from mlp_sizes(config)
-    heads, head = model.num_attention_heads or 0, model.kv_channels or 0
-    split = max(1, config.parallel.tensor_model_parallel_size)
-    yield "--num-attention-heads x --kv-channels", heads * head, split
 
 
 def distillation(config: RunOptions, world_size: int) -> Iterator[str]:

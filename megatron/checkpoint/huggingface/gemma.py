@@ -17,7 +17,7 @@ from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.model import ModelConfig
 
 _GELU = "gelu_pytorch_tanh"
-_WINDOW = 4096  # of a model without layers that are limited to it; transformers asks for a number
+_WINDOW = 4096  # for a model without windows, because transformers requires a number
 _SANDWICH = {
     **LAYER,
     "attention_output_norm": ("post_attention_layernorm",),
@@ -31,9 +31,9 @@ class Gemma(LlamaLike):
     """A family with scaled embeddings, GeGLU and normalizations whose weights start from one.
 
     Attributes:
-        version: 1, 2 or 3. From 2 on, the outputs of attention and MLP are normalized, too, and
-            some layers have windows. Version 2 bounds scores, and version 3 normalizes heads and
-            has rotary frequencies of their own in windows.
+        version: 1, 2 or 3. From version 2 on, the outputs of attention and MLP are also normalized,
+            and some layers have windows. Version 2 bounds scores. Version 3 normalizes heads and
+            uses different rotary frequencies in layers with windows.
     """
 
     fixed: Mapping[str, Any] = field(
@@ -58,7 +58,7 @@ class Gemma(LlamaLike):
         scalar = settings.number("query_pre_attn_scalar", 256.0)
         bounds: dict[str, Any] = {}
         for key, usual in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
-            # Gemma 2 has bounds without the keys, but none where they are null.
+            # Gemma 2 has bounds if the keys are missing, but none if they are null.
             if key in settings.values or (self.version == 2 and not settings.has(key)):
                 bounds[key] = settings.number(key, usual)
         return replace(
@@ -110,5 +110,5 @@ class Gemma(LlamaLike):
 
 
 def _rounded(value: float) -> int | float:
-    """Return a whole number if the value is one but for rounding."""
+    """Return a whole number if the value equals one up to rounding."""
     return round(value) if abs(value - round(value)) < 1e-6 * value else value

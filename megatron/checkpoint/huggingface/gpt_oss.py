@@ -1,4 +1,5 @@
-"""GPT-OSS: attention sinks, windows in turns, and experts with biases and a clamped gate."""
+"""GPT-OSS: attention sinks, windows in every other layer, and experts with biases and clamped
+gates."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from megatron.checkpoint.huggingface.mixtures import Mixtral
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.model import ModelConfig
 
-_LIMIT = 7.0  # of gate and up projections
+_LIMIT = 7.0  # clamps gate and up projections
 _WINDOW = 128
 _MODULES = {
     "attention.sinks": ("self_attn.sinks",),
