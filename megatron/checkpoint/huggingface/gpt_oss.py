@@ -1,5 +1,4 @@
-"""GPT-OSS: attention sinks, windows in every other layer, and experts with biases and clamped
-gates."""
+"""GPT-OSS: attention sinks, windows in every other layer, experts with biases and clamped gates."""
 
 from __future__ import annotations
 
