@@ -215,7 +215,7 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
             now = entry.translate(given, flags)
             result += now
             meaning = " ".join(str(flag) for flag in now)
-            answer = f"read as {meaning}" if meaning else f"ignored: {entry.now}"
+            answer = f"read as {meaning}" if meaning else f"which has no effect: {entry.now}"
             is_theirs = entry.era == "Megatron-DeepSpeed"
             kind = f"a flag of {entry.era}" if is_theirs else f"an old flag ({entry.era})"
             found.notices.append(f"{given} is {kind}, {answer}")

@@ -22,8 +22,7 @@ from megatron.inference.speculation import Drafter, MultiTokenDrafter, NgramDraf
 from megatron.kernels.library import find_library
 from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention, describe_chunks
 from megatron.kernels.row_product import choose_row_product
-from megatron.models.multi_token import multi_token_plan
-from megatron.models.plan import AttentionPlan
+from megatron.models.plan import AttentionPlan, multi_token_plan
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel

@@ -18,10 +18,9 @@ from megatron.models.multi_token import (
     MultiToken,
     copies_words,
     layers_of,
-    multi_token_plan,
 )
 from megatron.models.norm import Norm
-from megatron.models.plan import HeadPlan, MixturePlan, ModelPlan
+from megatron.models.plan import HeadPlan, MixturePlan, ModelPlan, multi_token_plan
 from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
 

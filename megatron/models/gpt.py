@@ -16,10 +16,10 @@ from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
 from megatron.models.head import Output, TokenScore
-from megatron.models.multi_token import Ahead, MultiToken, multi_token_plan, run_depths
+from megatron.models.multi_token import Ahead, MultiToken, run_depths
 from megatron.models.network import Network
 from megatron.models.norm import Stream, new_norm
-from megatron.models.plan import ClassifierPlan, ModelPlan
+from megatron.models.plan import ClassifierPlan, ModelPlan, multi_token_plan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.context.split import local_positions

@@ -11,7 +11,7 @@ the output layer, which holds a copy of the word embedding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,40 +25,10 @@ from megatron.models.block import Block
 from megatron.models.costs import MicroBatch
 from megatron.models.head import Output
 from megatron.models.norm import Norm, Stream, new_norm
-from megatron.models.plan import HeadPlan, LayerPlan, ModelPlan, NormPlan, OutputPlan
+from megatron.models.plan import LayerPlan, ModelPlan, MultiTokenPlan, multi_token_plan
 from megatron.models.recompute import RecomputePlan, computed_again
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
-
-
-@dataclass(frozen=True, kw_only=True)
-class MultiTokenPlan(HeadPlan):
-    """The layers that predict further tokens, one for each depth.
-
-    Attributes:
-        layers: The transformer layer of each depth.
-        norm: The record of a depth's normalizations, of its two inputs and of its result.
-        output: The model's output layer, which every depth also uses.
-        numbered_after: Number of the model's other layers; the depths' layers are numbered after
-            them.
-    """
-
-    kind: str = "multi_token"
-    layers: tuple[LayerPlan, ...]
-    norm: NormPlan
-    output: OutputPlan
-    numbered_after: int
-
-    @property
-    def depths(self) -> int:
-        """The number of further tokens."""
-        return len(self.layers)
-
-
-def multi_token_plan(plan: ModelPlan) -> MultiTokenPlan | None:
-    """Return the record of multi-token prediction, or `None` if the model has none."""
-    head = plan.head("multi_token")
-    return head if isinstance(head, MultiTokenPlan) else None
 
 
 def without_multi_token(plan: ModelPlan) -> ModelPlan:

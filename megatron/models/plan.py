@@ -570,6 +570,30 @@ class ClassifierPlan(HeadPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MultiTokenPlan(HeadPlan):
+    """The layers that predict further tokens, one for each depth.
+
+    Attributes:
+        layers: The transformer layer of each depth.
+        norm: The record of a depth's normalizations, of its two inputs and of its result.
+        output: The model's output layer, which every depth also uses.
+        numbered_after: Number of the model's other layers; the depths' layers are numbered after
+            them.
+    """
+
+    kind: str = "multi_token"
+    layers: tuple[LayerPlan, ...]
+    norm: NormPlan
+    output: OutputPlan
+    numbered_after: int
+
+    @property
+    def depths(self) -> int:
+        """The number of further tokens."""
+        return len(self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelPlan:
     """The plan of a whole network, independent of the part that a process holds.
 
@@ -652,3 +676,9 @@ class ModelPlan:
         if decoder is None or layer < self.encoder_layers:
             return encoder, 0
         return decoder, encoder
+
+
+def multi_token_plan(plan: ModelPlan) -> MultiTokenPlan | None:
+    """Return the record of multi-token prediction, or `None` if the model has none."""
+    head = plan.head("multi_token")
+    return head if isinstance(head, MultiTokenPlan) else None

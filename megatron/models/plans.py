@@ -11,7 +11,6 @@ from megatron.config.experts import layer_experts
 from megatron.config.model import ModelConfig
 from megatron.config.retro import retro_layers
 from megatron.kernels.rope import Yarn
-from megatron.models.multi_token import MultiTokenPlan
 from megatron.models.plan import (
     LANGUAGE_MODEL_HEAD,
     RETRIEVAL_HEAD,
@@ -28,6 +27,7 @@ from megatron.models.plan import (
     MixturePlan,
     MLPPlan,
     ModelPlan,
+    MultiTokenPlan,
     NormPlan,
     OutputPlan,
     PositionBiasPlan,

@@ -18,8 +18,9 @@ from megatron.models.block import Block
 from megatron.models.costs import WeightSplit
 from megatron.models.gpt import GPTModel
 from megatron.models.head import Output
-from megatron.models.multi_token import Ahead, multi_token_plan, without_multi_token
+from megatron.models.multi_token import Ahead, without_multi_token
 from megatron.models.norm import Stream
+from megatron.models.plan import multi_token_plan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize

@@ -21,7 +21,6 @@ import megatron.models.plan as plans
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.huggingface.settings import MOST, Settings
 from megatron.config.model import ModelConfig
-from megatron.models.multi_token import multi_token_plan
 from megatron.models.plans import model_plan
 
 Shape = tuple[int, ...]
@@ -352,7 +351,7 @@ def layers_of(plan: plans.ModelPlan) -> dict[str, plans.LayerPlan]:
     if first:
         stacks = {"encoder.": plan.layers[:first], "decoder.": plan.layers[first:]}
     found = {f"{k}layers.{i}": one for k, stack in stacks.items() for i, one in enumerate(stack)}
-    ahead = multi_token_plan(plan)
+    ahead = plans.multi_token_plan(plan)
     depths = () if ahead is None else ahead.layers
     return found | {f"mtp.{depth}.layer": layer for depth, layer in enumerate(depths)}
 
@@ -371,7 +370,7 @@ def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
         if plan.position_bias is not None:
             shape = (plan.position_bias.buckets, plan.position_bias.heads)
             modules[f"{stack}position_bias"] = {"weight": shape}
-    ahead = multi_token_plan(plan)
+    ahead = plans.multi_token_plan(plan)
     for depth in range(0 if ahead is None else ahead.depths):
         norms = ("embedding_norm", "hidden_norm", "final_norm")
         modules |= {f"mtp.{depth}.{name}": norm_shapes(plan.final_norm, hidden) for name in norms}
