@@ -62,7 +62,7 @@ def plan_shard(
 
     Args:
         tensors: The tensors by name.
-        metadata: Safetensors' `__metadata__`, which other programs expect in their files.
+        metadata: Safetensors' `__metadata__`, which other programs expect in such files.
     """
     # Put the widest types first, so that every tensor starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))

@@ -169,7 +169,11 @@ def layer_rotates(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...
 
 
 def _chosen(flag: str, given: str, layers: int, *, number_is_one: bool) -> tuple[bool, ...]:
-    """Return which layers a flag marks with a 1: by a pattern, or as every Nth or all others."""
+    """Return which layers a flag chooses.
+
+    These are the layers that a pattern marks with a 1. A number N chooses every Nth layer, or all
+    except every Nth.
+    """
     text = "".join(given.split())
     if _NUMBER.fullmatch(text):
         return tuple(((index + 1) % int(text) == 0) == number_is_one for index in range(layers))

@@ -508,7 +508,7 @@ def _lines(text: str, name: str) -> dict[str, int]:
         ConfigError: An object has a key twice.
     """
     lines: dict[str, int] = {}
-    keys: list[str] = []  # of the objects that enclose the current position
+    keys: list[str] = []  # keys of the objects around the current position
     seen: list[dict[str, int]] = []  # the keys of each of these objects so far
     for token in _TOKEN.finditer(text):
         if token[0] == "{":

@@ -337,7 +337,7 @@ def check_choice(choices: tuple[Any, ...] | None, value: Any) -> None:
 def from_yaml(field: Field, value: Any) -> Any:
     """Read a field's value from YAML.
 
-    YAML calls `1e-5` text, and leaves list items such as blend weights as numbers. Both are
+    YAML reads `1e-5` as text, and leaves list items such as blend weights as numbers. Both are
     accepted.
 
     Raises:

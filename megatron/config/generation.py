@@ -124,7 +124,7 @@ def speculation_problems(text: str | None) -> list[str]:
         if shortest > longest:
             problems.append(
                 f"{shown}: prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}: "
-                "exchange them"
+                "swap them"
             )
     return problems
 

@@ -233,7 +233,7 @@ def _yarn(model: ModelOptions) -> Iterator[str]:
     if model.yarn_beta_fast <= model.yarn_beta_slow:
         yield (
             f"--yarn-beta-fast {model.yarn_beta_fast:g} is not above --yarn-beta-slow "
-            f"{model.yarn_beta_slow:g}: exchange them"
+            f"{model.yarn_beta_slow:g}: swap them"
         )
 
 

@@ -34,8 +34,8 @@ class ModelPart:
 
     Attributes:
         layers: Global layer indices.
-        embedding: Whether this part begins the model.
-        head: Whether this part ends the model: final normalization, output, loss.
+        embedding: Whether this is the first part, with the embedding.
+        head: Whether this is the last part, with final normalization, output and loss.
     """
 
     layers: range

@@ -20,7 +20,7 @@ _ABOUT, _LAYOUTS = "recipe", "layouts"
 _MAX_SIZE = 2 << 20  # characters of a file, and of its values with each alias written out
 _NODE_SIZE = 64  # characters that each value counts for in addition: PyYAML takes 50 us for one
 _MAX_DEPTH = 20  # PyYAML takes time quadratic in it
-_MAX_DIGITS = 100  # of a number; numbers in base 60 take time quadratic in it
+_MAX_DIGITS = 100  # per number, because numbers in base 60 take quadratic time
 
 
 class _Loader(yaml.SafeLoader):
@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._size = 0
-        self._sizes: dict[int, int] = {}  # of each node, by its id
+        self._sizes: dict[int, int] = {}  # size of each node, by its id
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node, and limit the time and the memory that the file can take."""

@@ -164,7 +164,7 @@ def build_datasets(
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     if request.data.mock_data:
         counts = enumerate(request.samples)

@@ -291,7 +291,7 @@ def build_gpt_datasets(
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
 
     def build_part(part: DatasetPart) -> GPTDataset:

@@ -297,7 +297,7 @@ def build_ict_datasets(
     Raises:
         ConfigError: The sequence has no room for text, the vocabulary lacks a special token, data
             or titles are not named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     if seq_length < _ADDED_TOKENS + _SHORTEST:
         raise ConfigError(

@@ -155,7 +155,7 @@ def build_sentence_datasets(
     Raises:
         ConfigError: The vocabulary lacks a special token, no data is named, or --data-path or
             --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     is_mock = request.data.mock_data
     ids = SpecialIds.generated(tokenizer.vocab_size) if is_mock else find_ids(tokenizer)

@@ -126,7 +126,7 @@ def build_t5_datasets(
     Raises:
         ConfigError: The sequence has no room for text, the vocabulary has no sentinels, no data is
             named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     mask_prob, seed = request.data.mask_prob, request.seed
     options = T5Options(encoder_seq_length, decoder_seq_length, mask_prob, seed)

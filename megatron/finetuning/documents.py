@@ -44,7 +44,7 @@ class ComparingRecipe:
 
 
 class DocumentSums(NamedTuple):
-    """Sums over the tokens of each segment that count.
+    """Sums over the counted tokens of each segment.
 
     Attributes:
         log_probs: The log-probabilities, fp64 [k].

@@ -161,7 +161,7 @@ class PreferenceRecipe(ComparingRecipe):
     program = "finetune.py"
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log names of the loss and of TRL's other metrics."""
+        """Return the names under which the loss and TRL's other metrics are logged."""
         return METRICS
 
     def build_datasets(
@@ -222,7 +222,7 @@ class RewardRecipe(PreferenceRecipe):
     """A recipe for training a reward model on packed pairs."""
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log names of the loss and of the metrics that are reported with it."""
+        """Return the names under which the loss and its metrics are logged."""
         return REWARD_METRICS
 
     def forward(
@@ -281,7 +281,7 @@ def run_documents(
         layout: The ranks of this process.
 
     Returns:
-        Hidden states, or the log-probability of each segment if the part ends the model.
+        Hidden states, or the log-probability of each segment if the part is the last one.
     """
     result = run_part(part, batch, hidden, tokenizer, layout)
     if not part.part.head:

@@ -151,7 +151,7 @@ class RolloutRecipe(ComparingRecipe):
     reference: GPTTeacher | None = None
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log names of what `losses` returns."""
+        """Return the names under which the results of `losses` are logged."""
         raise NotImplementedError
 
     def losses(self, log_probs: Tensor, batch: Batch) -> Mapping[str, Tensor]:
@@ -262,7 +262,7 @@ class Rollouts(Extras):
             distribution that is trained.
         group: The number of answers to each prompt.
         updates: The number of updates that learn from answers of the same weights.
-        at_once: The number of answers that a process writes at once (`AnswerGenerator`).
+        at_once: The number of answers that a process generates at once (`AnswerGenerator`).
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class Rollouts(Extras):
         run.train_batches = self._batches(run)
 
     def _batches(self, run: Run) -> Iterator[Batch]:
-        """Yield this rank's micro-batches. Answers are written when the first of them is needed."""
+        """Yield this rank's micro-batches. Answers are generated when the first is needed."""
         prompts, axis = run.datasets[0], run.layout.data
         assert isinstance(prompts, Prompts), "a RolloutRecipe reads them"
         place = (len(prompts), run.progress.consumed_samples, run.batches.micro_batch)

@@ -85,7 +85,7 @@ def open_teacher(
         The checkpoint and the configuration of its model.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it holds another kind of network.
+        CheckpointError: There is no checkpoint, or it holds a different kind of network.
     """
     options = config.checkpoint
     reader = open_existing(
@@ -125,8 +125,8 @@ def load_teacher(
         flag: The flag that names the folder, for messages.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it holds another kind of network or a network
-            with another tokenizer.
+        CheckpointError: There is no checkpoint, or it holds a different kind of network or a
+            network with a different tokenizer.
         ConfigError: The network cannot be split over the processes.
     """
     reader, saved = open_teacher(folder, config, flag=flag, layout=layout)
@@ -185,7 +185,7 @@ def load_teacher(
 
 
 def _check_tokenizer(reader: Reader, theirs: TokenizerConfig, ours: Tokenizer, shown: str) -> None:
-    """Refuse a teacher with another tokenizer.
+    """Refuse a teacher with a different tokenizer.
 
     Checkpoints that this package trained have a fingerprint. For other checkpoints, the entries are
     compared if the checkpoint names its tokenizer at all.
@@ -201,13 +201,13 @@ def _check_tokenizer(reader: Reader, theirs: TokenizerConfig, ours: Tokenizer, s
     if fingerprint is not None:
         if fingerprint != ours.fingerprint():
             raise CheckpointError(
-                f"{shown}: the teacher has another tokenizer (fingerprint {fingerprint}, here "
+                f"{shown}: the teacher has a different tokenizer (fingerprint {fingerprint}, here "
                 f"{ours.fingerprint()}): {remedy}"
             )
     elif theirs.tokenizer_type is not None:
         other = build_tokenizer(theirs)
         if other.fingerprint() != ours.fingerprint() and other.vocab != ours.vocab:
-            raise CheckpointError(f"{shown}: the teacher has another tokenizer: {remedy}")
+            raise CheckpointError(f"{shown}: the teacher has a different tokenizer: {remedy}")
 
 
 def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layout: Layout) -> None:
@@ -217,7 +217,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     Collective.
 
     Args:
-        config: The run's configuration, with the data of the run that will learn.
+        config: The run's configuration, with the data of the student's run.
         recipe: The recipe, which builds the samples.
         device: The device on which this process computes.
         layout: The grid of processes as this process sees it.

@@ -175,7 +175,7 @@ def _open_folder(
     differing = network_differences(model, reader)
     if differing:
         raise CheckpointError(
-            f"the adapter is for another network ({next(iter(differing.values()))}): {_REMEDY}"
+            f"the adapter is for a different network ({next(iter(differing.values()))}): {_REMEDY}"
         )
     layers = adapted_layers(model, reader.meta["padded_vocab_size"])
     targets = {

@@ -202,7 +202,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
         flag: The flag that names the folder, for error messages.
 
     Raises:
-        CheckpointError: The checkpoint holds another kind of network.
+        CheckpointError: The checkpoint holds a different kind of network.
     """
     sections = reader.meta["config"]
     if reader.format in ("legacy", "core", "deepspeed"):
@@ -317,7 +317,7 @@ def saved_run(
         kinds: The architectures that the program accepts, the first without --load.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it holds another network.
+        CheckpointError: There is no checkpoint, or it holds a different network.
     """
     folder = given.get("load")
     if folder is None:

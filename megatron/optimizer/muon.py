@@ -329,7 +329,7 @@ class _Orthogonalization:
         shares = spec.matrices.shares if self._rule.split_qkv else ()
         shares = shares or (height,)
         groups, rest = divmod(height, sum(shares))
-        assert not rest, f"{height} rows are not whole groups of {sum(shares)}"
+        assert not rest, f"{height} rows do not divide into groups of {sum(shares)}"
         found: list[tuple[_Kind, Callable[[Tensor], Tensor]]] = []
         for index in range(torch.Size(leading).numel()):
             start = 0

@@ -269,7 +269,7 @@ class Optimizer:
     ) -> None:
         """Allocate masters and states for the parameters that this process updates."""
         assert (weights is not None) == gradients.is_sharded, (
-            "sharded gradients, and only they, need gathered weights"
+            "give weights exactly if gradients are sharded"
         )
         self.gradients = gradients
         self._clip = config.clip_grad

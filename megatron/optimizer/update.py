@@ -99,7 +99,7 @@ class UpdateRule(Protocol):
 
     @property
     def joins_rows(self) -> bool:
-        """Whether the rule itself brings tensors together where processes hold rows of them.
+        """Whether the rule itself gathers tensors whose rows are divided among processes.
 
         Such a rule also runs under ZeRO stage 3, with 1-D tensors, of which some may be empty.
         """

@@ -111,7 +111,8 @@ def process_group(
             yield grid.connect(device.type, journal)
         except Exception as error:
             raise end_run(error, launch, journal, watchdog) from error
-    watchdog.stop()  # not after an error, which the process may be unable to print
+    # After an error, the watchdog goes on, because the process may be unable to print the error.
+    watchdog.stop()
 
 
 def job_store(launch: Launch, timeout: timedelta) -> dist.Store:

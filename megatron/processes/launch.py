@@ -72,8 +72,8 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
         rank_name, size_name, _ = names
         launcher = "mpirun" if use_mpi else "torchrun"
         raise ConfigError(
-            f"{rank_name} is {rank}, but {size_name} is {size} (1 if unset), and ranks run from 0 "
-            f"to one below it: set both, as {launcher} does, or neither"
+            f"{rank_name} is {rank}, but {size_name} is {size} (1 if unset), and ranks must be "
+            f"at least 0 and less than that: set both, as {launcher} does, or neither"
         )
     return Launch(rank, size, local_rank, local_size, restarts)
 

@@ -455,8 +455,8 @@ class Watchdog:
     def _look(self) -> None:
         """End this process if its time is up, or raise the alarm if it has waited for too long.
 
-        While the store does not answer, the main thread counts as waiting whatever it does, because
-        nobody could tell this process that the others have ended, and the files that it uses may be
+        While the store does not answer, the main thread counts as waiting, whatever it is doing.
+        Nobody could tell this process that the others have ended, and the files that it uses may be
         on the store's machine.
         """
         now, due = time.monotonic(), self._due

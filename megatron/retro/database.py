@@ -564,7 +564,7 @@ class ChunkDatabase:
         the vocabulary, because reading all tokens would take too long.
 
         Raises:
-            DataError: A row or the dataset is damaged, or made with another tokenizer.
+            DataError: A row or the dataset is damaged, or made with a different tokenizer.
         """
         for run in evenly_spaced(len(self), _CHECKED):
             wrong = self._outside(self._rows[run].astype(np.int64))
@@ -586,7 +586,7 @@ class ChunkDatabase:
         """Return the tokens of chunks, padded with EOD, `[n, m]`.
 
         Raises:
-            DataError: A row or the dataset is damaged, or made with another tokenizer.
+            DataError: A row or the dataset is damaged, or made with a different tokenizer.
             IndexError: A chunk does not exist.
         """
         rows = self.rows(chunk_ids)

@@ -384,7 +384,7 @@ def build_embedder(options: EmbedderOptions, device: Device) -> Embedder:
     """Load the network that the options name.
 
     Raises:
-        CheckpointError: The checkpoint is missing or damaged, or holds another kind of network.
+        CheckpointError: The checkpoint is missing or damaged, or holds a different kind of network.
         ConfigError: A value does not fit the model, or a package is missing.
         DataError: A file of the tokenizer is missing.
     """

@@ -99,7 +99,7 @@ def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) ->
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     asked = request._replace(blends_one=True)
     return build_gpt_datasets(asked, seq_length=seq_length, vocab_size=vocab_size)
@@ -314,7 +314,7 @@ def query_chunks(
     Raises:
         ConfigError: The chunk length does not divide the sequence length, no data is named, or
             --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or made with another tokenizer.
+        DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     if seq_length % chunk_length:
         raise ConfigError(

@@ -84,7 +84,7 @@ def open_retriever(
         ConfigError: The working folder does not name the embedding network, or its width differs
             from the index's.
         DataError: A file of the working folder is missing or damaged, or the folder was made with
-            another tokenizer.
+            a different tokenizer.
     """
     model, data = config.model, config.data
     assert data.retro_workdir is not None, "a rule requires it"

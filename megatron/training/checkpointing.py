@@ -126,7 +126,7 @@ def save_weights(run: Run, root: Path) -> Path:
 
 
 def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
-    """Load the weights that another network's checkpoint shares with this run.
+    """Load the weights that a different network's checkpoint shares with this run.
 
     Args:
         run: The run, with initial values.
@@ -134,7 +134,7 @@ def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
         fresh: Prefixes of the names of parameters that keep their initial values.
 
     Raises:
-        CheckpointError: A parameter is missing from the checkpoint, or has another shape.
+        CheckpointError: A parameter is missing from the checkpoint, or has a different shape.
     """
     ours = tuple(f"model.{name}" for name in fresh)
     state = _weights_state(run, is_copy=False)
@@ -283,7 +283,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         CheckpointError: `--exit-on-missing-checkpoint` is given and there is no checkpoint; there
             is none for the iteration that `--ckpt-step` names; the folder is not `--save`, and
             checkpoints are only in a folder inside it; all checkpoints are damaged; or the
-            checkpoint is for another network.
+            checkpoint is for a different network.
     """
     if config.checkpoint.load is None:
         return None
@@ -517,7 +517,8 @@ def _check_tokenizer(run: Run, reader: Reader) -> None:
     if not saved or saved == ours:
         return
     told = (
-        f"--load {reader.path}: trained with another tokenizer (fingerprint {saved}, here {ours})"
+        f"--load {reader.path}: trained with a different tokenizer (fingerprint {saved}, "
+        f"here {ours})"
     )
     if not run.config.checkpoint.finetune:
         raise CheckpointError(
@@ -526,7 +527,7 @@ def _check_tokenizer(run: Run, reader: Reader) -> None:
     if run.layout.world.rank == 0:
         say(
             f"WARNING: {told}: --finetune continues with the run's tokenizer, but the rows of its "
-            f"{run.tokenizer.vocab_size:,} entries were learned for other entries"
+            f"{run.tokenizer.vocab_size:,} entries were learned for different entries"
         )
 
 

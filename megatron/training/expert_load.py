@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 OVERLOADED = 4.0  # even shares beyond which an expert is named
 _MOST_NAMED = 8  # experts of one layer in a log line
-_PIXELS = 16  # of the side of an expert's square in the picture
+_PIXELS = 16  # side of an expert's square in the picture
 
 
 def mixtures_of(plan: ModelPlan) -> dict[int, int]:

@@ -157,7 +157,7 @@ def full_at(memory: float, even: int, per_share: float, worst: float) -> str:
     """
     shares = 1 + (memory - even) / per_share
     if shares < 1:
-        return f"{amount(int(memory))} is too little even for an even load"
+        return f"{amount(int(memory))} is not enough for any load"
     if shares >= worst:
         return f"{amount(int(memory))} is enough for any load"
     return f"{amount(int(memory))} is full at {shares:.2f} even shares"

@@ -26,7 +26,7 @@ from megatron.errors import ConfigError, DataError
 
 _LEAST_ITERATIONS = 30  # fewer points do not tell a trend from noise
 _CLEAR = 4.0  # a fall or rise counts if it is this many times the noise of a smoothed value
-_RISE = 0.1  # of the fall: this far above its lowest value, the loss counts as rising
+_RISE = 0.1  # the loss counts as rising above its minimum plus this share of its fall
 _SHARE = 10.0  # a long run takes this fraction of the rate with the lowest loss
 
 
@@ -189,7 +189,7 @@ def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
     raise the rate.
 
     Raises:
-        DataError: The file lacks the loss of an iteration.
+        DataError: The file has no loss for an iteration.
     """
     losses: dict[int, float] = {}
     rates = {1: first_rate}
@@ -204,7 +204,7 @@ def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
     missing = [number for number in range(1, iterations + 1) if number not in losses]
     if missing:
         raise DataError(
-            f"{metrics} has no lm loss of iteration {missing[0]}: the command must train a "
+            f"{metrics} has no lm loss for iteration {missing[0]}: the command must train a "
             "language model and use the flags that follow it"
         )
     # The loss of an iteration is computed before its update: it shows the effect of the last one.

@@ -232,7 +232,7 @@ class Passes:
             if self._length is not None:
                 batch = shorten(batch, self._length)
             if self._run.config.training.calculate_per_token_loss:
-                # Every process counts, because all divide their gradients by the number.
+                # Every process counts labels, because all divide their gradients by their number.
                 mask = self._run.recipe.loss_mask(batch, self._run.config, self._run.tokenizer)
                 self.labels = mask.numel()
                 self.counted.append(mask.sum(dtype=torch.float64))

@@ -101,7 +101,7 @@ class Run(ParallelModel):
     progress: Progress
     train_batches: Iterator[Batch] = iter(())
     pretrained: str | None = None
-    """Source of the initial weights, if that is another network's checkpoint."""
+    """Source of the initial weights, if that is a different network's checkpoint."""
     save_at: Set[int] = frozenset()
     """Iterations after which to save, whatever the interval: those that end an epoch."""
     corpus: str | None = None

@@ -478,7 +478,7 @@ def test_other_teachers_are_refused(teacher: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--teacher-load .*: there is no checkpoint"):
         begin(Layout.single(), ["--teacher-load", str(tmp_path)])
     with pytest.raises(
-        CheckpointError, match=r"--teacher-load .*another tokenizer .*share a tokenizer"
+        CheckpointError, match=r"--teacher-load .*a different tokenizer .*share a tokenizer"
     ):
         begin(Layout.single(), ["--teacher-load", teacher, "--vocab-size", "90"])
     mixture = str(tmp_path / "mixture")

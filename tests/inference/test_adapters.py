@@ -309,7 +309,7 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
     # Other shapes, of a run and of PEFT's files.
     wide = f"{NETWORK} --hidden-size 48"
     save_run(build_toy(Layout.single(), f"{wide} --save {tmp_path / 'wide'}".split()))
-    told = "for another network (--hidden-size is 48 here and 32 in the checkpoint): serve the"
+    told = "for a different network (--hidden-size is 48 here and 32 in the checkpoint): serve the"
     assert told in _refused(str(tmp_path / "wide"), saved.folders["all"])
     assert "has shape [3, 32], but it is [3, 48]" in _refused(
         str(tmp_path / "wide"), saved.folders["some"]

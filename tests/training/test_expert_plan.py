@@ -118,7 +118,7 @@ def test_the_device_is_full_from_an_imbalance_on():
     limit = (even + 2 * worst) / 3  # three even shares
     assert expert_rows(config, plan, 1, 8)[-1][1].endswith("(4.00 even shares)")
     assert expert_rows(config, plan, 1, 8, limit)[-1][1].endswith("is full at 3.00 even shares")
-    assert full_at(8 * GIB, 10 * GIB, GIB, 4).endswith("too little even for an even load")
+    assert full_at(8 * GIB, 10 * GIB, GIB, 4).endswith("is not enough for any load")
     assert full_at(14 * GIB, 10 * GIB, GIB, 4).endswith("enough for any load")
 
 

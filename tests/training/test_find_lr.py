@@ -156,7 +156,7 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--output rates\.png: give a folder"):
         run(build_parser().read(["--output", "rates.png", "--", "pretrain_gpt.py"]))
     (tmp_path / "metrics").write_text('{"iteration": 1, "lm loss": 3.0, "learning-rate": 1.0}\n')
-    with pytest.raises(DataError, match="has no lm loss of iteration 2: the command must train"):
+    with pytest.raises(DataError, match="has no lm loss for iteration 2: the command must train"):
         read_curve(tmp_path / "metrics", 1.0, 2)
 
 

@@ -66,7 +66,7 @@ def test_dry_run_of_a_world_that_is_not_here(capsys):
 def test_dry_run_of_a_mixture_knows_its_exchange_and_its_device(capsys):
     flags = ["--dry-run", "--dry-run-world-size", "8", "--global-batch-size", "8"]
     flags += ["--num-experts", "8", "--expert-model-parallel-size", "4"]
-    for size, answer in (("80", "is enough for any load"), ("1e-4", "too little even for an even")):
+    for size, answer in (("80", "is enough for any load"), ("1e-4", "is not enough for any load")):
         assert _main(*flags, "--dry-run-memory-gib", size) == 0
         text = capsys.readouterr().out
         assert "processes that exchange tokens: 0 1 2 3 | 4 5 6 7" in text

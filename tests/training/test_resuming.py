@@ -316,7 +316,7 @@ def test_a_finetuning_may_turn_rotary_positions_at_another_speed(tmp_path, capsy
 def test_finetuning_with_another_tokenizer_is_warned_of(saved, capsys):
     words = ["--load", str(saved), "--finetune"]
     assert build_toy(Layout.single(), words)
-    assert "another tokenizer" not in capsys.readouterr().out
+    assert "a different tokenizer" not in capsys.readouterr().out
     assert build_toy(Layout.single(), [*words, "--vocab-size", "60"])
     assert "but the rows of its 61 entries were learned" in capsys.readouterr().out
 

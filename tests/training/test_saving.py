@@ -167,9 +167,7 @@ def test_the_interval_that_loses_least():
 
 def test_advice_is_one_line_with_its_assumption():
     line = advice(cost=12.0, step=2.0, processes=8, hours=24.0, left=720)
-    assert (
-        "saving every 24.0 minutes loses the least time, which is about --save-interval 720" in line
-    )
+    assert "saving every 24.0 minutes (about --save-interval 720) loses the least time" in line
     assert "a failure every 24 h (--mean-hours-between-failures)" in line
     unknown = advice(cost=1.0, step=1.0, processes=8, hours=None, left=10**6)
     assert "every 6,250 h (as in Llama 3's" in unknown

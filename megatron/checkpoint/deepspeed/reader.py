@@ -333,7 +333,7 @@ class DeepSpeedReader(Reader):
         The process's experts, which have their own files, come after the gate of their layer.
         """
         shapes: dict[str, tuple[int, ...]] = {}
-        experts = defaultdict[str, list[tuple[int, str]]](list)  # of each layer
+        experts = defaultdict[str, list[tuple[int, str]]](list)  # by layer
         for name in own:
             index = names.local_expert(name)
             if index is not None and index < each:

@@ -137,7 +137,7 @@ def _states_of(
     file: StateFile, base: Any, groups: int, steps: list[tuple[TorchZip, Any]]
 ) -> list[Any]:
     """Return the state of each group's flat partition, and collect the step counts of groups."""
-    if isinstance(base, list):  # of an elastic checkpoint
+    if isinstance(base, list):  # an elastic checkpoint has a list
         return base
     state = base.get("state") if isinstance(base, dict) else None
     listed = base.get("param_groups") if isinstance(base, dict) else None
@@ -268,7 +268,7 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
         for kind in ("exp_avg", "exp_avg_sq"):
             ref = known.get(kind)
             if ref is not None and (not isinstance(ref, TensorRef) or ref.shape != shapes[name]):
-                raise CheckpointError(f"{file.zip.path}: {kind} of {name} has another shape")
+                raise CheckpointError(f"{file.zip.path}: {kind} of {name} has a different shape")
             parts = () if ref is None else ((file.zip, ref),)
             result.values[kind, name] = Value(shapes[name], torch.float32, parts)
     return result

@@ -17,7 +17,7 @@ from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
 from megatron.config.multi_token import MOST_DEPTHS
 
-_EPSILON = 1e-6  # of the normalization of latent vectors, whatever rms_norm_eps is
+_EPSILON = 1e-6  # for the normalization of latent vectors, whatever rms_norm_eps is
 _SIZES = (
     rules.Key("kv_lora_rank", "kv_lora_rank"),
     rules.Key("qk_nope_head_dim", "qk_head_dim", most=MOST_HEADS),
@@ -263,7 +263,7 @@ class DeepSeek(Mixtral):
         return {**query, **_ATTENTION, **dense, **(_BIAS if self.biased else {})}
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion for a layer's module made from this number of their tensors."""
+        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
         mixer = layer.mixer
         if isinstance(mixer, plans.LatentAttentionPlan):
             if module == "attention.query_up":

@@ -109,7 +109,7 @@ class GptOss(Mixtral):
         return super().tensor_name(module, kind)
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion for a layer's module made from this number of their tensors."""
+        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
         match module:
             case "mlp.experts.up":
                 return UP

@@ -197,7 +197,7 @@ class PeftReader(Reader):
                 shapes = f"{list(found)}, but it is {list(expected)} here"
                 raise CheckpointError(
                     f"{path / ADAPTER}: {names[name][0]} has shape {shapes}: the adapter is for "
-                    "another network: load that network with --load"
+                    "a different network: load that network with --load"
                 )
         self.meta = {"config": {}}
 

@@ -44,7 +44,7 @@ class Phi(LlamaLike):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        settings.size("original_max_position_embeddings", 1)  # of longrope, which is refused
+        settings.size("original_max_position_embeddings", 1)  # a key of longrope, which is refused
         settings.must_be("auto_map", settings.values.get("auto_map"))  # nothing of it is run
         settings.share("embd_pdrop", 0.0)
         dropout = settings.share("resid_pdrop", 0.0)
@@ -76,7 +76,7 @@ class Phi(LlamaLike):
         return _MODULES
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion for a layer's module made from this number of their tensors."""
+        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
         match module:
             case "attention.qkv":
                 return joined_heads(rules.attention_of(layer))

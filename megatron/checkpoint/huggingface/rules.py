@@ -31,11 +31,11 @@ _IN_LAYER = re.compile(r"(.*layers\.\d+|mtp\.\d+\.layer)\.(.+)")
 
 
 class TensorForm(NamedTuple):
-    """A conversion of several of their tensors to one of ours, and back.
+    """A conversion of several Hugging Face tensors to one of ours, and back.
 
     Attributes:
-        join: Function that makes our parameter from their tensors.
-        split: Function that makes their tensors from our parameter.
+        join: Function that makes our parameter from Hugging Face tensors.
+        split: Function that makes Hugging Face tensors from our parameter.
     """
 
     join: Callable[[Sequence[Tensor]], Tensor]
@@ -120,7 +120,7 @@ class ParameterRule:
         return Box((part, *(0 for _ in inner)), (1, *inner))
 
     def shapes(self) -> list[Shape]:
-        """Return the shapes of their tensors, in order."""
+        """Return the shapes of the Hugging Face tensors, in order."""
         parts = self.form.split(torch.empty(self.form_shape, device="meta"))
         return [tuple(part.shape) for part in parts] * self.parts
 
@@ -148,7 +148,7 @@ class ParameterRule:
         return result
 
     def split(self, read: Callable[[Box], Tensor], index: int) -> Tensor:
-        """Return one of their tensors. Other experts are not read.
+        """Return one of the Hugging Face tensors. Other experts are not read.
 
         Args:
             read: Function that returns a part of our parameter.
@@ -324,7 +324,7 @@ class Family(ABC):
         return rules
 
     def tensor_name(self, module: str, kind: str) -> str:
-        """Return the name of the weight or bias of one of their modules.
+        """Return the name of the weight or bias of a Hugging Face module.
 
         Args:
             module: The module, or a tensor whose name is among `whole_names`.
@@ -333,7 +333,7 @@ class Family(ABC):
         return module if module.endswith(self.whole_names) else f"{module}.{kind}"
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> TensorForm:
-        """Return the conversion for a layer's module made from this number of their tensors."""
+        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
         if module == "attention.qkv":
             mixer = attention_of(layer)
             in_group = (mixer.heads // mixer.kv_heads, 1, 1)

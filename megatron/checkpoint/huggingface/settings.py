@@ -15,7 +15,7 @@ from typing import Any
 from megatron.checkpoint.trust import open_trusted
 from megatron.errors import CheckpointError
 
-MAX_BYTES = 1 << 20  # of a JSON file that describes a model; real ones have a few thousand
+MAX_BYTES = 1 << 20  # limit for a JSON file that describes a model; real ones have a few thousand
 # Larger than in any model, and small enough to compute with.
 MOST = 1 << 24
 MOST_LAYERS = 1 << 14

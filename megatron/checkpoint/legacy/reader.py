@@ -204,7 +204,7 @@ class LegacyReader(Reader):
 
     def _place(self, name: str, parts: list[_Part]) -> list[RankPart]:
         """Return a tensor's parts with the box of each in the whole tensor."""
-        experts = 1 + max(-1 if expert is None else expert for *_, expert in parts)  # of a file
+        experts = 1 + max(-1 if expert is None else expert for *_, expert in parts)  # per file
         if not experts:  # all ranks of the experts have the same values
             parts = [part for part in parts if not part[0].expert_rank]
         if len(parts) != self._tensor_size * (experts * self._expert_size or 1):

@@ -194,6 +194,6 @@ def advice(
         return None
     return (
         f"  training waits {cost:.2f} s for a save: with a failure every {hours:,.0f} h "
-        f"({source}), saving every {interval / 60:,.1f} minutes loses the least time, which is "
-        f"about --save-interval {iterations}"
+        f"({source}), saving every {interval / 60:,.1f} minutes (about --save-interval "
+        f"{iterations}) loses the least time"
     )

@@ -119,7 +119,7 @@ class Writer(Protocol):
         """Write the description of the run when training starts or resumes."""
 
     def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
-        """Write that something happened: its kind, such as "checkpoint", and details."""
+        """Write an event: its kind, such as "checkpoint", and details."""
 
     def close(self) -> None:
         """Write any remaining data and close the files."""
@@ -382,7 +382,7 @@ class Scalars(Callback):
         self.event(run, "failure", f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
 
     def event(self, run: Run, kind: str, text: str) -> None:
-        """Write that something happened."""
+        """Write an event."""
         self._write_to_all(lambda writer, *when: writer.write_event(kind, text, *when), run)
 
     def after_evaluation(
