@@ -126,7 +126,8 @@ def build_engine(
     each = " on rank 0" if copy.size > 1 else ""
     cache_size = f"{memory.size_bytes / 1e9:.3g} GB{each}"
     by_rows = choose_row_product(where) is not None
-    chunks = describe_chunks(head_size, dtype, where)
+    is_bounded = loaded.config.model.attn_logit_softcapping is not None
+    chunks = describe_chunks(head_size, dtype, where, is_bounded=is_bounded)
     executor = Executor(
         *(model, layout, memory, device, channel, copy, graphs, vocab_size),
         loaded.adapters,

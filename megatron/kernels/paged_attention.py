@@ -424,9 +424,13 @@ def chunk_attention(
     return torch.cat([_one_chunk(*tensors, attend, options) for tensors in each])
 
 
-def describe_chunks(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
+def describe_chunks(
+    head_size: int, dtype: torch.dtype, device: torch.device, *, is_bounded: bool = False
+) -> str:
     """Describe for the start-up panel which kernels `chunk_attention` uses, and why."""
     misfit = flash_misfit(head_size, dtype, device)
+    if is_bounded:
+        misfit = "flash kernels do not bound scores"
     return f"PyTorch's, one sequence at a time ({misfit})" if misfit else "flash, all in one"
 
 

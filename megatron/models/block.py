@@ -249,9 +249,12 @@ class Block(nn.Module):
 
     def _add_both(self, stream: Stream, inputs: tuple[Any, ...]) -> Stream:
         """Return the residual with the outputs of mixer and MLP, which both read it."""
-        joined, normal = self.attention_norm(stream, self.attention.handovers.forward)
+        forward = [
+            getattr(x, "handovers", NO_HANDOVERS).forward for x in (self.attention, self.mlp)
+        ]
+        joined, normal = self.attention_norm(stream, forward[0])
         mixed = self._compute(self.attention_norm, self.attention, joined, normal, *inputs)
-        _, normal = self.mlp_norm(Stream(joined), getattr(self.mlp, "handovers", NO_HANDOVERS)[0])
+        _, normal = self.mlp_norm(Stream(joined), forward[1])
         updates = {
             "attention output": (mixed, self.attention.bias_to_add),
             "mlp output": (

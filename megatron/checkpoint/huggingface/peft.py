@@ -76,6 +76,11 @@ def peft_names(
         if linear is None or not isinstance(linear.adapter, Adapter | ExpertAdapter):
             continue
         projections, theirs = projections_of(linear), tuple(modules)
+        if isinstance(linear, ExpertLinear) and family.stacks_experts:
+            raise CheckpointError(
+                f"{theirs[0]} of a {family.name} model: PEFT's adapters of its experts have "
+                "another order of rows: convert the merged weights with --saver hf"
+            )
         if isinstance(linear, ExpertLinear):
             theirs = (_experts_module(ours, theirs[0], layers),)
         if len(theirs) != len(projections):

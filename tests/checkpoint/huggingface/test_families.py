@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.huggingface.families import families, family_for, misfits
+from megatron.checkpoint.huggingface.peft import peft_names
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.errors import CheckpointError
+from megatron.models.adapters import adapted_layers
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -213,3 +215,25 @@ def test_gemma_s_layers_have_windows_in_turns_without_layer_types() -> None:
     assert model.window_attn_skip_freq == f"[{','.join(['1,0'] * 13)}]"
     without = {key: value for key, value in _GEMMA_2.items() if "softcapping" not in key}
     assert family.read(Settings(without, "config.json")).model.attn_logit_softcapping == 50
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "targets", "message"),
+    [
+        (
+            "gpt-oss",
+            "gpt_oss",
+            ("*experts.up",),
+            "PEFT's adapters of its experts have another order",
+        ),
+        ("phi 3", "phi3", ("*attention.qkv",), "computes query, key, value at once"),
+        ("neox", "gpt_neox", ("*attention.qkv",), "computes query, key, value at once"),
+    ],
+)
+def test_adapters_that_peft_orders_otherwise_are_refused(
+    name: str, family: str, targets: tuple[str, ...], message: str
+) -> None:
+    model = families()[family].read(Settings(CASES[name].config, "config.json")).model
+    model = replace(model, lora_rank=2, lora_target_modules=targets)
+    with pytest.raises(CheckpointError, match=message):
+        peft_names(model, adapted_layers(model, 70), families()[family])
