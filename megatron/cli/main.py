@@ -18,7 +18,7 @@ class Command(NamedTuple):
 
     Attributes:
         help: A one-line description.
-        module: The module that implements it. If a function follows a colon, it takes the words
+        module: The module that implements it. If a function follows a colon, it takes the arguments
             after the command and returns an exit code. Otherwise the module is a tool with
             `build_parser()` and `run(options)`.
     """
@@ -82,9 +82,9 @@ def dispatch(program: str, commands: Mapping[str, Command], words: Sequence[str]
     """Run one of the commands of a table.
 
     Args:
-        program: The words before `words` on the command line, for messages.
+        program: What comes before `words` on the command line, for messages.
         commands: The table.
-        words: The name of a command and its own words.
+        words: The name of a command and its arguments.
 
     Returns:
         The exit code.
@@ -146,14 +146,14 @@ def generate(words: Sequence[str]) -> int:
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """Run one process of the task named by `--task` or the first word, and return the exit code."""
+    """Run a process of the task named by `--task` or the first argument. Return the exit code."""
     from megatron.tasks.main import main as run
 
     return run(with_task(words), "megatron evaluate")
 
 
 def with_task(words: Sequence[str]) -> list[str]:
-    """Return the words, with `--task` before the first word if that is not a flag."""
+    """Return the arguments, with `--task` before the first one if that is not a flag."""
     return [*(["--task"] if words and not words[0].startswith("-") else []), *words]
 
 

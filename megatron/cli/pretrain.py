@@ -135,7 +135,7 @@ def training_command(
     """Return the command that `megatron pretrain` runs.
 
     Args:
-        words: The words after `megatron pretrain` or `megatron finetune`.
+        words: The arguments after `megatron pretrain` or `megatron finetune`.
         finetunes: Whether they follow `megatron finetune`.
 
     Returns:

@@ -134,9 +134,9 @@ class DataOptions(RetroDataOptions):
         train_data_path: Training data, in the format of --data-path.
         valid_data_path: Validation data, in the format of --data-path.
         test_data_path: Test data, in the format of --data-path.
-        data_args_path: Text file with the words of --data-path, for blends too long for a command
+        data_args_path: Text file with the values of --data-path, for blends too long for a command
             line.
-        per_split_data_args_path: JSON file with the words of --train-data-path, --valid-data-path
+        per_split_data_args_path: JSON file with the values of --train-data-path, --valid-data-path
             and --test-data-path under the keys train, valid and test. Each value is a list, a
             string, or null for no data.
         data_cache_path: Folder for index caches, and for copies of data in object storage. Default:

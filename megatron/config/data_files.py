@@ -24,7 +24,7 @@ DATA_FILES: Mapping[str, tuple[str, ...]] = {
     _EACH: tuple(f"data.{split}_data_path" for split in SPLIT_NAMES),
 }
 _REMEDY = {
-    _WHOLE: "give a text file with the words of --data-path, separated by whitespace",
+    _WHOLE: "give a text file with the values of --data-path, separated by whitespace",
     _EACH: 'give a JSON file such as {"train": ["0.3", "A", "0.7", "B"], "valid": "C", '
     '"test": null}, where null is no data',
 }

@@ -219,7 +219,7 @@ def help_if_asked(
         program: The program's file.
         extra: Dataclasses of the program's own flags.
         trains: Whether the program trains a model. Otherwise it starts from a trained one.
-        argv: The words after the program's name, or `None` for this process's own.
+        argv: The arguments after the program's name, or `None` for this process's own.
     """
     names = {flag.name for flag in split(sys.argv[1:] if argv is None else argv)}
     if names & {"-h", "--help", "--help-all"}:

@@ -9,7 +9,7 @@ from megatron.config.fields import Need, flag
 # Losses that compare the policy with a reference model, and those that need none.
 WITH_REFERENCE = ("dpo", "ipo", "hinge", "robust")
 WITHOUT_REFERENCE = ("simpo", "orpo")
-# The loss of a reward model, which scores answers instead of writing them.
+# The loss of a reward model, which scores answers instead of generating them.
 OF_REWARDS = "bradley-terry"
 _SFT = Need(lambda run: run.finetuning.sft, "--sft")
 _OF_BETA = Need(

@@ -55,8 +55,8 @@ def _discrete(asked: CurriculumConfig, longest: int) -> Iterator[str]:
     if not until or len(lengths) != len(until) + 1:
         yield (
             "--curriculum-schedule fixed_discrete requires --curriculum-lengths with two or more "
-            "lengths, and --curriculum-until with the last iteration of each but the last: got "
-            f"{len(lengths)} lengths and {len(until)} iterations"
+            "lengths, and --curriculum-until with the last iteration of each length except "
+            f"the final one: got {len(lengths)} lengths and {len(until)} iterations"
         )
     for name in ("curriculum_lengths", "curriculum_until"):
         numbers = getattr(asked, name) or ()

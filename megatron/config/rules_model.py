@@ -158,7 +158,11 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p":
         for name, value, missing in (
             ("--window-size", model.window_size, "windows"),
-            ("--softmax-scale", model.softmax_scale, "scale but 1 / square root of --kv-channels"),
+            (
+                "--softmax-scale",
+                model.softmax_scale,
+                "scale except 1 / square root of --kv-channels",
+            ),
             ("--attn-logit-softcapping", bound, "bound of the scores"),
         ):
             if value is not None:
@@ -508,8 +512,8 @@ def retro(config: RunOptions, world_size: int) -> Iterator[str]:
     retrieved = chunk * model.retro_num_retrieved_chunks
     if parallel.sequence_parallel and tensor > 0 and retrieved % tensor:
         yield (
-            f"--sequence-parallel: a neighbor has {retrieved} tokens, which do not divide over "
-            f"--tensor-model-parallel-size {tensor}: drop it, or use another size"
+            f"--sequence-parallel: a neighbor has {retrieved} tokens, which do not divide evenly "
+            f"over --tensor-model-parallel-size {tensor}: drop it, or use another size"
         )
     longest = model.max_position_embeddings
     if model.position_embedding_type == "learned_absolute" and longest and retrieved > longest:

@@ -134,7 +134,7 @@ def layout(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield the reasons why the layers do not divide over the pipeline as requested."""
+    """Yield the reasons why the layers do not divide evenly over the pipeline as requested."""
     parallel = config.parallel
     if not may_be_planned(config.model, parallel):
         return
@@ -163,7 +163,7 @@ def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield the reasons why the network or its sequences do not divide over tensor ranks."""
+    """Yield the reasons why the network or its sequences do not divide evenly over tensor ranks."""
     parallel, model = config.parallel, config.model
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     groups, head, length = model.num_query_groups, model.kv_channels or 0, config.data.seq_length

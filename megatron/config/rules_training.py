@@ -93,7 +93,7 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _lengths_in_tokens(config: RunOptions) -> Iterator[str]:
-    """Yield an error for each length of a schedule in tokens that counts something else."""
+    """Yield an error for each length that is not in tokens although the schedule is."""
     schedule, training = config.schedule, config.training
     cause = "--lr-decay-tokens" if schedule.lr_decay_tokens else "--train-tokens"
     if schedule.lr_decay_tokens is None and training.has_count:

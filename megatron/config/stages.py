@@ -259,7 +259,7 @@ def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[i
         counted = ["embedding"] * embedding + ["loss"] * loss
         extras = f" with {' and '.join(counted)} = {slots}" if counted else ""
         raise ConfigError(
-            f"{shown}{extras} does not divide over "
+            f"{shown}{extras} does not divide evenly over "
             f"--pipeline-model-parallel-size {stages} x {chunks} virtual stage(s): use a multiple "
             f"of {parts}, or set the layers of each stage with {LAYOUT_FLAG} or "
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
@@ -358,7 +358,7 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
         raise ConfigError(f"{LAYOUT_FLAG} {text}: has {sum(counts)} layers, not {shown}")
     if len(counts) % stages:
         raise ConfigError(
-            f"{LAYOUT_FLAG} {text}: {len(counts)} parts do not divide over "
+            f"{LAYOUT_FLAG} {text}: {len(counts)} parts do not divide evenly over "
             f"--pipeline-model-parallel-size {stages}"
         )
     return counts

@@ -175,7 +175,7 @@ class BuildContext:
         for dim, axis in splits.items():
             if shape[dim] % axis.size:
                 raise ValueError(
-                    f"dimension {dim} of {shape} does not divide over {axis.size} ranks"
+                    f"dimension {dim} of {shape} does not divide evenly over {axis.size} ranks"
                 )
             part[dim] //= axis.size
             offset[dim] = axis.rank * part[dim]

@@ -29,7 +29,7 @@ _SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run torchrun with these words, by default those of the command line.
+    """Run torchrun with these arguments, by default those of the command line.
 
     Returns:
         0, or the exit code of the first rank that failed, which is 128 plus the signal's number if

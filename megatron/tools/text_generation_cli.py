@@ -380,7 +380,7 @@ def build_parser() -> ToolParser:
 
 
 def chat(words: Sequence[str]) -> int:
-    """Talk to the server or checkpoint that the first word names, and return the exit code."""
+    """Talk to the server or checkpoint that the first argument names, and return the exit code."""
     parser = build_parser()
     parser.prog = "megatron chat"
     parser.description = (

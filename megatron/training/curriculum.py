@@ -18,7 +18,7 @@ class Lengths(Protocol):
 
     @property
     def final_update(self) -> int:
-        """The first update from which on the length stays the same."""
+        """The first update that has the final length."""
 
     def at(self, update: int) -> int:
         """Return the sequence length of an update."""

@@ -138,10 +138,10 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
         *("--save-retain-interval", "--save-interval-in-mins"),
     )
     texts = ["--save", "--tensorboard-dir", "--wandb-project"]
-    # Flags that no later word switches off, or that need those above.
+    # Flags that no later flag turns off, or that need the ones above.
     dropped = {"--rampup-batch-size", "--iterations-to-skip", "--log-sample-ids"}
     dropped |= {"--wandb-exp-name", "--wandb-name", "--wandb-save-dir"}
-    # The first word of `megatron pretrain` may be a YAML file.
+    # The first argument of `megatron pretrain` may be a YAML file.
     is_pretraining, is_finetuning = (words[:2] == ["megatron", x] for x in ("pretrain", "finetune"))
     given = ["--config", *words[2:]] if is_pretraining else words
     if not (is_finetuning or asks_for("checkpoint.finetune", given)):  # starts from random weights
@@ -172,7 +172,7 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
 
 
 def _without(words: Sequence[str], dropped: Set[str]) -> list[str]:
-    """Return the words without these flags and their values."""
+    """Return the arguments without these flags and their values."""
     kept, is_kept = [], True
     for word in words:
         if word.startswith("--"):

@@ -92,7 +92,9 @@ def test_layers_that_do_not_divide_say_what_to_do():
     with pytest.raises(ConfigError, match="does not divide 6 layers"):
         _counts(6, 2, num_layers_per_virtual_pipeline_stage=2)
     counted = {"account_for_loss_in_pipeline_split": True}
-    with pytest.raises(ConfigError, match=r"--num-layers 6 with loss = 7 does not divide over"):
+    with pytest.raises(
+        ConfigError, match=r"--num-layers 6 with loss = 7 does not divide evenly over"
+    ):
         _counts(6, 2, **counted)
 
 

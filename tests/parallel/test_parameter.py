@@ -149,5 +149,5 @@ def test_seeds_are_the_same_in_every_process_and_release():
 
 def test_cannot_split_unevenly():
     axis = Layout.at(0, 4, tensor=4).tensor
-    with pytest.raises(ValueError, match="does not divide over 4 ranks"):
+    with pytest.raises(ValueError, match="does not divide evenly over 4 ranks"):
         new_parameter((6, 2), init=NORMAL, axis=axis, split_dim=0)

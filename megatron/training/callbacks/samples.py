@@ -1,4 +1,4 @@
-"""Answers of the model in training to a few prompts (--sample-prompts)."""
+"""The model's answers to a few prompts during training (--sample-prompts)."""
 
 from __future__ import annotations
 
