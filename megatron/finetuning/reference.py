@@ -145,7 +145,7 @@ def weights_checksum(run: Run, counts: Callable[[str], bool]) -> int:
 
     Args:
         run: The run.
-        counts: A function that returns whether the parameter of a name counts.
+        counts: A function that returns whether the parameter with a given name counts.
     """
     shards = run.gradients.shares_weights
     total = torch.zeros(1, dtype=torch.int64, device=run.device.torch_device)

@@ -45,7 +45,7 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 from megatron.training.run import Run
 
 # Parts of a row, fp64 [s], at each position that predicts a token of an answer: its log-probability
-# when it was written, its answer's advantage, and the factor of its loss.
+# when it was generated, its answer's advantage, and the factor of its loss.
 OLD_LOG_PROBS = "old_log_probs"
 ADVANTAGES = "advantages"
 WEIGHTS = "weights"
@@ -140,7 +140,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
 
 
 class RolloutRecipe(ComparingRecipe):
-    """A recipe that trains on rows of answers. A subclass states the loss.
+    """A recipe that trains on rows of answers. A subclass defines the loss.
 
     Attributes:
         reference: A second model on the same processes, whose log-probabilities the loss uses, or

@@ -104,7 +104,7 @@ def build_app(service: Service, metrics: Metrics) -> ASGIApp:
     def endpoint(path: str, handle: Handler, *methods: str) -> Route:
         return Route(path, Endpoint(handle, settings, pace), methods=methods)
 
-    # Routes that need no token: the health check, and the page, which has no secrets and asks for #
+    # Routes that need no token: the health check, and the page, which has no secrets and asks for
     # the token.
     open_routes = [Route("/health", health), *(Route(path, page_file) for path in _PAGE)]
     routes = [
