@@ -42,7 +42,7 @@ from tests.repository import ROOT
 from tests.training.toy import TOY
 
 _LIMIT = 120  # seconds
-_WORKERS = 3
+_WORKERS = 6
 _WHOLE = 0.05  # the share of trainings that are new interpreters
 _KINDS = (CheckpointError, ConfigError, DataError, OutputClosedError, ShortageError, StorageError)
 _CODES = {EXIT_OK, *(kind.exit_code for kind in _KINDS)}
