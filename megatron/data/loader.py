@@ -221,7 +221,22 @@ def lost_workers() -> Iterator[None]:
 
 
 class _LoadingProcess(context.ForkProcess):
-    """A data loading process that ends without a traceback if memory is short."""
+    """A data loading process that ends when it is told to, and quietly if memory is short."""
+
+    def start(self) -> None:
+        """Fork with SIGTERM blocked, until `_leave_signals_to_parent` waits for it.
+
+        Otherwise a signal that comes before would reach the handler of the training process, which
+        only notes it, and the training process would wait for this one forever.
+        """
+        if not hasattr(signal, "sigtimedwait"):
+            super().start()
+            return
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def run(self) -> None:
         """Load until the training process ends the worker; `lost_workers` reports any other end."""
@@ -303,8 +318,7 @@ def _leave_signals_to_parent(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not hasattr(signal, "sigtimedwait"):
         return
-    # Block the signal here and, by inheritance, in the thread that waits for it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # `_LoadingProcess.start` has blocked the signal here and, by inheritance, in the thread below.
     process = multiprocessing.parent_process()
     assert process is not None, "a worker has a parent"
     parent = process.pid

@@ -470,14 +470,27 @@ def _parquet_blocks(
 
 def _json_line(row: Any) -> bytes:
     """Return a row as a line of JSON, or as a line that `parse_lines` reports as bad."""
-    option = orjson.OPT_APPEND_NEWLINE
     try:
-        # A value that JSON cannot represent is not text either. As null, it is reported.
-        return orjson.dumps(row.to_pylist()[0], default=lambda _: None, option=option)
+        return _dump_line(row.to_pylist()[0])
     except UnicodeDecodeError as error:
         return error.object.replace(b"\n", b" ") + b"\n"  # reported as bad UTF-8
     except (ValueError, OverflowError):  # for example a time that Python cannot represent
-        return orjson.dumps(dict.fromkeys(row.column_names), option=option)
+        return _dump_line(dict.fromkeys(row.column_names))
+
+
+def _dump_line(value: dict[str, Any]) -> bytes:
+    """Return a value whose texts were read from UTF-8 as a line of JSON.
+
+    Raises:
+        MemoryError: There is too little memory. orjson then reports surrogates.
+    """
+    try:
+        # A value that JSON cannot represent is not text either. As null, it is reported.
+        return orjson.dumps(value, default=lambda _: None, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError as error:
+        if "surrogates" in str(error):
+            raise MemoryError(str(error)) from error
+        raise
 
 
 def _text_block(path: str, key: str, longest: int) -> TextBlock:
@@ -493,5 +506,5 @@ def _text_block(path: str, key: str, longest: int) -> TextBlock:
         raise DataError(
             f"--input {path}: not UTF-8 at byte {error.start}: convert the file"
         ) from error
-    line = orjson.dumps({key: text}, option=orjson.OPT_APPEND_NEWLINE)
+    line = _dump_line({key: text})
     return TextBlock(path, 0, len(line), size_on_disk, line)

@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.loader import CyclicSampler, SingleSampler, build_loader, lost_workers
+from megatron.data.loader import (
+    CyclicSampler,
+    SingleSampler,
+    _leave_signals_to_parent,
+    _LoadingContext,
+    build_loader,
+    lost_workers,
+)
 from megatron.data.mock import MockDataset
 from megatron.errors import DataError, ShortageError
 
@@ -294,6 +301,29 @@ def test_too_little_shared_memory_names_the_flag() -> None:
     said = subprocess.check_output(words, text=True, timeout=60)
     assert said.startswith("there is too little shared memory for the locks of the data loading")
     assert "--num-workers 0" in said
+
+
+def _load_nothing() -> None:
+    _leave_signals_to_parent(0)
+    time.sleep(60)
+
+
+def test_a_loading_process_that_is_ended_before_it_has_begun_ends() -> None:
+    """It has the handler of the training process, which only notes the signal."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        processes = [_LoadingContext().Process(target=_load_nothing) for _ in range(5)]
+        for process in processes:
+            process.start()
+            process.terminate()
+        for process in processes:
+            process.join(10)
+        assert [process.exitcode for process in processes] == [0] * 5
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def test_a_loading_process_without_memory_ends_without_a_traceback(capfd, monkeypatch) -> None:

@@ -233,7 +233,7 @@ def _goes_on(folder: Path, work: Callable[[], list[str]]) -> list[str]:
 def _little_memory(folder: Path, draw: random.Random) -> list[str]:
     workers, is_new = str(draw.choice([0, 2])), draw.random() < _WHOLE
     words = _training(folder, 6, "--num-workers", workers, "--hidden-size", "32")
-    limit = int(2 ** (draw.uniform(27, 31) if is_new else draw.uniform(20, 29)))
+    limit = int(2 ** (draw.uniform(27, 31) if is_new else draw.uniform(20, 32)))
     return _goes_on(folder, lambda: _run(words, folder, limit=limit, is_new=is_new))
 
 
