@@ -67,7 +67,7 @@ def run_context(
         weight_gradients=weight_gradients,
         registry=registry or LayerRegistry(),
         frozen_format=frozen_format(config.model),
-        halves_experts=parallel.overlap_moe_expert_parallel_comm and layout.expert.size > 1,
+        halves_experts=layout.expert.size > 1 and parallel.overlap_moe_expert_parallel_comm,
     )
 
 

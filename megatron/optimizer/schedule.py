@@ -288,7 +288,7 @@ class Schedules:
             raise CheckpointError(
                 "the checkpoint's schedule has a learning rate for the word embeddings and the "
                 "output layer, but this run has none: give --decoupled-lr "
-                "{other.decoupled.peak:g}"
+                f"{other.decoupled.peak:g}"
             )
         return other, samples
 

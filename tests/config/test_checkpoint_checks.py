@@ -44,8 +44,8 @@ _LINES = [
     ),
     (
         "--save here --save-interval 5 --ckpt-format legacy --qk-layernorm",
-        "--qk-layernorm: Megatron-LM 23.08, the target of --ckpt-format legacy, cannot store "
-        "these weights: use --ckpt-format native",
+        "--qk-layernorm: Megatron-LM 23.08, the target of --ckpt-format legacy, does not support "
+        "such weights: use --ckpt-format native",
     ),
     (
         "--save here --save-interval 5 --ckpt-format legacy --num-layers 4 "

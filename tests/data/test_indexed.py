@@ -134,7 +134,7 @@ def test_documents_of_the_oldest_files_end_with_an_empty_sequence(
         (15, -1, "length of sequence 0 is -1, expected 0 to 2147483647"),
         (19, 4, "document bound 2 is 3, expected at least the previous"),
         (21, 2, r"document bound 3 is 2, expected at least the previous"),
-        (18, 1, r"first and last document bounds are \[1, 3\], expected \[0, 3\]"),
+        (18, 1, r"the first and last document bounds are \[1, 3\], expected \[0, 3\]"),
     ],
 )
 def test_a_damaged_older_index_is_refused(

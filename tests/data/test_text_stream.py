@@ -490,7 +490,7 @@ def test_the_end_of_a_run_counts_the_lines_left_out(vocabulary, tmp_path, capfd)
     words += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocabulary]
     toy.train_toy(Layout.single(), words)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "skip-bad-lines" in line]
-    assert re.search(r"WARNING: --skip-bad-lines: \d+ lines without a document were left", line)
+    assert re.search(r"WARNING: --skip-bad-lines: \d+ lines without a document were skipped", line)
 
 
 @pytest.mark.usefixtures("_no_mock_data")

@@ -89,7 +89,7 @@ def test_a_total_ends_the_work_early(source: Path, tmp_path: Path, capsys) -> No
     annotate(source, target, scorer, total=3)
     assert scorer.asked == ["rude 0.9", "kind"]
     annotate(source, target, scorer, total=2)
-    assert "0 lines written, 3 in all" in capsys.readouterr().out
+    assert "0 lines written, 3 in total" in capsys.readouterr().out
     assert len(read(target)) == 3
 
 

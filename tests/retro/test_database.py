@@ -267,7 +267,7 @@ def test_a_block_of_other_data_is_named(tmp_path: Path, prefix: str) -> None:
     asked = options(tmp_path / "w", prefix)
     build(asked)
     write_dataset(Path(prefix), random_documents(50, seed=2))
-    with pytest.raises(DataError, match=r"000-010\.hdf5 does not fit"):
+    with pytest.raises(DataError, match=r"000-010\.hdf5 does not match"):
         build(asked)
 
 
@@ -321,7 +321,7 @@ def test_a_damaged_list_of_datasets_is_named(
     found = json.loads(path.read_text())
     change(found)
     path.write_text(json.dumps(found))
-    with pytest.raises(DataError, match=r"indexed_dataset_infos\.json: damaged"):
+    with pytest.raises(DataError, match=r"indexed_dataset_infos\.json is damaged"):
         read_corpora(tmp_path / "w")
     path.write_text("[" * 100_000)
     with pytest.raises(DataError, match=r"indexed_dataset_infos\.json: cannot be read"):

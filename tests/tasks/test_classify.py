@@ -67,7 +67,7 @@ _TITLES = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\
             _TITLES + "0\t" * 9 + "nan\n",
             "line 2: label 'nan', expected a number from 0 to 5",
         ),
-        ("CoLA", "x\t1\t*\tIt is.\nx\t1\n", "line 2: 2 columns"),
+        ("CoLA", "x\t1\t*\tIt is.\nx\t1\n", "line 2: 2 tab-separated columns"),
     ],
 )
 def test_wrong_lines_are_named(tmp_path, task, content, message):

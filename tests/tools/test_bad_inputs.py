@@ -74,7 +74,7 @@ _TEXTS = [
     ("a.jsonl", _line(b'{"text": "word"}'), rf"a.jsonl:3: .* found 'word': fix the text.*{_SKIP}"),
     ("a.jsonl", _line(b"1" * 2**21), "a.jsonl:3: the line is longer than 1 MiB .* --max-line-mb"),
     ("all", _line(b"text"), rf"all:3: broken JSON .*{_SKIP}"),
-    ("a.txt", b"1 \xff", "a.txt: not UTF-8 at byte 2: convert it"),
+    ("a.txt", b"1 \xff", "a.txt: not UTF-8 at byte 2: convert the file"),
     ("a.txt", b"1 " * 2**20, r"a.txt:1: the line is longer than 1 MiB .* raise --max-line-mb"),
     (
         "a.jsonl.gz",
@@ -97,7 +97,11 @@ _TEXTS = [
         f"a.jsonl.zst: {_CUT}",
     ),
     ("a.jsonl.zst", _GOOD, f"a.jsonl.zst: {_CUT}"),
-    ("a.parquet", _table(body=["1"]), "--json-keys text: no such column in .*a.parquet; it has"),
+    (
+        "a.parquet",
+        _table(body=["1"]),
+        "--json-keys text: no such column in .*a.parquet: choose one of body",
+    ),
     ("a.parquet", _table(text=[1]), "a.parquet:1: 'text' is a number, expected a string"),
     ("a.parquet", _table(text=["1"])[:-9], r"a.parquet: not a readable parquet file \(.*\); copy"),
     ("a.parquet", _GOOD, r"a.parquet: not a readable parquet file \(.*\); copy"),

@@ -68,7 +68,7 @@ def test_a_run_goes_on(golden: Path, words: list[str], tmp_path: Path, capsys: A
     (tmp_path / "vectors/010-020.hdf5").unlink()
     capsys.readouterr()
     run(words)
-    assert capsys.readouterr().out.count("vectors of 64 numbers") == 1
+    assert capsys.readouterr().out.count("vectors, 64 numbers each") == 1
     np.testing.assert_array_equal(vectors(tmp_path / "vectors"), wanted)
 
 

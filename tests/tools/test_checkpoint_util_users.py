@@ -246,4 +246,4 @@ def test_flags_for_another_format_say_that_they_change_nothing(tmp_path, capsys)
     text = capsys.readouterr().out
     for flag in words[::2]:
         assert f"{flag} " in text
-    assert text.count("changes nothing") == 3
+    assert text.count(": no effect: ") == 3

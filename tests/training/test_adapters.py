@@ -203,7 +203,7 @@ def test_experts_in_every_layout(flags):
 
 @pytest.mark.parametrize("flag", ["--use-dora", "--lora-dropout 0.1"])
 def test_what_adapters_of_experts_cannot_have(flag):
-    with pytest.raises(ConfigError, match=f"^{flag}: experts of a mixture"):
+    with pytest.raises(ConfigError, match=f"^{flag}: adapters of experts"):
         _build(f"{LORA} {MIXTURE} {flag}")
     _build(f"{LORA} {MIXTURE} {flag} --lora-target-modules *.attention")
 
@@ -230,7 +230,7 @@ def test_patterns_that_cannot_be_meant_are_refused(flags, told):
     [
         ("--lora-rank 0", "--lora-rank 0: must be at least 1"),
         ("--use-dora --zero-stage 3", "--use-dora: "),
-        ("--bf16 --fp8-format e4m3", "--lora-rank 4: frozen weights"),
+        ("--bf16 --fp8-format e4m3", "--lora-rank 4: FP8 training does not support frozen weights"),
         ("--ckpt-format legacy --save x", "--lora-rank 4: --ckpt-format legacy"),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_rate_that_comes_or_goes_is_told(saved: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         build_toy(Layout.single(), load)
     assert "  --decoupled-lr is unset here and 0.03 in the checkpoint\n" in str(caught.value)
-    with pytest.raises(CheckpointError, match="and this run has none: give --decoupled-lr"):
+    with pytest.raises(CheckpointError, match="but this run has none: give --decoupled-lr 0"):
         build_toy(Layout.single(), [*load, "--use-checkpoint-opt_param-scheduler"])
     run = build_toy(Layout.single(), [*load, "--override-opt_param-scheduler"])
     assert run.schedules.decoupled_at(8) is None
