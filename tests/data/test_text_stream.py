@@ -528,3 +528,17 @@ def test_what_needs_an_index_is_refused(corpus, vocabulary):
         toy.build_toy(Layout.single(), [*words, "--dataloader-type", "cyclic"])
     with pytest.raises(ConfigError, match=r"only pretrain_gpt\.py trains on text files"):
         toy.build_toy(Layout.single(), words, "bert")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt"])
+def test_a_text_that_does_not_fit_in_memory_as_utf_8_is_a_shortage(name, tmp_path, monkeypatch):
+    """Orjson reports a lack of memory there as surrogates, which such texts cannot hold."""
+
+    def dumps(*_, **__):
+        raise TypeError("str is not valid UTF-8: surrogates not allowed")
+
+    parquet.write_table(pyarrow.table({"text": ["é"]}), tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_text("é")
+    monkeypatch.setattr("orjson.dumps", dumps)
+    with pytest.raises(MemoryError):
+        list(read_blocks([str(tmp_path / name)], ["text"]))

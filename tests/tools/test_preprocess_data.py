@@ -617,21 +617,6 @@ def test_a_parquet_value_that_is_not_text_is_a_bad_line(tmp_path, value, reason)
     assert reason in documents.bad[0].reason
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.txt"])
-def test_a_text_that_does_not_fit_in_memory_as_utf_8_is_a_shortage(name, tmp_path, monkeypatch):
-    """Orjson reports a lack of memory there as surrogates, which such texts cannot hold."""
-    from megatron.data.text_input import read_blocks
-
-    def dumps(*_, **__):
-        raise TypeError("str is not valid UTF-8: surrogates not allowed")
-
-    parquet.write_table(pyarrow.table({"text": ["é"]}), tmp_path / "a.parquet")
-    (tmp_path / "a.txt").write_text("é")
-    monkeypatch.setattr("orjson.dumps", dumps)
-    with pytest.raises(MemoryError):
-        list(read_blocks([str(tmp_path / name)], ["text"]))
-
-
 def test_a_text_file_that_is_too_long_is_named(run, tmp_path):
     for name, pack in (
         ("a.txt", bytes),
