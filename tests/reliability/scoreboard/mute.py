@@ -205,10 +205,11 @@ class _Attack:
         Raises:
             AssertionError: A rank did not end in time, or none said why it ended.
         """
-        for attempt in range(8):
+        for attempt in range(16):
             inner = folder / str(attempt)
             inner.mkdir(parents=True)
-            sooner = {"seconds": self.seconds / 2**attempt, "apart": self.apart / 2**attempt}
+            share = 2**-attempt if attempt < 8 else 0  # at last, at the very start of the phase
+            sooner = {"seconds": self.seconds * share, "apart": self.apart * share}
             if replace(self, **sooner).strikes(inner):
                 return [self.phase, *(["whole programs"] if self.is_whole else [])]
         raise AssertionError("every time the ranks ended before the launcher froze")
