@@ -120,7 +120,10 @@ def run(options: argparse.Namespace) -> None:
 def _parser() -> ToolParser:
     parser = ToolParser("benchmark_generation.py", "Time text generation.", shows_defaults=True)
     parser.add_argument(
-        "--model", choices=("S", "L", *_FOR_CPU), default="L", help="model shape; L is Llama 3.1 8B"
+        "--model",
+        choices=("S", "L", "D", *_FOR_CPU),
+        default="L",
+        help="model shape; L is Llama 3.1 8B, and D is four layers of DeepSeek-V3",
     )
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="bf16", help="number format of the weights"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,19 @@ from megatron.inference.request import EngineLimits
 from megatron.inference.scheduler import SchedulerSettings
 from megatron.inference.speculation import Drafter, MultiTokenDrafter, NgramDrafter
 from megatron.kernels.library import find_library
-from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention, describe_chunks
+from megatron.kernels.paged_attention import (
+    LatentSizes,
+    PagedAttention,
+    choose_paged_attention,
+    describe_chunks,
+)
 from megatron.kernels.row_product import choose_row_product
-from megatron.models.plan import AttentionPlan, multi_token_plan
+from megatron.models.plan import (
+    AttentionPlan,
+    LatentAttentionPlan,
+    ModelPlan,
+    multi_token_plan,
+)
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
@@ -99,7 +110,11 @@ def build_engine(
     head_size = plan.head_size
     library = find_library(where)
     invariant = loaded.config.model.batch_invariant_mode
-    paged = choose_paged_attention(library.library, head_size, dtype, batch_invariant=invariant)
+    paged = choose_paged_attention(
+        *(library.library, head_size, dtype),
+        latent=_latent_sizes(plan),
+        batch_invariant=invariant,
+    )
     speculation = options.speculation
     reads_states = speculation is not None and speculation.method == "mtp"
     check_speculation(loaded.config.model, speculation)
@@ -217,12 +232,19 @@ def is_asynchronous(device: Device) -> bool:
     return device.is_gpu
 
 
+def _latent_sizes(plan: ModelPlan) -> LatentSizes | None:
+    """Return the sizes of the latent vectors that the layers cache; `None` if there are none."""
+    mixers = (layer.mixer for layer in plan.layers)
+    found = (x for x in mixers if isinstance(x, LatentAttentionPlan))
+    return next((LatentSizes(x.rank + x.turning, x.rank) for x in found), None)
+
+
 def _make_cache(
     loaded: Loaded, options: EngineOptions, paged: PagedAttention, device: Device
 ) -> CacheMemory:
     """Return a cache with the number of blocks that fit in memory on every rank. Collective."""
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
-    shapes = {}  # (KV heads in this process, channels of each head) by layer
+    shapes = {}
     mixers = {index: model.plan.layers[index].mixer for index in model.part.layers}
     ahead = multi_token_plan(model.plan)
     if ahead is not None and model.part.head and options.speculation is not None:
@@ -231,8 +253,8 @@ def _make_cache(
         mixers |= {ahead.numbered_after + i: layer.mixer for i, layer in enumerate(depths)}
     for index, mixer in mixers.items():
         assert isinstance(mixer, AttentionPlan), f"layer {index} has no keys and values"
-        shapes[index] = (max(1, mixer.kv_heads // layout.tensor.size), mixer.head_size)
-    token_bytes = 2 * dtype.itemsize * sum(heads * channels for heads, channels in shapes.values())
+        shapes[index] = mixer.cached(layout.tensor.size)
+    token_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
     tokens = options.cache_tokens
     if tokens is None:
         size = _CPU_CACHE_BYTES

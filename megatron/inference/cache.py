@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.attention import AttentionOptions
-from megatron.kernels.paged_attention import Chunks, PagedAttention, Singles
+from megatron.kernels.paged_attention import Chunks, LatentHeads, PagedAttention, Singles
 
 BlockKey = bytes
 
@@ -111,21 +111,22 @@ class BlockPool:
 
 @dataclass(eq=False)
 class CacheMemory:
-    """The keys and values of this process's layers and heads.
+    """The keys and values, or latent vectors, of this process's layers and heads.
 
     Attributes:
-        shapes: Number of KV heads in this process and of channels per head, by layer index from 0.
+        shapes: What is cached for a token, by layer index from 0 (`AttentionPlan.cached`).
         paged: Attention that writes to the cache and serves sequences that add one token.
         blocks: Number of blocks. One more is allocated for the padding of batches.
         block_size: Number of tokens in a block.
         device: Device of the memory.
         dtype: Number format of keys and values.
-        layers: Keys and values [2, slots, g, d] by layer number, from 1.
+        layers: Keys and values [2, slots, g, d], or latent vectors [1, slots, 1, w], by layer
+            number, from 1.
         spare_slot: Slot for the padding of batches.
         size_bytes: Size of all layers in bytes.
     """
 
-    shapes: Mapping[int, tuple[int, int]]
+    shapes: Mapping[int, tuple[int, int, int]]
     paged: PagedAttention
     blocks: int
     block_size: int
@@ -137,8 +138,8 @@ class CacheMemory:
         self.spare_slot = self.blocks * self.block_size
         slots = self.spare_slot + self.block_size
         self.layers = {
-            index + 1: torch.zeros(2, slots, *shape, device=self.device, dtype=self.dtype)
-            for index, shape in self.shapes.items()
+            index + 1: torch.zeros(tensors, slots, *each, device=self.device, dtype=self.dtype)
+            for index, (tensors, *each) in self.shapes.items()
         }
         self.size_bytes = sum(memory.nbytes for memory in self.layers.values())
 
@@ -189,5 +190,38 @@ class StepCache:
         if self.chunks is not None:
             query, key, value = (x[count:] for x in (query, key, value))
             parts.append(paged.chunks(query, key, value, (keys, values), self.chunks, options))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.unsqueeze(1)
+
+    def attend_latent(
+        self, query: Tensor, latent: Tensor, heads: LatentHeads, options: AttentionOptions
+    ) -> Tensor:
+        """Store the tokens' latent vectors, and attend from each token to its sequence so far.
+
+        Args:
+            query: Queries [s, 1, n/t, d].
+            latent: Latent vectors [s, 1, w].
+            heads: How keys and values are computed from them.
+            options: The layer number, the scale of the scores, and how they become weights.
+
+        Returns:
+            Attention output [s, 1, n d / t].
+        """
+        query = query.squeeze(1)
+        (vectors,) = self.memory.layers[options.layer_number]  # [slots, 1, w]
+        vectors.index_copy_(0, self.slots, latent)
+        parts, count = [], 0
+        if self.singles is not None:
+            count = self.singles.lengths.numel()
+            paged = self.memory.paged
+            rows = paged.latent_singles(query[:count], vectors, heads, self.singles, options)
+            parts.append(rows.flatten(1))
+        if self.chunks is not None:
+            slots = self.chunks.slots
+            seen = latent[count:] if slots is None else vectors[slots]  # [l, 1, w]
+            new, chunks = query[count:], replace(self.chunks, slots=None)
+            key, value = heads.expanded(seen.squeeze(1))
+            paged = self.memory.paged
+            parts.append(paged.chunks(new, key, value, (key, value), chunks, options))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.unsqueeze(1)

@@ -1,7 +1,8 @@
 """Attention from new tokens to a key-value cache that is stored in blocks.
 
-A layer's cache consists of two tensors [slots, g, d]. Block i begins at slot i * block_size. A pass
-has s tokens of any number of sequences. First come the sequences that add a single token each
+A layer's cache consists of two tensors [slots, g, d], or of one tensor [slots, 1, w] with latent
+vectors, from which keys and values are computed. Block i begins at slot i * block_size. A pass has
+s tokens of any number of sequences. First come the sequences that add a single token each
 ("singles"), then chunks of prompts.
 
 In 16 bits on a GPU, the kernels process the keys of a query in an order that depends only on the
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +97,54 @@ class _PagedAttention(NamedTuple):
         return launches
 
 
+class _LatentAttention(NamedTuple):
+    """Attention of one query per row to latent vectors, in 16 bits on tensor cores.
+
+    A query sees the last of its `lengths` tokens and the `window` tokens before it.
+    """
+
+    query: Pointer  # [rows, heads, width]
+    vectors: Pointer  # [slots, width]
+    tables: Pointer  # int32 [rows, table_width]
+    lengths: Pointer  # int32 [rows], at most parts * PART
+    partial: Pointer | None  # scratch, fp32 [rows, heads, parts, rank + 2]; unused for one part
+    out: Pointer  # [rows, heads, rank]
+    sinks: Pointer | None  # fp32 [heads]
+    rows: int
+    heads: int
+    width: int
+    rank: int
+    table_width: int
+    block_size: int
+    parts: int
+    window: int
+    dtype: int
+    scale: Number
+    softcap: Number  # the bound of scores; 0 for none
+
+    def plan(self) -> list[KernelLaunch]:
+        """Return the launches."""
+        source, name = "latent_attention.cu", FLOATS[self.dtype]
+        columns, warps = constant(source, "kColumns"), constant(source, "kWarps")
+        products = 2 if self.heads <= 2 * columns else constant(source, "kMostHeads") // columns
+        kernel = instance("latent_attention_kernel", name, products)
+        padded = divide_up(self.width, 32) * 32 + constant(source, "kPadding")
+        # Queries, the weights of the part, and its slots.
+        shared = products * columns * padded * 2 + PART // 16 * products * 256 + PART * 8
+        grid = (self.parts, divide_up(self.heads, products * columns), self.rows)
+        sizes = (*self[8:13], self.window)  # from heads to block_size
+        given = (*self[:7], *sizes, self.scale, self.softcap)  # tensors first
+        launches = [KernelLaunch(kernel, grid, (warps * WARP,), given, shared=shared)]
+        if self.parts > 1:
+            threads = min(self.rank, _JOIN_THREADS)
+            grid = (self.heads, self.rows, divide_up(self.rank, threads))
+            tensors = (self.partial, self.lengths, self.out, self.sinks)
+            joined = (*tensors, self.rank, self.parts, self.window)
+            join = instance("join_parts_kernel", name)
+            launches.append(KernelLaunch(join, grid, (threads,), joined))
+        return launches
+
+
 class _AppendToCache(NamedTuple):
     """Copies of new keys and values to slots of the cache."""
 
@@ -117,10 +166,12 @@ class _AppendToCache(NamedTuple):
 
 
 PAGED_ATTENTION = Kernel.of("paged_attention", _PagedAttention)
+LATENT_ATTENTION = Kernel.of("latent_attention", _LatentAttention)
 APPEND_TO_CACHE = Kernel.of("append_to_cache", _AppendToCache)
 _PLAIN = AttentionOptions()
 PART = 256  # keys that a block of threads processes, as in paged_attention.cuh
 LARGEST_VECTORS = 32  # of 16 bytes per head, as in the .cu files
+_JOIN_THREADS = 128  # of a block that merges parts of long results
 
 
 @dataclass(frozen=True)
@@ -160,19 +211,67 @@ class Chunks:
     slots: Tensor | None
 
 
+class LatentHeads(Protocol):
+    """How a layer computes keys and values from cached vectors of w channels.
+
+    The computation is linear. One can therefore attend to the keys and values, or let transformed
+    queries attend to the vectors themselves, which is cheaper if there are few queries.
+
+    Attributes:
+        rank: The number of channels that values are computed from, the first of each vector.
+    """
+
+    rank: int
+
+    def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [l, n/t, d] of vectors [l, w]."""
+        ...
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Return queries [s, n/t, w] that attend to vectors, from queries [s, n/t, d] to keys."""
+        ...
+
+    def values(self, mixed: Tensor) -> Tensor:
+        """Return weighted sums of values [s, n/t, d], from those of vectors [s, n/t, rank]."""
+        ...
+
+
+class LatentSizes(NamedTuple):
+    """The channels of cached latent vectors, and how many of them values are computed from."""
+
+    width: int
+    rank: int
+
+
 def choose_paged_attention(
     library: KernelLibrary | None,
     head_size: int,
     dtype: torch.dtype,
     *,
+    latent: LatentSizes | None = None,
     batch_invariant: bool = False,
 ) -> PagedAttention:
-    """Choose the kernels if there is a library that supports the head size, otherwise PyTorch."""
+    """Choose the kernels if there is a library that supports the sizes, otherwise PyTorch.
+
+    Args:
+        library: The kernels; `None` if there are none.
+        head_size: The channels of a head.
+        dtype: The number format of the cache.
+        latent: The sizes of latent vectors, if they are cached instead of keys and values.
+        batch_invariant: Whether results must have the same bits as in training.
+    """
     if batch_invariant:
         return BatchInvariantPaged()
-    vectors, rest = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
     if library is None:
         return PagedAttention("no fused kernels")
+    if latent is not None:
+        most = constant("latent_attention.cu", "kMostRank")
+        fits = dtype.itemsize == 2 and latent.width % 8 == latent.rank % 8 == 0
+        if dtype not in DTYPE_CODES or not fits or latent.rank > most:
+            sizes = f"{latent.rank} and {latent.width - latent.rank} channels"
+            return PagedAttention(f"no fused kernel for latent vectors of {sizes} in {dtype}")
+        return FusedPaged(library)
+    vectors, rest = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
     if rest or vectors > LARGEST_VECTORS or dtype not in DTYPE_CODES:
         return PagedAttention(f"no fused kernel for heads of {head_size} in {dtype}")
     return FusedPaged(library)
@@ -222,6 +321,30 @@ class PagedAttention:
             by_group, key, value, attn_mask=seen, scale=options.scale
         )
         return out.flatten(1, 2)
+
+    def latent_singles(
+        self,
+        query: Tensor,
+        vectors: Tensor,
+        heads: LatentHeads,
+        singles: Singles,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attend with one query per sequence to latent vectors.
+
+        Args:
+            query: The queries [u, n, d].
+            vectors: The cached vectors [slots, 1, w], including the new ones.
+            heads: How keys and values are computed from them.
+            singles: The sequences.
+            options: The window, and the scale of the scores.
+
+        Returns:
+            The results [u, n, d], which are undefined for sequences without tokens.
+        """
+        values = vectors[..., : heads.rank]
+        mixed = self.singles(heads.absorbed(query), vectors, values, singles, options)
+        return heads.values(mixed)
 
     def _collected(
         self, keys: Tensor, values: Tensor, singles: Singles, options: AttentionOptions
@@ -292,6 +415,23 @@ class BatchInvariantPaged(PagedAttention):
         key, value, seen = self._collected(keys, values, singles, options)
         return attend(query.unsqueeze(2), key, value, seen, options).squeeze(2)
 
+    def latent_singles(
+        self,
+        query: Tensor,
+        vectors: Tensor,
+        heads: LatentHeads,
+        singles: Singles,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attend with one query per sequence, computing keys and values as training does."""
+        latent, _, seen = self._collected(vectors, vectors[..., :0], singles, options)
+        sequences, _, length, _ = latent.shape
+        key, value = (
+            x.unflatten(0, (sequences, length)).transpose(1, 2)
+            for x in heads.expanded(latent.flatten(0, 2))
+        )
+        return attend(query.unsqueeze(2), key, value, seen, options).squeeze(2)
+
     def chunks(
         self,
         query: Tensor,
@@ -343,6 +483,22 @@ class FusedPaged(PagedAttention):
             *(singles.longest, singles.block_size, options),
         )
 
+    def latent_singles(
+        self,
+        query: Tensor,
+        vectors: Tensor,
+        heads: LatentHeads,
+        singles: Singles,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attend with one query per sequence to latent vectors."""
+        mixed = latent_attention(
+            self._library,
+            *(heads.absorbed(query), vectors, heads.rank, singles.tables, singles.lengths),
+            *(singles.longest, singles.block_size, options),
+        )
+        return heads.values(mixed)
+
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
@@ -377,6 +533,41 @@ def paged_attention(
         *(rows, groups, heads // groups, size, tables.shape[1], block_size),
         *(parts, longest if window is None else window, DTYPE_CODES[query.dtype]),
         options.scale or 1 / math.sqrt(size),
+        options.softcap or 0.0,
+    )
+    return out
+
+
+@operator()
+def latent_attention(
+    library: KernelLibrary,
+    query: Tensor,
+    vectors: Tensor,
+    rank: int,
+    tables: Tensor,
+    lengths: Tensor,
+    longest: int,
+    block_size: int,
+    options: AttentionOptions = _PLAIN,
+) -> Tensor:
+    """Attend with queries [u, n, w] to cached vectors [slots, 1, w], with the kernel.
+
+    The result [u, n, rank] has the weighted sums of the vectors' first channels.
+    """
+    query, sinks, window = query.contiguous(), options.sinks, options.window
+    rows, heads, width = query.shape
+    parts = -(-longest // PART)
+    partial_sums = None
+    if parts > 1:
+        partial_sums = query.new_empty(rows, heads, parts, rank + 2, dtype=torch.float32)
+    out = query.new_empty(rows, heads, rank)
+    library.launch(
+        LATENT_ATTENTION,
+        *(query, vectors, tables, lengths, partial_sums, out),
+        None if sinks is None else sinks.float(),
+        *(rows, heads, width, rank, tables.shape[1], block_size),
+        *(parts, longest if window is None else window, DTYPE_CODES[query.dtype]),
+        options.scale or 1 / math.sqrt(width),
         options.softcap or 0.0,
     )
     return out

@@ -81,6 +81,9 @@ def instances() -> Mapping[str, Sequence[str]]:
             *(name("cast_transpose_kernel", t, f, m) for t in FLOATS for f in _FP8 for m in _FLAGS),
         ],
         "join_parts": [name("join_parts_kernel", t) for t in FLOATS],
+        "latent_attention": [
+            name("latent_attention_kernel", t, products) for t in IN_16_BITS for products in (2, 8)
+        ],
         "norm_backward": [
             name("add_norm_backward_kernel", x, w, e, layer)
             for x, w in _STREAMS

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.amax import Handovers
 from megatron.kernels.attention import AttentionOptions, Mask
+from megatron.kernels.paged_attention import LatentHeads
 from megatron.kernels.rope import Rotation
 from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.norm import Norm, Stream, new_query_norm, normalize_projections
@@ -48,6 +49,22 @@ class KeyValueCache(Protocol):
             key: [s, 1, g/t (at least 1), d].
             value: Same shape as key.
             options: The layer number, and how scores become attention weights.
+
+        Returns:
+            [s, 1, n d / t].
+        """
+        ...
+
+    def attend_latent(
+        self, query: Tensor, latent: Tensor, heads: LatentHeads, options: AttentionOptions
+    ) -> Tensor:
+        """Store the new latent vectors, then attend as `attend` does.
+
+        Args:
+            query: [s, 1, n/t, d].
+            latent: What keys and values are computed from, [s, 1, w].
+            heads: How they are computed.
+            options: The layer number, the scale of the scores, and how they become weights.
 
         Returns:
             [s, 1, n d / t].

@@ -2,6 +2,10 @@
 
 Each token has a short latent vector, from which the keys and values of all heads are computed, and
 a rotary key that all heads share. Queries may come from a second latent vector.
+
+Text generation caches the latent vector and the rotary key. To add one token to a sequence, its
+queries are multiplied by the matrix that computes keys, and attend to the latent vectors; the
+result is multiplied by the matrix that computes values. Keys and values are never computed.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ class LatentAttention(nn.Module):
     ) -> None:
         """Allocate the projections and the normalizations of latent vectors."""
         super().__init__()
-        self.plan, self.layout = plan, context.layout
+        self.plan, self.layout, self.rank = plan, context.layout, plan.rank
         self.rotate = context.kernels.rotate
         self.query_down = self.query_norm = self.latent_norm = None
         if plan.query_rank is not None:
@@ -145,7 +149,7 @@ class LatentAttention(nn.Module):
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
             mask: Which keys a query may attend to (`AttentionOptions`).
             rotation: Rotation of the rotary channels.
-            cache: Keys and values of earlier tokens, in inference.
+            cache: The vectors of earlier tokens, in inference.
 
         Returns:
             The output in the shape of x; the caller adds `bias_to_add`.
@@ -154,29 +158,63 @@ class LatentAttention(nn.Module):
         rotation = None if plan.rotary is None else rotation
         query = self._query(x, rotation)
         latent, shared = self._latent(x, rotation)
-        both = self.latent_up(latent).unflatten(2, (-1, plan.still + plan.value_size))
-        still, value = both.split((plan.still, plan.value_size), dim=3)
-        key = torch.cat((still, shared.expand(-1, -1, still.shape[2], -1)), dim=3)
         if plan.query_scale != 1:
             query = query * plan.query_scale
-        # Zeros change neither the scores nor the other channels of the result.
-        query, key, value = (
-            part
-            if part.shape[3] == plan.head_size
-            else F.pad(part, (0, plan.head_size - part.shape[3]))
-            for part in (query, key, value)
-        )
+        query = self._padded(query)
         if cache is not None:
-            context = cache.attend(query, key, value, self.core.options(None, self.sinks))
+            options = self.core.options(None, self.sinks)
+            options = options._replace(scale=plan.scale or plan.head_size**-0.5)
+            vectors = torch.cat((latent, shared.squeeze(2)), dim=2)
+            context = cache.attend_latent(query, vectors, self, options)
         else:
-            context = self.core(query, key, value, mask, self.sinks)
+            context = self.core(query, *self._heads(latent, shared), mask, self.sinks)
         context = context.unflatten(2, (-1, plan.head_size))[..., : plan.value_size]
         return self.output(context.flatten(2))
+
+    def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [l, n/t, d] of cached vectors [l, rank + turning]."""
+        vector, shared = latent.unsqueeze(1).split((self.plan.rank, self.plan.turning), dim=2)
+        key, value = self._heads(vector, shared.unsqueeze(2))
+        return key.squeeze(1), value.squeeze(1)
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Return queries [s, n/t, rank + turning] to cached vectors, from queries [s, n/t, d]."""
+        still, turning, _ = query.tensor_split((self.plan.still, self.plan.key_size), dim=2)
+        to_key, _ = self._by_head()  # [n/t, still, rank]
+        return torch.cat((torch.bmm(still.transpose(0, 1), to_key).transpose(0, 1), turning), dim=2)
+
+    def values(self, mixed: Tensor) -> Tensor:
+        """Return weighted sums of values [s, n/t, d], from those of vectors [s, n/t, rank]."""
+        _, to_value = self._by_head()  # [n/t, value_size, rank]
+        out = torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2))
+        return self._padded(out.transpose(0, 1))
 
     @property
     def bias_to_add(self) -> Tensor | None:
         """Bias [h] that the residual sum still has to add; `None` if there is none."""
         return self.output.bias_to_add
+
+    def _heads(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's keys and values [s, b, n/t, d].
+
+        Args:
+            latent: [s, b, rank], or this rank's part of them with sequence parallelism.
+            shared: The rotary keys of all tokens, [s, b, 1, turning].
+        """
+        both = self.latent_up(latent).unflatten(2, (-1, self.plan.still + self.plan.value_size))
+        still, value = both.split((self.plan.still, self.plan.value_size), dim=3)
+        key = torch.cat((still, shared.expand(-1, -1, still.shape[2], -1)), dim=3)
+        return self._padded(key), self._padded(value)
+
+    def _by_head(self) -> tuple[Tensor, Tensor]:
+        """Return the matrices [n/t, .., rank] that compute keys and values from a latent vector."""
+        rows = self.latent_up.weight.unflatten(0, (-1, self.plan.still + self.plan.value_size))
+        return rows[:, : self.plan.still], rows[:, self.plan.still :]
+
+    def _padded(self, heads: Tensor) -> Tensor:
+        """Append zeros, which change neither scores nor other channels, up to `head_size`."""
+        missing = self.plan.head_size - heads.shape[-1]
+        return F.pad(heads, (0, missing)) if missing else heads
 
     def _query(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """Return this rank's queries [s, b, n/t, still + turning]."""

@@ -190,6 +190,14 @@ class AttentionPlan(MixerPlan):
         """Width of all queries, keys and values side by side."""
         return (self.heads + 2 * self.kv_heads) * self.head_size
 
+    def cached(self, tensor: int) -> tuple[int, int, int]:
+        """Return what a process caches for each token: tensors, vectors in each, and channels.
+
+        Args:
+            tensor: The tensor-parallel size.
+        """
+        return 2, max(1, self.kv_heads // tensor), self.head_size  # keys and values
+
     def pairs(self, length: int) -> int:
         """Count the pairs of tokens in a sequence that are within the window."""
         if self.window is None or self.window >= length:
@@ -234,6 +242,10 @@ class LatentAttentionPlan(AttentionPlan):
     def key_size(self) -> int:
         """Number of channels of a query or key."""
         return self.still + self.turning
+
+    def cached(self, tensor: int) -> tuple[int, int, int]:
+        """Return the shape of the latent vector with the rotary key."""
+        return 1, 1, self.rank + self.turning
 
 
 @dataclass(frozen=True)

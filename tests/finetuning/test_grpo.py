@@ -154,12 +154,16 @@ MODERN = """
     --num-query-groups 2 --micro-batch-size 2
 """
 LONG = "--seq-length 640 --max-position-embeddings 640"
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 24 --qk-head-dim 12 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --qk-layernorm --position-embedding-type rope"
+)
 
 
 @pytest.mark.skipif(
     not torch.backends.mkl.is_available(), reason="--batch-invariant-mode is refused without MKL"
 )
-@pytest.mark.parametrize("words", ["", MODERN, f"{MODERN} {LONG}", "--hidden-size 96"])
+@pytest.mark.parametrize("words", ["", MODERN, f"{MODERN} {LONG}", "--hidden-size 96", LATENT])
 def test_generation_and_training_agree_to_the_bit(words: str, tmp_path: Path) -> None:
     """The log-probabilities of a token as it was written, and in the update that trains on it."""
     longest = "140" if LONG in words else "6"

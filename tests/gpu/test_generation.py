@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron.config import parse_config
+from megatron.config import RunConfig, parse_config
 from megatron.config.generation import Speculation
 from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE.is_gpu, reason="nee
 
 VOCAB = 2048
 FLAGS = """
-    --num-layers 4 --hidden-size 512 --num-attention-heads 8 --group-query-attention
-    --num-query-groups 2 --seq-length 1024 --max-position-embeddings 1024 --init-method-std 0.08
+    --num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 1024
+    --max-position-embeddings 1024 --init-method-std 0.08
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16
     --tokenizer-type NullTokenizer --vocab-size 2047 --micro-batch-size 1 --lr 1 --train-iters 1
@@ -54,18 +54,29 @@ SINKS = ("--softmax-type", "learnable", "--window-size", "60,0", "--window-attn-
 
 
 AHEAD = ("--mtp-num-layers", "2")
+LATENT = (
+    *("--multi-latent-attention", "--kv-lora-rank", "128", "--q-lora-rank", "192"),
+    *("--qk-head-dim", "64", "--qk-pos-emb-head-dim", "32", "--v-head-dim", "64"),
+    "--qk-layernorm",
+)
+GROUPS = ("--group-query-attention", "--num-query-groups", "2")
+
+
+def configuration(further: tuple[str, ...]) -> RunConfig:
+    groups = () if "--multi-latent-attention" in further else GROUPS
+    return parse_config([*FLAGS, *groups, *further], world_size=1).config
 
 
 @cache
 def model(further: tuple[str, ...]) -> GPTModel:
-    config = parse_config([*FLAGS, *further], world_size=1).config
+    config = configuration(further)
     made = build_model(GPTModel, config, serving_context(config, Layout.single(), DEVICE), VOCAB)
     initialize(made.named_parameters(), seed=1)
     return made
 
 
 def engine(options: EngineOptions, further: tuple[str, ...] = ()) -> BatchEngine:
-    config = parse_config([*FLAGS, *further], world_size=1).config
+    config = configuration(further)
     tokenizer = build_tokenizer(config.tokenizer)
     return build_engine(
         Loaded(model(further), tokenizer, config, 0, Layout.single()), DEVICE, options
@@ -73,7 +84,9 @@ def engine(options: EngineOptions, further: tuple[str, ...] = ()) -> BatchEngine
 
 
 @pytest.mark.parametrize(
-    "further", [(), MIXTURE, SINKS, BOUNDED], ids=["dense", "mixture", "sinks", "bounded"]
+    "further",
+    [(), MIXTURE, SINKS, BOUNDED, LATENT],
+    ids=["dense", "mixture", "sinks", "bounded", "latent"],
 )
 def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
     """To the bit, though a recording has more rows."""
@@ -85,7 +98,9 @@ def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
     assert found == drain(engine(replace(OPTIONS, graphs=False), further), ASKED)
 
 
-@pytest.mark.parametrize("further", [(), MIXTURE, SINKS], ids=["dense", "mixture", "sinks"])
+@pytest.mark.parametrize(
+    "further", [(), MIXTURE, SINKS, LATENT], ids=["dense", "mixture", "sinks", "latent"]
+)
 def test_the_batch_does_not_show(further: tuple[str, ...]) -> None:
     """In no token and no bit of its log probability, of what is written and of what is read."""
     scored = replace(SAMPLING, max_new_tokens=3, prompt_logprobs=True)
@@ -128,7 +143,7 @@ def test_a_beginning_that_is_found_or_cut_elsewhere_does_not_show() -> None:
 
 def adapted(options: EngineOptions) -> BatchEngine:
     """An engine over the same model with three random adapters."""
-    config = parse_config(FLAGS, world_size=1).config
+    config = configuration(())
     context = serving_context(config, Layout.single(), DEVICE)
     made = build_model(GPTModel, config, context, VOCAB)
     initialize(made.named_parameters(), seed=1)

@@ -16,9 +16,10 @@ from tests.inference.toy import drain, greedy, tokens_of
 from tests.parity.layouts import LATENT, LayoutCase
 from tests.training.toy import train_toy
 
-PROMPTS = [(3, 1, 4), (1, 5), (9, 2, 6, 5, 3, 5), (8,), (97, 9, 3, 2)]
+PROMPTS = [(3, 1, 4), (1, 5), (9, 2, 6, 5, 3, 5), (8,), (97, 9, 3, 2), tuple(range(7, 37, 2))]
 NEW, VOCAB = 50, 100
-OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=32, cache_tokens=512, block_size=4)
+# The longest prompt is read in two steps.
+OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=12, cache_tokens=512, block_size=4)
 
 
 NETWORKS = {
@@ -31,12 +32,16 @@ NETWORKS = {
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_greedy_tokens_are_those_of_a_model_without_a_cache(network: str) -> None:
-    words = LayoutCase(1, network=f"{NETWORKS[network]} --max-position-embeddings 64").words()
+    words = LayoutCase(1, network=f"{NETWORKS[network]} --max-position-embeddings 72").words()
     _, run = train_toy(Layout.single(), words)
     model, tokenizer = run.parts[0].eval(), SimpleNamespace(vocab_size=VOCAB)
     loaded: Any = Loaded(model, tokenizer, narrow(run.config, ModelRun), 0, Layout.single())
     requests = [Request(str(i), prompt, greedy(NEW)) for i, prompt in enumerate(PROMPTS)]
-    events = drain(build_engine(loaded, Device.cpu(), OPTIONS), requests)
+    built = build_engine(loaded, Device.cpu(), OPTIONS)
+    events = drain(built, requests)
+    if network == "latent":
+        tensors = built.executor.memory.layers.values()
+        assert {tuple(memory.shape) for memory in tensors} == {(1, 516, 1, 20 + 6)}
     for key, prompt in enumerate(PROMPTS):
         tokens = list(prompt)
         with torch.no_grad():

@@ -17,6 +17,7 @@ from megatron.kernels.paged_attention import (
     Singles,
     choose_paged_attention,
     chunk_attention,
+    latent_attention,
 )
 from tests.kernels.compare import BF16, FP16, FP32, fresh
 
@@ -57,7 +58,7 @@ def expected(query, keys, values, singles, options=AttentionOptions()):  # noqa:
         wide = [x.double().unsqueeze(1) for x in parts]
         plain = options._replace(causal=False, window=None)
         out = attention_reference(*wide, plain, softmax_in_fp32=False)
-        rows.append(out.view_as(row))
+        rows.append(out.view(len(row), -1))
     return torch.stack(rows)
 
 
@@ -150,6 +151,61 @@ def test_scales_bounds_and_sinks_are_those_of_the_formula(kernels, dtype, which)
     for paged in (PagedAttention(), FusedPaged(library)):
         found = paged.singles(*tensors, singles, options)
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=TOLERANCE[dtype])
+
+
+def latent_case(lengths, heads, width, dtype, device):
+    (query, vectors, _), singles = case(
+        lengths, groups=1, per_group=heads, size=width, dtype=dtype, device=device
+    )
+    return query, vectors, singles
+
+
+@pytest.mark.parametrize("options", [{}, *SPECIAL.values()], ids=["plain", *SPECIAL])
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize(("heads", "width", "rank"), [(16, 72, 40), (9, 96, 64)])
+def test_latent_vectors_are_keys_and_their_beginnings_values(
+    kernels, dtype, heads, width, rank, options
+):
+    """Of sequences of one part and of several; the last product has heads to spare."""
+    library, device = kernels
+    lengths = [1, 5, PART, 2 * PART + 3]
+    query, vectors, singles = latent_case(lengths, heads, width, dtype, device)
+    given = {"scale": width**-0.5, **options}
+    if given.pop("sinks", False):
+        given["sinks"] = torch.linspace(-4, 9, heads, device=device)
+    options = AttentionOptions(**given)
+    values = vectors[..., :rank]
+    exact = expected(query, vectors, values, singles, options)
+    plain = PagedAttention().singles(query, vectors, values, singles, options)
+    fused = latent_attention(
+        library,
+        *(query, vectors, rank, singles.tables, singles.lengths),
+        *(singles.longest, BLOCK, options),
+    )
+    for found in (plain, fused):
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("heads", "width", "rank"), [(128, 576, 512), (20, 576, 512)])
+def test_latent_vectors_of_published_sizes(kernels, heads, width, rank):
+    """DeepSeek's, with several blocks of heads, and in the bits that it has alone."""
+    library, device = kernels
+    query, vectors, singles = latent_case([3, 0, PART + 9], heads, width, BF16, device)
+    options = AttentionOptions(scale=width**-0.5)
+    tables, lengths = singles.tables, singles.lengths
+    found = latent_attention(
+        library, query, vectors, rank, tables, lengths, singles.longest, BLOCK, options
+    )
+    assert not found[1].any()
+    for row in (0, 2):
+        one = slice(row, row + 1)
+        alone = latent_attention(
+            library, query[one], vectors, rank, tables[one], lengths[one], 4 * PART, BLOCK, options
+        )
+        assert torch.equal(alone[0], found[row])
+        places = Singles(tables[one], lengths[one], int(lengths[row]), BLOCK)
+        exact = expected(query[one], vectors, vectors[..., :rank], places, options)
+        torch.testing.assert_close(alone.double(), exact, rtol=0, atol=TOLERANCE[BF16])
 
 
 def test_bits_do_not_depend_on_the_batch(kernels):

@@ -1,8 +1,9 @@
 """The workloads, as flags of pretrain_gpt.py, and the corpus they train on.
 
 Megatron and torchtitan publish numbers for S and L. M6 and M12 are 6 and 12 layers of
-Qwen3-30B-A3B with a small vocabulary, and O is OLMoE-7B. For a CPU there are the toy `demo`, the
-mixture `small-moe`, and the dense `small`, which does the same work per token as `small-moe`.
+Qwen3-30B-A3B with a small vocabulary, O is OLMoE-7B, and D is one dense layer and three mixtures of
+DeepSeek-V3 with 32 of its 256 experts and a small vocabulary. For a CPU there are the toy `demo`,
+the mixture `small-moe`, and the dense `small`, which does the same work per token as `small-moe`.
 """
 
 from __future__ import annotations
@@ -101,6 +102,20 @@ WORKLOADS = {
         f"--seq-length 4096 --max-position-embeddings 4096 {_LLAMA}",
         vocabulary=50304,
         micro_batch=4,
+        samples_per_gpu=4,
+        corpus_tokens=16_000_000,
+    ),
+    "D": Workload(
+        "--num-layers 4 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+        "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+        "--qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --num-experts 32 "
+        "--moe-layer-freq [0]+[1]*3 --moe-router-topk 8 --moe-ffn-hidden-size 2048 "
+        "--moe-shared-expert-intermediate-size 2048 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-num-groups 8 --moe-router-group-topk 4 "
+        "--moe-router-topk-scaling-factor 2.5 "
+        f"--seq-length 4096 --max-position-embeddings 65536 {_LLAMA}",
+        vocabulary=32768,
+        micro_batch=1,
         samples_per_gpu=4,
         corpus_tokens=16_000_000,
     ),

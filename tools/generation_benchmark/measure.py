@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -137,9 +138,8 @@ class Subject:
         """Return the seconds for reading all weights and the batch's keys and values."""
         assert self._model is not None
         plan = self._model.plan
-        attention = plan.attention
         itemsize = next(self._model.parameters()).element_size()
-        token = 2 * len(plan.layers) * attention.kv_heads * attention.head_size * itemsize
+        token = len(plan.layers) * math.prod(plan.attention.cached(1)) * itemsize
         weights = self._weight_bytes
         if not self._config.model.untie_embeddings_and_output_weights:
             weights += self._vocab * plan.hidden * itemsize
