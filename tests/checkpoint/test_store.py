@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import resource
 import signal
 
@@ -218,6 +219,47 @@ def test_a_failing_disk_is_never_reported_as_saved(tmp_path, monkeypatch, step):
     assert (tmp_path / TRACKER).read_bytes() == b"1"
     assert not list(tmp_path.glob("*tmp*"))
     assert assert_loads(tmp_path, [1]) == 1
+
+
+def test_everything_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    """What was not flushed is lost when power fails, although the name that was given later stays.
+
+    A killed process loses nothing that it has written, so only the order of the calls shows this.
+    """
+    save_state(tmp_path, 1)
+    calls = []
+
+    def name_of(path):
+        return re.sub(r"\.tmp-\w+", ".tmp", os.path.relpath(path, tmp_path))
+
+    def trace(function, describe):
+        call = getattr(os, function)
+
+        def traced(*arguments):
+            calls.append(f"{function} {describe(*arguments)}")
+            return call(*arguments)
+
+        monkeypatch.setattr(os, function, traced)
+
+    def path_of(descriptor):
+        inode = os.fstat(descriptor).st_ino
+        return next(p for p in (tmp_path, *tmp_path.rglob("*")) if p.stat().st_ino == inode)
+
+    trace("fsync", lambda descriptor: name_of(path_of(descriptor)))
+    trace("rename", lambda _, to: name_of(to))
+    trace("replace", lambda _, to: name_of(to))
+    save_state(tmp_path, 2)
+    assert calls == [
+        "fsync iter_0000002.tmp/rank_00000.safetensors",
+        "fsync iter_0000002.tmp",  # the names of this process's files
+        "fsync iter_0000002.tmp/manifest.json",
+        "fsync iter_0000002.tmp",
+        "rename iter_0000002",
+        "fsync .",
+        f"fsync {TRACKER}.tmp",
+        f"replace {TRACKER}",
+        "fsync .",
+    ]
 
 
 def test_ranks_that_differ_about_a_tensor_are_our_mistake():

@@ -17,6 +17,9 @@ from tests.config.command import BASE, parse, problems
 _SAMPLES = ("--train-samples 1000", ("--train-iters",))
 _LINES = [
     # the optimizer
+    ("--adam-beta1 1", "--adam-beta1 1.0: must be at least 0 and below 1"),
+    ("--adam-beta2 1", "--adam-beta2 1.0: must be at least 0 and below 1"),
+    ("--adam-beta2 -0.1", "--adam-beta2 -0.1: must be at least 0 and below 1"),
     (
         "--optimizer muon --optimizer-cpu-offload",
         "--optimizer muon with --optimizer-cpu-offload: a CPU is too slow for its matrix "

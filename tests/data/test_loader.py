@@ -207,6 +207,12 @@ def test_single_takes_its_slice_of_each_block() -> None:
     assert list(SingleSampler(26, 24, 4, 1, 3)) == []
 
 
+def test_single_reaches_the_last_block_of_a_dataset_of_whole_blocks() -> None:
+    assert list(SingleSampler(24, 0, 4, 1, 3)) == [[4, 5, 6, 7], [16, 17, 18, 19]]
+    assert list(SingleSampler(24, 12, 4, 2, 3)) == [[20, 21, 22, 23]]
+    assert list(SingleSampler(24, 24, 4, 2, 3)) == []
+
+
 def steps(sampler: type, total: int, consumed: int, sizes: list[int], global_batch: int) -> list:
     """Sample set of each step, with `sizes[i]` data-parallel processes at step i, micro-batch 1."""
     sets = []

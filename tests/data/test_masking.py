@@ -109,6 +109,7 @@ def test_budget() -> None:
     assert masking_budget(0.15, 100, 125) == 15
     assert masking_budget(0.15, 10, 125) == 2  # 1.5 to the even number
     assert masking_budget(0.15, 4, 125) == 1
+    assert masking_budget(0.15, 3, 125) == 1  # 0.45 would be none
     assert masking_budget(0.15, 5, 2) == 0.3  # none fits
     assert masking_budget(0, 128, 125) == 0
 

@@ -125,6 +125,21 @@ def test_the_last_to_begin_gives_its_blocks_up() -> None:
     assert [count for _, count in carry_out(scheduler)] == [3]  # its first block was still there
 
 
+def test_a_preempted_sequence_is_the_first_to_begin_again() -> None:
+    scheduler = Scheduler(SchedulerSettings(blocks=4, block_size=2, max_sequences=2, max_tokens=8))
+    first, second, later = (Sequence("r", tokens) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8], [9]))
+    scheduler.add(first, second, later)
+    carry_out(scheduler)
+    assert scheduler.running == [first, second]
+    first.tokens.append(0)
+    second.tokens.append(0)
+    carry_out(scheduler)
+    assert scheduler.running == [first]  # there is a block for `later`, which has to wait
+    scheduler.remove(first)
+    carry_out(scheduler)
+    assert scheduler.running == [second, later]
+
+
 def test_a_fork_shares_full_blocks_and_computes_the_rest_itself() -> None:
     scheduler = Scheduler(SETTINGS)
     parent = Sequence("r", [1, 2, 3, 4, 5, 6])

@@ -22,11 +22,11 @@ def problem(gradient_dtype, copy_dtype, device):
     return AdamTensors(weights, copies, gradients, means, squares)
 
 
-def numbers(device, *, step=3, found=0.0):
+def numbers(device, *, step=3, found=0.0, eps=1e-8):
     def scalar(value):
         return torch.tensor(float(value), device=device)
 
-    return AdamNumbers(1e-2, 0.9, 0.999, 1e-8, 0.1, scalar(step), scalar(64), scalar(found))
+    return AdamNumbers(1e-2, 0.9, 0.999, eps, 0.1, scalar(step), scalar(64), scalar(found))
 
 
 def exact(tensors, numbers):
@@ -80,6 +80,17 @@ def test_plain_equals_float64(formats, step):
 def test_kernel_equals_float64(kernels, formats, step):
     library, device = kernels
     check(problem(*formats, device), numbers(device, step=step), library)
+
+
+def test_epsilon_is_added_to_the_corrected_root(kernels):
+    """It is as large as the root, whose correction by the step is far from 1."""
+    library, device = kernels
+    for which in (library, None):
+        tensors = problem(torch.float32, None, device)
+        for gradient, mean, square in zip(*tensors[2:], strict=True):
+            for x, factor in ((gradient, 1e-3), (mean, 1e-3), (square, 1e-6)):
+                x.mul_(factor)
+        check(tensors, numbers(device, eps=1e-3), which)
 
 
 @pytest.mark.parametrize("offset", [1, 4])

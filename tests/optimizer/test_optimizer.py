@@ -155,6 +155,20 @@ def test_sgd_equals_the_formula(momentum):
         torch.testing.assert_close(parameter.double(), weights[name], rtol=2e-6, atol=1e-7)
 
 
+def test_a_norm_near_the_limit_is_clipped_with_megatrons_epsilon():
+    named = _parameters()
+    config = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, clip_grad=1e-6)
+    optimizer, values = _optimizer(named, config), _draw(1, 1e-6)
+    _set_gradients(optimizer, named, values)
+    before = {name: p.detach().clone() for name, p in named.items()}
+    step(optimizer, 1e6, 0.0)
+    factor = 1e-6 / (_norm(values) + 1e-6)  # without the epsilon, 1.16 times as large
+    assert 1e-6 / _norm(values) > 1.1 * factor
+    for name, parameter in named.items():
+        change = before[name] - parameter.detach()
+        torch.testing.assert_close(change, values[name] * factor * 1e6, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("precision", [BF16, FP16], ids=["bf16", "fp16"])
 def test_16bit_weights_are_rounded_masters_that_follow_fp32(precision):
     """The masters are what fp32 training from the same start gives, so small steps add up."""

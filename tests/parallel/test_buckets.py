@@ -14,6 +14,12 @@ def test_slots_are_aligned_and_do_not_overlap():
     assert span == Span(0, 16)
 
 
+def test_a_bucket_of_exactly_the_limit_is_full():
+    for limit, ends in ((4, [4, 8, 16, 20]), (8, [8, 16, 20]), (9, [16, 20])):
+        buckets = lay_out([4, 3, 8, 4], alignment=4, limit=limit)
+        assert [span.end for span, _ in buckets] == ends
+
+
 @pytest.mark.parametrize("limit", [1, 4, 5, 9, 100])
 @pytest.mark.parametrize("shards", [1, 2, 3])
 @pytest.mark.parametrize("keeps_whole", [False, True])

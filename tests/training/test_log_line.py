@@ -1,6 +1,12 @@
 """The log lines that users grep, to the character."""
 
+import math
+
+from megatron.parallel.layout import Layout
+from megatron.training.callbacks.logging import LogLine
+from megatron.training.callbacks.scalars import Scalars
 from megatron.training.log_line import perplexity, training_line, validation_lines
+from tests.training.toy import Recorder, build_toy, toy_outcome
 
 FIGURES = {
     "consumed-samples": 336,
@@ -59,3 +65,27 @@ def test_validation_block():
 
 def test_perplexity_is_capped():
     assert perplexity(1000.0) == perplexity(20.0)
+
+
+def test_a_line_tells_means_of_applied_updates_and_the_speed_of_one_process(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("megatron.training.callbacks.logging.time.perf_counter", lambda: now[0])
+    run = build_toy(Layout.single(), ["--log-interval", "3"])
+    run.layout = Layout.at(3, 4)  # of which the last rank tells
+    recorder = Recorder()
+    callback, scalars = LogLine(), Scalars([recorder])
+    callback.on_start(run)
+    nan = {"losses": {"lm loss": math.nan}, "applied": False, "found_nonfinite": True}
+    changes = [{"losses": {"lm loss": 1.0}}, nan, {"losses": {"lm loss": 4.0}}]
+    for run.progress.iteration, change in enumerate(changes, 1):
+        for each in (callback, scalars):
+            each.before_step(run)
+        now[0] += 2.0
+        for each in (scalars, callback):
+            each.after_step(run, toy_outcome(tokens=120, **change), None)
+    line = capsys.readouterr().out
+    assert "lm loss: 2.500000E+00 |" in line  # of two, because the other is not a number
+    assert "number of skipped iterations:   1 | number of nan iterations:   1 |" in line
+    assert "elapsed time per iteration (ms): 2000.0 |" in line
+    assert "tokens/s per GPU: 15.0 |" in line  # 360 tokens in 6 s on 4 processes
+    assert recorder.values("tokens-per-second-per-gpu") == [15.0] * 3

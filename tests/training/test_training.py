@@ -128,6 +128,10 @@ def _poisoned(layout, policy):
         train(run, [poison, Watch(), *callbacks])
     except NumericsError as error:
         return "stopped", str(error), before[2] == fingerprint_parameters(run)
+    assert run.progress.consumed_samples == 24
+    rates = recorder.values("learning-rate")
+    assert rates[2] == rates[1]  # the schedule waits too
+    assert (run.progress.scheduled_samples, run.optimizer.steps) == (20, 5)
     return "finished", len(recorder.values("lm loss")), before[2] == before[3]
 
 

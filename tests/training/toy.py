@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.training.expert_load import ExpertLoad
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
+from megatron.training.step import StepOutcome
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from pretrain_ict import ICTRecipe
@@ -123,3 +125,28 @@ def fingerprint(run: Run) -> str:
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def toy_outcome(iteration: int = 1, **changes: Any) -> StepOutcome:
+    """An update that went well, of 4 samples that no other iteration has, but for the changes."""
+    first = 4 * (iteration - 1)
+    usual = StepOutcome(
+        applied=True,
+        grad_norm=1.0,
+        found_nonfinite=False,
+        overflow=False,
+        zeros=None,
+        losses={"lm loss": 2.0},
+        layer_losses={},
+        samples=4,
+        tokens=64,
+        flops=1e6,
+        length=None,
+        loss_scale=1.0,
+        exit_wanted=False,
+        save_due=False,
+        sample_ids=[[first + i] for i in range(4)],
+        finite=[True] * 4,
+        expert_load=None,
+    )
+    return replace(usual, **changes)
