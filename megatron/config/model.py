@@ -8,6 +8,7 @@ from megatron.config.adapters import AdapterOptions
 from megatron.config.attention import LATENT_FIELDS, YARN_FIELDS, SelfAttentionOptions
 from megatron.config.experts import ExpertOptions
 from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
+from megatron.config.hybrid import MAMBA_FIELDS, HybridOptions
 from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.retro import RetroOptions
 
@@ -50,7 +51,7 @@ class DenseOptions:
         architecture: Network architecture, set by the script that trains it.
         reward_head: Whether the model gives each token a reward instead of scores for the
             vocabulary, set by --preference-loss bradley-terry.
-        num_layers: Number of transformer layers.
+        num_layers: Number of transformer layers. Default: those of --hybrid-layer-pattern.
         decoder_num_layers: Number of layers of the T5 decoder. Default: --num-layers.
         hidden_size: Width of the residual stream.
         ffn_hidden_size: Inner width of the MLP. Default: 4 x --hidden-size; with --swiglu or
@@ -249,6 +250,7 @@ class ModelOptions(
     RetroOptions,
     ExpertOptions,
     MultiTokenOptions,
+    HybridOptions,
     SelfAttentionOptions,
     DenseOptions,
 ):
@@ -355,6 +357,18 @@ ROTARY_SPEED = (
     "rope_scaling_factor",
     *YARN_FIELDS,
 )
+# Fields of attention's heads.
+_OF_HEADS = (
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "softmax_scale",
+    "softmax_type",
+)
+_OF_MLPS = (  # and of experts
+    *("ffn_hidden_size", "openai_gelu", "squared_relu", "relu", "swiglu", "geglu", "quick_geglu"),
+)
 WITHOUT_TABLE = ("rope", "none")  # position types without weights, for sequences of any length
 
 
@@ -372,9 +386,15 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), positions == "rope"),
         "window_rotary_base": positions == "rope" and model.window_size is not None,
         "rope_scaling_factor": model.use_rope_scaling,
-        "max_position_embeddings": positions != "relative",  # which covers any distance
+        # Relative positions cover any distance, and so do states.
+        "max_position_embeddings": positions == "learned_absolute"
+        or (positions != "relative" and model.has_attention),
         "qk_layernorm_scope": model.qk_layernorm,
         "untie_embeddings_and_output_weights": not model.reward_head,
+        **dict.fromkeys(_OF_HEADS, model.has_attention),
+        **dict.fromkeys(MAMBA_FIELDS, model.has_states),
+        **dict.fromkeys(_OF_MLPS, model.has_mlps),
+        "add_bias_linear": model.has_attention or model.has_mlps,
     }
     return not has_effect.get(name, True)
 

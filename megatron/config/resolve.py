@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.data import DataOptions
+from megatron.config.hybrid import MIXTURE, layer_symbols, pipeline_layout
 from megatron.config.run import RunOptions, flatten, with_values
 
 # Fields that are derived again if a flag changes the values that they depend on (`forget_derived`).
 # The global batch size is not among them: a run keeps the one that it has.
 _FOLLOWING = (
+    "model.num_layers",
     "model.decoder_num_layers",
+    "model.mamba_num_heads",
     "model.kv_channels",
     "model.ffn_hidden_size",
     "model.max_position_embeddings",
@@ -33,7 +36,32 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
         filled["precision.accumulate_allreduce_grads_in_fp32"] = True
     if config.preferences.trains_reward_model:
         filled["model.reward_head"] = True
+    filled |= _of_pattern(config)
     return with_values(config, filled)
+
+
+def _of_pattern(config: RunOptions) -> dict[str, Any]:
+    """Return the values that the symbols of a hybrid pattern give to other flags.
+
+    The bars of a pattern move to the flag of the pipeline's layout, so that the network's settings
+    are the same in every layout. A single stage needs none.
+    """
+    model, parallel = config.model, config.parallel
+    symbols = layer_symbols(model.hybrid_layer_pattern)
+    if not symbols:
+        return {}
+    values: dict[str, Any] = {}
+    if model.num_experts and model.moe_layer_freq == "1":
+        values["model.moe_layer_freq"] = (
+            f"[{','.join('1' if symbol == MIXTURE else '0' for symbol in symbols)}]"
+        )
+    layout = pipeline_layout(model.hybrid_layer_pattern)
+    if parallel.pipeline_model_parallel_size == 1 or layout is None:
+        values["model.hybrid_layer_pattern"] = symbols
+    elif parallel.pipeline_model_parallel_layout is None:
+        values["model.hybrid_layer_pattern"] = symbols
+        values["parallel.pipeline_model_parallel_layout"] = layout
+    return values
 
 
 def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
@@ -55,7 +83,10 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     head_size = hidden // heads if hidden and heads else None
     if model.multi_latent_attention:
         head_size = model.latent_head_size
+    state_heads = 2 * (hidden or 0) // (model.mamba_head_dim or 1)
     return {
+        "model.num_layers": len(layer_symbols(model.hybrid_layer_pattern)) or None,
+        "model.mamba_num_heads": (state_heads or None) if model.has_states else None,
         "model.decoder_num_layers": model.num_layers if model.architecture == "t5" else None,
         "model.kv_channels": head_size,
         "model.ffn_hidden_size": (gated if model.is_gated else 4 * hidden) if hidden else None,

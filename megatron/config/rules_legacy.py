@@ -135,6 +135,10 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
         (f"--norm-placement {model.norm_placement}", model.norm_placement != "before"),
         ("--scale-embeddings", model.scale_embeddings),
         ("--parallel-residual", model.parallel_residual),
+        (
+            f"--hybrid-layer-pattern {model.hybrid_layer_pattern}",
+            model.hybrid_layer_pattern is not None,
+        ),
         ("--moe-router-bias", bool(model.num_experts) and model.moe_router_bias),
     ):
         if on:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from megatron.models.plan import (
     ModelPlan,
     multi_token_plan,
 )
+from megatron.models.recurrent_plan import RecurrentPlan, StateSpec
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
@@ -45,6 +47,7 @@ _CPU_CACHE_BYTES = 2**30
 _GPU_CACHE_SHARE = 0.9  # fraction of the memory left after loading the model
 # GPU memory kept free for a step's logits and activations.
 _GPU_STEP_BYTES = 3 * 2**30
+_UNUSED_HEAD = 64  # size of heads for the choice of kernels in a model without attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ def build_engine(
         assert not layout.sequence_parallel, "a step's tokens do not divide over tensor ranks"
     copy = copy or layout.world
     where, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
-    head_size = plan.head_size
+    head_size = plan.head_size or _UNUSED_HEAD
     library = find_library(where)
     invariant = loaded.config.model.batch_invariant_mode
     paged = choose_paged_attention(
@@ -155,6 +158,7 @@ def build_engine(
             block_size=size,
             max_sequences=most,
             max_tokens=max(most, options.max_step_tokens),
+            has_states=loaded.config.model.has_states,
         ),
         EngineLimits(
             vocab_size=vocab_size,
@@ -170,7 +174,11 @@ def build_engine(
             ("products", "cuBLASLt, independent of the batch" if by_rows else "PyTorch"),
             ("other kernels", str(library)),
             ("CUDA graphs", f"off ({without})" if without else "recorded when first needed"),
-            ("cache", f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {size}: {cache_size}"),
+            (
+                "cache",
+                f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {size}"
+                f"{' and states' * bool(memory.states)}: {cache_size}",
+            ),
             ("batch", f"up to {most:,} sequences"),
             *([("drafts", describe_speculation(speculation))] if speculation else []),
         ],
@@ -182,7 +190,8 @@ def check_speculation(model: ModelConfig, speculation: Speculation | None) -> No
     """Check that the model supports the guesses that --speculative-config asks for.
 
     Raises:
-        ConfigError: The model is a Retro, or has too few layers for further tokens.
+        ConfigError: The model is a Retro, has recurrent layers, or has too few layers for further
+            tokens.
     """
     if speculation is None:
         return
@@ -190,6 +199,11 @@ def check_speculation(model: ModelConfig, speculation: Speculation | None) -> No
         raise ConfigError(
             "--speculative-config: a Retro has no KV cache, so it computes whole texts at each "
             "step: drop it"
+        )
+    if model.has_states:
+        raise ConfigError(
+            "--speculative-config: the states of recurrent layers cannot go back behind a wrong "
+            "draft: drop it"
         )
     if speculation.method != "mtp":
         return
@@ -244,7 +258,7 @@ def _make_cache(
 ) -> CacheMemory:
     """Return a cache with the number of blocks that fit in memory on every rank. Collective."""
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
-    shapes = {}
+    shapes, states = {}, {}
     mixers = {index: model.plan.layers[index].mixer for index in model.part.layers}
     ahead = multi_token_plan(model.plan)
     if ahead is not None and model.part.head and options.speculation is not None:
@@ -252,15 +266,27 @@ def _make_cache(
         depths = ahead.layers[: used if options.speculation.method == "mtp" else 0]
         mixers |= {ahead.numbered_after + i: layer.mixer for i, layer in enumerate(depths)}
     for index, mixer in mixers.items():
-        assert isinstance(mixer, AttentionPlan), f"layer {index} has no keys and values"
-        shapes[index] = mixer.cached(layout.tensor.size)
+        if isinstance(mixer, AttentionPlan):
+            shapes[index] = mixer.cached(layout.tensor.size)
+        elif isinstance(mixer, RecurrentPlan):
+            states[index] = mixer.states(layout.tensor.size)
+        else:
+            assert mixer is None, f"layer {index} has neither keys and values nor states"
     token_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
     tokens = options.cache_tokens
     if tokens is None:
         size = _CPU_CACHE_BYTES
         if device.is_gpu:
             size = max(0, int((device.free_memory() - _GPU_STEP_BYTES) * _GPU_CACHE_SHARE))
-        tokens = min(options.max_sequences * model.plan.positions, size // token_bytes)
+        tokens = options.max_sequences * model.plan.positions
+        left = size - options.max_sequences * _state_bytes(states, dtype)
+        if left <= 0:
+            raise ConfigError(
+                f"the states of {options.max_sequences} sequences need more than the "
+                f"{size / 1e9:.3g} GB of memory that is left: allow fewer sequences at once"
+            )
+        if token_bytes:
+            tokens = min(tokens, left // token_bytes)
     blocks = torch.tensor(tokens // options.block_size, device=device.torch_device)
     count = int(all_reduce(blocks, layout.world, dist.ReduceOp.MIN))
     if count < 1:
@@ -268,7 +294,22 @@ def _make_cache(
             f"the KV cache has room for {tokens} tokens, less than one block of "
             f"{options.block_size}: give it more memory, or split the model over more GPUs"
         )
-    return CacheMemory(shapes, paged, count, options.block_size, device.torch_device, dtype)
+    return CacheMemory(
+        *(shapes, paged, count, options.block_size, device.torch_device, dtype),
+        recurrent=states,
+        places=options.max_sequences,
+    )
+
+
+def _state_bytes(states: Mapping[int, tuple[StateSpec, ...]], dtype: torch.dtype) -> int:
+    """Return the size of the states of one sequence.
+
+    Args:
+        states: The states of each recurrent layer.
+        dtype: Number format of states that do not have their own.
+    """
+    every = (spec for specs in states.values() for spec in specs)
+    return sum(math.prod(spec.shape) * (spec.dtype or dtype).itemsize for spec in every)
 
 
 def ranks_of_copy(layout: Layout) -> Axis:

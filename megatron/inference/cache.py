@@ -1,8 +1,11 @@
-"""The KV cache: the pool of blocks, their memory, and a step's view of it.
+"""The KV cache and the states of recurrent layers: blocks, memory, and a step's view of it.
 
 A block holds the keys and values of consecutive tokens. A full block has a key that identifies its
 tokens and all tokens before them. Sequences with the same beginning share it. An unused block keeps
 its content until the block is needed. The block that has been unused longest is reused first.
+
+The states of a recurrent layer have a constant size for each sequence. Every sequence in the batch
+has a place of its own, which it writes to after each step.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.attention import AttentionOptions
 from megatron.kernels.paged_attention import Chunks, LatentHeads, PagedAttention, Singles
+from megatron.models.attention import Recurrence
+from megatron.models.recurrent_plan import StateSpec
 
 BlockKey = bytes
 
@@ -111,7 +116,7 @@ class BlockPool:
 
 @dataclass(eq=False)
 class CacheMemory:
-    """The keys and values, or latent vectors, of this process's layers and heads.
+    """Keys and values or latent vectors, and states, of this process's layers and heads.
 
     Attributes:
         shapes: What is cached for a token, by layer index from 0 (`AttentionPlan.cached`).
@@ -120,8 +125,11 @@ class CacheMemory:
         block_size: Number of tokens in a block.
         device: Device of the memory.
         dtype: Number format of keys and values.
+        recurrent: States of one sequence in each recurrent layer, by layer index from 0.
+        places: Number of sequences whose states are kept. One more is allocated for padding.
         layers: Keys and values [2, slots, g, d], or latent vectors [1, slots, 1, w], by layer
             number, from 1.
+        states: States [places + 1, ...] by layer number, from 1.
         spare_slot: Slot for the padding of batches.
         size_bytes: Size of all layers in bytes.
     """
@@ -132,6 +140,8 @@ class CacheMemory:
     block_size: int
     device: torch.device
     dtype: torch.dtype
+    recurrent: Mapping[int, tuple[StateSpec, ...]] = field(default_factory=dict)
+    places: int = 0
 
     def __post_init__(self) -> None:
         """Allocate the memory."""
@@ -141,7 +151,34 @@ class CacheMemory:
             index + 1: torch.zeros(tensors, slots, *each, device=self.device, dtype=self.dtype)
             for index, (tensors, *each) in self.shapes.items()
         }
-        self.size_bytes = sum(memory.nbytes for memory in self.layers.values())
+        self.states = {
+            index + 1: tuple(
+                torch.zeros(
+                    self.places + 1, *spec.shape, device=self.device, dtype=spec.dtype or self.dtype
+                )
+                for spec in specs
+            )
+            for index, specs in self.recurrent.items()
+        }
+        held = [*self.layers.values(), *(one for each in self.states.values() for one in each)]
+        self.size_bytes = sum(memory.nbytes for memory in held)
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """The sequences of a step, for layers with states.
+
+    Attributes:
+        places: Place of each sequence's states, int64 [sequences]. Sequences that add one token
+            come first.
+        singles: Number of sequences that add one token.
+        chunks: For each other sequence, the number of tokens that it adds, and whether these are
+            its first.
+    """
+
+    places: Tensor
+    singles: int
+    chunks: tuple[tuple[int, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +192,7 @@ class StepCache:
         outputs: Indices of the tokens whose logits are computed, int64 [k].
         singles: Sequences that add one token, which come first, or `None` if there are none.
         chunks: Sequences that add several tokens, or `None` if there are none.
+        rows: All sequences, for layers with states; `None` if the model has none.
     """
 
     memory: CacheMemory
@@ -163,6 +201,7 @@ class StepCache:
     outputs: Tensor
     singles: Singles | None
     chunks: Chunks | None
+    rows: StateRows | None = None
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -225,3 +264,32 @@ class StepCache:
             parts.append(paged.chunks(new, key, value, (key, value), chunks, options))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.unsqueeze(1)
+
+    def recur(self, layer_number: int, x: Tensor, recurrence: Recurrence) -> Tensor:
+        """Continue each token's sequence from its states in a layer, and keep the new states.
+
+        Sequences that add one token are computed together, the others one by one.
+
+        Args:
+            layer_number: Index of the layer in the model, from 1.
+            x: Input of the recurrence, [s, 1, c].
+            recurrence: The recurrence.
+
+        Returns:
+            Its results [s, 1, ...].
+        """
+        assert self.rows is not None, "the engine was built without states"
+        memory, rows = self.memory.states[layer_number], self.rows
+        counts = [(rows.singles, 1, False)] * bool(rows.singles)
+        counts += [(1, size, is_new) for size, is_new in rows.chunks]
+        results, token, sequence = [], 0, 0
+        for count, size, is_new in counts:
+            places = rows.places[sequence : sequence + count]
+            before = None if is_new else tuple(each.index_select(0, places) for each in memory)
+            tokens = x[token : token + count * size].view(count, size, *x.shape[2:])
+            out, after = recurrence(tokens.transpose(0, 1), before)
+            for each, value in zip(memory, after, strict=True):
+                each.index_copy_(0, places, value.to(each.dtype))
+            results.append(out.transpose(0, 1).flatten(0, 1).unsqueeze(1))
+            token, sequence = token + count * size, sequence + count
+        return results[0] if len(results) == 1 else torch.cat(results)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.device import Device, Reading
-from megatron.inference.cache import CacheMemory, StepCache
+from megatron.inference.cache import CacheMemory, StateRows, StepCache
 from megatron.inference.request import Retrieved
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
 from megatron.inference.scheduler import UNKNOWN, Integers, Row, Sequence, StepPlan
@@ -214,6 +214,7 @@ class Executor:
             outputs=send(np.array(outputs_at, dtype=np.int64)),
             singles=singles,
             chunks=self._chunks(plan[count:]) if count < len(plan) else None,
+            rows=self._state_rows(plan, count) if self.memory.states else None,
         )
         known = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
         tokens = send(known)
@@ -234,6 +235,11 @@ class Executor:
         ends = np.cumsum([[0, *sizes], [0, *lengths]], axis=1, dtype=np.int32)
         return Chunks(starts, sizes, self.device.send(ends), slots)
 
+    def _state_rows(self, plan: StepPlan, singles: int) -> StateRows:
+        assert not any(row.drafts for row in plan), "states cannot go back behind a wrong draft"
+        chunks = tuple((row.size, row.start == 0) for row in plan[singles:])
+        return StateRows(self.device.send(_places(plan)), singles, chunks)
+
     def _slots(self, rows: StepPlan, places: Many[Integers]) -> Tensor:
         """Return the slots of tokens, given their positions in the sequence of each row."""
         size = self.memory.block_size
@@ -251,6 +257,11 @@ def _size(row: Row) -> int:
 def _adapters(rows: Many[Row]) -> Integers:
     """Return the index of each row's adapter."""
     return np.fromiter((row.sequence.adapter for row in rows), np.int64, len(rows))
+
+
+def _places(rows: Many[Row]) -> Integers:
+    """Return the place of each row's states."""
+    return np.fromiter((row.sequence.place for row in rows), np.int64, len(rows))
 
 
 def _tables(rows: Many[Row]) -> NDArray[np.int32]:
@@ -317,8 +328,8 @@ class DecodeGraphs:
         self._recordings: dict[tuple[int, int, bool], Callable[[], _Outputs]] = {}
         self._works = True
         # Rows: token, its index in `_chosen` or -1, position, slot, length with the new token,
-        # adapter.
-        self._inputs = torch.zeros(6, max_sequences, dtype=torch.int64, device=device.torch_device)
+        # adapter, place of states.
+        self._inputs = torch.zeros(7, max_sequences, dtype=torch.int64, device=device.torch_device)
         self._chosen = torch.zeros_like(self._inputs[0])
         width = -(-model.plan.positions // memory.block_size)
         self._tables = self._inputs.new_zeros(max_sequences, width, dtype=torch.int32)
@@ -347,19 +358,23 @@ class DecodeGraphs:
         kind = count, longest, is_adapted
         replay = self._recordings.get(kind)
         if replay is None:
+            # Recording runs the step, which must not happen twice to any sequence's states.
+            places = self._inputs[-1, :count].clone()
+            self._inputs[-1, :count] = self._memory.places
             try:
                 replay = self._record(lambda: self._step(*kind))
             except RuntimeError:  # any CUDA error: everything also runs without graphs, only slower
                 logger.exception("recording a step failed: CUDA graphs are off")
                 self._works = False
                 return None
+            self._inputs[-1, :count] = places
             self._recordings[kind] = replay
         logits, states = replay()
         return logits[:, : len(plan)], None if states is None else states[: len(plan)]
 
     def _step(self, count: int, longest: int, is_adapted: bool) -> _Outputs:
         """Compute a step from the input memory."""
-        known, sources, positions, slots, lengths, adapters = self._inputs[:, :count]
+        known, sources, positions, slots, lengths, adapters, places = self._inputs[:, :count]
         if self._adapters is not None:
             self._adapters.of_tokens = adapters if is_adapted else None
         tokens = torch.where(sources >= 0, self._chosen[sources.clamp(min=0)], known)
@@ -370,6 +385,7 @@ class DecodeGraphs:
             outputs=torch.arange(count, device=tokens.device),
             singles=Singles(self._tables[:count], lengths.int(), longest, self._memory.block_size),
             chunks=None,
+            rows=StateRows(places, count) if self._memory.states else None,
         )
         if not self._keeps_states:
             return self._model(tokens.unsqueeze(0), cache=cache), None
@@ -382,10 +398,12 @@ class DecodeGraphs:
         tokens = [row.tokens[0] for row in plan]
         starts = np.fromiter((row.start for row in plan), np.int64, used)
         last = np.fromiter((row.blocks[row.start // size] for row in plan), np.int64, used)
-        empty_row = np.array([[0], [-1], [0], [self._memory.spare_slot], [0], [0]])
+        spare = self._memory.spare_slot, self._memory.places
+        empty_row = np.array([[0], [-1], [0], [spare[0]], [0], [0], [spare[1]]])
         inputs = np.repeat(empty_row, count, axis=1)
         slots = last * size + starts % size
-        inputs[:, :used] = tokens, sources, starts, slots, starts + 1, _adapters(plan)
+        numbers = _adapters(plan), _places(plan)
+        inputs[:, :used] = tokens, sources, starts, slots, starts + 1, *numbers
         self._inputs[:, :count] = self._device.send(inputs)
         # Copy only the tables that have changed.
         changed = [i for i, row in enumerate(plan) if self._in_tables[i] is not row.blocks]

@@ -33,12 +33,15 @@ class SchedulerSettings:
         max_sequences: Maximum number of sequences in a step.
         max_tokens: Maximum number of tokens in a step, at least `max_sequences`, so that every
             sequence can go on.
+        has_states: Whether the model has layers with states. Blocks then do not suffice to go on
+            from, so each sequence is computed from its first token.
     """
 
     blocks: int
     block_size: int
     max_sequences: int
     max_tokens: int
+    has_states: bool = False
 
     def __post_init__(self) -> None:
         """Check that the sizes leave room for every sequence in a step."""
@@ -63,6 +66,7 @@ class Sequence:
         blocks: Blocks of the computed tokens, including those of the step under way. The array is
             never written to. A change of blocks replaces it.
         keys: Keys of the published full blocks.
+        place: Index of the sequence's states among those of all running sequences.
         is_new: Whether the sequence has not begun yet.
         is_over: Whether it has been removed, so that results of a step under way are dropped.
         prompt: Number of tokens that the sequence began with. They are always computed as a prompt,
@@ -80,6 +84,7 @@ class Sequence:
     cached: int = 0
     blocks: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
     keys: list[BlockKey] = field(default_factory=list)
+    place: int = -1
     is_new: bool = True
     is_over: bool = False
     prompt: int = -1
@@ -160,6 +165,7 @@ class Scheduler:
         self.pool = BlockPool(settings.blocks)
         self.preempted = 0
         self.running: list[Sequence] = []  # sequences in the batch, in the order they began
+        self._places = list(range(settings.max_sequences))  # those that no running sequence has
         self._waiting: deque[Sequence] = deque()
 
     def add(self, *sequences: Sequence) -> None:
@@ -169,7 +175,8 @@ class Scheduler:
     def fork(self, parent: Sequence, tokens: list[int]) -> Sequence:
         """Return a new sequence that starts like a running one and shares its full blocks.
 
-        If there is no room in the batch for the new sequence, put it at the end of the queue.
+        If there is no room in the batch for the new sequence, or if it needs the states of an
+        earlier token, put it at the end of the queue.
         """
         size = self.settings.block_size
         child = Sequence(
@@ -180,7 +187,8 @@ class Scheduler:
             prompt=parent.prompt,
             adapter=parent.adapter,
         )
-        if len(self.running) >= self.settings.max_sequences or parent not in self.running:
+        is_full = len(self.running) >= self.settings.max_sequences
+        if is_full or self.settings.has_states or parent not in self.running:
             self.add(child)
             return child
         full = parent.computed // size
@@ -188,7 +196,7 @@ class Scheduler:
         self.pool.share(child.blocks.tolist())
         child.keys = parent.keys[:full]
         child.computed = full * size
-        self.running.append(child)
+        self._run(child)
         return child
 
     def remove(self, sequence: Sequence) -> None:
@@ -271,14 +279,14 @@ class Scheduler:
         while self._waiting and step.budget and len(self.running) < self.settings.max_sequences:
             sequence = self._waiting[0]
             first = None  # key of the first block, if other sequences can reuse it
-            if sequence.reuses and len(sequence.tokens) > size:
+            if self._reuses(sequence) and len(sequence.tokens) > size:
                 first = sequence.next_key([], size)
             if first in step.coming or not self._begin(sequence):
                 return
             if first is not None and not sequence.computed:
                 step.coming.add(first)
             self._waiting.popleft()
-            self.running.append(sequence)
+            self._run(sequence)
             count = min(sequence.missing, step.budget)
             self._grow(sequence, count)
             step.put(sequence, count)
@@ -299,7 +307,7 @@ class Scheduler:
         blocks: list[int] = []
         keys: list[BlockKey] = []
         # The last token is always computed, because the next token is chosen from its logits.
-        while sequence.reuses and (len(keys) + 1) * size < len(tokens):
+        while self._reuses(sequence) and (len(keys) + 1) * size < len(tokens):
             key = sequence.next_key(keys, size)
             block = self.pool.find(key)
             if block is None:
@@ -316,6 +324,15 @@ class Scheduler:
             sequence.cached, sequence.is_new = sequence.computed, False
         return True
 
+    def _reuses(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may begin with blocks that others have computed."""
+        return sequence.reuses and not self.settings.has_states
+
+    def _run(self, sequence: Sequence) -> None:
+        """Put a sequence in the batch."""
+        sequence.place = self._places.pop()
+        self.running.append(sequence)
+
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
@@ -326,6 +343,9 @@ class Scheduler:
         for block in sequence.blocks[::-1].tolist():
             self.pool.release(block)
         sequence.blocks, sequence.keys, sequence.computed = sequence.blocks[:0], [], 0
+        if sequence.place >= 0:
+            self._places.append(sequence.place)
+            sequence.place = -1
 
 
 @dataclass

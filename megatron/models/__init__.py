@@ -5,6 +5,8 @@
     gpt, bert, t5, retro  models, or the part of a model that a pipeline stage holds
     biencoder             two BERTs that turn queries and contexts into vectors
     block                 layers, and the tables of mixers (`attention`) and MLPs (`mlp`)
+    mamba, recurrence     the Mamba-2 mixer; what all mixers with states share
+    recurrent_plan        their records, which name the states that the engine keeps
     latent_attention      multi-head latent attention (DeepSeek-V2)
     norm, position_bias   normalizations; T5's relative positions
     multi_token           layers after the last one, which predict further tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,8 +23,13 @@ from megatron.parallel.parameter import Init
 from megatron.parallel.random import split_region
 
 
+# Continues the sequences of tokens [s, b, ...] from their states [b, ...], and returns results [s,
+# b, ...] and new states. `None` means the states of new sequences.
+Recurrence = Callable[[Tensor, tuple[Tensor, ...] | None], tuple[Tensor, tuple[Tensor, ...]]]
+
+
 class KeyValueCache(Protocol):
-    """The keys and values of earlier tokens, given to a model together with new tokens.
+    """The keys, values and states of earlier tokens, given to a model together with new tokens.
 
     A pass with such a cache, in inference, has a single sample of s tokens. The tokens may belong
     to any number of sequences, each at its own position in its own sequence.
@@ -68,6 +74,19 @@ class KeyValueCache(Protocol):
 
         Returns:
             [s, 1, n d / t].
+        """
+        ...
+
+    def recur(self, layer_number: int, x: Tensor, recurrence: Recurrence) -> Tensor:
+        """Continue each token's sequence from its states in a layer, and keep the new states.
+
+        Args:
+            layer_number: Index of the layer in the model, from 1.
+            x: Input of the recurrence, [s, 1, c].
+            recurrence: The recurrence, whose states are those of the layer's `RecurrentPlan`.
+
+        Returns:
+            Its results [s, 1, ...].
         """
         ...
 

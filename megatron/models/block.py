@@ -20,6 +20,7 @@ from megatron.kernels.rope import Rotation
 from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCache, SelfAttention
 from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.latent_attention import LatentAttention
+from megatron.models.mamba import Mamba
 from megatron.models.mixture import Mixture
 from megatron.models.mlp import MLP
 from megatron.models.norm import Joining, Norm, Stream, new_norm
@@ -70,6 +71,7 @@ MIXERS: dict[str, Any] = {
     "cross_attention": CrossAttention,
     "chunked_cross_attention": ChunkedCrossAttention,
     "neighbor_cross_attention": NeighborCrossAttention,
+    "mamba": Mamba,
 }
 # An MLP is constructed with (plan, context) and called with x. Otherwise it is like a mixer.
 MLPS: dict[str, Any] = {"dense": MLP, "mixture": Mixture}
@@ -86,7 +88,7 @@ def class_of(plan: SublayerPlan) -> Sublayer:
 class Block(nn.Module):
     """A layer: a mixer, then an MLP, each with a normalization before it, after it or both.
 
-    A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
+    A layer of a hybrid model has only one of the two. A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
     to a Retro's neighbors. The first layer that reads these also holds their encoder.
     A normalization after a sublayer applies to its output, before the residual is added.
     The residual of a sublayer is its input, or its normalized input with
@@ -104,16 +106,18 @@ class Block(nn.Module):
     def __init__(self, plan: LayerPlan, context: BuildContext, layer_number: int) -> None:
         """Build the sublayers and their normalizations."""
         super().__init__()
-        hidden, recompute_core = plan.mixer.hidden, "core_attn" in context.recomputed
+        hidden, recompute_core = plan.hidden, "core_attn" in context.recomputed
         self.residual_after_norm, self.is_parallel = plan.residual_after_norm, plan.parallel
         self.dropout = plan.dropout
         self.bias_dropout_add = context.kernels.bias_dropout_add
         self.sequence = context.layout.sequence
         self.layer_number = layer_number
-        self.attention_norm, self.attention_output_norm = _new_norms(plan, context)
-        self.attention = MIXERS[plan.mixer.kind](
-            plan.mixer, context, layer_number, recompute_core=recompute_core
-        )
+        self.attention = None
+        if plan.mixer is not None:
+            self.attention_norm, self.attention_output_norm = _new_norms(plan, context)
+            self.attention = MIXERS[plan.mixer.kind](
+                plan.mixer, context, layer_number, recompute_core=recompute_core
+            )
         self.cross_norm = self.cross_attention = None
         if plan.cross_attention is not None:
             self.cross_norm = new_norm(plan.norm, hidden, context)
@@ -126,17 +130,17 @@ class Block(nn.Module):
             self.retriever = LayerStack(
                 layers, context.within_rank(), range(len(layers)), numbered_after=before
             )
-        self.mlp_norm, self.mlp_output_norm = _new_norms(plan, context)
-        self.recomputes_mlp = _MODULES.get(plan.mlp.kind) in context.recomputed
-        # Parts of a recomputed MLP must not recompute on their own: what they keep for that would
-        # outlive the MLP's forward pass.
-        parts = frozenset() if self.recomputes_mlp else context.recomputed
-        self.mlp = MLPS[plan.mlp.kind](
-            plan.mlp, replace(context, layer=layer_number, recomputed=parts)
-        )
+        self.mlp, kind = None, "" if plan.mlp is None else plan.mlp.kind
+        self.recomputes_mlp = _MODULES.get(kind) in context.recomputed
+        if plan.mlp is not None:
+            self.mlp_norm, self.mlp_output_norm = _new_norms(plan, context)
+            # Parts of a recomputed MLP must not recompute on their own: what they keep for that
+            # would outlive the MLP's forward pass.
+            parts = frozenset() if self.recomputes_mlp else context.recomputed
+            self.mlp = MLPS[kind](plan.mlp, replace(context, layer=layer_number, recomputed=parts))
         self.keeps_norms = "layernorm" not in context.recomputed or not _forgets_norms(plan)
         self.routers = context.registry.routers
-        self.stops_early = not (context.gathers_weights and plan.mlp.kind == "mixture")
+        self.stops_early = not (context.gathers_weights and kind == "mixture")
 
     @staticmethod
     def matrix_parameters(plan: LayerPlan, split: WeightSplit) -> int:
@@ -151,7 +155,7 @@ class Block(nn.Module):
     @staticmethod
     def parameter_count(plan: LayerPlan, split: WeightSplit) -> int:
         """Count the parameters that one process holds."""
-        norm = Norm.parameter_count(plan.norm, plan.mixer.hidden)
+        norm = Norm.parameter_count(plan.norm, plan.hidden)
         norm *= plan.norms_input + plan.norms_output
         layers = (plan, *plan.encoding)
         parts = [part for layer in layers for part in layer.sublayers]
@@ -176,7 +180,7 @@ class Block(nn.Module):
         # Dropout adds one byte for each entry of its mask.
         entry = 2 * batch.width + (1 if plan.dropout > 0 else 0)
         entry += (plan.norms_input + plan.norms_output - 1) * batch.width
-        tokens = batch.tokens * plan.mixer.hidden // batch.sequence
+        tokens = batch.tokens * plan.hidden // batch.sequence
         total = 0
         for part in plan.sublayers:
             if _MODULES.get(part.kind) in batch.recomputed:  # keeps only its input
@@ -216,20 +220,18 @@ class Block(nn.Module):
         inputs = (mask, rotation, cache)
         if self.is_parallel:
             return self._add_both(stream, inputs)
-        stream = self._add(
-            stream,
-            self.attention_norm,
-            self.attention,
-            inputs,
-            "attention output",
-            self.attention_output_norm,
-        )
+        if self.attention is not None:
+            norms = self.attention_norm, self.attention_output_norm
+            stream = self._add(stream, norms, self.attention, inputs, "attention output")
         if self.cross_norm is not None:
             assert encoder is not None, "a decoder's layer reads the encoder's output"
-            norm, cross = self.cross_norm, self.cross_attention
+            norms, cross = (self.cross_norm, None), self.cross_attention
             read = (encoder,) if self.retriever is None else (encoder, self.retriever)
-            stream = self._add(stream, norm, cross, read, "cross output")
-        return self._add(stream, self.mlp_norm, self.mlp, (), "mlp output", self.mlp_output_norm)
+            stream = self._add(stream, norms, cross, read, "cross output")
+        if self.mlp is not None:
+            norms = self.mlp_norm, self.mlp_output_norm
+            stream = self._add(stream, norms, self.mlp, (), "mlp output")
+        return stream
 
     def _compute(
         self, norm: nn.Module, sublayer: Any, joined: Tensor, normal: Tensor, *inputs: Any
@@ -249,6 +251,8 @@ class Block(nn.Module):
 
     def _add_both(self, stream: Stream, inputs: tuple[Any, ...]) -> Stream:
         """Return the residual with the outputs of mixer and MLP, which both read it."""
+        assert self.attention is not None, "a rule refuses parallel residuals in hybrid models"
+        assert self.mlp is not None, "a rule refuses parallel residuals in hybrid models"
         forward = [
             getattr(x, "handovers", NO_HANDOVERS).forward for x in (self.attention, self.mlp)
         ]
@@ -273,16 +277,16 @@ class Block(nn.Module):
     def _add(
         self,
         stream: Stream,
-        norm: nn.Module,
+        norms: tuple[nn.Module, Norm | None],
         sublayer: Any,
         inputs: tuple[Any, ...],
         site: str,
-        output_norm: Norm | None = None,
     ) -> Stream:
         """Return residual + dropout(output_norm(sublayer(norm(stream), *inputs) + bias)).
 
         Without dropout, the sum is left to the next normalization.
         """
+        norm, output_norm = norms
         handovers = getattr(sublayer, "handovers", NO_HANDOVERS)
         joined, normal = norm(stream, handovers.forward)
         residual = normal if self.residual_after_norm else joined
@@ -300,7 +304,7 @@ class Block(nn.Module):
 
 def _new_norms(plan: LayerPlan, context: BuildContext) -> tuple[nn.Module, Norm | None]:
     """Build the normalizations before and after a sublayer, as far as the plan has them."""
-    hidden = plan.mixer.hidden
+    hidden = plan.hidden
     before = new_norm(plan.norm, hidden, context) if plan.norms_input else Joining(context)
     return before, new_norm(plan.norm, hidden, context) if plan.norms_output else None
 

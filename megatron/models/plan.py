@@ -58,11 +58,13 @@ class InitPlan:
         std: Standard deviation of the normal distribution.
         layers: Number of layers that add their outputs to the residual stream.
         xavier: Whether to use Xavier's uniform distribution instead.
+        outputs: Number of outputs that each layer adds.
     """
 
     std: float
     layers: int
     xavier: bool = False
+    outputs: int = 2
 
     def weight(self, fan_in: int, fan_out: int, *, into_residual: bool = False) -> Init:
         """Return the initial distribution of a matrix.
@@ -70,13 +72,14 @@ class InitPlan:
         Args:
             fan_in: Inputs of the whole matrix.
             fan_out: Outputs of the whole matrix.
-            into_residual: Whether the output is added to the residual stream. 2 x layers such
-                outputs add up, so the standard deviation is divided by the square root of that
-                number (GPT-2).
+            into_residual: Whether the output is added to the residual stream. The standard
+                deviation is then divided by the square root of the number of such outputs, which
+                add up (GPT-2).
         """
         if self.xavier:
             return Init("uniform", math.sqrt(6 / (fan_in + fan_out)))
-        return Init("normal", self.std / math.sqrt(2 * self.layers) if into_residual else self.std)
+        added = self.outputs * self.layers if into_residual else 1
+        return Init("normal", self.std / math.sqrt(added))
 
 
 @dataclass(frozen=True)
@@ -399,11 +402,11 @@ class MixturePlan(SublayerPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """A transformer layer: mixer, cross-attention and MLP, each with its normalizations.
+    """A layer: mixer, cross-attention and MLP, each with its normalizations.
 
     Attributes:
-        mixer: Record whose kind is in `block.MIXERS`.
-        mlp: Record whose kind is in `block.MLPS`.
+        mixer: Record whose kind is in `block.MIXERS`; `None` in some layers of hybrid models.
+        mlp: Record whose kind is in `block.MLPS`; `None` in some layers of hybrid models.
         norm: The record of all normalizations of sublayers.
         norm_placement: Whether they come "before" the sublayers, "after" them (on the output that
             is added to the residual stream), or "both".
@@ -416,8 +419,8 @@ class LayerPlan:
         dropout: Dropout probability of each update of the residual stream.
     """
 
-    mixer: MixerPlan
-    mlp: SublayerPlan
+    mixer: MixerPlan | None
+    mlp: SublayerPlan | None
     norm: NormPlan
     norm_placement: str = "before"
     cross_attention: AttentionPlan | None = None
@@ -439,8 +442,13 @@ class LayerPlan:
     @property
     def sublayers(self) -> tuple[SublayerPlan, ...]:
         """The sublayers that add to the residual stream, in order."""
-        crossing = () if self.cross_attention is None else (self.cross_attention,)
-        return (self.mixer, *crossing, self.mlp)
+        parts = (self.mixer, self.cross_attention, self.mlp)
+        return tuple(part for part in parts if part is not None)
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.sublayers[0].hidden
 
     @property
     def encoding(self) -> tuple[LayerPlan, ...]:
@@ -619,10 +627,8 @@ class ModelPlan:
         encoder_layers: Number of `layers` that belong to an encoder before a decoder; 0 if there is
             a single stack.
         position_bias: Relative positions of each stack's self-attention; `None` for none.
-        towers: Number of copies of this network, each with its own weights: 2 for a bi-encoder with
-            one tower for queries and one for contexts.
-        teacher: The plan of the teacher network, which runs next to this one in distillation;
-            `None` if there is none.
+        towers: Number of copies of this network, each with its own weights: 2 for a bi-encoder.
+        teacher: The plan of the teacher in distillation; `None` if there is none.
     """
 
     embedding: EmbeddingPlan
@@ -654,16 +660,15 @@ class ModelPlan:
     @property
     def attention(self) -> AttentionPlan:
         """The self-attention record of all layers, for code that requires them to be equal."""
-        found, *others = {layer.mixer for layer in self.layers}
-        assert not others, "layers have different attention"
+        (found,) = {layer.mixer for layer in self.layers}
         assert isinstance(found, AttentionPlan), "the layers' mixer is not attention"
         return found
 
     @property
-    def head_size(self) -> int:
-        """Number of channels of a query, key or value in self-attention, the same in all layers."""
+    def head_size(self) -> int | None:
+        """Channels of a head of self-attention in all layers; `None` without attention."""
         mixers = (layer.mixer for layer in self.layers)
-        (size,) = {mixer.head_size for mixer in mixers if isinstance(mixer, AttentionPlan)}
+        (size,) = {x.head_size for x in mixers if isinstance(x, AttentionPlan)} or {None}
         return size
 
     def head(self, kind: str) -> HeadPlan | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.config.attention import layer_rotates, layer_windows
 from megatron.config.experts import layer_experts
+from megatron.config.hybrid import ATTENTION, MAMBA, layer_symbols
 from megatron.config.model import ModelConfig
 from megatron.config.retro import retro_layers
 from megatron.kernels.rope import Yarn
@@ -37,6 +38,7 @@ from megatron.models.plan import (
     RotaryPlan,
     RouterPlan,
 )
+from megatron.models.recurrent_plan import MambaPlan
 
 _JITTER = 0.01  # DeepSpeed's value for the policy Jitter
 _SEGMENTS = 2  # segments per BERT sample, hence token types and classes of the binary head
@@ -117,6 +119,35 @@ def layer_plan(
         cross_attention=crossing if crosses else None,
         residual_after_norm=model.apply_residual_connection_post_layernorm,
         dropout=model.hidden_dropout,
+    )
+
+
+def hybrid_layer(model: ModelConfig, layer: LayerPlan, symbol: str) -> LayerPlan:
+    """Return the part of a layer that a symbol of --hybrid-layer-pattern stands for.
+
+    Args:
+        model: Resolved network flags.
+        layer: The record of a layer with attention and an MLP or a mixture.
+        symbol: The symbol.
+    """
+    if symbol == ATTENTION:
+        return replace(layer, mlp=None)
+    if symbol == MAMBA:
+        return replace(layer, mlp=None, mixer=mamba_plan(model))
+    return replace(layer, mixer=None)
+
+
+def mamba_plan(model: ModelConfig) -> MambaPlan:
+    """Return the record of a Mamba-2 mixer."""
+    assert model.mamba_num_heads is not None, "resolve fills it in"
+    return MambaPlan(
+        hidden=model.hidden_size,
+        init=init_plan(model),
+        heads=model.mamba_num_heads,
+        head_size=model.mamba_head_dim,
+        groups=model.mamba_num_groups,
+        state=model.mamba_state_dim,
+        epsilon=model.norm_epsilon,
     )
 
 
@@ -245,7 +276,9 @@ def gating_plan(model: ModelConfig) -> GatingPlan:
 
 def init_plan(model: ModelConfig) -> InitPlan:
     """Return the distribution of initial weights."""
-    return InitPlan(model.init_method_std, model.num_layers, model.init_method_xavier_uniform)
+    outputs = 1 if model.hybrid_layer_pattern else 2
+    xavier = model.init_method_xavier_uniform
+    return InitPlan(model.init_method_std, model.num_layers, xavier, outputs)
 
 
 def norm_plan(model: ModelConfig) -> NormPlan:
@@ -298,7 +331,7 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 
 
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a GPT. Its layers may differ in MLP, window and rotation."""
+    """Return the plan of a GPT. Its layers may differ in mixer, MLP, window and rotation."""
     assert head.is_language_model, "only a BERT can have a task head"
     output: HeadPlan = output_plan(model, vocabulary)
     if model.reward_head:
@@ -311,13 +344,14 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
             in_fp32=True,
         )
     kinds = (layer_experts, layer_windows, layer_rotates)
-    choices = list(zip(*(kind(model, model.num_layers) for kind in kinds), strict=True))
-    made = {  # equal layers share one record, so that the planner times it once
-        (experts, window, rotates): layer_plan(
-            model, causal=True, experts=experts, window=window, rotates=rotates
+    symbols = layer_symbols(model.hybrid_layer_pattern) or [""] * model.num_layers
+    choices = list(zip(*(kind(model, model.num_layers) for kind in kinds), symbols, strict=True))
+    made = {}  # equal layers share one record, so that the planner times it once
+    for experts, window, rotates, symbol in choices:
+        layer = layer_plan(model, causal=True, experts=experts, window=window, rotates=rotates)
+        made[experts, window, rotates, symbol] = (
+            hybrid_layer(model, layer, symbol) if symbol else layer
         )
-        for experts, window, rotates in choices
-    }
     layers, depths = tuple(made[choice] for choice in choices), model.mtp_num_layers or 0
     ahead = MultiTokenPlan(  # its layers are like the last one, as in Megatron Core
         hidden=model.hidden_size,

@@ -28,12 +28,16 @@ class Init:
     """The distribution of a tensor's initial values.
 
     Attributes:
-        kind: "normal", "uniform", "zeros" or "ones".
-        scale: The standard deviation of "normal"; the bound of "uniform" on both sides of 0.
+        kind: "normal", "uniform", "zeros" or "ones"; "log_uniform" for the logarithm of a uniform
+            number; "time_step" for a number whose softplus is log-uniform.
+        scale: The standard deviation of "normal"; the bound of "uniform" on both sides of 0; the
+            lower bound of the number of "log_uniform", and of the softplus of "time_step".
+        most: The upper bound of that number or softplus.
     """
 
     kind: str
     scale: float = 0.0
+    most: float = 0.0
 
 
 ZEROS = Init("zeros")
@@ -203,6 +207,12 @@ def _transform(words: list[Tensor], init: Init) -> list[Tensor]:
     uniform = [(word.double() + 0.5).mul_(2.0**-32) for word in words]
     if init.kind == "uniform":
         return [u.mul_(2).sub_(1).mul_(init.scale) for u in uniform]
+    if init.kind == "log_uniform":
+        return [u.mul_(init.most - init.scale).add_(init.scale).log_() for u in uniform]
+    if init.kind == "time_step":
+        spread = math.log(init.most / init.scale)
+        steps = [u.mul_(spread).exp_().mul_(init.scale) for u in uniform]
+        return [step + step.neg().expm1_().neg_().log_() for step in steps]
     assert init.kind == "normal", init.kind
     normal: list[Tensor] = []
     for u, v in (uniform[:2], uniform[2:]):  # Box and Muller, 1958

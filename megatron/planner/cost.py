@@ -225,7 +225,7 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
     mixtures = sum(isinstance(part, MixturePlan) for part in layer.sublayers)
     kernels = (_KERNELS * len(layer.sublayers) + _MIXTURE_KERNELS * mixtures) * machine.kernel
     if layer.dropout > 0:
-        updates = len(layer.sublayers) * batch.width * batch.tokens * layer.mixer.hidden
+        updates = len(layer.sublayers) * batch.width * batch.tokens * layer.hidden
         kernels += _DROPOUT_PASSES * updates / batch.sequence / machine.copy
     forward = forward.plus(Seconds(memory=_FORWARD_PASSES * kept + kernels))
     inputs = inputs.plus(Seconds(memory=_BACKWARD_PASSES * kept + kernels))

@@ -149,7 +149,7 @@ def size_rows(
     lengths, growth = lengths_of(config), []
     if lengths is not None:
         growth = [("curriculum", f"{lengths.describe()}; the rest of a sample is not read")]
-    causal = {layer.mixer.causal for layer in plan.layers}
+    causal = {layer.mixer.causal for layer in plan.layers if layer.mixer is not None}
     attention = "causal attention counted half" if True in causal else "attention counted whole"
     attention = "the decoder's " * (len(causal) > 1) + attention
     parameters, active = count_parameters(plan), count_active_parameters(plan)

@@ -13,7 +13,7 @@ from megatron.inference.load import Loaded
 from megatron.inference.request import Request
 from megatron.parallel.layout import Layout
 from tests.inference.toy import drain, greedy, tokens_of
-from tests.parity.layouts import LATENT, LayoutCase
+from tests.parity.layouts import HYBRID, LATENT, LayoutCase
 from tests.training.toy import train_toy
 
 PROMPTS = [(3, 1, 4), (1, 5), (9, 2, 6, 5, 3, 5), (8,), (97, 9, 3, 2), tuple(range(7, 37, 2))]
@@ -26,6 +26,8 @@ NETWORKS = {
     "latent": LATENT,
     "sinks in windows": "--softmax-type learnable --window-size 9,0 --window-attn-skip-freq 2 "
     "--init-method-std 0.3",
+    "hybrid": HYBRID,
+    "Mamba-2 alone": HYBRID.replace("M-M*", "MMMM"),
     "off by one": "--softmax-type off-by-one --init-method-std 0.3",
 }
 

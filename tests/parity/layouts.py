@@ -170,6 +170,26 @@ _MULTI_TOKEN_LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(4, context=2, pipeline=2, flags="--zero-stage 1", network=_TIED_AHEAD),
     LayoutCase(8, tensor=2, pipeline=2, flags=f"{_SP} --zero-stage 1", network=_TIED_AHEAD),
 )
+# Every kind of layer, with groups of several heads.
+HYBRID = (
+    "--hybrid-layer-pattern M-M* --mamba-num-groups 4 --mamba-num-heads 8 --mamba-head-dim 6 "
+    "--mamba-state-dim 5 --normalization RMSNorm --position-embedding-type none "
+    "--disable-bias-linear --squared-relu"
+)
+_HYBRID_MIXTURE = f"{HYBRID.replace('M-M*', 'ME*M')} --num-experts 4 --moe-router-topk 2"
+_HYBRID_LAYOUTS: tuple[LayoutCase, ...] = (
+    LayoutCase(2, flags="--zero-stage 1", network=HYBRID),
+    LayoutCase(4, flags=f"--zero-stage 3 {_RECOMPUTE}", network=HYBRID),
+    LayoutCase(2, tensor=2, network=HYBRID),
+    LayoutCase(4, tensor=4, flags=f"{_SP} --recompute-granularity selective", network=HYBRID),
+    LayoutCase(4, tensor=2, flags=f"{_SP} {_BESIDE} --zero-stage 2", network=HYBRID),
+    LayoutCase(2, pipeline=2, flags=_VIRTUAL, network=HYBRID),
+    LayoutCase(2, pipeline=2, network=HYBRID.replace("M-M*", "M|-M*")),
+    LayoutCase(2, context=2, flags="--cp-comm-type a2a", network=HYBRID),
+    LayoutCase(2, context=2, network=HYBRID),
+    LayoutCase(8, tensor=2, context=2, pipeline=2, flags=_SP, network=HYBRID),
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=_HYBRID_MIXTURE),
+)
 LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2),
     LayoutCase(4),
@@ -254,6 +274,7 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL}", network=LATENT),
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=LATENT),
     LayoutCase(2, context=2, network=LATENT),
+    *_HYBRID_LAYOUTS,
 )
 
 

@@ -26,6 +26,8 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "attention_output_gate": (False,),
     "experimental_attention_variant": (None,),
     "heterogeneous_layers_config_path": (None,),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
     "is_hybrid_model": (False,),
     "linear_attention_freq": (None,),
     "moe_apply_probs_on_input": (False,),

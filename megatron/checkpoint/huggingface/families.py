@@ -11,6 +11,7 @@ from megatron.checkpoint.huggingface.gemma import Gemma
 from megatron.checkpoint.huggingface.gpt2 import GPT2
 from megatron.checkpoint.huggingface.gpt_oss import GptOss
 from megatron.checkpoint.huggingface.llama import LlamaLike
+from megatron.checkpoint.huggingface.mamba import Mamba2, NemotronH
 from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
 from megatron.checkpoint.huggingface.neox import NeoX
 from megatron.checkpoint.huggingface.olmo import Olmo
@@ -20,6 +21,7 @@ from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.huggingface.t5 import T5
 from megatron.config.attention import layer_windows
 from megatron.config.experts import mixture_layers
+from megatron.config.hybrid import layer_symbols
 from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
 from megatron.errors import CheckpointError
 from megatron.models.plan import rotaries
@@ -45,6 +47,8 @@ FAMILIES: list[Family] = [
     GptOss("gpt_oss", "GptOssForCausalLM"),
     DeepSeek("deepseek_v2", "DeepseekV2ForCausalLM"),
     DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", biased=True),
+    Mamba2("mamba2", "Mamba2ForCausalLM"),
+    NemotronH("nemotron_h", "NemotronHForCausalLM"),
     *(GPT2(), Bert(), T5()),
 ]
 
@@ -149,6 +153,8 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
             value = model.expert_counts
         case "add_qkv_bias":
             value = model.add_bias_linear or model.add_qkv_bias
+        case "hybrid_layer_pattern":
+            value = layer_symbols(value) or None
         case "ffn_hidden_size" if all(mixture_layers(model, model.num_layers)):
             value = None  # there is no dense MLP
     return value

@@ -22,6 +22,7 @@ from megatron.checkpoint.entries import Box
 from megatron.checkpoint.huggingface.settings import MOST, Settings
 from megatron.config.model import ModelConfig
 from megatron.models.plans import model_plan
+from megatron.models.recurrent_plan import MambaPlan
 
 Shape = tuple[int, ...]
 Names = Iterator[tuple[str, Sequence[str]]]
@@ -405,7 +406,7 @@ def linear_shapes(outputs: Shape, inputs: int, *, bias: bool = True) -> dict[str
 
 
 def attention_of(layer: plans.LayerPlan) -> plans.AttentionPlan:
-    """Return the plan of a layer's self-attention. The families here have no other mixers."""
+    """Return the plan of the self-attention of a layer that has it."""
     assert isinstance(layer.mixer, plans.AttentionPlan), layer.mixer
     return layer.mixer
 
@@ -415,14 +416,18 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
 
     A parameter that is not in a module has the kind "".
     """
-    mixer, cross = attention_of(layer), layer.cross_attention
-    hidden, norm = mixer.hidden, norm_shapes(layer.norm, mixer.hidden)
+    hidden, cross, norm = layer.hidden, layer.cross_attention, norm_shapes(layer.norm, layer.hidden)
     modules: dict[str, dict[str, Shape]] = {}
-    if layer.norms_input:
-        modules |= {"attention_norm": norm, "mlp_norm": norm}
-    if layer.norms_output:
-        modules |= {"attention_output_norm": norm, "mlp_output_norm": norm}
-    modules |= attention_shapes(mixer)
+    for name, part in (("attention", layer.mixer), ("mlp", layer.mlp)):
+        if part is not None and layer.norms_input:
+            modules[f"{name}_norm"] = norm
+        if part is not None and layer.norms_output:
+            modules[f"{name}_output_norm"] = norm
+    match layer.mixer:
+        case plans.AttentionPlan() as attention:
+            modules |= attention_shapes(attention)
+        case MambaPlan() as mamba:
+            modules |= mamba_shapes(mamba)
     match layer.mlp:
         case plans.MLPPlan() as dense:
             modules |= mlp_shapes("mlp", dense)
@@ -467,6 +472,21 @@ def attention_shapes(mixer: plans.AttentionPlan) -> dict[str, dict[str, Shape]]:
     if mixer.softmax == "learnable":
         modules["attention.sinks"] = {"": (mixer.heads,)}
     return modules
+
+
+def mamba_shapes(mixer: MambaPlan) -> dict[str, dict[str, Shape]]:
+    """Return the shapes of the parameters of each module of a Mamba-2 mixer."""
+    channels, heads = mixer.convolved, {"": (mixer.heads,)}
+    return {
+        "attention.input": linear_shapes((sum(mixer.widths),), mixer.hidden, bias=mixer.bias),
+        "attention.convolution": {
+            "weight": (channels, mixer.convolution),
+            "bias": (channels,),
+        },
+        **{f"attention.{name}": heads for name in ("decay", "skip", "time_step")},
+        "attention.norm": {"": (mixer.inner,)},
+        "attention.output": linear_shapes((mixer.hidden,), mixer.inner, bias=mixer.bias),
+    }
 
 
 def latent_shapes(mixer: plans.LatentAttentionPlan) -> dict[str, dict[str, Shape]]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-5
 TOLERANCE_HELP = f"Largest difference, as a share of the largest logit. Default: {TOLERANCE:g}."
+_RENAMED = ("backbone.", "embed_out.")  # tensors that transformers 5 renames during loading
 _TOKENS = (2, 64)  # [b, s]; shorter if the model's context is shorter
 
 
@@ -267,6 +268,8 @@ def their_model(reader: HFReader) -> Any:
     values = read_json(reader.path / CONFIG, allow_foreign=trust)
     kind, values = values.pop("model_type"), {**values, "dtype": "float32"}
     values.pop("torch_dtype", None)
+    # Our reader accepts only the default, which versions of `transformers` write differently.
+    values.pop("time_step_limit", None)
     config = transformers.AutoConfig.for_model(kind, **values)
     config._attn_implementation = config._experts_implementation = "eager"  # allows odd sizes
     lacks_pooler = reader.architecture == "BertModel" and not _has_pooler(reader)
@@ -282,8 +285,8 @@ def their_model(reader: HFReader) -> Any:
     }
     if reader.bare_names and reader.architecture != "BertModel":
         state = {family.prefix + name: tensor for name, tensor in state.items()}
-    # transformers 5 fuses experts during loading, and gives GPT-NeoX's output another name.
-    if any(".experts." in name or name.startswith("embed_out.") for name in state):
+    # transformers 5 fuses experts during loading, too.
+    if any(".experts." in name or name.startswith(_RENAMED) for name in state):
         transformers.utils.logging.disable_progress_bar()
         model, loading = getattr(transformers, reader.architecture).from_pretrained(
             None, config=config, state_dict=state, output_loading_info=True

@@ -94,7 +94,7 @@ def attend(
     return torch.einsum("bnst,btnd->bsnd", weights, value).flatten(2)
 
 
-def _attention_shapes(config: Config, at: str) -> Shapes:
+def attention_shapes(config: Config, at: str) -> Shapes:
     size, hidden = config["head_dim"], config["hidden_size"]
     query, key = (config[f"num_{kind}_heads"] * size for kind in ("attention", "key_value"))
     rows = {"q": query, "k": key, "v": key}
@@ -102,7 +102,7 @@ def _attention_shapes(config: Config, at: str) -> Shapes:
     return shapes | {f"{at}.o_proj.weight": (hidden, query)}
 
 
-def _heads(config: Config, w: Tensors, x: Tensor, at: str) -> list[Tensor]:
+def heads_of(config: Config, w: Tensors, x: Tensor, at: str) -> list[Tensor]:
     """Queries, keys and values, [b, s, n or g, d]."""
     size = config["head_dim"]
     return [linear(w, x, f"{at}.{kind}_proj").unflatten(-1, (-1, size)) for kind in "qkv"]
@@ -120,7 +120,7 @@ def gemma_shapes(config: Config) -> Shapes:
     shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        shapes |= _attention_shapes(config, f"{at}.self_attn")
+        shapes |= attention_shapes(config, f"{at}.self_attn")
         if config["model_type"] == "gemma3_text":
             norms = (f"{at}.self_attn.{kind}_norm.weight" for kind in "qk")
             shapes |= dict.fromkeys(norms, (config["head_dim"],))
@@ -144,7 +144,7 @@ def gemma(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
     kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     for layer, kind in enumerate(kinds):
         at, local = f"model.layers.{layer}", kind == "sliding_attention"
-        query, key, value = _heads(config, w, norm(x, f"{at}.input_layernorm"), f"{at}.self_attn")
+        query, key, value = heads_of(config, w, norm(x, f"{at}.input_layernorm"), f"{at}.self_attn")
         base, stretch = config["rope_theta"], 1.0
         if version == 3:
             query = norm(query, f"{at}.self_attn.q_norm")
@@ -177,7 +177,7 @@ def gpt_oss_shapes(config: Config) -> Shapes:
     shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        for name, shape in _attention_shapes(config, f"{at}.self_attn").items():
+        for name, shape in attention_shapes(config, f"{at}.self_attn").items():
             shapes |= {name: shape, name.replace("weight", "bias"): shape[:1]}
         shapes[f"{at}.self_attn.sinks"] = (config["num_attention_heads"],)
         shapes |= {
@@ -208,7 +208,7 @@ def gpt_oss(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
     for layer, kind in enumerate(config["layer_types"]):
         at = f"model.layers.{layer}"
         normal = rms(x, w[f"{at}.input_layernorm.weight"], eps)
-        query, key, value = _heads(config, w, normal, f"{at}.self_attn")
+        query, key, value = heads_of(config, w, normal, f"{at}.self_attn")
         base, yarn = config["rope_theta"], config["rope_scaling"]
         context = attend(
             *(turn(heads, base, yarn=yarn) for heads in (query, key)),
@@ -238,7 +238,7 @@ def olmo_shapes(config: Config) -> Shapes:
     shapes: Shapes = {"model.embed_tokens.weight": table}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        attention = _attention_shapes(config, f"{at}.self_attn")
+        attention = attention_shapes(config, f"{at}.self_attn")
         shapes |= attention
         for kind in "qk":
             rows = attention[f"{at}.self_attn.{kind}_proj.weight"][0]
@@ -261,7 +261,7 @@ def olmo(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
     rope = config.get("rope_parameters", {})
     for layer, kind in enumerate(kinds):
         at, local = f"model.layers.{layer}", kind == "sliding_attention"
-        query, key, value = _heads(config, w, x, f"{at}.self_attn")
+        query, key, value = heads_of(config, w, x, f"{at}.self_attn")
         query = norm(query.flatten(2), f"{at}.self_attn.q_norm").view_as(query)
         key = norm(key.flatten(2), f"{at}.self_attn.k_norm").view_as(key)
         own = rope.get(kind, {})

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.checkpoint.huggingface import decoders, deepseek
+from tests.checkpoint.huggingface import decoders, deepseek, hybrids
 
 Tensors = dict[str, Tensor]
+_FAMILIES = {**decoders.FAMILIES, **hybrids.FAMILIES}
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 2, 32, 4, 2, 48, 70, 24
 
 _COMMON: dict[str, Any] = {
@@ -321,6 +322,17 @@ CASES: dict[str, Case] = {
     "deepseek v3 with yarn": Case(
         _like_llama("deepseek_v3", "DeepseekV3", **deepseek.V3, rope_scaling=deepseek.YARN)
     ),
+    "mamba 2": Case(hybrids.MAMBA2),
+    "nemotron h": Case(hybrids.NEMOTRON),
+    "nemotron h, older file": Case(
+        {
+            **hybrids.NEMOTRON,
+            "hybrid_override_pattern": "-M",
+            "layers_block_type": None,
+            "num_hidden_layers": 2,
+        }
+    ),
+    "nemotron h mixture": Case({**hybrids.NEMOTRON, **hybrids.MIXTURE}),
     "gpt2": Case(_GPT2),
     "gpt2 exact": Case({**_GPT2, "activation_function": "gelu", "n_inner": 40}),
 }
@@ -328,7 +340,7 @@ CASES: dict[str, Case] = {
 
 def tensors_of(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensors:
     """Random tensors of a folder; a folder's layer has the same values whatever else it has."""
-    kind = decoders.FAMILIES.get(case.config["model_type"])
+    kind = _FAMILIES.get(case.config["model_type"])
     if kind is not None:
         shapes = kind.shapes(case.config)
     else:
@@ -468,7 +480,7 @@ def write_folder(
 def logits(case: Case, tensors: Tensors, tokens: Tensor) -> Tensor:
     """[b, s] -> [b, s, v], computed in float64."""
     wide = {name: tensor.double() for name, tensor in tensors.items()}
-    kind = decoders.FAMILIES.get(case.config["model_type"])
+    kind = _FAMILIES.get(case.config["model_type"])
     if kind is not None:
         return kind.logits(case.config, wide, tokens)
     return (_gpt2 if case.is_gpt2 else _llama)(case, wide, tokens)

@@ -64,6 +64,9 @@ def test_transformers_computes_what_our_second_model_computes(name: str, tmp_pat
         "deepseek v2",
         "deepseek v3",
         "deepseek v3 with yarn",
+        "mamba 2",
+        "nemotron h",
+        "nemotron h mixture",
         "gpt2",
     ],
 )
@@ -118,6 +121,28 @@ DENSE: dict[str, dict[str, object]] = {
         "pad_token_id": 0,
         "rope_parameters": {**_PARTLY, "partial_rotary_factor": 0.75},
         "sliding_window": 7,
+    },
+    "mamba2": {
+        "chunk_size": 8,
+        "expand": 2,
+        "head_dim": 24,
+        "n_groups": 3,
+        "num_heads": 3,
+        "state_size": 5,
+        **dict.fromkeys(
+            ("intermediate_size", "max_position_embeddings", "num_attention_heads"), None
+        ),
+        "num_key_value_heads": None,
+    },
+    "nemotron_h": {
+        "chunk_size": 8,
+        "head_dim": 10,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_head_dim": 7,
+        "mamba_num_heads": 6,
+        "n_groups": 3,
+        "num_hidden_layers": 4,
+        "ssm_state_size": 9,
     },
     "gemma": {"head_dim": 10},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},

@@ -1,0 +1,370 @@
+"""Mamba-2, and Nemotron-H: layers of Mamba-2, attention, MLPs and mixtures of experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron.models.plan as plans
+from megatron.checkpoint.huggingface import rules
+from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.config.experts import MOST_EXPERTS
+from megatron.config.hybrid import ATTENTION, MAMBA, MIXTURE, MLP, layer_symbols, pattern_parts
+from megatron.config.model import ModelConfig
+from megatron.models.recurrent_plan import MambaPlan
+
+_CONVOLUTION = 4  # tokens, as in Megatron Core
+_POSITIONS = 8192  # longest sequence of a model without attention, whose files name none
+_MOST_IN_ALL = 1 << 18  # experts of all layers
+_PREFIX = "backbone."
+# Keys of both families that describe training, or how the same result is computed.
+_WITHOUT_EFFECT = (
+    *("chunk_size", "rescale_prenorm_residual", "residual_in_fp32"),
+    *("time_step_floor", "time_step_max", "time_step_min"),
+)
+_FIXED = {"conv_kernel": _CONVOLUTION, "use_bias": False, "use_conv_bias": True}
+# The values of time_step_limit for no limit, as versions of `transformers` write them.
+_NO_LIMIT = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+_MAMBA = {
+    "attention_norm": ("norm",),
+    "attention.input": ("mixer.in_proj",),
+    "attention.convolution": ("mixer.conv1d",),
+    "attention.decay": ("mixer.A_log",),
+    "attention.skip": ("mixer.D",),
+    "attention.time_step": ("mixer.dt_bias",),
+    "attention.norm": ("mixer.norm",),
+    "attention.output": ("mixer.out_proj",),
+}
+_ATTENTION = {
+    "attention_norm": ("norm",),
+    "attention.qkv": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    "attention.output": ("mixer.o_proj",),
+}
+_MLP = {
+    "mlp_norm": ("norm",),
+    "mlp.up": ("mixer.up_proj",),
+    "mlp.down": ("mixer.down_proj",),
+}
+_MIXTURE = {
+    "mlp_norm": ("norm",),
+    "mlp.router": ("mixer.gate",),
+    "mlp.router.expert_bias": ("mixer.gate.e_score_correction_bias",),
+    "mlp.experts.up": ("mixer.experts.{}.up_proj",),
+    "mlp.experts.down": ("mixer.experts.{}.down_proj",),
+    "mlp.shared.up": ("mixer.shared_experts.up_proj",),
+    "mlp.shared.down": ("mixer.shared_experts.down_proj",),
+}
+_MODULES = {MAMBA: _MAMBA, ATTENTION: _ATTENTION, MLP: _MLP, MIXTURE: _MIXTURE}
+
+
+def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
+    """Return the form of projections that the files store one after another, and we by group.
+
+    Args:
+        groups: The number of groups.
+        widths: The rows of each projection.
+    """
+    shares = [width // groups for width in widths]
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        each = [part.unflatten(0, (groups, -1)) for part in parts[0].split(list(widths))]
+        return torch.cat(each, dim=1).flatten(0, 1)
+
+    def split(whole: Tensor) -> list[Tensor]:
+        each = whole.unflatten(0, (groups, -1)).split(shares, dim=1)
+        return [torch.cat([part.flatten(0, 1) for part in each])]
+
+    return rules.TensorForm(join, split)
+
+
+def convolution(groups: int, widths: Sequence[int]) -> rules.TensorForm:
+    """Return the form of the weight [c, 1, k] and bias [c] of a convolution, ordered as `by_group`.
+
+    Args:
+        groups: The number of groups.
+        widths: The channels of each projection that is convolved.
+    """
+    form = by_group(groups, widths)
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return form.join([part.squeeze(1) if part.dim() == 3 else part for part in parts])
+
+    def split(whole: Tensor) -> list[Tensor]:
+        (rows,) = form.split(whole)
+        return [rows.unsqueeze(1) if rows.dim() == 2 else rows]
+
+    return rules.TensorForm(join, split)
+
+
+@dataclass(frozen=True)
+class Mamba2(rules.Family):
+    """A family whose layers are all Mamba-2 mixers."""
+
+    prefix: str = _PREFIX
+    whole_names: tuple[str, ...] = (".A_log", ".D", ".dt_bias", "e_score_correction_bias")
+    keys: tuple[rules.Key, ...] = (
+        rules.Key("hidden_size", "hidden_size"),
+        rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+        rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
+        rules.Key("num_heads", "mamba_num_heads", most=MOST_HEADS),
+        rules.Key("head_dim", "mamba_head_dim", most=MOST_HEADS),
+        rules.Key("n_groups", "mamba_num_groups", default=8),
+        rules.Key("state_size", "mamba_state_dim", default=128),
+    )
+    fixed: Mapping[str, Any] = field(
+        default_factory=lambda: {**_FIXED, "hidden_act": "silu", "rms_norm": True}
+    )
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        hidden = flags["hidden_size"]
+        for key in (*_WITHOUT_EFFECT, "norm_before_gate", "time_step_rank"):
+            settings.must_be(key, settings.values.get(key))
+        expand = settings.size("expand", 2)
+        if hidden * expand != flags["mamba_num_heads"] * flags["mamba_head_dim"]:
+            raise settings.error("expand", "times hidden_size is not num_heads times head_dim")
+        return ModelConfig(
+            **flags,
+            **_read_mamba(settings, "num_heads", flags),
+            hybrid_layer_pattern=MAMBA * flags["num_layers"],
+            ffn_hidden_size=4 * hidden,
+            num_attention_heads=1,
+            kv_channels=hidden,
+            max_position_embeddings=_POSITIONS,
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+            hidden_dropout=0.0,
+        )
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json for a network."""
+        heads, size = model.mamba_num_heads or 1, model.mamba_head_dim
+        if heads * size % model.hidden_size:  # the family has no such heads
+            heads, size = 1, model.hidden_size
+        return {
+            **super().write(model, vocab),
+            "conv_kernel": _CONVOLUTION,
+            "num_heads": heads,
+            "head_dim": size,
+            "expand": heads * size // model.hidden_size,
+            "n_groups": math.gcd(model.mamba_num_groups, heads),
+            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        }
+
+    def names(self, model: ModelConfig) -> rules.Names:
+        """Yield each of our modules with the Hugging Face modules that it combines."""
+        yield "embedding.word", [f"{_PREFIX}embeddings"]
+        experts = range(max(model.num_experts or (0,)))
+        for layer, symbol in enumerate(layer_symbols(model.hybrid_layer_pattern)):
+            modules = {
+                ours: [name.format(one) for one in experts for name in names]
+                if ours.startswith("mlp.experts.")
+                else names
+                for ours, names in _MODULES[symbol].items()
+            }
+            yield from rules.layer_names(f"layers.{layer}", f"{_PREFIX}layers.{layer}", modules)
+        yield "final_norm", [f"{_PREFIX}norm_f"]
+        yield "output", ["lm_head"]
+
+    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
+        mixer = layer.mixer
+        if isinstance(mixer, MambaPlan):
+            if module == "attention.input":
+                return by_group(mixer.groups, mixer.widths)
+            if module == "attention.convolution":
+                return convolution(mixer.groups, mixer.widths[1:4])
+            return rules.SAME
+        return super().form(layer, module, tensors)
+
+
+@dataclass(frozen=True)
+class NemotronH(Mamba2):
+    """A family whose layers are Mamba-2, attention without positions, MLPs or mixtures."""
+
+    keys: tuple[rules.Key, ...] = (
+        rules.Key("hidden_size", "hidden_size"),
+        rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
+        rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
+        rules.Key("head_dim", "kv_channels", default=128, most=MOST_HEADS),
+        rules.Key("intermediate_size", "ffn_hidden_size", default=21504),
+        rules.Key("max_position_embeddings", "max_position_embeddings", default=4096),
+        rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
+        rules.Key("hidden_dropout", "hidden_dropout", "share", 0.0),
+        rules.Key("mamba_num_heads", "mamba_num_heads", most=MOST_HEADS),
+        rules.Key("mamba_head_dim", "mamba_head_dim", default=64, most=MOST_HEADS),
+        rules.Key("n_groups", "mamba_num_groups", default=8),
+        rules.Key("ssm_state_size", "mamba_state_dim", default=128),
+    )
+    fixed: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            **_FIXED,
+            **dict.fromkeys(("attention_bias", "mamba_proj_bias", "mlp_bias"), False),
+            "mamba_hidden_act": "silu",
+            "mlp_hidden_act": "relu2",
+            "num_nextn_predict_layers": 0,
+        }
+    )
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        pattern = _read_pattern(settings)
+        for key in (*_WITHOUT_EFFECT, *_OF_NEMOTRON):
+            settings.must_be(key, settings.values.get(key))
+        settings.must_be("attention_head_dim", flags["kv_channels"])
+        heads = flags["num_attention_heads"]
+        kv_heads = settings.size("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise settings.error("num_key_value_heads", f"does not divide {heads} heads")
+        return ModelConfig(
+            **flags,
+            **_read_mamba(settings, "mamba_num_heads", flags),
+            **_read_mixture(settings, pattern),
+            hybrid_layer_pattern=pattern,
+            num_layers=len(pattern),
+            group_query_attention=kv_heads != heads,
+            num_query_groups=kv_heads if kv_heads != heads else 1,
+            squared_relu=True,
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+        )
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json, with a layer of each symbol of the pattern."""
+        pattern = layer_symbols(model.hybrid_layer_pattern) or MAMBA * model.num_layers
+        heads = model.mamba_num_heads or 1
+        values = rules.Family.write(self, model, vocab)
+        return {
+            **values,
+            "conv_kernel": _CONVOLUTION,
+            "layers_block_type": [_KINDS[symbol] for symbol in pattern],
+            "num_key_value_heads": model.kv_heads,
+            "mamba_num_heads": heads,
+            "n_groups": math.gcd(model.mamba_num_groups, heads),
+            "mlp_hidden_act": "relu2",
+            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+            **(_write_mixture(model) if MIXTURE in pattern else {}),
+        }
+
+
+_KINDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", MIXTURE: "moe"}
+# Names of kinds in older files.
+_OLD_KINDS = {"mamba": MAMBA, "attention": ATTENTION}
+# Keys without effect on the network that files describe, besides those of both families.
+_OF_NEMOTRON = (
+    *("expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern"),
+    *("mtp_layers_block_type", "num_logits_to_keep", "use_mamba_kernels"),
+)
+_OF_MIXTURES = (
+    *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts"),
+    *("n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor"),
+    *("topk_group",),
+)
+
+
+def _read_mamba(settings: Settings, heads_key: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that both families share, and check the sizes of Mamba-2.
+
+    Args:
+        settings: The keys of config.json.
+        heads_key: The key with the number of heads.
+        flags: The flags that have been read.
+    """
+    limit = settings.values.get("time_step_limit")
+    if limit not in _NO_LIMIT:
+        raise settings.error("time_step_limit", "time steps with limits are not supported")
+    settings.must_be("time_step_limit", limit)
+    if flags["mamba_num_heads"] % flags["mamba_num_groups"]:
+        raise settings.error("n_groups", f"does not divide {heads_key}")
+    return {
+        "position_embedding_type": "none",
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+    }
+
+
+def _read_pattern(settings: Settings) -> str:
+    """Return the symbols of the layers, by the key of newer or older files."""
+    symbols = {kind: symbol for symbol, kind in _KINDS.items()} | _OLD_KINDS
+    kinds, text = settings.words("layers_block_type"), settings.values.get("hybrid_override_pattern")
+    unknown = sorted(set(kinds) - symbols.keys())
+    if unknown:
+        raise settings.error("layers_block_type", f"{unknown[0]} is not supported")
+    pattern = "".join(symbols[kind] for kind in kinds)
+    if not kinds:
+        if not isinstance(text, str):
+            raise settings.error("layers_block_type", "expected a list with each layer's kind")
+        try:
+            (pattern,) = pattern_parts(text)
+        except ValueError as error:
+            raise settings.error("hybrid_override_pattern", str(error)) from None
+    if len(pattern) > MOST_LAYERS:
+        raise settings.error("layers_block_type", f"more than {MOST_LAYERS} layers")
+    settings.must_be("hybrid_override_pattern", text if text is None else pattern)
+    settings.must_be("num_hidden_layers", len(pattern))
+    return pattern
+
+
+def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
+    """Return the flags of the mixtures, which are those of DeepSeek-V3 without gates."""
+    if MIXTURE not in pattern:
+        for key in (*_OF_MIXTURES, "moe_latent_size"):
+            settings.must_be(key, settings.values.get(key))
+        return {}
+    if "moe_latent_size" in settings.values:
+        raise settings.error("moe_latent_size", "experts on projected inputs are not supported")
+    settings.must_be("norm_topk_prob", True)
+    settings.must_be("n_shared_experts", settings.values.get("n_shared_experts"))
+    most = min(MOST_EXPERTS, _MOST_IN_ALL // len(pattern))
+    experts = settings.size("n_routed_experts", 8, most)
+    chosen = settings.size("num_experts_per_tok", 2, experts)
+    if chosen < 2:
+        raise settings.error("num_experts_per_tok", "only 2 or more are supported")
+    groups = settings.size("n_group", 1, experts)
+    best = settings.size("topk_group", 1, groups)
+    limits: dict[str, Any] = {}
+    if groups > 1:
+        each = experts // groups
+        if experts % groups or each < 2 or chosen > best * each:
+            raise settings.error("n_group", f"does not fit {experts} experts, of which {chosen}")
+        limits = {
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": best,
+            "moe_router_group_score_topk": 2,
+        }
+    scale = settings.number("routed_scaling_factor", 1.0)
+    return {
+        **limits,
+        "num_experts": (experts,),
+        "moe_layer_freq": f"[{','.join(str(int(one == MIXTURE)) for one in pattern)}]",
+        "moe_router_topk": chosen,
+        "moe_ffn_hidden_size": settings.size("moe_intermediate_size", 7688),
+        "moe_shared_expert_intermediate_size": settings.size(
+            "moe_shared_expert_intermediate_size", 7688
+        ),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": None if scale == 1 else scale,
+    }
+
+
+def _write_mixture(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of the mixtures."""
+    experts = max(2, *(model.num_experts or (2,)))
+    groups, best = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
+    chosen = min(max(model.moe_router_topk, 2), experts)
+    fits = not experts % groups and experts // groups > 1 and best <= groups
+    if groups > 1 and not (fits and chosen <= best * (experts // groups)):
+        groups = best = 1
+    return {
+        "n_routed_experts": experts,
+        "num_experts_per_tok": chosen,
+        "n_group": groups,
+        "topk_group": best if groups > 1 else 1,
+        "moe_intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or 1,
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+    }

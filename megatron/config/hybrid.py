@@ -1,0 +1,107 @@
+"""Options of hybrid models and their Mamba-2 layers, under Megatron Core's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.fields import MAX_LAYERS, MOST_WIDTH, Need, flag
+
+MAMBA, ATTENTION, MLP, MIXTURE = "M", "*", "-", "E"
+# What each symbol of a pattern stands for.
+SYMBOLS = {
+    MAMBA: "Mamba-2",
+    ATTENTION: "attention",
+    MLP: "an MLP",
+    MIXTURE: "a mixture of experts",
+}
+# Sizes of Mamba-2.
+MAMBA_FIELDS = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+_STAGE, _PREDICTION = "|", "/"
+_HYBRID = Need(lambda run: run.model.hybrid_layer_pattern, "--hybrid-layer-pattern")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridOptions:
+    """Hybrid models.
+
+    Attributes:
+        hybrid_layer_pattern: The layers of a hybrid model, one symbol each: M Mamba-2, * attention,
+            - an MLP, E a mixture of experts. Each layer has this one part and its normalization. A
+            | begins the next part of the pipeline. Default: every layer has attention and an MLP.
+        mamba_state_dim: Size of the vectors B and C of Mamba-2: the values that its state holds for
+            each channel.
+        mamba_head_dim: Channels of a Mamba-2 head.
+        mamba_num_groups: Number of groups of Mamba-2 heads. The heads of a group share B and C.
+        mamba_num_heads: Number of Mamba-2 heads. Default: 2 x --hidden-size / --mamba-head-dim.
+    """
+
+    hybrid_layer_pattern: str | None = flag(
+        None, names="--hybrid-layer-pattern --hybrid-override-pattern", only_for=("gpt",)
+    )
+    mamba_state_dim: int = flag(128, at_least=1, at_most=MOST_WIDTH, needs=_HYBRID)
+    mamba_head_dim: int = flag(64, unit="channels", at_least=1, at_most=MOST_WIDTH, needs=_HYBRID)
+    mamba_num_groups: int = flag(8, unit="groups", at_least=1, at_most=2**16, needs=_HYBRID)
+    mamba_num_heads: int | None = flag(None, unit="heads", at_least=1, at_most=2**16, needs=_HYBRID)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the model has layers with attention."""
+        return self.hybrid_layer_pattern is None or ATTENTION in self.hybrid_layer_pattern
+
+    @property
+    def has_mlps(self) -> bool:
+        """Whether the model has layers with an MLP or with experts."""
+        pattern = self.hybrid_layer_pattern
+        return pattern is None or MLP in pattern or MIXTURE in pattern
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has layers that carry a state from token to token."""
+        return self.hybrid_layer_pattern is not None and MAMBA in self.hybrid_layer_pattern
+
+
+def pattern_parts(pattern: str) -> list[str]:
+    """Return the symbols of each part of the pipeline that a hybrid pattern describes.
+
+    Args:
+        pattern: The value of --hybrid-layer-pattern.
+
+    Raises:
+        ValueError: A symbol is not supported, or there are no layers or too many.
+    """
+    text = "".join(pattern.split())
+    for symbol in text:
+        if symbol == _PREDICTION:
+            raise ValueError(
+                "layers of multi-token prediction (after /) are not supported in hybrid models: "
+                "drop them"
+            )
+        if symbol not in SYMBOLS and symbol != _STAGE:
+            known = ", ".join(f"{one} for {kind}" for one, kind in SYMBOLS.items())
+            raise ValueError(f"cannot read {symbol!r}: use {known}, and | between pipeline parts")
+    parts = text.split(_STAGE)
+    if not any(parts):
+        raise ValueError("it names no layers: write one symbol for each")
+    if len(text) > MAX_LAYERS:
+        raise ValueError(f"expected at most {MAX_LAYERS} layers")
+    return parts
+
+
+def layer_symbols(pattern: str | None) -> str:
+    """Return the symbols of a hybrid model's layers, "" for other models or an invalid pattern."""
+    if pattern is None:
+        return ""
+    try:
+        return "".join(pattern_parts(pattern))
+    except ValueError:  # a rule reports it
+        return ""
+
+
+def pipeline_layout(pattern: str | None) -> str | None:
+    """Return the bars of a pattern as a value of --pipeline-model-parallel-layout.
+
+    The result is `None` if the pattern has no bars or is invalid.
+    """
+    if pattern is None or not layer_symbols(pattern) or _STAGE not in pattern:
+        return None
+    return f"E{'|'.join('t' * len(part) for part in pattern_parts(pattern))}L"

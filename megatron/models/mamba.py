@@ -1,0 +1,343 @@
+"""The Mamba-2 mixer (Dao and Gu, "Transformers are SSMs", 2024, arXiv:2405.21060).
+
+Each head keeps a state [p, n]. A token multiplies it by a number between 0 and 1 and adds the outer
+product of its input x [p] and its vector B [n]. Its output is the product of the state and its
+vector C [n]. Sequences are computed in chunks: within a chunk as a masked product of Cs and Bs, like
+attention, and between chunks through the state. States and sums are fp32.
+
+Shapes: s sequence, b micro-batch, h hidden, g groups, r heads per group, p channels per head, n
+state size, c chunks, l tokens of a chunk, t tensor-parallel size, C context-parallel size.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.kernels.amax import Handovers
+from megatron.kernels.attention import Mask
+from megatron.kernels.rope import Rotation
+from megatron.models.attention import KeyValueCache
+from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.recurrence import (
+    CausalConvolution,
+    documents_of,
+    own_part,
+    own_tokens,
+    whole_sequences,
+)
+from megatron.models.recurrent_plan import MambaPlan
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layers import Linear, Projections
+from megatron.parallel.parameter import ONES, Init
+
+# Initial decay rates are uniform in this range, and initial time steps log-uniform, as in the paper.
+_DECAY = (1.0, 16.0)
+_TIME_STEP = (0.001, 0.1)
+_FP32 = 4  # bytes
+
+
+class Mamba(nn.Module):
+    """Input projection, causal convolution, scan, gated normalization and output projection.
+
+    The rows of the input projection are ordered by group: the group's gate z, its input x, its
+    vectors B and C, and the time steps of its heads. Channels of the convolution (x, B and C) are
+    ordered by group too. A tensor rank holds whole groups. With context parallelism, each rank
+    computes some of these groups for whole sequences, between two all-to-all exchanges.
+
+    Args:
+        plan: The record of its sizes.
+        context: Layout, device, kernels and number formats.
+        layer_number: Index of the layer in the model, from 1.
+        recompute_core: Whether to recompute the scan in the backward pass instead of keeping its
+            intermediates.
+    """
+
+    def __init__(
+        self,
+        plan: MambaPlan,
+        context: BuildContext,
+        layer_number: int,
+        *,
+        recompute_core: bool = False,
+    ) -> None:
+        """Allocate the projections, the convolution and the parameters of heads."""
+        super().__init__()
+        self.plan, self.layer_number, self.recompute = plan, layer_number, recompute_core
+        self.context = context.layout.context
+        self.input = Linear(
+            plan.hidden,
+            sum(plan.widths),
+            context,
+            split="column",
+            init=plan.init.weight(plan.hidden, sum(plan.widths)),
+            bias=plan.bias,
+            projections=Projections(("z", "x", "b", "c", "time_step"), plan.widths, plan.groups),
+        )
+        self.convolution = CausalConvolution(plan.convolved, plan.convolution, context)
+        of_heads = partial(context.new_parameter, (plan.heads,), split_dim=0)
+        self.decay = of_heads(init=Init("log_uniform", *_DECAY))
+        self.skip = of_heads(init=ONES)
+        self.time_step = of_heads(init=Init("time_step", *_TIME_STEP))
+        self.norm = context.new_parameter((plan.inner,), init=ONES, split_dim=0)
+        self.output = Linear(
+            plan.inner,
+            plan.hidden,
+            context,
+            split="row",
+            init=plan.init.weight(plan.inner, plan.hidden, into_residual=True),
+            bias=plan.bias,
+            adds_bias=not plan.defers_bias,
+        )
+        self.handovers = Handovers(
+            self.input.products.handovers.forward, self.output.products.handovers.backward
+        )
+
+    @staticmethod
+    def matrices(plan: MambaPlan, split: WeightSplit) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of each weight matrix on one process."""
+        tensor = split.tensor
+        return [(sum(plan.widths) // tensor, plan.hidden), (plan.hidden, plan.inner // tensor)]
+
+    @staticmethod
+    def vectors(plan: MambaPlan, split: WeightSplit) -> int:
+        """Count the parameters of convolution, heads, normalization and biases on one process."""
+        count = plan.convolved * (plan.convolution + 1) + 3 * plan.heads + plan.inner
+        count += sum(plan.widths) if plan.bias else 0
+        return count // split.tensor + (plan.hidden if plan.bias else 0)
+
+    @staticmethod
+    def work(plan: MambaPlan, length: int, encoder_length: int) -> Work:
+        """Count the operations of the projections, and those of the scan as scores.
+
+        Within a chunk, the causal mask halves the products of Cs and Bs and their products with x.
+        Into and out of the state, each channel of a token meets its whole state once.
+        """
+        each = Mamba.matrices(plan, WeightSplit())
+        products = 6 * length * sum(outputs * inputs for outputs, inputs in each)
+        chunk = min(plan.chunk, length)
+        inside = chunk * (plan.groups * plan.state + plan.inner)
+        return Work(products, 3 * length * (inside + 4 * plan.inner * plan.state))
+
+    @staticmethod
+    def activation_bytes(plan: MambaPlan, batch: MicroBatch) -> int:
+        """Count the bytes of the projections, and of the scan's intermediates if they are kept."""
+        # In fp32 the gate is a view of the whole projection.
+        gate = sum(plan.widths) if batch.width == _FP32 else plan.inner
+        # Input and result of the convolution, before and after SiLU; the gated normalization.
+        around = gate + 3 * plan.convolved + 4 * plan.inner + 2 * plan.heads
+        total = batch.tokens * (_FP32 * around + batch.width * plan.inner) // batch.tensor
+        if "core_attn" in batch.recomputed:
+            return total
+        chunk = min(plan.chunk, batch.length)
+        pairs = chunk * (2 * plan.heads + plan.groups)
+        # Four tensors like x, two copies of B and C, and two of the states before chunks.
+        each = 4 * plan.inner + 4 * plan.groups * plan.state + 4 * plan.heads
+        states = 2 * plan.inner * plan.state // chunk
+        return total + _FP32 * batch.tokens * (pairs + each + states) // batch.tensor
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Pass states from token to token, within documents or from the cache.
+
+        Args:
+            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            mask: The ends of documents, at which states start anew; `None` for none.
+            rotation: Ignored, because states follow the order of tokens.
+            cache: States of earlier tokens, in inference.
+
+        Returns:
+            The output in the shape of x; the caller adds `bias_to_add`.
+        """
+        projected = self.input(x)
+        if cache is not None:
+            mixed = cache.recur(self.layer_number, projected, self._continue)
+            return self.output(mixed)
+        by_group = projected.unflatten(2, (-1, sum(self.plan.widths) // self.plan.groups))
+        by_group = whole_sequences(by_group, self.context)
+        mixed, _ = self._mix(by_group, None, documents_of(mask))
+        return self.output(own_tokens(mixed, self.context).flatten(2))
+
+    @property
+    def bias_to_add(self) -> Tensor | None:
+        """Bias [h] that the residual sum still has to add; `None` if there is none."""
+        return self.output.bias_to_add
+
+    def _continue(
+        self, projected: Tensor, states: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the mixed tokens of sequences [s, b, g r p / t], and the states after them."""
+        width = sum(self.plan.widths) // self.plan.groups
+        mixed, states = self._mix(projected.unflatten(2, (-1, width)), states, None)
+        return mixed.flatten(2), states
+
+    def _mix(
+        self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute everything between the two projections for this rank's groups.
+
+        Args:
+            projected: [s, b, g, (z, x, B, C, time steps of a group)].
+            states: The states of the convolution and of the heads; `None` means zeros.
+            documents: Number of each token's document, [s, b]; `None` for a single document.
+
+        Returns:
+            The normalized outputs [s, b, g, r p] in the type of `projected`, and new states.
+        """
+        plan, groups = self.plan, projected.shape[2]
+        inner, _, vector, _, heads = (width // plan.groups for width in plan.widths)
+        gate, channels, steps = projected.split((inner, inner + 2 * vector, heads), dim=3)
+        part = partial(own_part, axis=self.context)
+        convolved, last = self.convolution(
+            channels.flatten(2),
+            None if states is None else states[0],
+            documents,
+            part(len(self.convolution.weight)),
+        )
+        convolved = convolved.unflatten(2, (groups, -1))
+        inputs, b, c = convolved.split((inner, vector, vector), dim=3)
+        of_heads = part(len(self.decay))
+        decay, bias, skip = (
+            vector[of_heads].float().view(groups, heads)
+            for vector in (self.decay, self.time_step, self.skip)
+        )
+        x = inputs.unflatten(3, (heads, -1))
+        steps = F.softplus(steps.float() + bias)
+        before = None
+        if states is not None:
+            before = states[1].unflatten(1, (groups, heads))
+        if len(x) == 1 and before is not None:
+            out, after = step(x, steps, -decay.exp(), b, c, before)
+        else:
+            core, kept = partial(scan, chunk=plan.chunk), (b, c, before, documents)
+            if self.recompute and torch.is_grad_enabled():
+                out, after = checkpoint(core, x, steps, -decay.exp(), *kept, use_reentrant=False)
+            else:
+                out, after = core(x, steps, -decay.exp(), *kept)
+        out = (out + x * skip.unsqueeze(-1)).flatten(3) * F.silu(gate.float())
+        normal = out * (out.square().mean(3, keepdim=True) + plan.epsilon).rsqrt()
+        weight = self.norm[part(len(self.norm))].float().view(groups, inner)
+        return (normal * weight).to(projected.dtype), (last, after.flatten(1, 2))
+
+
+def step(
+    x: Tensor, steps: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute a single token of each sequence, as `scan` does. All sums are over one dimension.
+
+    Args:
+        x: [1, b, g, r, p].
+        steps: [1, b, g, r].
+        rates: [g, r].
+        b: [1, b, g, n].
+        c: [1, b, g, n].
+        state: [b, g, r, p, n].
+
+    Returns:
+        The outputs [1, b, g, r, p] and the states after the token.
+    """
+    x, steps, b, c = x[0], steps[0], b[0][:, :, None, None], c[0][:, :, None, None]
+    state = state * (steps * rates).exp()[..., None, None] + (x * steps[..., None])[..., None] * b
+    return (state * c).sum(4).unsqueeze(0), state
+
+
+def scan(
+    x: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor | None,
+    documents: Tensor | None,
+    *,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence state = exp(step x rate) x state + step x (x, B); output = (state, C).
+
+    Args:
+        x: Inputs, fp32 [s, b, g, r, p].
+        steps: Time steps, fp32 [s, b, g, r].
+        rates: Negative decay rates, fp32 [g, r].
+        b: fp32 [s, b, g, n].
+        c: fp32 [s, b, g, n].
+        state: States before the first token, fp32 [b, g, r, p, n]; `None` means zeros.
+        documents: Number of each token's document, [s, b]. States start at zero in each document.
+            `None` for a single document.
+        chunk: Number of tokens that are computed together.
+
+    Returns:
+        The outputs, fp32 [s, b, g, r, p], and the states after the last token.
+    """
+    length = len(x)
+    chunk = min(chunk, length)
+    x, steps, b, c = (_chunks(part, chunk) for part in (x, steps, b, c))
+    seen = None if documents is None else _Seen(documents, chunk)
+    sums = (steps * rates).cumsum(1)  # logarithm of the decay since the chunk's start
+    weighted = x * steps.unsqueeze(-1)
+
+    # Pairs of tokens within a chunk: [c, b, g, r, l, l].
+    by_head = sums.movedim(1, 4)
+    pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
+    if seen is not None:
+        pairs = pairs & seen.same[:, :, None, None]
+    decay = (by_head.unsqueeze(5) - by_head.unsqueeze(4)).masked_fill(~pairs, -math.inf).exp()
+    scores = torch.einsum("clbgn,cmbgn->cbglm", c, b).unsqueeze(3)
+    out = torch.einsum("cbgrlm,cmbgrp->clbgrp", scores * decay, weighted)
+
+    # What each chunk adds to the state, and what is left of the state before it.
+    left = (sums[:, -1:] - sums).exp()
+    whole, since = sums[:, -1].exp(), sums.exp()
+    if seen is not None:
+        left, since = left * seen.reaches_end, since * seen.reaches_start
+        whole = whole * seen.reaches_through
+    added = torch.einsum("cmbgrp,cmbgn->cbgrpn", weighted * left.unsqueeze(-1), b)
+    state = torch.zeros_like(added[0]) if state is None else state
+    before = []
+    for kept, new in zip(whole[..., None, None].unbind(), added.unbind(), strict=True):
+        before.append(state)
+        state = state * kept + new
+    carried = torch.einsum("clbgn,cbgrpn->clbgrp", c, torch.stack(before))
+    return (out + carried * since.unsqueeze(-1)).flatten(0, 1)[:length], state
+
+
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """Return [s, ...] as [c, l, ...], with zeros after the end, which change no state."""
+    missing = -len(x) % chunk
+    if missing:
+        x = F.pad(x, (*[0, 0] * (x.dim() - 1), 0, missing))
+    return x.unflatten(0, (-1, chunk))
+
+
+class _Seen:
+    """Which tokens of a chunk are in the same document as others, as factors 0 or 1.
+
+    Attributes:
+        same: Pairs of tokens within a chunk, bool [c, b, l, l].
+        reaches_end: Whether a token's document is that of the chunk's end, [c, l, b, 1, 1].
+        reaches_start: Whether a token's document began before the chunk, [c, l, b, 1, 1].
+        reaches_through: Whether a single document fills the chunk and began before it, [c, b, 1, 1].
+    """
+
+    def __init__(self, documents: Tensor, chunk: int) -> None:
+        """Compare the numbers of documents, [s, b]."""
+        missing = -len(documents) % chunk
+        if missing:
+            documents = torch.cat((documents, documents[-1:].expand(missing, -1)))
+        numbers = documents.unflatten(0, (-1, chunk))  # [c, l, b]
+        by_sample = numbers.transpose(1, 2)
+        self.same = by_sample.unsqueeze(3) == by_sample.unsqueeze(2)
+        last = numbers[:, -1:]
+        before = F.pad(last[:-1], (0, 0, 0, 0, 1, 0), value=-1)
+        self.reaches_end = (numbers == last)[..., None, None]
+        self.reaches_start = (numbers == before)[..., None, None]
+        self.reaches_through = (last == before)[:, 0, :, None, None]

@@ -1,0 +1,118 @@
+"""Parts that all mixers with states share: the numbers of documents, and the causal convolution.
+
+A recurrent mixer writes one function, a `Recurrence`, that continues sequences from their states.
+Training calls it with whole sequences and no states. In inference, the cache calls it with each
+sequence's new tokens and states (`KeyValueCache.recur`).
+
+Shapes: s sequence, b micro-batch, c channels, k tokens that the convolution reads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.kernels.attention import Mask, Segments, number_segments
+from megatron.parallel.build import BuildContext
+from megatron.parallel.collectives import all_to_all
+from megatron.parallel.context.split import join_sequence, split_for_all
+from megatron.parallel.layout import Axis
+from megatron.parallel.parameter import Init
+
+
+def documents_of(mask: Mask | None) -> Tensor | None:
+    """Return the number of each token's document, int64 [s, b]; `None` without documents.
+
+    States pass from token to token only within a document.
+
+    Args:
+        mask: The mask of attention layers. Only the ends of documents have a meaning here.
+    """
+    if mask is None:
+        return None
+    assert isinstance(mask, Segments), "only GPTs have recurrent layers"
+    return mask.shared("documents", lambda: number_segments(mask.ends, mask.shape).t())
+
+
+class CausalConvolution(nn.Module):
+    """A depthwise convolution over each channel's last tokens, followed by SiLU, in fp32.
+
+    Args:
+        channels: Number of channels. Tensor ranks hold equal parts.
+        tokens: Number of tokens that an output depends on, k.
+        context: Layout, device, kernels and number formats.
+        bias: Whether each channel has a bias.
+    """
+
+    def __init__(
+        self, channels: int, tokens: int, context: BuildContext, *, bias: bool = True
+    ) -> None:
+        """Allocate this rank's channels."""
+        super().__init__()
+        init = Init("uniform", tokens**-0.5)  # as PyTorch's convolutions
+        self.weight = context.new_parameter((channels, tokens), init=init, split_dim=0)
+        self.bias = context.new_parameter((channels,), init=init, split_dim=0) if bias else None
+
+    def forward(
+        self, x: Tensor, state: Tensor | None, documents: Tensor | None, part: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve the channels of this rank that `part` selects.
+
+        Args:
+            x: [s, b, c].
+            state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
+            documents: Number of each token's document, [s, b]; `None` for a single document.
+            part: Which of this rank's channels x has.
+
+        Returns:
+            Results, fp32 [s, b, c], and the state after x, in the type of x.
+        """
+        length, weight = len(x), self.weight[part].float()
+        before = weight.shape[1] - 1
+        if state is None:
+            padded = F.pad(x, (0, 0, 0, 0, before, 0))
+        else:
+            padded = torch.cat((state.transpose(0, 1).to(x.dtype), x))
+        wide = padded.float()
+        result = None if self.bias is None else self.bias[part].float()
+        for place in range(before + 1):
+            shifted = wide[place : place + length]
+            distance = before - place
+            if documents is not None and distance:
+                earlier = F.pad(documents, (0, 0, distance, 0), value=-1)[:length]
+                shifted = shifted * (earlier == documents).unsqueeze(-1)
+            product = shifted * weight[:, place]
+            result = product if result is None else result + product
+        assert result is not None
+        return F.silu(result), padded[length:].transpose(0, 1)
+
+
+def whole_sequences(x: Tensor, axis: Axis) -> Tensor:
+    """Return this context rank's groups of whole sequences: [s/C, b, g, ...] -> [s, b, g/C, ...].
+
+    Collective. The groups of channels must be independent of each other until `own_tokens`.
+
+    Args:
+        x: All groups of this rank's part of the sequence (`context.split`).
+        axis: The context ranks, C of them.
+    """
+    if axis.size == 1:
+        return x
+    by_rank = x.unflatten(2, (axis.size, -1)).movedim(2, 0)
+    return join_sequence(all_to_all(by_rank, axis).unbind(0), dim=0)
+
+
+def own_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """Return all groups of this rank's part of the sequence. This undoes `whole_sequences`."""
+    if axis.size == 1:
+        return x
+    parts = torch.stack(split_for_all(x, axis.size, dim=0))  # [C, s/C, b, g/C, ...]
+    return all_to_all(parts, axis).movedim(0, 2).flatten(2, 3)
+
+
+def own_part(size: int, axis: Axis) -> slice:
+    """Return the part of `size` channels that a context rank computes, ordered by group."""
+    each = size // axis.size
+    return slice(axis.rank * each, (axis.rank + 1) * each)
+

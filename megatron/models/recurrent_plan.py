@@ -1,0 +1,112 @@
+"""Records of mixers that carry a state from token to token, such as Mamba-2.
+
+In training, a recurrent mixer starts each sequence without a state. In inference, the engine keeps
+the states of each sequence beside the KV cache (`inference.cache`), as the mixer's record describes
+them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron.models.plan import MixerPlan
+
+
+class StateSpec(NamedTuple):
+    """A tensor that a mixer carries from token to token, for one sequence on one process.
+
+    Attributes:
+        name: Name of the state, for messages.
+        shape: Its shape.
+        dtype: Its number format; `None` means that of the model's weights.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentPlan(MixerPlan, ABC):
+    """A mixer whose outputs depend on earlier tokens only through a state of constant size.
+
+    Attributes:
+        convolution: Number of tokens that the causal convolution before the recurrence reads.
+        chunk: Number of tokens that are computed together in training and in prompts. It changes
+            only the last bits of results.
+    """
+
+    convolution: int = 4
+    chunk: int = 128
+
+    @property
+    @abstractmethod
+    def convolved(self) -> int:
+        """Number of channels that pass through the convolution."""
+
+    @abstractmethod
+    def states(self, tensor: int) -> tuple[StateSpec, ...]:
+        """Return the states of a sequence on one process, in the order in which the mixer uses them.
+
+        Args:
+            tensor: Number of tensor-parallel ranks.
+        """
+
+    def convolution_state(self, tensor: int) -> StateSpec:
+        """Return the state of the convolution: the inputs of the last tokens, the latest one last.
+
+        Args:
+            tensor: Number of tensor-parallel ranks.
+        """
+        return StateSpec("convolution", (self.convolution - 1, self.convolved // tensor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaPlan(RecurrentPlan):
+    """A Mamba-2 mixer (Dao and Gu, 2024), a state-space model with scalar decay in each head.
+
+    Attributes:
+        heads: Number of heads.
+        head_size: Channels of a head.
+        groups: Number of groups of heads. The heads of a group share the vectors B and C.
+        state: Size of the vectors B and C, hence the number of values that the state holds for each
+            channel.
+        epsilon: Number added to the variance in the normalization before the output projection.
+    """
+
+    kind: str = "mamba"
+    bias: bool = False
+    heads: int
+    head_size: int
+    groups: int
+    state: int
+    epsilon: float
+
+    @property
+    def inner(self) -> int:
+        """Number of channels of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def widths(self) -> tuple[int, int, int, int, int]:
+        """Outputs of the input projection: gate z, input x, vectors B and C, time steps."""
+        vectors = self.groups * self.state
+        return self.inner, self.inner, vectors, vectors, self.heads
+
+    @property
+    def convolved(self) -> int:
+        """Number of channels of x, B and C, which pass through the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+    def states(self, tensor: int) -> tuple[StateSpec, ...]:
+        """Return the states of the convolution and of the heads [n/t, p, state].
+
+        Args:
+            tensor: Number of tensor-parallel ranks.
+        """
+        shape = (self.heads // tensor, self.head_size, self.state)
+        return self.convolution_state(tensor), StateSpec("heads", shape, torch.float32)

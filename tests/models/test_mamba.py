@@ -1,0 +1,217 @@
+"""The Mamba-2 mixer: its scan, its documents, its states, and what it says of its costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.kernels.attention import Segments
+from megatron.models.arithmetic import count_parameters, count_part_parameters
+from megatron.models.block import Block
+from megatron.models.costs import MicroBatch, WeightSplit
+from megatron.models.gpt import GPTModel
+from megatron.models.mamba import Mamba, scan, step
+from megatron.models.plan import InitPlan
+from megatron.models.recurrent_plan import MambaPlan
+from megatron.config.stages import ModelPart
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import initialize
+from tests.models.small import VOCAB, config, plan
+
+PLAN = MambaPlan(
+    hidden=10,
+    init=InitPlan(0.3, 2),
+    heads=6,
+    head_size=7,
+    groups=3,
+    state=5,
+    epsilon=1e-5,
+    chunk=4,
+)
+HYBRID: dict[str, Any] = {
+    "hybrid_layer_pattern": "M-*M",
+    "num_layers": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 5,
+    "position_embedding_type": "none",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+
+def mixer(mamba: MambaPlan = PLAN, *, recompute: bool = False) -> Mamba:
+    made = Mamba(mamba, BuildContext(Layout.single()), 1, recompute_core=recompute)
+    initialize(made.named_parameters(), seed=3)
+    return made
+
+
+def tokens(length: int, samples: int = 2) -> Tensor:
+    return torch.randn(length, samples, 10, generator=torch.Generator().manual_seed(length))
+
+
+def inputs(length: int, samples: int = 2, groups: int = 3) -> list[Tensor]:
+    """x, time steps, rates, B and C of a scan, in float64."""
+    draw = torch.Generator().manual_seed(4)
+    sizes = ((2, 7), (2,), (5,), (5,))
+    x, steps, b, c = (
+        torch.randn(length, samples, groups, *size, generator=draw, dtype=torch.float64)
+        for size in sizes
+    )
+    rates = -torch.rand(groups, 2, generator=draw, dtype=torch.float64) * 3
+    return [x, steps.exp(), rates, b, c]
+
+
+def one_by_one(parts: list[Tensor], documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The recurrence as its definition says."""
+    x, steps, rates, b, c = parts
+    state = x.new_zeros(*x.shape[1:], b.shape[-1])
+    results = []
+    for token in range(len(x)):
+        if documents is not None and token:
+            same = documents[token] == documents[token - 1]
+            state = state * same[:, None, None, None, None]
+        decay = (steps[token] * rates).exp()
+        added = torch.einsum("bgr,bgrp,bgn->bgrpn", steps[token], x[token], b[token])
+        state = decay[..., None, None] * state + added
+        results.append(torch.einsum("bgrpn,bgn->bgrp", state, c[token]))
+    return torch.stack(results), state
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 11, 128])
+def test_the_scan_is_the_recurrence(chunk: int) -> None:
+    parts = inputs(11)
+    expected, last = one_by_one(parts)
+    found, state = scan(*parts, None, None, chunk=chunk)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(state, last)
+
+
+def test_a_scan_goes_on_from_a_state() -> None:
+    parts = inputs(11)
+    expected, last = one_by_one(parts)
+    x, steps, rates, b, c = parts
+    first, state = scan(*(part[:6] for part in (x, steps)), rates, b[:6], c[:6], None, None, chunk=4)
+    then, state = scan(x[6:10], steps[6:10], rates, b[6:10], c[6:10], state, None, chunk=4)
+    one, state = step(x[10:], steps[10:], rates, b[10:], c[10:], state)
+    torch.testing.assert_close(torch.cat((first, then, one)), expected)
+    torch.testing.assert_close(state, last)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 16])
+def test_states_start_anew_in_each_document(chunk: int) -> None:
+    """Documents that end within chunks, at their ends, and that fill several."""
+    lengths = ([1, 2, 9, 1, 3], [4, 8, 4])
+    rows = [
+        torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) + 10 * index
+        for index, row in enumerate(lengths)
+    ]
+    documents = torch.stack(rows, 1)
+    parts = inputs(16)
+    expected, _ = one_by_one(parts, documents)
+    found, _ = scan(*parts, None, documents, chunk=chunk)
+    torch.testing.assert_close(found, expected)
+
+
+def test_documents_are_computed_as_if_alone() -> None:
+    made, x = mixer(), tokens(12)
+    ends = torch.tensor([0, 5, 12, 12 + 7, 12 + 7, 24])
+    whole = made(x, Segments(ends.int(), (2, 12)), None)
+    for sample, first, last in ((0, 0, 5), (0, 5, 12), (1, 0, 7), (1, 7, 12)):
+        part = slice(first, last), slice(sample, sample + 1)
+        torch.testing.assert_close(whole[part], made(x[part], None, None))
+    assert not torch.allclose(whole, made(x, None, None))
+
+
+def test_gradients_are_those_of_the_recurrence() -> None:
+    parts = [part.requires_grad_() for part in inputs(9)]
+    weights = torch.randn(9, 2, 3, 2, 7, dtype=torch.float64)
+    expected = torch.autograd.grad((one_by_one(parts)[0] * weights).sum(), parts)
+    found = torch.autograd.grad((scan(*parts, None, None, chunk=4)[0] * weights).sum(), parts)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_recomputation_changes_no_gradient() -> None:
+    x = tokens(9)
+    gradients = []
+    for recompute in (False, True):
+        made = mixer(recompute=recompute)
+        made(x, None, None).square().sum().backward()
+        gradients.append([parameter.grad for parameter in made.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert one is not None and torch.equal(one, other)
+
+
+def test_initial_decays_and_time_steps_are_in_their_ranges() -> None:
+    made = mixer(replace(PLAN, heads=300, groups=3))
+    rates = made.decay.exp()
+    assert 1 <= rates.min() < 2 and 15 < rates.max() <= 16
+    steps = torch.nn.functional.softplus(made.time_step)
+    assert 0.001 <= steps.min() < 0.0015 and 0.07 < steps.max() <= 0.1001
+    assert steps.median() < 0.02, "log-uniform"
+
+
+def test_parameters_are_counted_as_they_are_built() -> None:
+    network = plan(config(**HYBRID))
+    assert [layer.mlp is None for layer in network.layers] == [True, False, True, True]
+    model = GPTModel(network, BuildContext(Layout.single(), torch.device("meta")))
+    assert count_parameters(network) == sum(each.numel() for each in model.parameters())
+    part = ModelPart(range(2), embedding=True, head=False)
+    half = BuildContext(Layout.at(1, 2, tensor=2), torch.device("meta"))
+    held = sum(each.numel() for each in GPTModel(network, half, part).parameters())
+    assert count_part_parameters(network, part, WeightSplit(tensor=2)) == held
+
+
+def test_operations_are_those_that_pytorch_counts() -> None:
+    made = mixer()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        made(tokens(12, 1), None, None)
+    products, scores = (part / 3 for part in Mamba.work(PLAN, 12, 0))
+    # The masked halves of chunks are computed too.
+    masked = 12 * PLAN.chunk * (PLAN.groups * PLAN.state + PLAN.inner)
+    assert counter.get_total_flops() == products + scores + masked
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activation_bytes_are_about_those_that_autograd_keeps(recompute: bool) -> None:
+    mamba = replace(PLAN, hidden=64, heads=16, head_size=16, groups=2, state=32, chunk=32)
+    made = mixer(mamba, recompute=recompute)
+    weights = {parameter.data_ptr() for parameter in made.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        memory = x.untyped_storage()
+        if memory.data_ptr() not in weights:
+            kept[memory.data_ptr()] = memory.nbytes()
+        return x
+
+    x = torch.randn(128, 2, 64, requires_grad=True)
+    with saved_tensors_hooks(pack, lambda x: x):
+        out = made(x, None, None)
+    assert out.requires_grad
+    parts = frozenset({"core_attn"} if recompute else ())
+    batch = MicroBatch(sequences=2, length=128, recomputed=parts)
+    held = sum(kept.values()) - x.nbytes  # the normalization's result is counted there
+    assert Mamba.activation_bytes(mamba, batch) == pytest.approx(held, rel=0.03)
+
+
+def test_no_layer_looks_ahead() -> None:
+    network = plan(config(**HYBRID))
+    model = GPTModel(network, BuildContext(Layout.single())).eval()
+    initialize(model.named_parameters(), 1)
+    text = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+    changed = text.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % VOCAB
+    before, after = model(text), model(changed)
+    torch.testing.assert_close(after[:, :7], before[:, :7])
+    assert not torch.allclose(after[:, 7:], before[:, 7:])
+    assert Block.work(network.layers[0], 12).scores > 0
