@@ -30,7 +30,11 @@ ROOMS: dict[str, set[str]] = {
     "corpora": {"config", "tokenizer", "data"},
     "optimizer": {"config", "parallel", "kernels"},
     "planner": {"config", "parallel", "kernels", "models", "tokenizer", "recipes"},
-    "checkpoint": {"config", "parallel", "models.plan", "models.plans"},  # a room's records only
+    # Records of networks, without the layers.
+    "checkpoint": {
+        *("config", "parallel"),
+        *("models.plan", "models.plans", "models.recurrent_plan"),
+    },
     "submit": {"config", "recipes"},
     "processes": {"config", "parallel", "kernels"},
     "detoxify": {"config", "data", "tasks.results"},

@@ -22,7 +22,6 @@ from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.parameter import Init
 from megatron.parallel.random import split_region
 
-
 # Continues the sequences of tokens [s, b, ...] from their states [b, ...], and returns results [s,
 # b, ...] and new states. `None` means the states of new sequences.
 Recurrence = Callable[[Tensor, tuple[Tensor, ...] | None], tuple[Tensor, tuple[Tensor, ...]]]

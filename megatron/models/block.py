@@ -88,14 +88,16 @@ def class_of(plan: SublayerPlan) -> Sublayer:
 class Block(nn.Module):
     """A layer: a mixer, then an MLP, each with a normalization before it, after it or both.
 
-    A layer of a hybrid model has only one of the two. A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
-    to a Retro's neighbors. The first layer that reads these also holds their encoder.
-    A normalization after a sublayer applies to its output, before the residual is added.
-    The residual of a sublayer is its input, or its normalized input with
-    --apply-residual-connection-post-layernorm. The sublayer's dropout adds its output to the
-    residual; without dropout the next normalization does (see `Stream`). An fp32 residual stream
-    stays fp32: 16-bit outputs are added to it. With sequence parallelism, all parts except the
-    split layers run on this rank's part of the sequence.
+    A layer of a hybrid model has only one of the two.
+
+    A decoder layer has a third sublayer between the two: cross-attention to an encoder's
+    output, or to a Retro's neighbors. The first layer that reads these also holds their
+    encoder. A normalization after a sublayer applies to its output, before the residual is
+    added. The residual of a sublayer is its input, or its normalized input with --apply-
+    residual-connection-post-layernorm. The sublayer's dropout adds its output to the residual;
+    without dropout the next normalization does (see `Stream`). An fp32 residual stream stays
+    fp32: 16-bit outputs are added to it. With sequence parallelism, all parts except the split
+    layers run on this rank's part of the sequence.
 
     Args:
         plan: The record of the layer.
@@ -239,7 +241,7 @@ class Block(nn.Module):
         """Return a sublayer's output. The flags say what the backward pass recomputes."""
         if not torch.is_grad_enabled():
             return sublayer(normal, *inputs)
-        if sublayer is self.mlp and self.recomputes_mlp:
+        if self.mlp is not None and sublayer is self.mlp and self.recomputes_mlp:
             return computed_again(
                 sublayer, normal, again=self.routers.paused, stops_early=self.stops_early
             )

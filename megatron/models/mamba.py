@@ -2,8 +2,8 @@
 
 Each head keeps a state [p, n]. A token multiplies it by a number between 0 and 1 and adds the outer
 product of its input x [p] and its vector B [n]. Its output is the product of the state and its
-vector C [n]. Sequences are computed in chunks: within a chunk as a masked product of Cs and Bs, like
-attention, and between chunks through the state. States and sums are fp32.
+vector C [n]. Sequences are computed in chunks: within a chunk as a masked product of Cs and Bs,
+like attention, and between chunks through the state. States and sums are fp32.
 
 Shapes: s sequence, b micro-batch, h hidden, g groups, r heads per group, p channels per head, n
 state size, c chunks, l tokens of a chunk, t tensor-parallel size, C context-parallel size.
@@ -36,7 +36,7 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.parameter import ONES, Init
 
-# Initial decay rates are uniform in this range, and initial time steps log-uniform, as in the paper.
+# Initial decay rates are uniform in this range, and initial time steps log-uniform.
 _DECAY = (1.0, 16.0)
 _TIME_STEP = (0.001, 0.1)
 _FP32 = 4  # bytes
@@ -325,7 +325,7 @@ class _Seen:
         same: Pairs of tokens within a chunk, bool [c, b, l, l].
         reaches_end: Whether a token's document is that of the chunk's end, [c, l, b, 1, 1].
         reaches_start: Whether a token's document began before the chunk, [c, l, b, 1, 1].
-        reaches_through: Whether a single document fills the chunk and began before it, [c, b, 1, 1].
+        reaches_through: Whether a document fills the chunk and began before it, [c, b, 1, 1].
     """
 
     def __init__(self, documents: Tensor, chunk: int) -> None:

@@ -597,8 +597,7 @@ class MultiTokenPlan(HeadPlan):
         layers: The transformer layer of each depth.
         norm: The record of a depth's normalizations, of its two inputs and of its result.
         output: The model's output layer, which every depth also uses.
-        numbered_after: Number of the model's other layers; the depths' layers are numbered after
-            them.
+        numbered_after: Number of the model's other layers, which are numbered before these.
     """
 
     kind: str = "multi_token"
@@ -624,11 +623,10 @@ class ModelPlan:
         heads: Modules after the final normalization.
         positions: Length of the longest sequence.
         head_spec: Purpose of the heads.
-        encoder_layers: Number of `layers` that belong to an encoder before a decoder; 0 if there is
-            a single stack.
+        encoder_layers: Number of `layers` in an encoder before a decoder; 0 without one.
         position_bias: Relative positions of each stack's self-attention; `None` for none.
         towers: Number of copies of this network, each with its own weights: 2 for a bi-encoder.
-        teacher: The plan of the teacher in distillation; `None` if there is none.
+        teacher: The plan of the teacher in distillation; `None` for none.
     """
 
     embedding: EmbeddingPlan
@@ -668,8 +666,9 @@ class ModelPlan:
     def head_size(self) -> int | None:
         """Channels of a head of self-attention in all layers; `None` without attention."""
         mixers = (layer.mixer for layer in self.layers)
-        (size,) = {x.head_size for x in mixers if isinstance(x, AttentionPlan)} or {None}
-        return size
+        sizes = {mixer.head_size for mixer in mixers if isinstance(mixer, AttentionPlan)}
+        assert len(sizes) < 2, "heads have several sizes"
+        return max(sizes, default=None)
 
     def head(self, kind: str) -> HeadPlan | None:
         """Return the head of this kind, or `None` if there is none."""

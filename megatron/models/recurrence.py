@@ -115,4 +115,3 @@ def own_part(size: int, axis: Axis) -> slice:
     """Return the part of `size` channels that a context rank computes, ordered by group."""
     each = size // axis.size
     return slice(axis.rank * each, (axis.rank + 1) * each)
-

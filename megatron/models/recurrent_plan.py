@@ -50,7 +50,7 @@ class RecurrentPlan(MixerPlan, ABC):
 
     @abstractmethod
     def states(self, tensor: int) -> tuple[StateSpec, ...]:
-        """Return the states of a sequence on one process, in the order in which the mixer uses them.
+        """Return the states of a sequence on one process, in the order of the mixer's recurrence.
 
         Args:
             tensor: Number of tensor-parallel ranks.

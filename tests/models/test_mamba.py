@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.config.stages import ModelPart
 from megatron.kernels.attention import Segments
 from megatron.models.arithmetic import count_parameters, count_part_parameters
 from megatron.models.block import Block
@@ -19,7 +20,6 @@ from megatron.models.gpt import GPTModel
 from megatron.models.mamba import Mamba, scan, step
 from megatron.models.plan import InitPlan
 from megatron.models.recurrent_plan import MambaPlan
-from megatron.config.stages import ModelPart
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
@@ -99,7 +99,9 @@ def test_a_scan_goes_on_from_a_state() -> None:
     parts = inputs(11)
     expected, last = one_by_one(parts)
     x, steps, rates, b, c = parts
-    first, state = scan(*(part[:6] for part in (x, steps)), rates, b[:6], c[:6], None, None, chunk=4)
+    first, state = scan(
+        *(part[:6] for part in (x, steps)), rates, b[:6], c[:6], None, None, chunk=4
+    )
     then, state = scan(x[6:10], steps[6:10], rates, b[6:10], c[6:10], state, None, chunk=4)
     one, state = step(x[10:], steps[10:], rates, b[10:], c[10:], state)
     torch.testing.assert_close(torch.cat((first, then, one)), expected)
@@ -148,15 +150,18 @@ def test_recomputation_changes_no_gradient() -> None:
         made(x, None, None).square().sum().backward()
         gradients.append([parameter.grad for parameter in made.parameters()])
     for one, other in zip(*gradients, strict=True):
-        assert one is not None and torch.equal(one, other)
+        assert one is not None
+        assert torch.equal(one, other)
 
 
 def test_initial_decays_and_time_steps_are_in_their_ranges() -> None:
     made = mixer(replace(PLAN, heads=300, groups=3))
     rates = made.decay.exp()
-    assert 1 <= rates.min() < 2 and 15 < rates.max() <= 16
+    assert 1 <= rates.min() < 2
+    assert 15 < rates.max() <= 16
     steps = torch.nn.functional.softplus(made.time_step)
-    assert 0.001 <= steps.min() < 0.0015 and 0.07 < steps.max() <= 0.1001
+    assert 0.001 <= steps.min() < 0.0015
+    assert 0.07 < steps.max() <= 0.1001
     assert steps.median() < 0.02, "log-uniform"
 
 

@@ -59,7 +59,12 @@ _MIXTURE = {
     "mlp.shared.up": ("mixer.shared_experts.up_proj",),
     "mlp.shared.down": ("mixer.shared_experts.down_proj",),
 }
-_MODULES = {MAMBA: _MAMBA, ATTENTION: _ATTENTION, MLP: _MLP, MIXTURE: _MIXTURE}
+_MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
+    MAMBA: _MAMBA,
+    ATTENTION: _ATTENTION,
+    MLP: _MLP,
+    MIXTURE: _MIXTURE,
+}
 
 
 def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
@@ -255,11 +260,21 @@ _KINDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", MI
 _OLD_KINDS = {"mamba": MAMBA, "attention": ATTENTION}
 # Keys without effect on the network that files describe, besides those of both families.
 _OF_NEMOTRON = (
-    *("expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern"),
+    *(
+        "expand",
+        "mamba_ssm_cache_dtype",
+        "moe_shared_expert_overlap",
+        "mtp_hybrid_override_pattern",
+    ),
     *("mtp_layers_block_type", "num_logits_to_keep", "use_mamba_kernels"),
 )
 _OF_MIXTURES = (
-    *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts"),
+    *(
+        "moe_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+    ),
     *("n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor"),
     *("topk_group",),
 )
@@ -289,7 +304,10 @@ def _read_mamba(settings: Settings, heads_key: str, flags: Mapping[str, Any]) ->
 def _read_pattern(settings: Settings) -> str:
     """Return the symbols of the layers, by the key of newer or older files."""
     symbols = {kind: symbol for symbol, kind in _KINDS.items()} | _OLD_KINDS
-    kinds, text = settings.words("layers_block_type"), settings.values.get("hybrid_override_pattern")
+    kinds, text = (
+        settings.words("layers_block_type"),
+        settings.values.get("hybrid_override_pattern"),
+    )
     unknown = sorted(set(kinds) - symbols.keys())
     if unknown:
         raise settings.error("layers_block_type", f"{unknown[0]} is not supported")

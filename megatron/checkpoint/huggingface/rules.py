@@ -423,11 +423,7 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
             modules[f"{name}_norm"] = norm
         if part is not None and layer.norms_output:
             modules[f"{name}_output_norm"] = norm
-    match layer.mixer:
-        case plans.AttentionPlan() as attention:
-            modules |= attention_shapes(attention)
-        case MambaPlan() as mamba:
-            modules |= mamba_shapes(mamba)
+    modules |= mixer_shapes(layer.mixer)
     match layer.mlp:
         case plans.MLPPlan() as dense:
             modules |= mlp_shapes("mlp", dense)
@@ -455,6 +451,16 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
     return modules
 
 
+def mixer_shapes(mixer: plans.MixerPlan | None) -> dict[str, dict[str, Shape]]:
+    """Return the shapes of the parameters of each module of a layer's mixer, if it has one."""
+    match mixer:
+        case plans.AttentionPlan():
+            return attention_shapes(mixer)
+        case MambaPlan():
+            return mamba_shapes(mixer)
+    return {}
+
+
 def attention_shapes(mixer: plans.AttentionPlan) -> dict[str, dict[str, Shape]]:
     """Return the shapes of the parameters of each module of self-attention."""
     modules: dict[str, dict[str, Shape]]
@@ -476,7 +482,8 @@ def attention_shapes(mixer: plans.AttentionPlan) -> dict[str, dict[str, Shape]]:
 
 def mamba_shapes(mixer: MambaPlan) -> dict[str, dict[str, Shape]]:
     """Return the shapes of the parameters of each module of a Mamba-2 mixer."""
-    channels, heads = mixer.convolved, {"": (mixer.heads,)}
+    channels = mixer.convolved
+    heads: dict[str, Shape] = {"": (mixer.heads,)}
     return {
         "attention.input": linear_shapes((sum(mixer.widths),), mixer.hidden, bias=mixer.bias),
         "attention.convolution": {
