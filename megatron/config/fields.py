@@ -256,7 +256,7 @@ def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str 
         if near := difflib.get_close_matches(word, words, n=1, cutoff=0.8):
             return near[0]
         if longer := [flag for flag in words if parts <= _parts(flag)]:
-            return min(longer, key=len)
+            return min(longer, key=lambda flag: len(_parts(flag)))  # the first of these
     for words in groups:
         if near := difflib.get_close_matches(word, words, n=1, cutoff=0.6):
             return near[0]

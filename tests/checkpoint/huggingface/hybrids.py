@@ -49,7 +49,7 @@ NEMOTRON = {
     "architectures": ["NemotronHForCausalLM"],
     "attention_bias": False,
     "head_dim": 10,
-    "intermediate_size": 23,
+    "intermediate_size": 22,
     "layers_block_type": ["linear_attention", "full_attention"],
     "mamba_head_dim": 7,
     "mamba_hidden_act": "silu",
@@ -65,8 +65,8 @@ NEMOTRON = {
 }
 MIXTURE = {
     "layers_block_type": ["linear_attention", "moe"],
-    "moe_intermediate_size": 13,
-    "moe_shared_expert_intermediate_size": 11,
+    "moe_intermediate_size": 14,
+    "moe_shared_expert_intermediate_size": 10,
     "n_group": 3,
     "n_routed_experts": 12,
     "n_shared_experts": 1,
