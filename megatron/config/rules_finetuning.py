@@ -33,7 +33,7 @@ _NOT_WITH_SAMPLES: Exclusions = {
     ),
     "parallel.zero_stage": ((None, 0, 1, 2), "no process holds whole weights"),
     "precision.fp8_format": ((None,), "a generation step has too few rows for FP8"),
-    "training.cuda_graph_impl": (("none",), "recorded passes have fixed shapes"),
+    "training.cuda_graph_impl": (("auto", "none"), "recorded passes have fixed shapes"),
 }
 
 
@@ -57,7 +57,7 @@ _NOT_BATCH_INVARIANT: Exclusions = {
     "model.lora_rank": ((None,), "adapters add products of their own"),
     "model.use_flash_attn": ((False,), "it uses its own attention kernel"),
     "model.masked_softmax_fusion": ((True,), "it uses its own attention kernel"),
-    "training.cuda_graph_impl": (("none",), "it runs on CPUs"),
+    "training.cuda_graph_impl": (("auto", "none"), "it runs on CPUs"),
 }
 
 
@@ -146,7 +146,7 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{shown} cannot be combined with --cross-entropy-fusion-impl linear, which has no "
             "gradient for single tokens: use --cross-entropy-fusion-impl native"
         )
-    if config.training.cuda_graph_impl != "none":
+    if config.training.cuda_graph_impl == "local":
         yield (
             f"{shown} cannot be combined with --cuda-graph-impl {config.training.cuda_graph_impl}: "
             "losses of pairs are not recorded: drop the flag"

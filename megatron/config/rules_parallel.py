@@ -42,7 +42,7 @@ _NOT_WITH_OVERLAP: Exclusions = {
         "it turns off the overlap that the first flag asks for",
     ),
     "training.cuda_graph_impl": (
-        ("none",),
+        ("auto", "none"),
         "a recorded graph cannot know which memory of other processes is free",
     ),
     "parallel.distributed_backend": (
@@ -392,7 +392,7 @@ def device(config: RunOptions, device: Device, neighbours: int) -> Iterator[str]
     if not device.is_gpu:
         flags = {
             "--use-flash-attn": config.model.use_flash_attn,
-            f"--cuda-graph-impl {graphs}": graphs != "none",
+            f"--cuda-graph-impl {graphs}": graphs == "local",
         }
         for flag in (flag for flag, is_given in flags.items() if is_given):
             yield f"{flag} requires a GPU, and this run is on {device.type}: drop it"

@@ -24,7 +24,7 @@ def towers(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--pipeline-model-parallel-size {stages}: the towers of a bi-encoder cannot be split "
             "into stages: use --tensor-model-parallel-size instead"
         )
-    if config.training.cuda_graph_impl != "none":
+    if config.training.cuda_graph_impl == "local":
         yield (
             f"--cuda-graph-impl {config.training.cuda_graph_impl}: the loss of a bi-encoder "
             "compares the texts of all processes, and such an exchange is not recorded: drop the "

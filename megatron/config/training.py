@@ -28,7 +28,7 @@ _SELECTIVE = Need(
     lambda run: run.training.recompute_granularity == "selective",
     "--recompute-granularity selective",
 )
-_RECORDS = Need(lambda run: run.training.cuda_graph_impl != "none", "--cuda-graph-impl local")
+_RECORDS = Need(lambda run: run.training.cuda_graph_impl == "local", "--cuda-graph-impl local")
 _DRY = Need(lambda run: run.training.dry_run, "--dry-run")
 
 
@@ -86,7 +86,7 @@ class TrainingOptions:
             iteration, 2: also after evaluation.
         cuda_graph_impl: CUDA graphs: record a micro-batch's forward and backward kernels and launch
             them together, which helps small models whose GPU waits for the host. local records the
-            whole model.
+            whole model; auto does so if the GPU would wait and nothing prevents it.
         cuda_graph_warmup_steps: Iterations before the first recording with --cuda-graph-impl.
         dry_run: Check everything, print parameters, layout, memory and tokens per step, and exit.
         dry_run_world_size: Number of processes to assume with --dry-run. Default: as launched.
@@ -127,7 +127,7 @@ class TrainingOptions:
     manual_gc_interval: int = flag(100, unit="iterations", at_least=0, needs=_COLLECTS)
     empty_unused_memory_level: int = flag(0, choices=(0, 1, 2))
     cuda_graph_impl: str = flag(
-        "none", choices=("none", "local", "transformer_engine", "full_iteration")
+        "auto", choices=("auto", "none", "local", "transformer_engine", "full_iteration")
     )
     cuda_graph_warmup_steps: int = flag(3, unit="iterations", requires=_RECORDS)
     dry_run: bool = False

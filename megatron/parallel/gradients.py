@@ -450,9 +450,11 @@ class GradientBuffer:
         """
         before, written = self._stale, set[int]()
         self._stale = set(before)
-        yield lambda: self._stale.difference_update(written)
-        written |= before - self._stale
-        self._stale = before
+        try:
+            yield lambda: self._stale.difference_update(written)
+            written |= before - self._stale
+        finally:
+            self._stale = before
 
     @torch.no_grad()
     def complete(self) -> None:

@@ -193,7 +193,7 @@ class Setting:
             # Both flags rule out cuDNN.
             flash=config.training.deterministic_mode or config.model.use_flash_attn,
             receives=sizes["pipeline"] > 1,
-            graphs=config.training.cuda_graph_impl != "none",
+            graphs=config.training.cuda_graph_impl == "local",
             frozen=frozen_format(config.model),
         )
 

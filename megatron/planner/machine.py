@@ -144,6 +144,11 @@ MACHINES = {
 DEFAULT = MACHINES["H200"]
 
 
+def like_device(name: str) -> Machine:
+    """Return the built-in machine for a device's name, or the default for other devices."""
+    return next((machine for kind, machine in MACHINES.items() if kind in name), DEFAULT)
+
+
 def find_machine(name: str) -> Machine:
     """Return a built-in machine.
 

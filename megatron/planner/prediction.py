@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.config import RunConfig
+from megatron.config.checks import find_problems
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.errors import ConfigError
 from megatron.models.arithmetic import count_part_experts, count_part_parameters, flops_per_token
@@ -30,6 +31,10 @@ from megatron.planner.cost import (
 from megatron.planner.machine import Machine
 from megatron.planner.memory import MemoryEstimate, largest_process
 from megatron.planner.pipeline_balance import Costs, Pipeline
+
+# When --cuda-graph-impl auto records passes:
+_LEAST_HOST = 0.7  # at this share of the device's time, the host begins to limit the speed
+_MOST_MEMORY = 0.5  # share of the GPU, because recordings keep memory that others may need
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,26 @@ def busiest_stage(
     )
 
 
+def records_passes(config: RunConfig, plan: ModelPlan, world_size: int, machine: Machine) -> bool:
+    """Return whether a run on GPUs records its passes as CUDA graphs.
+
+    With --cuda-graph-impl auto it does if the host would limit the speed, half of the memory stays
+    free, and no other flag prevents it.
+
+    Raises:
+        ConfigError: The layers do not fit the stages.
+    """
+    if config.training.cuda_graph_impl != "auto":
+        return config.training.cuda_graph_impl == "local"
+    slowest = busiest_stage(config, plan, *model_passes(config, plan, machine))
+    if slowest.host < _LEAST_HOST * slowest.total:
+        return False
+    recorded = replace(config, training=replace(config.training, cuda_graph_impl="local"))
+    if find_problems(recorded, world_size):
+        return False
+    return largest_process(config, plan, world_size).total <= _MOST_MEMORY * machine.memory
+
+
 def predict(
     config: RunConfig,
     plan: ModelPlan,
@@ -193,6 +218,8 @@ def predict(
         ConfigError: The layers do not fit the stages, or the micro-batches do not divide the batch.
     """
     micro_batches = micro_batches_of(config, world_size)
+    impl = "local" if records_passes(config, plan, world_size, machine) else "none"
+    config = replace(config, training=replace(config.training, cuda_graph_impl=impl))
     layers, head = model_passes(config, plan, machine)
     slowest = busiest_stage(config, plan, layers, head)
     pipeline, counts, costs = pipeline_of(config, plan, world_size, machine, pipelines)

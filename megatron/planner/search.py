@@ -291,7 +291,7 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
     experts = math.gcd(*model.expert_counts)  # 0 without a mixture
     length = start.data.seq_length or 1
     micro_batches = [n for n in _MICRO_BATCHES if n == 1 or n * length <= _MOST_TOKENS]
-    overlaps = start.training.cuda_graph_impl == "none"  # no messages overlap with recorded passes
+    overlaps = start.training.cuda_graph_impl != "local"  # no messages overlap with recorded passes
     for tensor, context in product(_powers(min(node, gpus)), _powers(gpus)):
         if (model.num_attention_heads or 1) % tensor or gpus % (tensor * context):
             continue

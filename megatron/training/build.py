@@ -32,7 +32,9 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients, TorchDataParallel, shares_weights
 from megatron.parallel.tied import unite_copies
+from megatron.planner.machine import like_device
 from megatron.planner.memory import largest_message
+from megatron.planner.prediction import records_passes
 from megatron.processes.ending import ExitRequest
 from megatron.processes.groups import BACKSTOP
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -192,7 +194,10 @@ def parallelize(
 
     # 7. Recorded passes (CUDA graphs), PyTorch's data parallelism, or neither.
     forward: TrainingForward = DirectForward(recipe.forward)
-    if config.training.cuda_graph_impl != "none":
+    if device.is_gpu and records_passes(
+        *(config, plan, layout.world.size),
+        replace(like_device(device.name), memory=device.total_memory() or 0),
+    ):
         assert isinstance(gradients, GradientBuffer), "a rule refuses sharded weights"
         forward = RecordedPasses(
             recipe.forward,
@@ -201,6 +206,7 @@ def parallelize(
             journal=layout.journal,
             forget=layers.forget_weights,
             warm_up=config.training.cuda_graph_warmup_steps,
+            may_fail=config.training.cuda_graph_impl == "auto",
         )
     elif gradient_sharing.uses_torch_ddp(config, layout):
         forward = TorchDataParallel(parts[0], recipe.forward, layout.replica)

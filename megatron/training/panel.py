@@ -24,6 +24,7 @@ from megatron.planner.memory import largest_process
 from megatron.planner.pipeline_balance import pipeline_rows
 from megatron.training.curriculum import lengths_of
 from megatron.training.expert_plan import expert_rows
+from megatron.training.recorded_passes import RecordedPasses
 
 if TYPE_CHECKING:
     from megatron.training.run import Run
@@ -44,9 +45,11 @@ def start_rows(run: Run) -> list[PanelRow]:
     """Return the rows of all decisions and their reasons, after the checkpoint has been loaded."""
     config = run.config
     rows = device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0]))
-    if config.training.cuda_graph_impl != "none":
-        first = config.training.cuda_graph_warmup_steps + 1
-        rows.append(("passes", f"recorded in iteration {first}, then replayed (--cuda-graph-impl)"))
+    if isinstance(run.forward, RecordedPasses):
+        first, impl = config.training.cuda_graph_warmup_steps + 1, config.training.cuda_graph_impl
+        why = ": the GPU would wait for the host" if impl == "auto" else ""
+        done = f"recorded in iteration {first}, then replayed"
+        rows.append(("passes", f"{done} (--cuda-graph-impl {impl}{why})"))
     return [
         *rows,
         *size_rows(config, run.layout.world.size, run.plan, memory=run.device.total_memory()),

@@ -12,6 +12,7 @@ the result without recordings.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ from megatron.device import Recorder
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.journal import Journal
 from megatron.training.recipe import Batch
+
+logger = logging.getLogger(__name__)
 
 # Parts of a micro-batch that a recorded pass does without, because they differ each time.
 _UNRECORDED = ("id", LONGEST_SEGMENT)
@@ -112,6 +115,8 @@ class RecordedPasses:
             other number formats. Each recording creates these anew, because a recording is not tied
             to one update.
         warm_up: The number of warm-up updates.
+        may_fail: Whether passes that cannot be recorded run without recordings instead of ending
+            the run.
     """
 
     may_run_ahead = True
@@ -125,10 +130,12 @@ class RecordedPasses:
         journal: Journal,
         forget: Callable[[], None],
         warm_up: int,
+        may_fail: bool = False,
     ) -> None:
         """Create the passes without recordings."""
         self._forward, self._gradients, self._recorder = forward, gradients, recorder
         self._journal, self._forget, self._warm_up = journal, forget, warm_up
+        self._may_fail, self._works = may_fail, True
         self._met: set[_Key] = set()
         self._recordings: dict[_Key, _Recording] = {}
         self._anchor = torch.empty(0, requires_grad=True)  # so that backward reaches `_Replay`
@@ -151,10 +158,12 @@ class RecordedPasses:
         recording = self._recordings.get(key)
         if recording is None:
             is_full = len(self._recordings) >= MOST_RECORDINGS
-            if self._warm_up >= 0 or key not in self._met or is_full:
-                self._met.add(key)
+            if self._works and self._warm_up < 0 and key in self._met and not is_full:
+                recording = self._record(forward, inputs)
+            self._met.add(key)
+            if recording is None:
                 return forward(batch)
-            recording = self._recordings[key] = self._record(forward, inputs)
+            self._recordings[key] = recording
         torch._foreach_copy_(list(recording.inputs.values()), list(inputs.values()))
         losses = _Replay.apply(self._anchor, recording)
         return dict(zip(recording.losses, losses, strict=True))
@@ -164,7 +173,10 @@ class RecordedPasses:
         self._recordings.clear()
         self._recorder.release()
 
-    def _record(self, forward: Callable[[Batch], Losses], like: Mapping[str, Tensor]) -> _Recording:
+    def _record(
+        self, forward: Callable[[Batch], Losses], like: Mapping[str, Tensor]
+    ) -> _Recording | None:
+        """Return a new recording, or `None` if that fails and may fail."""
         self._forget()
         try:
             with self._journal.without_marks():
@@ -178,8 +190,14 @@ class RecordedPasses:
             values = {name: loss.detach() for name, loss in losses.items()}
             return _Recording(inputs, values, gradients, run_forward, backward, note_written)
         except RuntimeError as error:  # PyTorch and CUDA raise it for failures of any kind
-            error.add_note("This pass could not be recorded: drop --cuda-graph-impl.")
-            raise
+            if not self._may_fail:
+                error.add_note("This pass could not be recorded: drop --cuda-graph-impl.")
+                raise
+            logger.warning(
+                "--cuda-graph-impl auto: passes are not recorded, because it failed: %s", error
+            )
+            self._works = False
+            return None
         finally:
             self._forget()  # its memory belongs to the recording
 

@@ -37,7 +37,8 @@ FP8 = "--bf16 --fp8-format hybrid --fp8-recipe "
 
 
 def _train(arguments: Sequence[str], kind: str) -> tuple[Recorder, Run]:
-    return train_toy(Layout.single(), [*TOY, *arguments], kind, DEVICE)
+    how = [] if "--cuda-graph-impl" in arguments else ["--cuda-graph-impl", "none"]
+    return train_toy(Layout.single(), [*TOY, *how, *arguments], kind, DEVICE)
 
 
 def _results(arguments: Sequence[str], kind: str) -> tuple[object, ...]:
@@ -116,6 +117,17 @@ def test_passes_are_recorded_once_for_each_way_to_write_gradients() -> None:
     assert len(run.forward._recordings) == 2
 
 
+def test_a_small_model_is_recorded_without_a_flag() -> None:
+    """The host is slower than the GPU; not with a flag that recording excludes."""
+    auto = ["--bf16", "--cuda-graph-impl", "auto"]
+    _, run = _train(auto, "gpt")
+    assert isinstance(run.forward, RecordedPasses)
+    assert len(run.forward._recordings) == 2
+    excluded = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    _, run = _train([*auto, *excluded.split()], "gpt")
+    assert not isinstance(run.forward, RecordedPasses)
+
+
 @pytest.fixture
 def split_layout() -> Iterator[Layout]:
     """A grid of two tensor ranks of which there is one: it sums over itself alone, through NCCL.
@@ -137,7 +149,7 @@ def test_collectives_of_split_layers_are_recorded(split_layout: Layout) -> None:
         assert not recorded or len(run.forward._recordings) == 2
         return [(outcome.losses["lm loss"], outcome.grad_norm) for outcome in made]
 
-    assert outcomes(*GRAPHS) == outcomes()
+    assert outcomes(*GRAPHS) == outcomes("--cuda-graph-impl", "none")
     assert not split_layout.journal.device_is_behind
 
 

@@ -14,7 +14,7 @@ from megatron.models.plans import model_plan
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.planner.cost import MESSAGE_LAUNCHES, Setting, layer_passes
 from megatron.planner.machine import MACHINES
-from megatron.planner.prediction import predict
+from megatron.planner.prediction import predict, records_passes
 from megatron.tokenizer import padded_vocabulary
 from tests.repository import ROOT
 
@@ -42,7 +42,9 @@ def predicted(words, gpus, machine="H200", kind="gpt", **rates):
 
 
 def words_of(model, flags):
-    return f"{MEASURED['common']} {MEASURED['models'][model]} {flags}".split()
+    """Return the flags of a row. Passes are not recorded unless it says so."""
+    common = f"{MEASURED['common']} --cuda-graph-impl none {MEASURED['models'][model]}"
+    return f"{common} {flags}".split()
 
 
 def _measured(row):
@@ -52,6 +54,36 @@ def _measured(row):
     if "milliseconds" in row:
         return found, row["milliseconds"] / 1000
     return found, found.tokens / row["tokens_per_second"]
+
+
+_SMALL = """
+    --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --bf16
+    --max-position-embeddings 1024 --micro-batch-size 4 --mock-data --lr 1e-4 --train-iters 1
+    --tokenizer-type NullTokenizer --vocab-size 50303
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "is_recorded"),
+    [
+        ("", 1, True),
+        ("--cuda-graph-impl none", 1, False),
+        ("--micro-batch-size 64", 1, False),  # the GPU has enough to do
+        ("--use-distributed-optimizer", 2, True),
+        ("--use-distributed-optimizer --overlap-grad-reduce", 2, False),
+        ("--pipeline-model-parallel-size 2", 2, False),
+    ],
+)
+def test_passes_are_recorded_where_the_gpu_would_wait(flags, gpus, is_recorded):
+    words = [*_SMALL.split(), *flags.split()]
+    config = parse_config(words, world_size=gpus).config
+    plan = model_plan(config.model, padded_vocabulary(config))
+    machine = MACHINES["H200"]
+    assert records_passes(config, plan, gpus, machine) == is_recorded
+    assert not records_passes(config, plan, gpus, replace(machine, memory=2 * 2**30))
+    if is_recorded:
+        direct = predicted([*words, "--cuda-graph-impl", "none"], gpus)
+        assert predicted(words, gpus).seconds < 0.6 * direct.seconds
 
 
 def test_every_row_is_in_the_documentation():

@@ -42,7 +42,7 @@ class _CountingRecorder:
 class _Passes:
     """A linear layer whose loss is the sum of its outputs, and its passes."""
 
-    def __init__(self, *, warm_up: int) -> None:
+    def __init__(self, *, warm_up: int, may_fail: bool = False) -> None:
         context = BuildContext(Layout.single())
         self.layer = Linear(4, 3, context, split=None, init=ZEROS)
         nn.init.ones_(self.layer.weight)
@@ -60,6 +60,7 @@ class _Passes:
             journal=Journal(),
             forget=lambda: None,
             warm_up=warm_up,
+            may_fail=may_fail,
         )
 
     def _forward(self, part: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -91,6 +92,31 @@ def test_first_and_later_micro_batches_are_recorded_once_each_after_warming_up()
     assert (passes.computed, passes.recorder.recorded, passes.recorder.replayed) == (8, 4, 6)
     passes.update(2, 2)
     assert (passes.computed, passes.recorder.recorded, passes.recorder.replayed) == (8, 4, 10)
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["forward", "backward"])
+def test_passes_that_cannot_be_recorded_run_as_they_are(
+    which: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes = _Passes(warm_up=1, may_fail=True)
+    expected = [passes.update(2, 2) for _ in range(3)][-1]
+    passes, calls = _Passes(warm_up=1, may_fail=True), 0
+    record = passes.recorder.record
+
+    def fails(work: Callable[[], Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == which:
+            raise RuntimeError("operation not permitted")
+        return record(work)
+
+    passes.recorder.record = fails  # type: ignore[method-assign]
+    for _ in range(3):
+        assert passes.update(2, 2) == expected
+    assert calls == which
+    assert passes.recorder.replayed == 0
+    assert "--cuda-graph-impl auto: passes are not recorded" in caplog.text
+    assert torch.equal(passes.layer.weight.main_grad, torch.full((3, 4), 4.0))
 
 
 def test_a_micro_batch_of_a_new_kind_runs_once_as_it_is() -> None:
