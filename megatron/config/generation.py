@@ -169,7 +169,6 @@ class ServerConfig(SpeculationOptions):
         max_queued_requests: Maximum number of running and waiting sequences. Further requests get
             status 429.
         cache_tokens: Size of the KV cache. Default: as much as fits in memory and can be used.
-            Retro has no KV cache.
         max_body_bytes: Maximum size of a request body. Larger requests are refused.
         request_timeout: Time limit for a single answer.
         log_requests: Write the body of every PUT /api request, with its prompts, to the log, unless
@@ -236,8 +235,8 @@ class SamplesConfig(SpeculationOptions):
         top_k: Sample from the k most likely tokens. 0 disables the limit.
         top_p: Sample from the most likely tokens that together have this probability. 0 disables
             the limit.
-        recompute: Accepted for compatibility; no effect. A GPT always uses its KV cache, which
-            gives the same results, and a Retro has no KV cache.
+        recompute: Accepted for compatibility; no effect. The KV cache is always used, and gives
+            the same results.
         max_batch_size: Maximum number of texts computed at once.
         serve_adapter: Adapter to use for all texts, as NAME=FOLDER. The folder has PEFT's files, or
             checkpoints of a run with --lora-rank.
@@ -316,4 +315,4 @@ def find_sample_notices(samples: SamplesConfig) -> list[str]:
     """Return one line for each flag that is accepted but changes nothing, with the reason."""
     if not samples.recompute:
         return []
-    return ["--recompute changes nothing: a GPT always uses its KV cache, with the same results"]
+    return ["--recompute changes nothing: the KV cache is always used, with the same results"]

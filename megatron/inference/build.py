@@ -121,7 +121,7 @@ def build_engine(
     speculation = options.speculation
     reads_states = speculation is not None and speculation.method == "mtp"
     check_speculation(loaded.config.model, speculation)
-    memory = _make_cache(loaded, options, paged, device)
+    memory = make_cache(loaded, options, paged, device)
     without = ""  # reason for not using graphs
     if not options.graphs:
         without = "turned off"
@@ -197,8 +197,8 @@ def check_speculation(model: ModelConfig, speculation: Speculation | None) -> No
         return
     if model.architecture == "retro":
         raise ConfigError(
-            "--speculative-config: a Retro has no KV cache, so it computes whole texts at each "
-            "step: drop it"
+            "--speculative-config: a Retro looks up neighbors for each chunk that it completes, "
+            "which guessed tokens may not be: drop it"
         )
     if model.has_states:
         raise ConfigError(
@@ -253,10 +253,26 @@ def _latent_sizes(plan: ModelPlan) -> LatentSizes | None:
     return next((LatentSizes(x.rank + x.turning, x.rank) for x in found), None)
 
 
-def _make_cache(
-    loaded: Loaded, options: EngineOptions, paged: PagedAttention, device: Device
+def make_cache(
+    loaded: Loaded,
+    options: EngineOptions,
+    paged: PagedAttention,
+    device: Device,
+    *,
+    further_bytes: int = 0,
 ) -> CacheMemory:
-    """Return a cache with the number of blocks that fit in memory on every rank. Collective."""
+    """Return a cache with the number of blocks that fit in memory on every rank. Collective.
+
+    Args:
+        loaded: The model.
+        options: Options of the engine.
+        paged: Attention over the cache.
+        device: Device of the model and the cache.
+        further_bytes: Bytes that the caller allocates for each block, beside keys and values.
+
+    Raises:
+        ConfigError: Not even one block fits in memory.
+    """
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
     shapes, states = {}, {}
     mixers = {index: model.plan.layers[index].mixer for index in model.part.layers}
@@ -273,6 +289,7 @@ def _make_cache(
         else:
             assert mixer is None, f"layer {index} has neither keys and values nor states"
     token_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
+    block_bytes = options.block_size * token_bytes + further_bytes
     tokens = options.cache_tokens
     if tokens is None:
         size = _CPU_CACHE_BYTES
@@ -285,8 +302,8 @@ def _make_cache(
                 f"the states of {options.max_sequences} sequences need more than the "
                 f"{size / 1e9:.3g} GB of memory that is left: allow fewer sequences at once"
             )
-        if token_bytes:
-            tokens = min(tokens, left // token_bytes)
+        if block_bytes:
+            tokens = min(tokens, left * options.block_size // block_bytes)
     blocks = torch.tensor(tokens // options.block_size, device=device.torch_device)
     count = int(all_reduce(blocks, layout.world, dist.ReduceOp.MIN))
     if count < 1:

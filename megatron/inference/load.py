@@ -112,8 +112,7 @@ def load_gpt(
             network, have the layout's parallel sizes, and give each stage a single part of the
             model.
         row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
-            matrix products are computed as in training. A Retro always does the latter, because its
-            texts share no batch.
+            matrix products are computed as in training.
         kinds: Architectures that the caller accepts, of gpt and retro.
 
     Raises:
@@ -142,8 +141,7 @@ def load_gpt(
     plan = plan_parts(config.model.num_layers, config.parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
     is_retro = config.model.architecture == "retro"
-    by_rows = row_by_row and not is_retro
-    context = (serving_context if by_rows else run_context)(config, layout, device)
+    context = (serving_context if row_by_row else run_context)(config, layout, device)
     network = RetroModel if is_retro else GPTModel
     model = build_model(network, config, context, rows, part)
     # In a pipeline no rank holds every parameter.

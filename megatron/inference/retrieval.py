@@ -1,18 +1,19 @@
 """An executor for a Retro, and construction of an engine for a GPT or a Retro.
 
-A Retro has no KV cache. Each step computes every text in the batch from its first token. This is
-correct but slow: the time per token grows with the length of the text and the size of the batch.
-The rest of the engine is the same as for a GPT, with a "cache" of one empty block per text.
+A block of a Retro's cache holds a chunk of the text: the keys and values of its tokens, as for a
+GPT, and those of its neighbors in the layers that read them. The neighbors are looked up and
+encoded once, in the step that computes the chunk's last token.
 
-Shapes: l chunks of m tokens, each with k neighbors of r tokens.
+Shapes: s new tokens, C chunks that end among them; chunks of m tokens, each with k neighbors of r
+tokens; h hidden, n heads, d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import groupby
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,50 +22,157 @@ from torch import Tensor
 from megatron.config.run import RunConfig
 from megatron.device import Device
 from megatron.errors import ConfigError
-from megatron.inference.build import EngineOptions, build_engine
+from megatron.inference.build import EngineOptions, build_engine, make_cache
+from megatron.inference.cache import StepCache
 from megatron.inference.engine import BatchEngine
-from megatron.inference.executor import WantedLogits
+from megatron.inference.executor import Executor
 from megatron.inference.load import Loaded
 from megatron.inference.request import EngineLimits, NeighborPassage, Retrieved
-from megatron.inference.sampling import Chosen, choose, unpack
-from megatron.inference.scheduler import Row, SchedulerSettings, StepPlan
+from megatron.inference.scheduler import Integers, Row, SchedulerSettings, StepPlan
+from megatron.inference.scheduler import Sequence as Text
+from megatron.kernels.library import find_library
+from megatron.kernels.paged_attention import Singles, choose_paged_attention, describe_chunks
+from megatron.models.attention import AttentionCore
+from megatron.models.plan import ModelPlan, RetrievalAttentionPlan, RetrievalPlan
 from megatron.models.retro import RetroModel
 from megatron.parallel.layout import Axis
+from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.retro.dataset import Ids
-from megatron.retro.neighbors import NOBODY
 from megatron.retro.retriever import Retriever, open_retriever
 
 KINDS = ("gpt", "retro")  # architectures that `build_any_engine` accepts
 _KEPT = 4096  # number of chunks whose neighbors are remembered
 
 
-@dataclass
-class RetroExecutor:
-    """An executor of steps for a Retro in a single process.
+class ChunkMemory:
+    """The part of a Retro's cache that belongs to chunks: one chunk for each block.
+
+    Args:
+        plan: The network, all of whose layers this process holds.
+        blocks: Number of blocks. One more is allocated for the padding of batches.
+        device: Device of the memory.
+        dtype: Number format.
 
     Attributes:
-        model: The Retro, in evaluation mode.
-        retriever: The retriever that finds the neighbors of a chunk.
-        device: Device of the model.
-        copy: This process.
-        chunk_length: Length of a chunk, m.
-        num_neighbors: Number of neighbors of a chunk, k.
-        filler: Token that fills up the last chunk of a text.
-        vocab_size: Number of vocabulary entries that can be chosen.
+        sizes: Sizes of chunks and neighbors.
+        inputs: Inputs of the first Retro layer's cross-attention, [blocks, m, h]. The encoder of
+            neighbors reads those of the whole chunk, which may come in several steps.
+        layers: Keys and values of the chunks' neighbors by layer number, [2, blocks r k, n, d].
+        size_bytes: Size of all tensors in bytes.
     """
 
-    model: RetroModel
+    def __init__(
+        self, plan: ModelPlan, blocks: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Allocate the memory."""
+        crossing = _crossing(plan)
+        self.sizes = _sizes(plan)
+        self.inputs = torch.zeros(
+            blocks + 1, self.sizes.chunk, plan.hidden, device=device, dtype=dtype
+        )
+        rows = (blocks + 1) * self.sizes.keys
+        self.layers = {
+            number: torch.zeros(2, rows, each.heads, each.head_size, device=device, dtype=dtype)
+            for number, each in crossing.items()
+        }
+        self.size_bytes = sum(x.nbytes for x in (self.inputs, *self.layers.values()))
+
+    @staticmethod
+    def block_bytes(plan: ModelPlan, dtype: torch.dtype) -> int:
+        """Return the number of bytes that each block takes."""
+        sizes = _sizes(plan)
+        keys = sum(2 * sizes.keys * each.query for each in _crossing(plan).values())
+        return dtype.itemsize * (sizes.chunk * plan.hidden + keys)
+
+
+def _crossing(plan: ModelPlan) -> dict[int, RetrievalAttentionPlan]:
+    """Return the attention to neighbors of each Retro layer, by the layer's number from 1."""
+    found = {number: each.cross_attention for number, each in enumerate(plan.layers, 1)}
+    return {n: each for n, each in found.items() if isinstance(each, RetrievalAttentionPlan)}
+
+
+def _sizes(plan: ModelPlan) -> RetrievalPlan:
+    return next(iter(_crossing(plan).values())).retrieval
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetroStepCache(StepCache):
+    """A step's view of the cache: the `models.retrieval.RetrievalCache` that a Retro receives.
+
+    Attributes:
+        chunk_memory: The part of the cache that belongs to chunks.
+        neighbors: Tokens of the neighbors of the chunks that end in this step, [1, C, k, r].
+        ending: Blocks of these chunks, int64 [C].
+        neighbor_singles: The chunk that each sequence that adds one token reads, as a sequence of
+            keys; `None` if there are no such sequences.
+        groups: Blocks of the chunks that the other sequences' tokens read, int64 [G].
+        places: Where each of these tokens is among the queries of all groups, [G m].
+    """
+
+    chunk_memory: ChunkMemory
+    neighbors: Tensor
+    ending: Tensor
+    neighbor_singles: Singles | None
+    groups: Tensor
+    places: Tensor
+
+    def whole_chunks(self, x: Tensor) -> Tensor:
+        """Store inputs [s, 1, h] of new tokens, and return those of whole chunks [C m, 1, h]."""
+        inputs = self.chunk_memory.inputs
+        inputs.flatten(0, 1).index_copy_(0, self.slots, x[:, 0].to(inputs.dtype))
+        return inputs[self.ending].flatten(0, 1).unsqueeze(1).to(x.dtype)
+
+    def attend_to_neighbors(
+        self, query: Tensor, key_value: Tensor | None, core: AttentionCore
+    ) -> Tensor:
+        """Store the chunks' keys and values, then let each token attend to those that it reads.
+
+        Args:
+            query: Queries [s, 1, n, d].
+            key_value: Keys and values of the neighbors of the chunks that end in this step, [r k,
+                C, n, 2, d]; `None` if there are none.
+            core: The layer's attention.
+
+        Returns:
+            Attention output [s, 1, n d].
+        """
+        memory, sizes = self.chunk_memory.layers[core.layer_number], self.chunk_memory.sizes
+        by_block = memory.unflatten(1, (-1, sizes.keys))  # [2, blocks, r k, n, d]
+        if key_value is not None:
+            by_block.index_copy_(1, self.ending, key_value.permute(3, 1, 0, 2, 4))
+        rows, parts, count = query.squeeze(1), [], 0
+        if self.neighbor_singles is not None:
+            count = self.neighbor_singles.lengths.numel()
+            (keys, values), options = memory, core.options(None)
+            paged, singles = self.memory.paged, self.neighbor_singles
+            out = paged.singles(rows[:count], keys, values, singles, options)
+            parts.append(out.flatten(1))
+        if len(self.groups):
+            groups = query.new_zeros(len(self.groups) * sizes.chunk, *query.shape[2:])
+            groups.index_copy_(0, self.places, rows[count:])
+            queries = groups.unflatten(0, (-1, sizes.chunk)).transpose(0, 1)  # [m, G, n, d]
+            keys, values = by_block[:, self.groups].transpose(1, 2)  # [r k, G, n, d]
+            out = core(queries, keys, values, None).transpose(0, 1).flatten(0, 1)  # [G m, n d]
+            parts.append(out[self.places])
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(1)
+
+
+@dataclass(kw_only=True)
+class RetroExecutor(Executor):
+    """An executor of steps for a Retro in a single process. A block of its cache holds a chunk.
+
+    Attributes:
+        chunk_memory: The part of the cache that belongs to chunks.
+        retriever: The retriever that finds the neighbors of a chunk.
+    """
+
+    chunk_memory: ChunkMemory
     retriever: Retriever
-    device: Device
-    copy: Axis
-    chunk_length: int
-    num_neighbors: int
-    filler: int
-    vocab_size: int
+    _reported: WeakKeyDictionary[Text, int] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         """Start with no chunks remembered."""
-        self._nobody = self.retriever.tokens(np.full((1, self.num_neighbors), NOBODY))
+        super().__post_init__()
 
         # Chunks are looked up one by one, so a chunk's neighbors depend on nothing else in a step.
         @lru_cache(_KEPT)
@@ -74,70 +182,79 @@ class RetroExecutor:
 
         self._read = read
 
-    @torch.no_grad()
-    def begin(self, plan: StepPlan, wanted: Sequence[WantedLogits]) -> Callable[[], list[Chosen]]:
-        """Compute a plan.
-
-        Args:
-            plan: The step to compute, in which every token is known.
-            wanted: The tokens whose logits are needed, row by row.
-
-        Returns:
-            A function that waits for the device, and returns what was chosen for each of `wanted`.
-        """
-        if not wanted:
-            return list
-        logits = [
-            self._logits(plan[index], [each.place for each in group])
-            for index, group in groupby(wanted, key=lambda each: each.row)
-        ]
-        choices = [each.choice for each in wanted]
-        result = choose(torch.cat(logits), choices)
-        return lambda: unpack(result.flatten().tolist(), choices)
-
     def retrieved(self, plan: StepPlan) -> list[Retrieved]:
-        """Return the passages of the chunks that a plan completes."""
-        m, found = self.chunk_length, []
+        """Return the passages of the chunks that a plan completes, or finds in the cache."""
+        m, found = self.chunk_memory.sizes.chunk, []
         for row in plan:
-            first = row.start // m
-            chunks = self._chunks(row)[first:]
+            # A sequence that was preempted computes chunks again that have been reported.
+            first = self._reported.get(row.sequence, 0)
+            end = (row.start + row.size) // m
+            self._reported[row.sequence] = max(first, end)
             passages = tuple(
                 replace(passage, chunk=index)
-                for index, chunk in enumerate(chunks, first)
-                for passage in self._read(chunk)[1]
+                for index in range(first, end)
+                for passage in self._read(self._chunk(row, index))[1]
             )
             if passages:
                 found.append(Retrieved(row.sequence.request, passages))
         return found
 
-    def _logits(self, row: Row, places: Sequence[int]) -> Tensor:
-        """Return the logits [u, v] of u tokens of a row."""
-        text = row.sequence.tokens[: row.start + row.size]
-        # The model reads whole chunks. Earlier tokens see neither the filler nor the passages that
-        # are retrieved for the filled chunk.
-        neighbors = [self._read(chunk)[0] for chunk in self._chunks(row)]
-        short = -len(text) % self.chunk_length
-        if short:
-            neighbors.append(self._nobody)
-        tokens = np.array([[*text, *[self.filler] * short]], dtype=np.int64)
-        send = self.device.send
-        logits = self.model(send(tokens), send(np.concatenate(neighbors)[None]))
-        rows: Tensor = logits[0, [row.start + place for place in places], : self.vocab_size]
-        return rows
+    def inputs(
+        self, plan: StepPlan, outputs: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, RetroStepCache]:
+        """Return the token ids [1, s], and the step's view of the cache.
 
-    def _chunks(self, row: Row) -> list[tuple[int, ...]]:
-        """Return the complete chunks of a text, up to the end of a row."""
-        m, text = self.chunk_length, row.sequence.tokens
-        return [tuple(text[i * m : (i + 1) * m]) for i in range((row.start + row.size) // m)]
+        Args:
+            plan: The step, in which every token is known.
+            outputs: The tokens whose logits are needed, as for `Executor.inputs`.
+        """
+        tokens, cache = super().inputs(plan, outputs)
+        send, sizes = self.device.send, self.chunk_memory.sizes
+        m, keys = sizes.chunk, sizes.keys
+        ending = [
+            (row, index)
+            for row in plan
+            for index in range(row.start // m, (row.start + row.size) // m)
+        ]
+        neighbors = np.zeros((len(ending), sizes.neighbors, sizes.retrieved), np.int64)
+        for place, (row, index) in enumerate(ending):
+            neighbors[place] = self._read(self._chunk(row, index))[0][0]
+        count = sum(row.goes_on for row in plan)
+        # The chunk that each token reads ended at or before it. The first m - 1 tokens of a text
+        # read none: what they get from the first block is not used.
+        reads = [
+            np.maximum(np.arange(row.start + 1, row.start + row.size + 1) // m - 1, 0)
+            for row in plan
+        ]
+        blocks = [row.blocks[read] for row, read in zip(plan, reads, strict=True)]
+        singles = None
+        if count:
+            tables = send(np.stack(blocks[:count]).astype(np.int32))
+            lengths = send(np.full(count, keys, np.int32))
+            singles = Singles(tables, lengths, keys, keys)
+        groups, places = _grouped(plan[count:], blocks[count:], m)
+        return tokens, RetroStepCache(
+            **vars(cache),
+            chunk_memory=self.chunk_memory,
+            neighbors=send(neighbors[None]),
+            ending=send(np.array([row.blocks[index] for row, index in ending], np.int64)),
+            neighbor_singles=singles,
+            groups=send(groups),
+            places=send(places),
+        )
+
+    def _chunk(self, row: Row, index: int) -> tuple[int, ...]:
+        """Return the tokens of a chunk of a row's sequence."""
+        m = self.chunk_memory.sizes.chunk
+        return tuple(row.sequence.tokens[index * m : (index + 1) * m])
 
 
-def check_retrieval(config: RunConfig, embedder: str | None, cache_tokens: int | None) -> None:
+def check_retrieval(config: RunConfig, embedder: str | None) -> None:
     """Check the flags on which a GPT and a Retro differ, before the model is loaded.
 
     Args:
         config: The run.
         embedder: The value of --bert-embedder-load.
-        cache_tokens: The value of --cache-tokens.
 
     Raises:
         ConfigError: A flag does not fit the kind of model.
@@ -154,8 +271,6 @@ def check_retrieval(config: RunConfig, embedder: str | None, cache_tokens: int |
             f"a Retro generates text on a single process, not on {ranks}: drop "
             "--tensor-model-parallel-size and --pipeline-model-parallel-size"
         )
-    elif cache_tokens is not None:
-        raise ConfigError(f"--cache-tokens {cache_tokens}: a Retro has no KV cache: drop it")
 
 
 def build_any_engine(
@@ -171,7 +286,7 @@ def build_any_engine(
     Args:
         loaded: The model. A GPT was built in a `serving_context`.
         device: Device that the model is on.
-        options: Options of the engine. A Retro has no cache and no graphs.
+        options: Options of the engine. A block of a Retro's cache is a chunk, and it has no graphs.
         embedder: For a Retro, the network that embeds chunks (`open_retriever`).
         copy: Ranks of this copy of the model, as for `build_engine`.
 
@@ -184,34 +299,78 @@ def build_any_engine(
     if not isinstance(model, RetroModel):
         return build_engine(loaded, device, options, copy=copy)
     retriever = open_retriever(config, loaded.tokenizer, device, embedder)
-    window, most = config.data.seq_length, options.max_sequences
-    vocab_size = loaded.tokenizer.vocab_size
+    dtype, plan, most = config.precision.weight_dtype, model.plan, options.max_sequences
+    options = replace(options, block_size=config.model.chunk_length)
+    library, where = find_library(device.torch_device), device.torch_device
+    invariant = config.model.batch_invariant_mode
+    paged = choose_paged_attention(
+        library.library, plan.head_size, dtype, batch_invariant=invariant
+    )
+    memory = make_cache(
+        *(loaded, options, paged, device), further_bytes=ChunkMemory.block_bytes(plan, dtype)
+    )
+    chunk_memory = ChunkMemory(plan, memory.blocks, where, dtype)
+    vocab_size, cache_tokens = loaded.tokenizer.vocab_size, memory.blocks * memory.block_size
+    size = f"{(memory.size_bytes + chunk_memory.size_bytes) / 1e9:.3g} GB"
+    chunks = describe_chunks(plan.head_size, dtype, where)
     return BatchEngine(
         RetroExecutor(
-            model.eval(),
-            retriever,
-            device,
-            copy or loaded.layout.world,
-            chunk_length=config.model.chunk_length,
-            num_neighbors=config.model.retro_num_neighbors,
-            filler=loaded.tokenizer.eod,
+            model=model.eval(),
+            layout=loaded.layout,
+            memory=memory,
+            device=device,
+            channel=PipelineChannel(
+                loaded.layout, device=where, dtype=config.precision.stream_dtype
+            ),
+            copy=copy or loaded.layout.world,
+            graphs=None,
             vocab_size=vocab_size,
+            chunk_memory=chunk_memory,
+            retriever=retriever,
         ),
-        # Every text has one block, as long as the window, so that texts share nothing.
         SchedulerSettings(
-            blocks=most, block_size=window, max_sequences=most, max_tokens=most * window
+            blocks=memory.blocks,
+            block_size=memory.block_size,
+            max_sequences=most,
+            max_tokens=max(most, options.max_step_tokens),
         ),
         EngineLimits(
             vocab_size=vocab_size,
-            max_length=window,
-            cache_tokens=most * window,
+            max_length=config.data.seq_length,
+            cache_tokens=cache_tokens,
             max_beams=most,
         ),
         seed=options.seed,
         looks_ahead=False,  # the last chunk's neighbors depend on the token that is being chosen
         choices=[
             ("passages", f"{config.data.retro_workdir}, for each complete chunk of a text"),
-            ("cache", "off (each new token takes a pass over the whole text)"),
-            ("batch", f"up to {most:,} sequences, one after the other"),
+            ("attention", f"new tokens: {paged.name}; prompts: {chunks}"),
+            (
+                "cache",
+                f"{cache_tokens:,} tokens and the passages of {memory.blocks:,} chunks: {size}",
+            ),
+            ("batch", f"up to {most:,} sequences"),
         ],
     )
+
+
+def _grouped(rows: StepPlan, blocks: Sequence[Integers], m: int) -> tuple[Integers, Integers]:
+    """Group the tokens of rows by the chunk that they read.
+
+    Args:
+        rows: The rows.
+        blocks: The block of the chunk that each token of a row reads.
+        m: Number of tokens in a chunk.
+
+    Returns:
+        The block of each of G groups, and where each token is among the [G m] places of all groups.
+    """
+    groups, places, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for row, each in zip(rows, blocks, strict=True):
+        ends = np.arange(row.start + 1, row.start + row.size + 1)
+        group = ends // m - ends[0] // m
+        _, firsts = np.unique(group, return_index=True)
+        groups.append(each[firsts])
+        places.append((count + group) * m + ends % m)
+        count += len(firsts)
+    return np.concatenate(groups), np.concatenate(places)

@@ -91,7 +91,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     (samples,) = parsed.extra
     config, embedder = parsed.config, samples.bert_embedder_load
     folder = config.checkpoint.load or ""  # a rule requires it
-    check_retrieval(config, embedder, cache_tokens=None)
+    check_retrieval(config, embedder)
     options = _engine_options(samples, config)
     adapters = open_adapters(samples.serve_adapter, config)
     # On stderr like the panel, because the samples on stdout may be piped into another program.

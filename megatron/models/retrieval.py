@@ -7,6 +7,9 @@ chunks.
 
 Shapes: s, l count this context rank's tokens and chunks; b micro-batch, h hidden, n heads, d head
 size, t tensor-parallel size.
+
+In inference with a cache, a pass has new tokens of any number of texts. A chunk is encoded in the
+pass that has its last token, and the next m tokens read its keys and values from the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.models.attention import CrossAttention
+from megatron.models.attention import AttentionCore, CrossAttention, KeyValueCache
 from megatron.models.costs import MicroBatch, Work
 from megatron.models.norm import Stream
 from megatron.models.plan import RetrievalAttentionPlan
@@ -36,17 +39,59 @@ class Encoder(Protocol):
         ...
 
 
+class RetrievalCache(KeyValueCache, Protocol):
+    """The cache of a Retro: keys and values of earlier tokens, and of the neighbors of chunks.
+
+    C chunks end among the s new tokens of a pass.
+    """
+
+    @property
+    def neighbors(self) -> Tensor:
+        """The tokens of the neighbors of these chunks, int64 [1, C, k, r]."""
+        ...
+
+    def whole_chunks(self, x: Tensor) -> Tensor:
+        """Store the first Retro layer's cross-attention inputs, and return those of whole chunks.
+
+        Args:
+            x: The inputs of the new tokens, [s, 1, h].
+
+        Returns:
+            The inputs of all tokens of the C chunks, [C m, 1, h].
+        """
+        ...
+
+    def attend_to_neighbors(
+        self, query: Tensor, key_value: Tensor | None, core: AttentionCore
+    ) -> Tensor:
+        """Store the chunks' keys and values, then let each token attend to those that it reads.
+
+        Args:
+            query: [s, 1, n/t, d].
+            key_value: The keys and values of the C chunks' neighbors, [r k, C, n/t, 2, d]; `None`
+                if there are no such chunks.
+            core: The layer's attention.
+
+        Returns:
+            [s, 1, n d / t], arbitrary for the first m - 1 tokens of a text.
+        """
+        ...
+
+
 class Neighbors:
     """The neighbors of a micro-batch's chunks, which the first Retro layer encodes.
 
     Attributes:
         states: At first the neighbors' embeddings, later the encoder's output, [r, k b l, h]; [r/t,
             k b l, h] with sequence parallelism.
+        cache: In inference, the cache; l then counts the chunks that end among the new tokens, and
+            b is 1.
     """
 
-    def __init__(self, states: Tensor) -> None:
+    def __init__(self, states: Tensor, cache: RetrievalCache | None = None) -> None:
         """Store the embeddings, or the output of an encoder in an earlier part of the model."""
         self.states = self._embeddings = states
+        self.cache = cache
 
     def encode(self, retriever: Encoder, x: Tensor) -> None:
         """Set `states` to the encoder's output. Recomputation calls this a second time.
@@ -138,7 +183,7 @@ class ChunkedCrossAttention(CrossAttention):
         unbiased = replace(plan, defers_bias=True)
         whole = context.within_rank()
         super().__init__(unbiased, whole, layer_number, recompute_core=recompute_core)
-        self.chunk = plan.retrieval.chunk
+        self.chunk, self.keys = plan.retrieval.chunk, plan.retrieval.keys
         self.context_axis, self.sequence = context.layout.context, context.layout.sequence
 
     @staticmethod
@@ -173,6 +218,8 @@ class ChunkedCrossAttention(CrossAttention):
         Returns:
             The output in the shape of x.
         """
+        if encoder.cache is not None:
+            return self._with_cache(x, encoder, encoder.cache, retriever)
         if retriever is not None:
             encoder.encode(retriever, x)
         batch, axis = x.shape[1], self.context_axis
@@ -193,6 +240,24 @@ class ChunkedCrossAttention(CrossAttention):
             return output
         mine = reads.chunk(self.sequence.size)[self.sequence.rank]
         return output + self.output.bias * mine
+
+    def _with_cache(
+        self, x: Tensor, encoder: Neighbors, cache: RetrievalCache, retriever: Encoder | None
+    ) -> Tensor:
+        """Let new tokens [s, 1, h] attend to neighbors in the cache, in the shape of `forward`."""
+        if retriever is not None:
+            whole = cache.whole_chunks(x)
+            if len(whole):
+                encoder.encode(retriever, whole)
+        key_value = None
+        if encoder.states.shape[1]:
+            states = encoder.states.to(x.dtype).reshape(self.keys, -1, x.shape[2])  # [r k, C, h]
+            key_value = self.key_value(states).unflatten(2, (-1, 2, self.head_size))
+        query = self.query(x).unflatten(2, (-1, self.head_size))  # [s, 1, n/t, d]
+        context = cache.attend_to_neighbors(query, key_value, self.core)
+        reads = (cache.positions >= self.chunk - 1)[:, None, None]
+        output = self.output(context.where(reads, 0))
+        return output if self.output.bias is None else output + self.output.bias * reads
 
     def _by_chunk(self, query: Tensor) -> Tensor:
         """Group [s, b, n/t, d] by the chunk whose neighbors a token reads: [m, b l, n/t, d].

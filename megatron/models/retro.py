@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.models.gpt import GPTModel
 from megatron.models.norm import Stream
-from megatron.models.retrieval import Neighbors
+from megatron.models.retrieval import Neighbors, RetrievalCache
 from megatron.parallel.context.split import local_positions
 
 
@@ -34,14 +34,15 @@ class RetroModel(GPTModel):
         layers.5.retriever.1.attention_norm, ...                           plain layers
     """
 
-    def forward(  # type: ignore[override] # it has neighbors, and no masks or cache
+    def forward(  # type: ignore[override] # it has neighbors, and no masks
         self,
         tokens: Tensor,
-        neighbors: Tensor,
+        neighbors: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        cache: RetrievalCache | None = None,
     ) -> Tensor:
         """Run the layers of this part once.
 
@@ -49,23 +50,30 @@ class RetroModel(GPTModel):
 
         Args:
             tokens: [b, s].
-            neighbors: [b, l, k, r], the tokens of each chunk's neighbors.
+            neighbors: [b, l, k, r], the tokens of each chunk's neighbors; `None` with a cache,
+                which has those of the chunks that end among the tokens.
             position_ids: [b, s], for learned positions; `None` counts from the start of the
                 sequence.
             labels: [b, s], the token that follows each token.
             hidden: [s + l k r, b, h], the previous part's output; `None` in the first part of the
                 model.
             loss_mask: [b, s], the weight of each token's loss (`Output`).
+            cache: Keys and values of earlier tokens and chunks, in inference by the whole model; b
+                is then 1. `None` means that the tokens are whole sequences.
 
         Returns:
             Hidden states [s + l k r, b, h] unless this is the last part of the model. From the last
             part, the loss of each token, fp32 [b, s], if labels are given (their weighted sum with
-            a loss mask); otherwise logits [b, s, v/t].
+            a loss mask); otherwise logits [b, s, v/t], or with a cache only those of the tokens it
+            selects.
         """
         samples, length = tokens.shape
-        positions = local_positions(
-            length * self.layout.context.size, self.layout.context, tokens.device
-        )
+        if cache is not None:
+            positions, neighbors = cache.positions, cache.neighbors
+        else:
+            axis = self.layout.context
+            positions = local_positions(length * axis.size, axis, tokens.device)
+        assert neighbors is not None, "neighbors are given or in the cache"
         if hidden is None:
             x = self.embed(tokens, positions if position_ids is None else position_ids)
             places = torch.arange(neighbors.shape[3], device=tokens.device)
@@ -75,11 +83,13 @@ class RetroModel(GPTModel):
             x, retrieved = hidden.tensor_split([length // self.layout.sequence.size])
             rows = neighbors.shape[3] // self.layout.sequence.size
             retrieved = retrieved.reshape(rows, -1, x.shape[2])  # [r, k b l, h]
-        read = Neighbors(retrieved)
-        stream = self.layers.run(Stream(x), None, self.rotation(positions), None, read)
+        read = Neighbors(retrieved, cache)
+        stream = self.layers.run(Stream(x), None, self.rotation(positions), cache, read)
         if self.final_norm is None or self.output is None:
             x = stream.join()
             return torch.cat((x, read.states.to(x.dtype).reshape(-1, samples, x.shape[2])))
         _, x = self.final_norm(stream)  # [s, b, h]
+        if cache is not None:
+            x = x[cache.outputs]
         scores: Tensor = self.output(x, labels, loss_mask)
         return scores

@@ -506,7 +506,13 @@ def on_device(index: Any, device: Device, neighbors: int) -> Any:
     with packages_of("retro"):
         import faiss
     number = device.torch_device.index or 0
-    if not device.is_gpu or number >= _gpus(faiss):
+    if not device.is_gpu:
+        return index
+    if number >= _gpus(faiss):
+        say(
+            "  the index stays on the CPU (this faiss cannot use GPUs: install a package that can, "
+            "such as faiss-gpu-cu12, in place of faiss-cpu)"
+        )
         return index
     try:
         there = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), number, index)

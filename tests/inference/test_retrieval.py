@@ -1,8 +1,10 @@
 """Text generation with retrieval, against brute force and a single forward pass."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,16 +17,18 @@ from megatron.errors import ConfigError
 from megatron.extras import packages_of
 from megatron.inference import retrieval, samples
 from megatron.inference.build import EngineOptions
-from megatron.inference.load import load_gpt, parse_generation
-from megatron.inference.request import Prompt, Request, Retrieved, Sampling
-from megatron.inference.retrieval import build_any_engine, check_retrieval
+from megatron.inference.load import Loaded, load_gpt, parse_generation
+from megatron.inference.request import NeighborPassage, Prompt, Request, Retrieved, Sampling, Token
+from megatron.inference.retrieval import RetroExecutor, build_any_engine, check_retrieval
+from megatron.inference.sampling import choose, unpack
 from megatron.parallel.layout import Layout
 from megatron.retro.database import ChunkDatabase
 from megatron.retro.dataset import NeighborTexts
 from megatron.retro.embedding import DecodedChunks, EmbedderOptions, build_embedder
 from megatron.retro.neighbors import QueryOptions, Searcher
 from megatron.retro.retriever import Retriever
-from tests.inference.toy import drain, end_of, tokens_of
+from tests.inference.toy import drain, end_of, prompt_of, tokens_of
+from tests.models import test_retro as small
 from tests.retro.recorded import CHUNK, Recorded
 
 CPU = Device.cpu()
@@ -68,11 +72,18 @@ def test_greedy_text_is_the_argmax_of_full_passes_with_neighbors_by_brute_force(
     monkeypatch.setattr(retrieval, "open_retriever", lambda *_: retriever)
     engine = build_any_engine(loaded, CPU, OPTIONS)
     read = []
-    passed = loaded.model.register_forward_pre_hook(lambda _, inputs: read.append(inputs[1]))
+    model_inputs = engine.executor.inputs
+
+    def inputs(plan, outputs):
+        tokens, cache = model_inputs(plan, outputs)
+        read.append((plan[0].start + plan[0].size, cache.neighbors[0].numpy()))
+        return tokens, cache
+
+    monkeypatch.setattr(engine.executor, "inputs", inputs)
     # From the middle of the second chunk into the third and the fourth.
     prompt = tuple(database.tokens(np.arange(300, 302)).ravel()[:100].tolist())
     written = drain(engine, [Request("1", prompt, Sampling(max_new_tokens=95, seed=7))])["1"]
-    passed.remove()
+    seen = read.copy()
     again = drain(engine, [Request("2", prompt, Sampling(max_new_tokens=95, temperature=0))])["2"]
     for events, temperature in ((written, 1.0), (again, 0.0)):
         text = np.array([*prompt, *tokens_of(events)])
@@ -90,11 +101,10 @@ def test_greedy_text_is_the_argmax_of_full_passes_with_neighbors_by_brute_force(
         documents = [[each.corpus, each.document] for each in passages]
         assert documents == database.documents(nearest.ravel()).tolist()
         if temperature:
-            for place, neighbors in enumerate(read):
-                complete = (100 + place) // CHUNK
-                assert neighbors.shape[1] == -(-(100 + place) // CHUNK)
-                expected = texts.tokens(nearest[:complete])
-                np.testing.assert_array_equal(neighbors[0, :complete], expected)
+            # Each chunk is encoded once, in the step that computes its last token.
+            assert [end for end, neighbors in seen if len(neighbors)] == [100, 128, 192]
+            encoded = np.concatenate([neighbors for _, neighbors in seen])
+            np.testing.assert_array_equal(encoded, texts.tokens(nearest))
             continue
         # One pass over the whole text: causal, so each place sees what it saw when it was last.
         filled = np.append(text, np.full(4 * CHUNK - len(text), tokenizer.eod))
@@ -117,6 +127,115 @@ def test_the_command_prints_the_text_and_the_passages(folder, capsys):
     ]
 
 
+@dataclass
+class WholeTexts:
+    """An executor without a cache: every step computes every text from its first token."""
+
+    cached: RetroExecutor
+    model: torch.nn.Module
+    filler: int
+
+    def __post_init__(self):
+        self.device, self.copy = self.cached.device, self.cached.copy
+        self.retrieved = self.cached.retrieved
+
+    @torch.no_grad()
+    def begin(self, plan, wanted):
+        if not wanted:
+            return list
+        rows = groupby(wanted, key=lambda each: each.row)
+        logits = [self._logits(plan[i], [each.place for each in group]) for i, group in rows]
+        choices = [each.choice for each in wanted]
+        result = choose(torch.cat(logits), choices)
+        return lambda: unpack(result.flatten().tolist(), choices)
+
+    def _logits(self, row, places):
+        sizes, retriever = self.cached.chunk_memory.sizes, self.cached.retriever
+        text = row.sequence.tokens[: row.start + row.size]
+        filled = np.array([*text, *[self.filler] * (-len(text) % sizes.chunk)])
+        chunks = filled.reshape(-1, sizes.chunk)
+        neighbors = [retriever.tokens(retriever.find(chunk[None])) for chunk in chunks]
+        tokens = torch.from_numpy(np.concatenate(neighbors)[None])
+        logits = self.model(torch.from_numpy(filled[None]), tokens)
+        return logits[0, [row.start + place for place in places], : self.cached.vocab_size]
+
+
+class ToyRetriever:
+    """Neighbors drawn from a generator that the chunk seeds."""
+
+    def __init__(self, model):
+        self.sizes, self.vocab = model.plan.layers[5].cross_attention.retrieval, small.VOCAB
+
+    def find(self, chunks):
+        return np.array([[hash(tuple(chunk.tolist())) % 2**31] for chunk in chunks])
+
+    def tokens(self, neighbors):
+        shape = self.sizes.neighbors, self.sizes.retrieved
+        draws = [
+            np.random.default_rng(row[0]).integers(self.vocab, size=shape) for row in neighbors
+        ]
+        return np.stack(draws)
+
+    def passages(self, neighbors):
+        return [NeighborPassage(0, 0, int(neighbors[0, 0]), "")]
+
+
+def modern(folder):
+    """A small Retro with rotary positions, gated MLPs and grouped queries, and its retriever."""
+    network = small.config(**{**small.FLAGS, **small.LLAMA, "max_position_embeddings": 32})
+    model = small.retro({**small.LLAMA, "max_position_embeddings": 32})
+    config = load().config
+    config = replace(config, model=network, data=replace(config.data, seq_length=32))
+    tokenizer = SimpleNamespace(vocab_size=small.VOCAB, eod=0)
+    loaded = Loaded(model.eval(), tokenizer, config, 0, Layout.single())
+    return loaded, ToyRetriever(model)
+
+
+def recorded(folder):
+    loaded = load()
+    bert = str(folder / "bert_fp32/ckpt")
+    return loaded, retrieval.open_retriever(loaded.config, loaded.tokenizer, CPU, bert)
+
+
+@pytest.mark.parametrize("network", [recorded, modern])
+def test_texts_equal_those_of_an_engine_without_a_cache(folder, monkeypatch, network):
+    loaded, retriever = network(folder)
+    monkeypatch.setattr(retrieval, "open_retriever", lambda *_: retriever)
+    m, vocab = loaded.config.model.chunk_length, loaded.tokenizer.vocab_size
+    # Prompts in parts that end within chunks, too few blocks for all texts, and shared beginnings.
+    options = EngineOptions(max_sequences=4, max_step_tokens=m // 2 + 1, cache_tokens=6 * m)
+    engine = build_any_engine(loaded, CPU, options)
+    whole = replace(
+        engine, executor=WholeTexts(engine.executor, loaded.model, loaded.tokenizer.eod)
+    )
+    words = np.random.default_rng(5).integers(vocab, size=3 * m).tolist()
+    prompts = [
+        *(words[: m + m // 2], words[: m + m // 2 + 1], words[: 2 * m], words[: 2 * m + 1]),
+        *(words[5 : 5 + m - 1], words[5 : 5 + m], words[:1], words[7 : 7 + 2 * m - 1]),
+    ]
+    new = m // 2 + 3
+    samplings = [Sampling(max_new_tokens=new, temperature=i % 2, seed=i) for i in range(8)]
+    requests = [
+        Request(str(i), tuple(prompt), replace(sampling, logprobs=True, prompt_logprobs=i == 3))
+        for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    search = Sampling(max_new_tokens=new, beam_width=2)
+    requests.append(Request("beams", tuple(words[: m + m // 2]), search))
+    ours, theirs = drain(engine, requests), drain(whole, requests)
+    assert engine.stats.preempted > 0
+    assert engine.stats.cached_tokens > 0
+    for request in requests:
+        mine, other = ours[request.id], theirs[request.id]
+        assert tokens_of(mine) == tokens_of(other)
+        scores = [[each.logprob for each in x if isinstance(each, Token)] for x in (mine, other)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+        read = [[e.passages for e in x if isinstance(e, Retrieved)] for x in (mine, other)]
+        assert [*map(list, read[0])] == [*map(list, read[1])]
+    beams = [end_of(each["beams"]).beams for each in (ours, theirs)]
+    assert [beam.tokens for beam in beams[0]] == [beam.tokens for beam in beams[1]]
+    assert prompt_of(ours["3"]).logprobs == pytest.approx(prompt_of(theirs["3"]).logprobs, abs=1e-4)
+
+
 def test_texts_of_a_batch_are_those_of_each_alone_and_scores_those_of_a_full_pass(folder):
     loaded = load()
     bert, vocab = str(folder / "bert_fp32/ckpt"), loaded.tokenizer.vocab_size
@@ -128,10 +247,12 @@ def test_texts_of_a_batch_are_those_of_each_alone_and_scores_those_of_a_full_pas
     together = drain(engine, requests)
     for request in requests:
         alone = drain(engine, [request])[request.id]
-        assert alone == together[request.id]
-        passages = sum(len(each.passages) for each in alone if isinstance(each, Retrieved))
-        assert passages == (len(request.prompt) + 2) // CHUNK * 2
-        assert end_of(alone).cached_tokens == 0
+        assert tokens_of(alone) == tokens_of(together[request.id])
+        for events in (alone, together[request.id]):
+            passages = sum(len(each.passages) for each in events if isinstance(each, Retrieved))
+            assert passages == (len(request.prompt) + 2) // CHUNK * 2
+        # Chunks of earlier prompts are in the cache, and their passages are still reported.
+        assert end_of(alone).cached_tokens == (len(request.prompt) - 1) // CHUNK * CHUNK
     scored = Sampling(max_new_tokens=1, temperature=0, logprobs=True, prompt_logprobs=True)
     events = drain(engine, [Request("s", prompts[3], scored)])["s"]
     (found,) = (event.logprobs for event in events if isinstance(event, Prompt))
@@ -229,13 +350,11 @@ def test_a_prompt_that_fills_the_window_is_an_error(folder, capsys):
 
 def test_flags_of_the_other_kind_of_model_are_refused(folder):
     retro = load().config
-    check_retrieval(retro, "bert", None)
-    with pytest.raises(ConfigError, match="--cache-tokens 100: a Retro has no KV cache"):
-        check_retrieval(retro, None, 100)
+    check_retrieval(retro, "bert")
     split = replace(retro, parallel=replace(retro.parallel, tensor_model_parallel_size=2))
     with pytest.raises(ConfigError, match="not on 2: drop --tensor-model-parallel-size"):
-        check_retrieval(split, None, None)
+        check_retrieval(split, None)
     gpt = replace(retro, model=replace(retro.model, architecture="gpt"))
-    check_retrieval(gpt, None, 100)
+    check_retrieval(gpt, None)
     with pytest.raises(ConfigError, match="--bert-embedder-load bert is for a Retro"):
-        check_retrieval(gpt, "bert", None)
+        check_retrieval(gpt, "bert")

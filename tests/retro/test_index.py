@@ -376,3 +376,4 @@ def test_search_on_a_gpu(
     assert "the index stays on the CPU ('x' failed: This index is not on" in capsys.readouterr().out
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0)
     assert on_device(index, GPU, 5) is index
+    assert "this faiss cannot use GPUs: install a package that can" in capsys.readouterr().out

@@ -58,7 +58,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     show_notices(parsed.notices, launch)
     # Find mistakes before loading the model, which may take minutes.
     embedder = server.bert_embedder_load
-    check_retrieval(parsed.config, embedder, server.cache_tokens)
+    check_retrieval(parsed.config, embedder)
     speculation = read_speculation(server.speculative_config)
     check_speculation(parsed.config.model, speculation)
     name = _name_of(parsed.config.checkpoint.load, server)
