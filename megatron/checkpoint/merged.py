@@ -1,4 +1,4 @@
-"""A checkpoint with adapters (LoRA), read as a checkpoint of a network without them."""
+"""Checkpoints read with other weights: with adapters merged into them, or their averages."""
 
 from __future__ import annotations
 
@@ -9,16 +9,63 @@ import torch
 
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.store import WEIGHTS
 from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter
+from megatron.config.checkpoint import AVERAGES
 from megatron.config.model import ModelConfig
 from megatron.config.resolve import resolve
 from megatron.config.run import ModelRun, narrow
 from megatron.config.yaml_file import from_dict
+from megatron.errors import CheckpointError
 from megatron.parallel.adapter import Adapter
 from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 from megatron.parallel.layers import Linear
 
 _WEIGHT = ".weight"
+
+
+class AveragedReader(Reader):
+    """A checkpoint whose averages of the weights are presented as the weights.
+
+    Weights that were not averaged, because they are frozen or buffers, are presented as they are.
+    There are no optimizer states, because those in the files belong to the other weights.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        """Present a checkpoint.
+
+        Args:
+            reader: The opened checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint holds no averages.
+        """
+        self._reader = reader
+        self.format, self.path, self.iteration = reader.format, reader.path, reader.iteration
+        self.allow_foreign = reader.allow_foreign
+        self.meta = {**reader.meta, "optimizer": None}
+        self.held = {n: held for n, held in reader.held.items() if n.startswith(WEIGHTS)}
+        if not any(name.startswith(AVERAGES) for name in reader.held):
+            raise CheckpointError(
+                f"--load-averaged-weights: {reader.path} holds no averages of the weights, which "
+                "--ema-decay and --lawa-interval keep in training: drop the flag, or load another "
+                "checkpoint"
+            )
+
+    def _source(self, name: str) -> str:
+        average = f"{AVERAGES}{name.removeprefix(WEIGHTS)}"
+        return average if average in self._reader.held else name
+
+    def steps(self, name: str) -> list[Box]:
+        """Return the steps of the checkpoint.
+
+        Args:
+            name: The tensor's name.
+        """
+        return self._reader.steps(self._source(name))
+
+    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+        return self._reader.read(self._source(name), wanted).to(self.held[name].dtype)
 
 
 def network_in(reader: Reader) -> ModelConfig:

@@ -7,7 +7,7 @@ what it expects, and a checkpoint that holds something else is refused in time t
 from __future__ import annotations
 
 import json
-from typing import Annotated, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 from annotated_types import Ge, Le, Len, MaxLen
 
@@ -49,6 +49,13 @@ class OptimizerScalars(TypedDict):
 
     step: Size
     loss_scale: LossScaleState | _Nothing
+
+
+class SavedAverage(TypedDict):
+    """The state of an average of the weights apart from its tensors."""
+
+    kind: Literal["ema", "lawa"]
+    count: Size
 
 
 class SavedSchedule(TypedDict, total=False):
@@ -122,6 +129,7 @@ class Meta(TypedDict):
     consumed_train_tokens: NotRequired[Size]
     padded_vocab_size: Size
     optimizer: NotRequired[OptimizerScalars | None]
+    average: NotRequired[SavedAverage | None]
     schedule: NotRequired[SavedSchedule | None]
     rng: NotRequired[RandomState | None]
     tokenizer: NotRequired[str | None]

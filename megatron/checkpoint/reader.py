@@ -289,10 +289,10 @@ class PaddedReader(Reader):
     so the number of rows in its files differs from ours and from file to file.
 
     Rows of the file beyond `rows` are left out. Rows that the file lacks belong to no entry, but
-    take part in the softmax. In a weight (and its fp32 master), these rows are the mean of the
-    entries' rows; in the optimizer's moments, they are zero. The logit of a mean row is the mean
-    logit, whose exponential is at most the mean of the exponentials (Jensen): a padding entry gets
-    no more than an even share of the probability. A row of zeros has the logit 0 and would get
+    take part in the softmax. In a weight (its fp32 master, its average), these rows are the mean of
+    the entries' rows; in the optimizer's moments, they are zero. The logit of a mean row is the
+    mean logit, whose exponential is at most the mean of the exponentials (Jensen): a padding entry
+    gets no more than an even share of the probability. A row of zeros has the logit 0 and would get
     nearly all of GPT-2's probability, because GPT-2's other logits are far below 0.
     """
 
@@ -336,7 +336,7 @@ class PaddedReader(Reader):
         (first, *offset), (rows, *shape) = wanted.offset, wanted.shape
         part = torch.zeros(wanted.shape, dtype=self.held[name].dtype)
         count = min(rows, max(0, held[0] - first))
-        if count < rows and (name.startswith("model.") or name.endswith(".master")):
+        if count < rows and (not name.startswith("optimizer.") or name.endswith(".master")):
             mean = self._mean_row(name)
             part[:] = mean[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
         if count:
@@ -363,7 +363,12 @@ def is_vocabulary_table(name: str) -> bool:
 
 
 def restore(
-    reader: Reader, entries: State, *, prefixes: Iterable[str] = (), cast: bool = False
+    reader: Reader,
+    entries: State,
+    *,
+    prefixes: Iterable[str] = (),
+    cast: bool = False,
+    cast_below: tuple[str, ...] = (),
 ) -> None:
     """Copy the checkpoint's values into the entries' tensors, in place.
 
@@ -375,12 +380,13 @@ def restore(
         prefixes: Prefixes ("model.") under which every tensor of the checkpoint must have an entry.
             Use this only on ranks that hold the whole model, not with pipeline parallelism.
         cast: Allow a different dtype in the checkpoint.
+        cast_below: Prefixes under which a different dtype is allowed in any case.
 
     Raises:
         CheckpointError: Tensors are missing, left over, or have a different shape or type. The
             message lists them, and nothing has been changed.
     """
-    problems = find_problems(reader, entries, prefixes=prefixes, cast=cast)
+    problems = find_problems(reader, entries, prefixes=prefixes, cast=cast, cast_below=cast_below)
     if problems:
         more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(
@@ -422,7 +428,12 @@ def _copy(tensor: Tensor, values: Tensor, ferries: Ferries) -> None:
 
 
 def find_problems(
-    reader: Reader, entries: State, *, prefixes: Iterable[str] = (), cast: bool = False
+    reader: Reader,
+    entries: State,
+    *,
+    prefixes: Iterable[str] = (),
+    cast: bool = False,
+    cast_below: tuple[str, ...] = (),
 ) -> list[str]:
     """Return the problems that keep the checkpoint from filling the entries, without reading it.
 
@@ -431,6 +442,7 @@ def find_problems(
         entries: The tensors to fill.
         prefixes: Prefixes under which every tensor of the checkpoint must have an entry.
         cast: Allow a different dtype in the checkpoint.
+        cast_below: Prefixes under which a different dtype is allowed in any case.
 
     Returns:
         One line for each problem.
@@ -445,6 +457,7 @@ def find_problems(
     for name, entry in sorted(flatten(entries), key=lambda pair: pair[0]):
         here = HeldTensor(tuple(entry.global_shape), entry.tensor.dtype)
         there = held.get(name, here)
-        if here.shape != there.shape or (here.dtype != there.dtype and not cast):
+        may_cast = cast or name.startswith(cast_below)
+        if here.shape != there.shape or (here.dtype != there.dtype and not may_cast):
             problems.append(f"{name} is {there}, not {here}")
     return list(dict.fromkeys(problems))

@@ -33,6 +33,7 @@ from megatron.checkpoint.plan import SavePlan, describe, files_of, make_plan, sh
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.retention import Keep, prune
 from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
+from megatron.config.checkpoint import AVERAGES, SNAPSHOTS
 from megatron.config.run import ModelRun
 from megatron.config.yaml_file import to_dict
 from megatron.durable import Check
@@ -275,14 +276,16 @@ def _publish(root: Path, temporary: Path, folder: str, check: Check) -> None:
             durable.remove_tree(replaced)
 
 
-def state_of(reader: Reader, *, keep_optimizer: bool) -> State:
+def state_of(reader: Reader, *, keep_optimizer: bool, averages: bool = False) -> State:
     """Return a checkpoint's parameters. A parameter is read only when it is about to be written.
 
     Args:
         reader: The opened checkpoint.
         keep_optimizer: Also return the optimizer's states and fp8 histories.
+        averages: Also return averages of the weights.
     """
-    rooms = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
+    rooms: tuple[str, ...] = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
+    rooms += (AVERAGES, SNAPSHOTS) if averages else ()
     return {
         name: Entry.whole(
             LazyTensor(*held, partial(reader.read, name), partial(reader.read_steps, name))
@@ -305,7 +308,8 @@ def convert_to_native(
         root: Folder of checkpoints.
         config: Configuration to store in the checkpoint.
         extra: Further keys for the checkpoint's metadata.
-        keep_optimizer: Also write the optimizer's states and the schedule's position.
+        keep_optimizer: Also write the optimizer's states, averages of the weights, and the
+            schedule's position.
         check: Check to run on the checkpoint before publishing it.
 
     Returns:
@@ -321,13 +325,13 @@ def convert_to_native(
         "consumed_train_samples": reader.meta.get("consumed_train_samples", 0),
         "skipped_train_samples": reader.meta.get("skipped_train_samples", 0),
         "padded_vocab_size": reader.global_shape(f"{WEIGHTS}embedding.word.weight")[0],
-        **{key: training.get(key) for key in ("optimizer", "schedule", "rng", "corpus")},
+        **{key: training.get(key) for key in ("optimizer", "average", "schedule", "rng", "corpus")},
         **{key: reader.meta[key] for key in ("consumed_train_tokens",) if key in reader.meta},
         "tokenizer": None,
         "config": to_dict(config),
         **extra,
     }
-    state = state_of(reader, keep_optimizer=keep_optimizer)
+    state = state_of(reader, keep_optimizer=keep_optimizer, averages=keep_optimizer)
     snapshot = Snapshot.take(reader.iteration, state, meta, Layout.single())
     with save_lock(root):
         return write_checkpoint(root, snapshot, check=check)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
+AVERAGES, SNAPSHOTS = "average.", "snapshot"  # begin the names of averaged weights in checkpoints
 _OF_CORE = ("torch", "torch_dcp", "zarr", "fsdp_dtensor")
 
 
@@ -57,6 +58,8 @@ class CheckpointConfig:
         ckpt_step: Load the checkpoint of this iteration from --load instead of the newest.
         allow_foreign_checkpoints: Load checkpoints even if another user owns them or they are
             world-writable. Whoever can write to them controls their values.
+        load_averaged_weights: Load the average of the weights (--ema-decay, --lawa-interval) in
+            place of the weights. Training from them requires --finetune or --no-load-optim.
         no_load_optim: Start with a fresh optimizer.
         no_load_rng: Start with fresh random states.
         finetune: Load weights only and start at iteration 0 with a fresh optimizer.
@@ -93,6 +96,7 @@ class CheckpointConfig:
     load: str | None = flag(None, is_common=True)
     ckpt_step: int | None = flag(None, unit="iterations", at_least=0, requires=_LOADS)
     allow_foreign_checkpoints: bool = False
+    load_averaged_weights: bool = flag(False, requires=_LOADS)
     no_load_optim: bool = flag(False, needs=_LOADS)
     no_load_rng: bool = flag(False, needs=_LOADS)
     finetune: bool = flag(False, needs=_LOADS)

@@ -103,8 +103,11 @@ RULES: tuple[Rule, ...] = (
     rules_training.learning_rate,
     rules_training.warm_up,
     rules_training.wsd_decay,
+    rules_training.wsd_branch,
     rules_training.weight_decay,
     rules_training.muon,
+    rules_training.state_formats,
+    rules_training.averages,
     rules_training.recomputation,
     rules_parallel.graphs,
     rules_training.per_token_loss,
@@ -167,6 +170,7 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     lines += rules_parallel.no_effect(config, world_size)
     lines += rules_curriculum.slow_lengths(config)
     lines += rules_training.range_test_only(config)
+    lines += rules_training.coarse_variance(config)
     lines += rules_finetuning.dropout_of_preferences(config)
     lines += _no_effect(config, start)
     kind = config.tokenizer.tokenizer_type

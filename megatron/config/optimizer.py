@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.config.fields import Need, flag
 from megatron.config.training import OF_TOKENS, TrainingOptions
 
+FORMAT_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
 # Conditions that the flags below need or require.
 _ADAM = Need(
     lambda run: run.optimizer.optimizer in ("adam", "muon"), "--optimizer adam or --optimizer muon"
@@ -22,11 +23,25 @@ _WARMS_UP = Need(
     ),
     "a warm-up",
 )
+STATE_BLOCK = 256  # elements of an optimizer state with a common scale, in fp16 and fp8
+_SCALE = 1 / STATE_BLOCK
+STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2 + _SCALE, "fp8": 1 + _SCALE}
+"""Bytes per element of each format of optimizer states, with its scales."""
+_MOMENTS = tuple(STATE_BYTES)
+_AWARE = Need(
+    lambda run: run.optimizer.use_precision_aware_optimizer, "--use-precision-aware-optimizer"
+)
+_PACKED = Need(
+    lambda run: any(getattr(run.optimizer, name) != "fp32" for name in FORMAT_FIELDS),
+    "--exp-avg-dtype, --exp-avg-sq-dtype, --main-params-dtype or --main-grads-dtype",
+)
+_LAWA = Need(lambda run: run.optimizer.lawa_interval is not None, "--lawa-interval")
 _DECOUPLED = Need(lambda run: run.schedule.decoupled_lr is not None, "--decoupled-lr")
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
 _RANGE = Need(
     lambda run: run.schedule.lr_decay_style == "range-test", "--lr-decay-style range-test"
 )
+_BRANCHES = Need(lambda run: run.schedule.lr_wsd_branch_from, "--lr-wsd-branch-from")
 _WSD = Need(lambda run: run.schedule.lr_decay_style == "WSD", "--lr-decay-style WSD")
 
 
@@ -66,6 +81,20 @@ class OptimizerConfig:
             duplicated gathers the matrix on every process. distributed adds up matrix products over
             the processes.
         muon_scalar_optimizer: Optimizer of the parameters that are not matrices.
+        use_precision_aware_optimizer: Allow Adam's moments, master weights and gradients in fewer
+            bits than fp32, as the next four flags say.
+        exp_avg_dtype: Number format of Adam's first moment. fp16 and fp8 have a scale for every 256
+            elements.
+        exp_avg_sq_dtype: Number format of Adam's second moment. fp8 suits --adam-beta2 up to 0.95.
+        main_params_dtype: Number format of the master weights of 16-bit weights. fp16 has a scale
+            for every 256 elements.
+        main_grads_dtype: Number format in which gradients are summed with --bf16.
+        ema_decay: Keep an exponential moving average of the weights in fp32, of which each update
+            keeps this share, for example 0.999. Checkpoints hold it beside the weights.
+        lawa_interval: Keep the mean of the latest --lawa-window snapshots of the weights, taken
+            after every so many updates (LAWA). Checkpoints hold it beside the weights.
+        lawa_window: Snapshots in the mean of --lawa-interval. Each takes 4 bytes per parameter that
+            a process updates.
         optimizer_cpu_offload: Keep fp32 weights and optimizer states in host memory and compute the
             update there.
     """
@@ -99,7 +128,29 @@ class OptimizerConfig:
         "blockwise", choices=("blockwise", "duplicated", "distributed"), needs=_MUON
     )
     muon_scalar_optimizer: str = flag("adam", choices=("adam",), needs=_MUON)
+    use_precision_aware_optimizer: bool = flag(False, needs=_PACKED)
+    exp_avg_dtype: str = flag("fp32", choices=_MOMENTS, requires=_AWARE)
+    exp_avg_sq_dtype: str = flag("fp32", choices=_MOMENTS, requires=_AWARE)
+    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), requires=_AWARE)
+    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), requires=_AWARE)
+    ema_decay: float | None = flag(None, above=0, below=1)
+    lawa_interval: int | None = flag(None, unit="updates", at_least=1)
+    lawa_window: int = flag(5, unit="snapshots", at_least=2, requires=_LAWA)
     optimizer_cpu_offload: bool = False
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether the run keeps an average of the weights."""
+        return self.ema_decay is not None or self.lawa_interval is not None
+
+    def state_format(self, kind: str) -> str:
+        """Return the number format of an optimizer state, such as "exp_avg" or "master"."""
+        formats = {
+            "exp_avg": self.exp_avg_dtype,
+            "exp_avg_sq": self.exp_avg_sq_dtype,
+            "master": self.main_params_dtype,
+        }
+        return formats.get(kind, "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +164,12 @@ class ScheduleConfig:
             at the end.
         lr_wsd_decay_iters: With --lr-decay-style WSD: length of the decay at the end.
         lr_wsd_decay_samples: With --lr-decay-style WSD: length of the decay at the end.
+        lr_wsd_branch_from: With --lr-decay-style WSD: start this run as a branch of another one. It
+            continues from the newest checkpoint in this folder, begins the final decay there, and
+            ends with it, so that no length is given. If the run is started again, it continues from
+            --save.
+        lr_wsd_branch_step: Iteration of the checkpoint in --lr-wsd-branch-from. Default: the
+            newest.
         lr_range_test_min_lr: First learning rate of a range test, which keeps raising the rate to
             find the largest one at which a network learns. --lr is not needed then.
         lr_range_test_step_size: Iterations in which a range test raises the rate by one step.
@@ -157,6 +214,8 @@ class ScheduleConfig:
     )
     lr_wsd_decay_iters: int | None = flag(None, unit="iterations", at_least=1, requires=_WSD)
     lr_wsd_decay_samples: int | None = flag(None, unit="samples", at_least=1, requires=_WSD)
+    lr_wsd_branch_from: str | None = flag(None, requires=_WSD)
+    lr_wsd_branch_step: int | None = flag(None, unit="iterations", at_least=0, requires=_BRANCHES)
     lr_decay_iters: int | None = flag(None, unit="iterations", at_least=1)
     lr_decay_samples: int | None = flag(None, unit="samples", at_least=1)
     lr_decay_tokens: int | None = flag(None, unit="tokens", at_least=1, only_for=OF_TOKENS)

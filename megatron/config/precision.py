@@ -28,7 +28,7 @@ class PrecisionConfig:
 
     Attributes:
         fp16: Use fp16 weights with a loss scale.
-        bf16: Use bf16 weights and accumulate gradients in fp32.
+        bf16: Use bf16 weights and accumulate gradients in fp32 (see --main-grads-dtype).
         loss_scale: Fixed loss scale. Default: dynamic with fp16, otherwise 1.
         initial_loss_scale: Initial dynamic loss scale.
         min_loss_scale: Minimum dynamic loss scale.
@@ -39,8 +39,8 @@ class PrecisionConfig:
             in fp32 to avoid overflow in fp16. Fused attention always keeps scores in fp32.
         attention_softmax_in_fp32: Compute the attention softmax in fp32 (fused attention always
             does).
-        accumulate_allreduce_grads_in_fp32: Accumulate and reduce gradients in fp32 (always on with
-            --bf16).
+        accumulate_allreduce_grads_in_fp32: Accumulate and reduce gradients in fp32 (on with --bf16
+            unless --main-grads-dtype bf16 is given).
         fp16_lm_cross_entropy: Compute the loss in the model's 16-bit format.
         embedding_weights_in_fp32: Use an fp32 copy of the word embeddings for look-ups, so that
             gradients of frequent words are summed in fp32.

@@ -32,8 +32,10 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
     """Return the run with derived values filled in. Resolving again changes nothing."""
     values, derived = flatten(config), _derived(config, world_size)
     filled = {path: value for path, value in derived.items() if values[path] is None}
-    if config.precision.bf16:
+    if config.precision.bf16 and config.optimizer.main_grads_dtype == "fp32":
         filled["precision.accumulate_allreduce_grads_in_fp32"] = True
+    if config.schedule.lr_wsd_branch_from is not None and config.checkpoint.load is None:
+        filled["checkpoint.load"] = config.checkpoint.save
     if config.preferences.trains_reward_model:
         filled["model.reward_head"] = True
     filled |= _of_pattern(config)

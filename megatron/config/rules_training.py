@@ -13,6 +13,7 @@ from megatron.environment import name_problem
 _RAMP_WORDS = 3
 _UNITS = ("iters", "samples", "tokens")
 _COUNTABLE = 2**63 - 1  # the limit for the number of samples in a dataset
+_FP8_BETA2 = 0.98  # above it, rounding errors of an 8-bit variance exceed a fourth of it
 _MOST_PASSES = 2**20  # per update, because a pipeline's schedule lists all of them
 
 
@@ -202,6 +203,46 @@ def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
+def wsd_branch(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that a branch of another run does not allow."""
+    schedule, checkpoint, training = config.schedule, config.checkpoint, config.training
+    if schedule.lr_wsd_branch_from is None:
+        return
+    shown = f"--lr-wsd-branch-from {schedule.lr_wsd_branch_from}"
+    if checkpoint.save is None:
+        yield f"{shown} requires --save: give the branch's own folder"
+    elif checkpoint.load is not None and _folder(checkpoint.load) != _folder(checkpoint.save):
+        yield (
+            f"{shown} with --load {checkpoint.load}: a branch that is started again continues from "
+            "--save: drop --load"
+        )
+    elif _folder(checkpoint.save) == _folder(schedule.lr_wsd_branch_from):
+        yield f"{shown}: give --save another folder, so that further branches can start there"
+    for section, name in (
+        *(("training", f"train_{unit}") for unit in _UNITS),
+        *(("schedule", f"lr_decay_{unit}") for unit in _UNITS),
+    ):
+        value = getattr(getattr(config, section), name)
+        if value is not None:
+            yield (
+                f"{field_at(f'{section}.{name}').spell(value)} with --lr-wsd-branch-from: the "
+                "branch ends with its decay: drop the flag"
+            )
+    for flag, is_given in (
+        ("--finetune", checkpoint.finetune),
+        ("--no-load-optim", checkpoint.no_load_optim),
+        (f"--ckpt-step {checkpoint.ckpt_step}", checkpoint.ckpt_step is not None),
+        ("--skip-train", training.skip_train),
+        ("--rampup-batch-size", training.rampup_batch_size is not None),
+    ):
+        if is_given:
+            yield f"{flag} cannot be combined with --lr-wsd-branch-from: drop one of them"
+
+
+def _folder(path: str) -> str:
+    return os.path.realpath(path)
+
+
 def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield the reasons why warm-up and WSD's final decay do not fit into the schedule.
 
@@ -287,6 +328,71 @@ def muon(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--muon-tp-mode {optimizer.muon_tp_mode} with --num-query-groups {groups} and "
             f"--tensor-model-parallel-size {tensor}: a process has no whole group of queries, keys "
             "and values: use --muon-tp-mode duplicated, or --muon-no-split-qkv"
+        )
+
+
+def state_formats(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each optimizer state that cannot have the format that flags ask for."""
+    optimizer, numbers = config.optimizer, config.precision
+    is_half = numbers.bf16 or numbers.fp16
+    if optimizer.use_precision_aware_optimizer and optimizer.optimizer != "adam":
+        yield (
+            f"--use-precision-aware-optimizer with --optimizer {optimizer.optimizer}: its states "
+            "are in fp32: use --optimizer adam, or drop the flag"
+        )
+    if optimizer.main_params_dtype != "fp32":
+        shown = f"--main-params-dtype {optimizer.main_params_dtype}"
+        if not is_half:
+            yield f"{shown} requires --bf16 or --fp16: fp32 weights have no masters: drop the flag"
+        elif config.parallel.zero_stage == 3:
+            yield (
+                f"{shown} with --zero-stage 3, whose shards are the weights in fp32: use "
+                "--zero-stage 1 or 2, or drop the flag"
+            )
+        if optimizer.optimizer_cpu_offload:
+            yield (
+                f"{shown} with --optimizer-cpu-offload: weights in host memory are in fp32: drop "
+                "one of the two flags"
+            )
+    if optimizer.main_grads_dtype != "fp32" and not numbers.bf16:
+        yield (
+            f"--main-grads-dtype {optimizer.main_grads_dtype} requires --bf16: add it, or drop the "
+            "flag"
+        )
+    elif optimizer.main_grads_dtype != "fp32" and numbers.accumulate_allreduce_grads_in_fp32:
+        yield (
+            f"--main-grads-dtype {optimizer.main_grads_dtype} with "
+            "--accumulate-allreduce-grads-in-fp32: drop one of the two flags"
+        )
+
+
+def averages(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that averages of the weights do not allow."""
+    optimizer, checkpoint = config.optimizer, config.checkpoint
+    kind = checkpoint.ckpt_format
+    if optimizer.ema_decay is not None and optimizer.lawa_interval is not None:
+        yield (
+            f"--ema-decay {optimizer.ema_decay:g} and --lawa-interval {optimizer.lawa_interval} "
+            "cannot be combined: a run keeps one average: drop one of them"
+        )
+    if optimizer.averages_weights and checkpoint.save is not None and kind != "native":
+        flag = "--lawa-interval" if optimizer.ema_decay is None else "--ema-decay"
+        yield f"{flag} with --ckpt-format {kind}, whose files cannot hold averages: use native"
+    continues = not (checkpoint.finetune or checkpoint.no_load_optim or config.training.skip_train)
+    if checkpoint.load_averaged_weights and continues:
+        yield (
+            "--load-averaged-weights: the optimizer's states belong to other weights: add "
+            "--finetune, --no-load-optim or --skip-train, or drop the flag"
+        )
+
+
+def coarse_variance(config: RunOptions) -> Iterator[str]:
+    """Yield a notice if an 8-bit second moment would average over too many coarse steps."""
+    optimizer = config.optimizer
+    if optimizer.exp_avg_sq_dtype == "fp8" and optimizer.adam_beta2 > _FP8_BETA2:
+        yield (
+            f"--exp-avg-sq-dtype fp8 with --adam-beta2 {optimizer.adam_beta2:g}: its rounding adds "
+            f"up over 1 / (1 - beta2) steps: use --adam-beta2 0.95 or --exp-avg-sq-dtype bf16"
         )
 
 

@@ -18,6 +18,7 @@ _COUNTED = Need(
     ),
     "--eod-mask-loss or --sft: every token counts",
 )
+_AVERAGES = Need(lambda run: run.optimizer.averages_weights, "--ema-decay or --lawa-interval")
 _EVALUATES = Need(lambda run: run.evaluation.eval_iters, "--eval-iters above 0")
 _SKIPS = Need(lambda run: run.training.on_nonfinite == "skip", "--on-nonfinite skip")
 _COLLECTS = Need(lambda run: run.training.manual_gc, "--manual-gc")
@@ -160,7 +161,10 @@ class EvaluationConfig:
     Attributes:
         eval_iters: Global batches per evaluation. 0 disables evaluation.
         eval_interval: Iterations between evaluations.
+        eval_averaged_weights: Also evaluate the average of the weights that --ema-decay or
+            --lawa-interval keeps.
     """
 
     eval_iters: int = flag(100, at_least=0)
     eval_interval: int = flag(1000, unit="iterations", is_common=True, at_least=1, needs=_EVALUATES)
+    eval_averaged_weights: bool = flag(False, requires=_AVERAGES)

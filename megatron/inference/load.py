@@ -17,7 +17,7 @@ from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, tokenizer_in
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.loading import open_root
-from megatron.checkpoint.merged import without_adapters
+from megatron.checkpoint.merged import AveragedReader, without_adapters
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.command import PanelRow
 from megatron.config import ParsedRun, parse_config, rules_data, rules_model, rules_parallel
@@ -122,9 +122,12 @@ def load_gpt(
     """
     layout = layout or Layout.single()
     options = CheckpointConfig() if config is None else config.checkpoint
-    allow_foreign = options.allow_foreign_checkpoints
     reader = open_existing(
-        folder, step=options.ckpt_step, layout=layout, allow_foreign=allow_foreign
+        folder,
+        step=options.ckpt_step,
+        layout=layout,
+        allow_foreign=options.allow_foreign_checkpoints,
+        averaged=options.load_averaged_weights,
     )
     saved = saved_config(reader, folder, *kinds)
     if config is None:
@@ -158,6 +161,7 @@ def open_existing(
     verify: bool = True,
     layout: Layout | None = None,
     allow_foreign: bool = False,
+    averaged: bool = False,
 ) -> Reader:
     """Open the checkpoint that a flag names. Collective over `layout`, if one is given.
 
@@ -170,9 +174,10 @@ def open_existing(
         verify: Whether to check the checkpoint's files.
         layout: Layout of the processes that open it together.
         allow_foreign: Whether to accept files owned by other users (--allow-foreign-checkpoints).
+        averaged: Whether to read the averages of the weights (--load-averaged-weights).
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
+        CheckpointError: There is no checkpoint, it is damaged, or it holds no averages.
     """
     reader = open_root(
         Path(folder), step=step, verify=verify, layout=layout, allow_foreign=allow_foreign
@@ -180,7 +185,7 @@ def open_existing(
     if reader is None:
         where = " in this folder" if Path(folder).is_dir() else ": no such folder"
         raise CheckpointError(f"{flag} {folder}: there is no checkpoint{where}")
-    return without_adapters(reader, adapted_layers)
+    return without_adapters(AveragedReader(reader) if averaged else reader, adapted_layers)
 
 
 def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load") -> ModelRun:
@@ -400,7 +405,10 @@ _READ: dict[str, tuple[str, ...]] = {
     ),
     "data": ("retro_workdir", "retro_compatible"),
     "training": ("deterministic_mode", "dry_run"),
-    "checkpoint": ("load", "ckpt_step", "allow_foreign_checkpoints", "use_checkpoint_args"),
+    "checkpoint": (
+        *("load", "ckpt_step", "allow_foreign_checkpoints", "use_checkpoint_args"),
+        "load_averaged_weights",
+    ),
 }
 # Fields that every program running a saved model either uses or refuses by name.
 SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name in _READ[section])

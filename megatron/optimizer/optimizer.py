@@ -16,9 +16,10 @@ pass, and the gradients are divided by it before the update (`LossScale`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,10 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.tensor_sums import choose_tensor_sums
+from megatron.optimizer.averages import new_average
 from megatron.optimizer.groups import ParameterGroup
 from megatron.optimizer.norms import is_counted_here, state_sizes, sum_over_model
+from megatron.optimizer.packed import FORMATS, PackedTensor, State, values_of
 from megatron.optimizer.rules import OffloadedUpdate, on_host
 from megatron.optimizer.update import MatrixPlace, Step, Update, UpdateTensors
 from megatron.parallel.collectives import all_reduce
@@ -44,6 +47,7 @@ _CURVES = {
 }  # Megatron-DeepSpeed's names
 GROWTH = 2.0  # factor by which the loss scale changes
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
+_SALTS = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3}  # make their rounding independent
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,15 @@ class StepResult:
     zeros: int | None
 
 
+class _HeldWeight(NamedTuple):
+    """A weight of which this process updates a part: the parameter's, and the part in fp32."""
+
+    name: str
+    parameter: nn.Parameter
+    part: Tensor
+    weight: State
+
+
 @dataclass(frozen=True)
 class _OwnPart:
     """The part of a parameter group that this process updates.
@@ -162,8 +175,8 @@ class _OwnPart:
         parameters: Parameters that are updated here, in whole or in part.
         parts: Tensors that are updated: the parameters themselves, or 1-D views of parts of them.
         formats: Number formats in which the forward pass uses them.
-        weights: The parts in fp32: the parts themselves, or copies of them.
-        state: State tensors by name, one for each weight.
+        weights: The parts in fp32 (the parts themselves, or copies of them), or packed copies.
+        state: State tensors by name, one for each weight, in fp32 or packed.
     """
 
     group: ParameterGroup
@@ -171,17 +184,30 @@ class _OwnPart:
     parameters: list[nn.Parameter]
     parts: list[Tensor]
     formats: list[torch.dtype]
-    weights: list[Tensor]
-    state: dict[str, list[Tensor]]
+    weights: list[State]
+    state: dict[str, list[State]]
 
     @classmethod
-    def allocate(cls, group: ParameterGroup, gradients: Gradients, *, offload: bool) -> _OwnPart:
+    def allocate(
+        cls, group: ParameterGroup, gradients: Gradients, config: OptimizerConfig
+    ) -> _OwnPart:
         """Allocate masters and states for the shard that this process owns."""
+        offload = config.optimizer_cpu_offload
 
-        def new_fp32(like: Tensor) -> Tensor:
-            if offload:
-                return on_host(like, torch.float32)
-            return torch.empty_like(like, dtype=torch.float32)
+        def new(kind: str, parameter: nn.Parameter) -> State:
+            part, form = gradients.part(parameter), config.state_format(kind)
+            if form == "fp32":
+                if offload:
+                    return on_host(part, torch.float32).zero_()
+                return torch.zeros_like(part, dtype=torch.float32)
+            return PackedTensor(
+                part,
+                FORMATS[form],
+                on_host=offload,
+                roots=kind == "exp_avg_sq",
+                first=gradients.owned(parameter).start,
+                salt=_SALTS[kind],
+            )
 
         joins = group.rule.joins_rows and gradients.shares_weights
         members = [
@@ -200,10 +226,11 @@ class _OwnPart:
             parameters=[p for _, p in members],
             parts=parts,
             formats=[gradients.compute_dtype(p) for _, p in members],
-            weights=[p if p.dtype == torch.float32 and not offload else new_fp32(p) for p in parts],
-            state={
-                name: [new_fp32(part).zero_() for part in parts] for name in group.rule.state_names
-            },
+            weights=[
+                part if part.dtype == torch.float32 and not offload else new("master", p)
+                for part, (_, p) in zip(parts, members, strict=True)
+            ],
+            state={kind: [new(kind, p) for _, p in members] for kind in group.rule.state_names},
         )
 
     def bind(
@@ -212,7 +239,7 @@ class _OwnPart:
         """Bind the group's update rule to its tensors."""
         rule, rows = self.group.rule, gradients.shares_weights
 
-        def shaped(tensors: Sequence[Tensor]) -> list[Tensor]:
+        def shaped(tensors: Sequence[Any]) -> list[Any]:
             if not rule.needs_whole or rows:
                 return list(tensors)
             return [t.view(p.shape) for t, p in zip(tensors, self.parameters, strict=True)]
@@ -253,6 +280,7 @@ class Optimizer:
 
     Attributes:
         gradients: The gradient buffer.
+        average: The average of the weights, if the flags ask for one.
         steps: Number of updates applied so far.
     """
 
@@ -278,7 +306,7 @@ class Optimizer:
         self._scale = loss_scale_of(precision)
         self._shared_weights = weights
         self._offload = config.optimizer_cpu_offload
-        self._owned = [_OwnPart.allocate(g, gradients, offload=self._offload) for g in groups]
+        self._owned = [_OwnPart.allocate(g, gradients, config) for g in groups]
         counted = [
             p
             for g in groups
@@ -298,6 +326,14 @@ class Optimizer:
         self._gradient_sums = choose_tensor_sums(
             counted_views, self._device, library, counts=count_zeros
         )
+        # A rule that joins rows may own no rows of a parameter.
+        self._held = [
+            _HeldWeight(*member)
+            for own in self._owned
+            for member in zip(own.names, own.parameters, own.parts, own.weights, strict=True)
+            if member[2].numel()
+        ]
+        self.average = new_average(config, [held.weight for held in self._held])
         self.steps = 0
         self.reload_masters()
 
@@ -387,6 +423,8 @@ class Optimizer:
         overflow = found and self._scale.can_shrink
         self._scale = self._scale.update(found_overflow=found)
         self.steps += not found
+        if self.average is not None and not found:
+            self.average.follow(self.steps)
         return StepResult(
             applied=not found,
             grad_norm=norm,
@@ -413,18 +451,76 @@ class Optimizer:
             for own in self._owned:
                 for part, weight, dtype in zip(own.parts, own.weights, own.formats, strict=True):
                     if dtype == torch.float32 or of_16_bits:
-                        weight.copy_(part.to(dtype))
+                        if isinstance(weight, PackedTensor):
+                            weight.store(part.to(dtype))
+                        else:
+                            weight.copy_(part.to(dtype))
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Put the average in place of the weights, and the weights back at the end. Collective."""
+        assert self.average is not None and self.average.count, "there is no average yet"
+        self.wait_for_weights()
+        with torch.no_grad():
+            kept = [held.part.clone() for held in self._held]
+            for index, held in enumerate(self._held):
+                held.part.copy_(self.average.values(index))
+        self._spread()
+        yield
+        self.wait_for_weights()
+        with torch.no_grad():
+            for part, held in zip(kept, self._held, strict=True):
+                held.part.copy_(part)
+        self._spread()
+
+    def _spread(self) -> None:
+        """Send this process's part of the weights to the processes that share them."""
+        if self._shared_weights is not None:
+            self._shared_weights.gather()
+            self._shared_weights.wait()
+
+    def name_averages(
+        self, sets: Mapping[str, Sequence[Tensor]]
+    ) -> dict[str, tuple[Tensor, nn.Parameter]]:
+        """Return the tensors of the average with their names in a checkpoint.
+
+        Args:
+            sets: A tensor for each weight, by the beginnings of their names.
+        """
+        return {
+            f"{prefix}{held.name}": (tensor, held.parameter)
+            for prefix, tensors in sets.items()
+            for held, tensor in zip(self._held, tensors, strict=True)
+        }
 
     def named_tensors(self) -> dict[str, tuple[Tensor, nn.Parameter]]:
         """Return every state tensor with the parameter it belongs to.
 
         The names are "<parameter>.<state>" for each state of the parameter's update rule (for
         example "<parameter>.exp_avg") and "<parameter>.master" for a 16-bit parameter. Loading
-        copies into the tensors in place. They have the parameter's shape and split. If gradients
-        are sharded, the tensors are 1-D and hold the parameter's elements
-        `gradients.owned(parameter)`.
+        copies into the tensors in place, then calls `take_loaded`, because tensors of packed states
+        are decoded copies. They have the parameter's shape and split. If gradients are sharded, the
+        tensors are 1-D and hold the parameter's elements `gradients.owned(parameter)`.
         """
-        tensors: dict[str, tuple[Tensor, nn.Parameter]] = {}
+        return {
+            name: (state.saved() if isinstance(state, PackedTensor) else state, parameter)
+            for name, (state, parameter) in self._named_states().items()
+        }
+
+    def take_loaded(self, tensors: Mapping[str, Tensor]) -> None:
+        """Encode the states that are packed, after a checkpoint was loaded.
+
+        Args:
+            tensors: The tensors that `named_tensors` returned, with the loaded values.
+        """
+        states = self._named_states()
+        for name, tensor in tensors.items():
+            state, _ = states[name]
+            if isinstance(state, PackedTensor):
+                state.load(tensor)
+
+    def _named_states(self) -> dict[str, tuple[State, nn.Parameter]]:
+        tensors: dict[str, tuple[State, nn.Parameter]] = {}
         for own in self._owned:
             members = [
                 (i, name, parameter)
@@ -446,7 +542,7 @@ class Optimizer:
         weight, momentum, variance and the square root of the variance.
         """
         kinds = dict.fromkeys(kind for own in self._owned for kind in own.group.rule.state_names)
-        counted: dict[str, list[Tensor]] = {_CURVES.get(kind, kind): [] for kind in kinds}
+        counted: dict[str, list[State]] = {_CURVES.get(kind, kind): [] for kind in kinds}
         counted["weight"] = []
         is_sharded = self.gradients.is_sharded
         for own in self._owned:
@@ -455,9 +551,12 @@ class Optimizer:
                     counted["weight"].append(own.weights[i])
                     for kind, state in own.state.items():
                         counted[_CURVES.get(kind, kind)].append(state[i])
-        tensors: dict[str, Iterable[Tensor]] = dict(counted)
-        if "variance" in counted:  # so that only one root at a time is in memory
-            tensors["variance_sqrt"] = (variance.sqrt() for variance in counted["variance"])
+        # Generators, so that only one root or decoded tensor at a time is in memory.
+        tensors: dict[str, Iterable[Tensor]] = {
+            name: map(values_of, states) for name, states in counted.items()
+        }
+        if "variance" in counted:
+            tensors["variance_sqrt"] = (values_of(state).sqrt() for state in counted["variance"])
         return state_sizes(tensors, self._layout, self._device, over_replicas=is_sharded)
 
     def scalars(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from megatron.device import Device
 from megatron.kernels.adam import AdamNumbers, AdamTensors, choose_adam, copy_weights
 from megatron.kernels.library import KernelLibrary
 from megatron.optimizer.muon import Muon
+from megatron.optimizer.packed import PackedTensor, packed_adam
 from megatron.optimizer.update import Step, Update, UpdateRule, UpdateTensors
 
 
@@ -44,9 +45,11 @@ class AdamW:
 
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
         """Return a function that updates these tensors."""
-        means = (tensors.state[name] for name in self.state_names)
-        adam = AdamTensors(tensors.weights, tensors.copies, tensors.gradients, *means)
-        return partial(self._update, choose_adam(adam, library))
+        means = [tensors.state[name] for name in self.state_names]
+        held = (tensors.weights, tensors.copies, tensors.gradients, *means)
+        if any(isinstance(state, PackedTensor) for states in held for state in states):
+            return partial(self._update, packed_adam(*held))
+        return partial(self._update, choose_adam(AdamTensors(*held), library))
 
     def _update(
         self, adam: Callable[[AdamNumbers], None], step: Step, *, weight_decay: float

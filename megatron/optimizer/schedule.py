@@ -292,6 +292,80 @@ class Schedules:
             )
         return other, samples
 
+    def branched(self, saved: dict[str, Any]) -> tuple[Schedules, int]:
+        """Return the schedules of a WSD branch that begins its final decay in a checkpoint.
+
+        Peak and warm-up are those of the saved run, the decay and its end are these.
+
+        Args:
+            saved: The `to_dict` of the saved run.
+
+        Returns:
+            The schedules, and the samples that they have consumed.
+
+        Raises:
+            CheckpointError: The saved run is not in a phase with a constant rate, or it has another
+                peak or weight decay.
+        """
+        trunk, samples = self.resumed(saved, use_checkpoint=True)
+        ours, theirs = self.learning_rate, trunk.learning_rate
+        assert ours.anneal is not None, "given by flags"
+        if theirs.style not in ("WSD", "constant"):
+            raise CheckpointError(
+                f"the checkpoint's run has --lr-decay-style {theirs.style}, without a stable phase "
+                "from which to branch: use --override-opt_param-scheduler instead of "
+                "--lr-wsd-branch-from"
+            )
+        if samples < theirs.warmup:
+            raise CheckpointError(
+                f"the checkpoint is at sample {samples:,}, in the warm-up, which ends at "
+                f"{theirs.warmup:,.0f}: give a later one with --lr-wsd-branch-step"
+            )
+        if theirs.anneal is not None and samples > theirs.decay - theirs.anneal:
+            raise CheckpointError(
+                f"the checkpoint is at sample {samples:,}, in the final decay, which began at "
+                f"{theirs.decay - theirs.anneal:,.0f}: give an earlier one with "
+                "--lr-wsd-branch-step"
+            )
+        _check_branch(self, trunk)
+        return self._with_decay(trunk, samples + ours.anneal), samples
+
+    def resumed_branch(self, saved: dict[str, Any]) -> tuple[Schedules, int]:
+        """Return the schedules of a branch that continues, and the samples that they have consumed.
+
+        Args:
+            saved: The `to_dict` of the branch.
+
+        Raises:
+            CheckpointError: The flags have another peak, decay, end or weight decay.
+        """
+        other, samples = self.resumed(saved, use_checkpoint=True)
+        ours = self._with_decay(other, other.learning_rate.decay)
+        _check_equal(ours, other)
+        _check_branch(self, other)
+        return ours, samples
+
+    def _with_decay(self, trunk: Schedules, decay: float) -> Schedules:
+        """Return another run's schedules with the end of these."""
+        ours = self.learning_rate
+        rate = replace(
+            trunk.learning_rate,
+            minimum=ours.minimum,
+            decay=decay,
+            style="WSD",
+            anneal=ours.anneal,
+            anneal_style=ours.anneal_style,
+        )
+        ends = (
+            (None, None)
+            if self.decoupled is None
+            else (
+                self.decoupled.peak,
+                self.decoupled.minimum,
+            )
+        )
+        return Schedules(rate, trunk.weight_decay, _decoupled(rate, *ends))
+
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
         """Return these schedules with every saved value in place of ours."""
         changes: dict[str, dict[str, Any]] = {
@@ -422,6 +496,18 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
             + "\nadd --override-opt_param-scheduler to continue with this run's values, or "
             "--use-checkpoint-opt_param-scheduler to continue with the checkpoint's"
         )
+
+
+def _check_branch(ours: Schedules, trunk: Schedules) -> None:
+    """Check what a branch has in common with the run that it branches off."""
+    kept = ("peak", "in_tokens")
+    rate = replace(
+        trunk.learning_rate, **{name: getattr(ours.learning_rate, name) for name in kept}
+    )
+    decay = replace(ours.weight_decay, length=trunk.weight_decay.length)
+    peak = None if ours.decoupled is None else ours.decoupled.peak
+    minimum = None if trunk.decoupled is None else trunk.decoupled.minimum
+    _check_equal(Schedules(rate, decay, _decoupled(rate, peak, minimum)), trunk)
 
 
 def _samples(iterations: int | None, samples: int | None, global_batch: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -59,17 +59,18 @@ class UpdateTensors:
     in the parameter's own shape for a rule that needs whole tensors.
 
     Attributes:
-        weights: Weights in fp32.
+        weights: Weights in fp32, or packed.
         copies: 16-bit copies of the weights, written with each update; `None` where there is none.
         gradients: Gradients in fp32 or 16 bits. An update may change them.
-        state: State tensors by name, in the weights' shapes, fp32, zero at the start.
+        state: State tensors by name, in the weights' shapes, zero at the start. They are in fp32.
+            Only states of a rule for which --exp-avg-dtype and the like exist may be packed.
         places: The places of the parameters, for a rule with `joins_rows`; otherwise empty.
     """
 
-    weights: Sequence[Tensor]
+    weights: Sequence[Any]
     copies: Sequence[Tensor | None]
     gradients: Sequence[Tensor]
-    state: Mapping[str, Sequence[Tensor]]
+    state: Mapping[str, Sequence[Any]]
     places: Sequence[MatrixPlace] = ()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.config import RunConfig
+from megatron.config.optimizer import STATE_BYTES, OptimizerConfig
 from megatron.config.stages import ModelPart, even_parts, parts_of_stage, plan_model
 from megatron.kernels.quantize import bytes_of
 from megatron.models.arithmetic import (
@@ -45,7 +46,7 @@ class MemoryEstimate:
     Attributes:
         parameters: Weights and their 8-bit copies.
         gradients: Gradients kept until the update.
-        optimizer: Optimizer moments and fp32 master weights.
+        optimizer: Optimizer moments, master weights and averages of the weights.
         activations: Activations kept for the backward pass.
         messages: Buffers that other processes write to while matrix products run.
         host: Host memory that offloading uses.
@@ -232,6 +233,21 @@ def _kept_for_teacher(
     return kept + hidden * held * sum(not part.embedding for part in parts) // len(parts)
 
 
+def _moment_bytes(options: OptimizerConfig, matrices: float) -> float:
+    """Return the bytes of an optimizer's moments per parameter.
+
+    Args:
+        options: The optimizer's options.
+        matrices: The share of the parameters that are matrices.
+    """
+    if options.optimizer == "muon":  # one moment for a matrix, two for other parameters
+        # Temporary memory of the iterations is not counted: activations, freed by then, take more.
+        return 4 * (2 - matrices)
+    if options.optimizer == "sgd":
+        return 4 * (options.sgd_momentum > 0)
+    return sum(STATE_BYTES[options.state_format(kind)] for kind in ("exp_avg", "exp_avg_sq"))
+
+
 def _kept_for_weights(
     config: RunConfig, plan: ModelPlan, layout: Layout, parts: Sequence[ModelPart]
 ) -> MemoryEstimate:
@@ -249,16 +265,9 @@ def _kept_for_weights(
         count_part_parameters(plan, replace(part, layers=range(0)), split) for part in parts
     )
     outside -= parts[-1].head * count_depth_parameters(plan, split)  # gathered as layers are
-    in_8_bits = 0
-    if numbers.fp8_format is not None:
-        in_8_bits = sum(count_part_matrices(plan, part, split) for part in parts)
-    moments = (
-        2.0 if config.optimizer.optimizer == "adam" else float(config.optimizer.sgd_momentum > 0)
-    )
-    if config.optimizer.optimizer == "muon":  # one moment for a matrix, two for other parameters
-        # Temporary memory of the iterations is not counted: activations, freed by then, take more.
-        matrices = sum(count_part_matrices(plan, part, split) for part in parts)
-        moments = 2 - matrices / parameters
+    matrices = sum(count_part_matrices(plan, part, split) for part in parts)
+    in_8_bits = matrices if numbers.fp8_format is not None else 0
+    held = _moment_bytes(config.optimizer, matrices / max(parameters, 1))
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
     # The share of the weights that have gradients and states.
@@ -268,8 +277,12 @@ def _kept_for_weights(
         experts = sum(count_part_experts(plan, part, split) for part in parts)
         updated = (parameters - experts) // layout.replica.size
         updated += experts // layout.expert_replica.size
-    copies = 4 if on_host or (half and not is_shared) else 0
-    states = math.ceil((4 * moments + copies) * math.ceil(trained * updated))
+    if config.optimizer.averages_weights:
+        is_ema = config.optimizer.ema_decay is not None
+        held += 4 * (1 if is_ema else config.optimizer.lawa_window)
+    if on_host or (half and not is_shared):
+        held += STATE_BYTES[config.optimizer.state_format("master")]
+    states = math.ceil(held * math.ceil(trained * updated))
     if is_shared:
         # Two layers are gathered at a time: the current one and the next. The next one exists twice
         # while it arrives as one buffer and is split into parameters. Experts are gathered only in
@@ -283,9 +296,8 @@ def _kept_for_weights(
         weights = width * parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
         form = frozen_format(config.model)
         if form is not None:  # products read one matrix at a time in their own format
-            packed = sum(count_part_matrices(plan, part, split) for part in parts)
-            weights -= width * (packed - largest_layer_matrix(plan, split))
-            weights += bytes_of(packed, form, width)
+            weights -= width * (matrices - largest_layer_matrix(plan, split))
+            weights += bytes_of(matrices, form, width)
         gradients = summed * math.ceil(trained * parameters)
         if stage == 2 and layout.replica.size > 1:
             passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))

@@ -200,6 +200,7 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
         step=options.ckpt_step,
         layout=layout,
         allow_foreign=options.allow_foreign_checkpoints,
+        averaged=options.load_averaged_weights,
     )
     check_network(config, reader)
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)

@@ -41,6 +41,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.training import checkpointing, gradient_sharing
 from megatron.training.batches import BatchPlan, batches_from, samples_needed
+from megatron.training.branches import with_branch_length
 from megatron.training.passes import message_shape
 from megatron.training.recipe import CountsEpochs, Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
@@ -66,6 +67,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     if reader is not None:
         entries = checkpointing.entries_held(reader, tokenizer.vocab_size)
         reader = PaddedReader(reader, rows=vocabulary, entries=entries)
+    config = with_branch_length(config, reader)
     model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
     batches = BatchPlan.from_config(config, layout.data.size)
     config = without_epochs(config, recipe, batches, tokenizer, layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from megatron.checkpoint.entries import (
     model_state,
 )
 from megatron.checkpoint.loading import checkpoints_below, open_root
+from megatron.checkpoint.merged import AveragedReader
 from megatron.checkpoint.reader import Reader, restore
 from megatron.checkpoint.retention import Keep
-from megatron.checkpoint.store import Snapshot, write_checkpoint
+from megatron.checkpoint.store import STATES, Snapshot, write_checkpoint
 from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter, plain_network
@@ -43,6 +44,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.batches import evaluation_position
+from megatron.training.branches import open_trunk, resumed_schedules
 from megatron.training.run import Progress, Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
@@ -120,7 +122,7 @@ def save_weights(run: Run, root: Path) -> Path:
     """Write only the weights under `root`, as the only checkpoint there. Collective."""
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
-    meta = {**meta_of(run), "optimizer": None}
+    meta = {**meta_of(run), "optimizer": None, "average": None}
     snapshot = Snapshot.take(run.progress.iteration, state, meta, run.layout)
     return write_checkpoint(root, snapshot, keep=Keep(1))
 
@@ -156,7 +158,7 @@ def state_of(run: Run) -> State:
     """Return this process's tensors that the flags ask to save in a checkpoint.
 
     They are the run's own tensors, not copies, except that weights sharded over processes are
-    copied in their own number format.
+    copied in their own number format, and scaled optimizer states are decoded.
 
     Each optimizer state of a tied parameter has a single holder. With a distributed optimizer, each
     stage shards its own gradient buffer, and would cut a tied parameter at different points from
@@ -164,8 +166,13 @@ def state_of(run: Run) -> State:
     """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
+    if run.optimizer.average is not None:
+        state |= _average_state(run, run.optimizer.average.sets(), copies=False)
     if not run.config.checkpoint.no_save_optim:
-        state |= optimizer_state(run, copies=False) | _history_state(run)
+        named = run.optimizer.named_tensors()
+        if run.config.checkpoint.ckpt_format != "native":  # other programs expect fp32
+            named = {name: (tensor.float(), p) for name, (tensor, p) in named.items()}
+        state |= optimizer_state(run, copies=False, named=named) | _history_state(run)
     return state
 
 
@@ -200,18 +207,54 @@ def _weights_state(run: Run, *, is_copy: bool) -> State:
     return model_state(run.parts)
 
 
-def optimizer_state(run: Run, *, copies: bool = True) -> State:
+def optimizer_state(
+    run: Run,
+    *,
+    copies: bool = True,
+    named: Mapping[str, tuple[Tensor, nn.Parameter]] | None = None,
+) -> State:
     """Return the moments and master weights of all parameters on this process.
 
     Args:
         run: The run.
         copies: Include tied parameters whose original is on another stage.
+        named: The optimizer's `named_tensors`, if the caller needs the same tensors.
     """
+    named = run.optimizer.named_tensors() if named is None else named
     return {
-        f"optimizer.{name}": _entries(tensor, parameter, run.optimizer.gradients.owned(parameter))
-        for name, (tensor, parameter) in run.optimizer.named_tensors().items()
+        f"{STATES}{name}": _entries(tensor, parameter, run.optimizer.gradients.owned(parameter))
+        for name, (tensor, parameter) in named.items()
         if copies or not spec_of(parameter).is_copy
     }
+
+
+def _average_state(run: Run, sets: Mapping[str, Sequence[Tensor]], *, copies: bool = True) -> State:
+    """Return the tensors of the average of the weights on this process.
+
+    Args:
+        run: The run.
+        sets: The tensors by the beginnings of their names (`WeightAverage.sets`).
+        copies: Include tied parameters whose original is on another stage.
+    """
+    return {
+        name: _entries(tensor, parameter, run.gradients.owned(parameter))
+        for name, (tensor, parameter) in run.optimizer.name_averages(sets).items()
+        if copies or not spec_of(parameter).is_copy
+    }
+
+
+def _average_from(run: Run, reader: Reader) -> State:
+    """Return the tensors of the average that the checkpoint holds; it may hold none."""
+    average, saved = run.optimizer.average, reader.meta.get("average")
+    if average is None:
+        return {}
+    there = saved["count"] if saved and saved["kind"] == average.kind else 0
+    sets = average.prepare(
+        lambda prefix: there > 0 and any(name.startswith(prefix) for name in reader.held), there
+    )
+    if not average.count and run.layout.world.rank == 0:
+        say("  the checkpoint holds no average of this kind: the average starts here")
+    return _average_state(run, sets)
 
 
 def _history_state(run: Run) -> State:
@@ -252,7 +295,7 @@ def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]
 
 def meta_of(run: Run) -> dict[str, Any]:
     """Return a checkpoint's metadata as JSON: position, scalars and configuration. Collective."""
-    progress, options = run.progress, run.config.checkpoint
+    progress, options, average = run.progress, run.config.checkpoint, run.optimizer.average
     return {
         "iteration": progress.iteration,
         "consumed_train_samples": progress.consumed_samples,
@@ -260,6 +303,7 @@ def meta_of(run: Run) -> dict[str, Any]:
         "skipped_train_samples": progress.skipped_samples,
         "padded_vocab_size": run.plan.embedding.vocabulary,
         "optimizer": None if options.no_save_optim else run.optimizer.scalars(),
+        "average": None if average is None else {"kind": average.kind, "count": average.count},
         "schedule": run.schedules.to_dict(progress.scheduled_samples),
         # Dropout is drawn from the seed and the position in the sample order, so the seed and the
         # position above are all the random state there is.
@@ -296,6 +340,9 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         layout=layout,
         allow_foreign=config.checkpoint.allow_foreign_checkpoints,
     )
+    trunk = config.schedule.lr_wsd_branch_from
+    if reader is None and trunk is not None:
+        reader = open_trunk(config, Path(trunk), layout)
     if reader is None:
         # Before its first checkpoint, a run starts fresh in the folder that it saves to, whatever
         # else is in it: finetuning keeps its best weights in a folder there.
@@ -322,6 +369,8 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         if layout.world.rank == 0:
             say(f"  --load {root} holds no checkpoint yet: this is the run's first start")
         return None
+    if config.checkpoint.load_averaged_weights:
+        reader = AveragedReader(reader)
     told = check_network(config, reader, finetunes=config.checkpoint.finetune)
     if layout.world.rank == 0:
         for line in told:
@@ -415,6 +464,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     weights_only = options.finetune or options.no_load_optim
     # If only the weights are loaded, they go straight into the fp32 masters of 16-bit weights.
     state = _weights_state(run, is_copy=not weights_only)
+    named: dict[str, tuple[Tensor, nn.Parameter]] = {}
     if not weights_only:
         if not reader.meta.get("optimizer"):
             raise CheckpointError(
@@ -422,7 +472,9 @@ def restore_run(run: Run, reader: Reader) -> None:
                 "--no-load-optim for a fresh optimizer, or --finetune to begin at iteration 0"
             )
         check_states(run.config, reader)
-        state |= optimizer_state(run) | _history_from(run, reader)
+        named = run.optimizer.named_tensors()
+        state |= optimizer_state(run, named=named) | _history_from(run, reader)
+        state |= _average_from(run, reader)
     # Report incompatible settings before reading much.
     _check_tokenizer(run, reader)
     anew: tuple[str, ...] = ()
@@ -432,7 +484,8 @@ def restore_run(run: Run, reader: Reader) -> None:
         _restore_position(run, reader)
     # With pipeline parallelism, no rank holds every parameter.
     whole = () if run.layout.pipeline.size > 1 else _KEPT if _SCORE in anew else ("model.",)
-    restore(reader, state, prefixes=whole, cast=weights_only)
+    restore(reader, state, prefixes=whole, cast=weights_only, cast_below=(STATES,))
+    run.optimizer.take_loaded({name: tensor for name, (tensor, _) in named.items()})
     if _ADAPTERS in anew:
         start_adapters(run.parts)
     if run.config.model.load_adapter is not None:
@@ -533,15 +586,11 @@ def _check_tokenizer(run: Run, reader: Reader) -> None:
 
 def _restore_position(run: Run, reader: Reader) -> None:
     """Continue where the checkpoint's run stopped, in data, schedule and random numbers."""
-    meta, options = reader.meta, run.config.schedule
+    meta = reader.meta
     run.progress = progress_at_start(run.config, reader)
     if not run.config.checkpoint.no_load_optim:  # a fresh optimizer restarts its schedule
         try:
-            run.schedules, run.progress.scheduled_samples = run.schedules.resumed(
-                meta["schedule"],
-                override=options.override_opt_param_scheduler or run.config.training.skip_train,
-                use_checkpoint=options.use_checkpoint_opt_param_scheduler,
-            )
+            run.schedules, run.progress.scheduled_samples = resumed_schedules(run, reader)
         except CheckpointError as error:
             raise CheckpointError(f"--load {reader.path}: {error}") from None
     # Without a saved place, validation text is read again from its beginning. That takes longer but

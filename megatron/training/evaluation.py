@@ -77,6 +77,15 @@ def evaluate_and_report(
             if losses is None:
                 return
             found |= {f"{name} {change}".rstrip(): value for name, value in losses.items()}
+        average = run.optimizer.average
+        if run.config.evaluation.eval_averaged_weights and average is not None and average.count:
+            run.layers.forget_weights()
+            with run.optimizer.averaged_weights():
+                losses = evaluate(run, dataset, skip=skip)
+            run.layers.forget_weights()
+            if losses is None:
+                return
+            found |= {f"{name} of averaged weights": value for name, value in losses.items()}
     if run.is_log_rank:
         say(validation_lines(where, found, has_perplexity=run.recipe.head.has_perplexity))
     scalars.after_evaluation(run, split, found, at_end_of_training=at_end_of_training)

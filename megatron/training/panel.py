@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.command import PanelRow, format_panel
 from megatron.config import RunConfig
+from megatron.config.optimizer import FORMAT_FIELDS
+from megatron.config.run import with_values
 from megatron.data.chat import describe_packing, packed_members
 from megatron.data.preferences import describe_pairs
 from megatron.data.text_stream import text_members
@@ -20,7 +22,7 @@ from megatron.models.arithmetic import (
 from megatron.models.freezing import frozen_format
 from megatron.models.plan import ModelPlan
 from megatron.parallel.layout import Layout
-from megatron.planner.memory import largest_process
+from megatron.planner.memory import amount, largest_process
 from megatron.planner.pipeline_balance import pipeline_rows
 from megatron.training.curriculum import lengths_of
 from megatron.training.expert_plan import expert_rows
@@ -109,7 +111,9 @@ def _describe_checkpoints(run: Run) -> str:
     options = run.config.checkpoint
     loaded = "starting from random weights"
     if run.progress.iteration:
-        loaded = f"continuing {options.load} at iteration {run.progress.iteration}"
+        branch = run.config.schedule.lr_wsd_branch_from
+        of = f", a branch of {branch}," if branch is not None else ""
+        loaded = f"continuing {options.load}{of} at iteration {run.progress.iteration}"
     elif options.finetune or run.pretrained is not None:
         loaded = f"weights from {options.load if options.finetune else run.pretrained}"
     if not options.save:
@@ -177,9 +181,30 @@ def size_rows(
             "memory per process",
             f"at most about {largest_process(config, plan, world_size).describe()}{evenly}",
         ),
+        *_state_rows(config, plan, world_size),
         *expert_rows(config, plan, micro_batches, world_size, memory),
         *pipeline_rows(config, plan, micro_batches, world_size),
     ]
+
+
+def _state_rows(config: RunConfig, plan: ModelPlan, world_size: int) -> list[PanelRow]:
+    """Return the row about moments, masters and gradients in fewer bits, if there are any."""
+    options = config.optimizer
+    formats = {name: getattr(options, name) for name in FORMAT_FIELDS}
+    packed = {name: form for name, form in formats.items() if form != "fp32"}
+    if not packed:
+        return []
+    changes: dict[str, Any] = {f"optimizer.{name}": "fp32" for name in packed}
+    if "main_grads_dtype" in packed:
+        changes["precision.accumulate_allreduce_grads_in_fp32"] = True
+    plain = with_values(config, changes)
+    before, after = (largest_process(each, plan, world_size) for each in (plain, config))
+    saved = before.total + before.host - after.total - after.host
+    told = ", ".join(f"{name.removesuffix('_dtype')} in {form}" for name, form in packed.items())
+    told += f": {amount(saved)} per process less than in fp32"
+    if packed.keys() - {"main_grads_dtype"}:
+        told += "; PyTorch's operations update them, because the fused Adam kernel has only fp32"
+    return [("optimizer states", told)]
 
 
 def _adapter_rows(config: RunConfig, plan: ModelPlan) -> list[PanelRow]:
@@ -207,9 +232,12 @@ def device_rows(config: RunConfig, device: Device, attention: str) -> list[Panel
     numbers, peak = config.precision, device.peak_flops
     precision = "fp32 (neither --bf16 nor --fp16 given)"
     if numbers.bf16:
+        grads, params = config.optimizer.main_grads_dtype, config.optimizer.main_params_dtype
         precision = "bf16 (--bf16; gradients and master weights in fp32)"
+        if (grads, params) != ("fp32", "fp32"):
+            precision = f"bf16 (--bf16; gradients in {grads}, master weights in {params})"
     elif numbers.fp16:
-        precision = "fp16 (--fp16; master weights in fp32)"
+        precision = f"fp16 (--fp16; master weights in {config.optimizer.main_params_dtype})"
     rows = [("device", device.description), ("precision", precision)]
     if numbers.fp8_format is not None:
         length = numbers.fp8_amax_history_len

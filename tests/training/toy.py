@@ -96,7 +96,7 @@ def build_toy(
     # The data of a Retro is that of its working folder.
     base = [word for word in TOY if (kind, word) != ("retro", "--mock-data")]
     words = [*base, *OF_KIND[kind], *arguments]
-    lengths = {"--train-samples", "--train-iters", "--train-tokens"}
+    lengths = {"--train-samples", "--train-iters", "--train-tokens", "--lr-wsd-branch-from"}
     words += [] if lengths & set(words) else ["--train-iters", "6"]
     words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
     parsed = parse_config(words, world_size=size, architecture=kind)
@@ -119,7 +119,10 @@ def train_toy(
 def fingerprint(run: Run) -> str:
     """Digest of parameters, optimizer state and position."""
     digest = hashlib.sha256(repr(run.progress).encode())
-    tensors = {name: p.detach() for name, p in run.named_parameters()}
+    shares = run.gradients.shares_weights  # this process's shards
+    tensors = {
+        name: run.gradients.part(p) if shares else p.detach() for name, p in run.named_parameters()
+    }
     tensors |= {name: tensor for name, (tensor, _) in run.optimizer.named_tensors().items()}
     for name in sorted(tensors):
         digest.update(name.encode())

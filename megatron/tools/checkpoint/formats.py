@@ -27,7 +27,7 @@ from megatron.checkpoint.huggingface.writer import Export, write_folder
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.legacy.writer import convert_to_legacy, megatron_rows
 from megatron.checkpoint.loading import nothing_at, open_checkpoint, open_hf
-from megatron.checkpoint.merged import without_adapters
+from megatron.checkpoint.merged import AveragedReader, without_adapters
 from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.checkpoint.store import WEIGHTS, convert_to_native
 from megatron.config.adapters import plain_network
@@ -160,6 +160,8 @@ def load_own(options: argparse.Namespace) -> SourceModel:
         raise CheckpointError(f"--load-dir {folder}: {why}")
     if LOADER_OF[reader.format] != options.loader:
         raise _other_kind(options, reader.path, reader.format)
+    if options.load_averaged_weights:
+        reader = AveragedReader(reader)
     if options.saver != "peft":
         reader = without_adapters(reader, adapted_layers)
     sections = reader.meta["config"]

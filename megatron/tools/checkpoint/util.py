@@ -78,6 +78,8 @@ def build_parser() -> ToolParser:
     add("--true-vocab-size", type=int, help="Rows of the vocabulary to keep, without the padding.")
     text = "Also convert the optimizer's states and the schedule's position."
     add("--keep-optimizer", action="store_true", help=text)
+    text = "Convert the averages of the weights (--ema-decay, --lawa-interval) as the weights."
+    add("--load-averaged-weights", action="store_true", help=text)
     add = parser.add_argument_group("To Megatron-LM").add_argument
     for name, text in _TARGETS.items():
         add(_flag(name), type=int, help=text)

@@ -1,0 +1,179 @@
+"""Averages of the weights over updates, in fp32, for the weights that each process updates.
+
+Averaged weights are often better than the last ones, above all while the learning rate is high.
+
+- An exponential moving average (EMA) moves towards the weights in each update. Until 1 / (1 -
+  decay) updates have passed, it is the plain mean of all of them, so that the initial weights have
+  no part in it.
+- The latest weight average (LAWA; Kaddour, "Stop wasting my time!", 2022) is the mean of a few
+  snapshots, taken at regular intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.config.checkpoint import AVERAGES, SNAPSHOTS
+from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer.packed import PackedTensor, State, values_of
+
+
+class WeightAverage(Protocol):
+    """An average of weights, which follows the updates."""
+
+    kind: str
+    count: int
+    """Number of updates (EMA) or snapshots (LAWA) that the average has seen."""
+
+    def follow(self, updates: int) -> None:
+        """Take over the weights of an update.
+
+        Args:
+            updates: The updates so far, this one included.
+        """
+
+    def values(self, index: int) -> Tensor:
+        """Return the average of the weight with an index, in fp32."""
+
+    def sets(self) -> dict[str, list[Tensor]]:
+        """Return the tensors to save, one for each weight, by the beginnings of their names.
+
+        The tensors of `AVERAGES` may be copies. Loading copies into the others in place.
+        """
+
+    def prepare(self, held: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
+        """Return the tensors to load from a checkpoint, by the beginnings of their names.
+
+        Args:
+            held: Function that returns whether the checkpoint has tensors with a beginning.
+            count: The `count` of the saved run.
+        """
+
+
+class MovingAverage:
+    """An exponential moving average.
+
+    Args:
+        weights: The weights to average, in fp32 or packed.
+        decay: The share of the average that an update keeps.
+    """
+
+    kind = "ema"
+
+    def __init__(self, weights: Sequence[State], decay: float) -> None:
+        """Allocate the average."""
+        self.count = 0
+        self._weights, self._decay = list(weights), decay
+        self._averages = [new_like(weight) for weight in weights]
+        self._in_one_call = not any(isinstance(weight, PackedTensor) for weight in weights)
+
+    @torch.no_grad()
+    def follow(self, updates: int) -> None:
+        """Move towards the weights."""
+        self.count += 1
+        step = 1 - min(self._decay, 1 - 1 / self.count)
+        if self._in_one_call and self._weights:
+            torch._foreach_lerp_(self._averages, list(map(values_of, self._weights)), step)
+            return
+        for average, weight in zip(self._averages, self._weights, strict=True):
+            average.lerp_(values_of(weight), step)
+
+    def values(self, index: int) -> Tensor:
+        """Return the average of the weight with an index."""
+        return self._averages[index]
+
+    def sets(self) -> dict[str, list[Tensor]]:
+        """Return the tensors to save."""
+        return {AVERAGES: self._averages} if self.count else {}
+
+    def prepare(self, held: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
+        """Return the tensors to load."""
+        self.count = count if held(AVERAGES) else 0
+        return self.sets()
+
+
+class LatestAverage:
+    """The mean of the latest snapshots.
+
+    Args:
+        weights: The weights to average, in fp32 or packed.
+        interval: Updates between snapshots.
+        window: Snapshots in the mean.
+    """
+
+    kind = "lawa"
+
+    def __init__(self, weights: Sequence[State], interval: int, window: int) -> None:
+        """Start without snapshots."""
+        self.count = 0
+        self._weights, self._interval, self._window = list(weights), interval, window
+        self._snapshots: list[list[Tensor]] = []  # the newest first
+
+    @torch.no_grad()
+    def follow(self, updates: int) -> None:
+        """Take a snapshot if it is due."""
+        if updates % self._interval == 0:
+            self.count += 1
+            for snapshot, weight in zip(self._add(), self._weights, strict=True):
+                snapshot.copy_(values_of(weight))
+
+    def _add(self) -> list[Tensor]:
+        """Return the tensors of a new snapshot, those of the oldest one if the window is full."""
+        full = len(self._snapshots) == self._window
+        new = self._snapshots.pop() if full else [new_like(weight) for weight in self._weights]
+        self._snapshots.insert(0, new)
+        return new
+
+    def values(self, index: int) -> Tensor:
+        """Return the mean for the weight with an index."""
+        first, *others = [snapshot[index] for snapshot in self._snapshots]
+        total = first.clone()
+        for other in others:
+            total += other
+        return total / len(self._snapshots)
+
+    def sets(self) -> dict[str, list[Tensor]]:
+        """Return the tensors to save: the mean, and the snapshots."""
+        if not self._snapshots:
+            return {}
+        means = {AVERAGES: [self.values(index) for index in range(len(self._weights))]}
+        return means | self._by_age()
+
+    def prepare(self, held: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
+        """Return the tensors to load: as many of the newest snapshots as are there and fit."""
+        self.count, self._snapshots = 0, []
+        while len(self._snapshots) < self._window and held(_snapshot(len(self._snapshots))):
+            self._add()
+            self.count = count
+        return self._by_age()
+
+    def _by_age(self) -> dict[str, list[Tensor]]:
+        return {_snapshot(age): tensors for age, tensors in enumerate(self._snapshots)}
+
+
+def new_average(config: OptimizerConfig, weights: Sequence[State]) -> WeightAverage | None:
+    """Return the average that the flags ask for, or `None`.
+
+    Args:
+        config: The optimizer's options.
+        weights: The weights that this process updates.
+    """
+    if config.ema_decay is not None:
+        return MovingAverage(weights, config.ema_decay)
+    if config.lawa_interval is not None:
+        return LatestAverage(weights, config.lawa_interval, config.lawa_window)
+    return None
+
+
+def _snapshot(age: int) -> str:
+    """Return the beginning of the names of a snapshot's tensors; the newest has age 0."""
+    return f"{SNAPSHOTS}{age}."
+
+
+def new_like(weight: State) -> Tensor:
+    """Return fp32 zeros with the shape and the device of a weight."""
+    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)

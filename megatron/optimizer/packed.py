@@ -1,0 +1,279 @@
+"""Moments and master weights in 16 or 8 bits, and Adam on them.
+
+An update decodes a piece of these tensors to fp32, computes in fp32, and encodes the result.
+
+fp16 and fp8 values are scaled by a power of two for each block of `BLOCK` elements. Variances
+(`exp_avg_sq`) are stored as square roots, which need only half of the format's range: the small
+ones in a block do not become zero, by which Adam would divide.
+
+Encoding rounds up or down at random, with probabilities that make the expected value exact. An
+exponential average moves by 1 - beta of itself in each step. That is less than half a step of bf16
+if beta is above 0.996, so rounding to nearest would stop it. The random numbers are a function of
+an element's index in its parameter and of the update, so a resumed run draws the same ones.
+
+Encoding values that were decoded from the same blocks changes nothing. A checkpoint can therefore
+hold the decoded values, which have their place in the whole tensor and load in any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.config.optimizer import STATE_BLOCK as BLOCK
+from megatron.kernels.adam import AdamNumbers, AdamTensors, adam_reference, copy_weights
+
+_PIECE = 2**22  # elements decoded at a time, which bounds the temporary memory
+_FRACTION, _BIAS = 23, 127  # of fp32
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """A number format of optimizer states.
+
+    Attributes:
+        dtype: The type of the codes.
+        bits: The bits of a code's fraction.
+        saved: The smallest type that holds every decoded value exactly, for checkpoints.
+        normal: The smallest normal number of the codes; 0 for bf16, which has fp32's exponents.
+        top: The power of two that the largest code of a block does not exceed; `None` without
+            scales.
+        least: The smallest power of two of a scale, and of a scale of square roots.
+    """
+
+    dtype: torch.dtype
+    bits: int
+    saved: torch.dtype
+    normal: float = 0.0
+    top: int | None = None
+    least: tuple[int, int] = (0, 0)
+
+
+FORMATS = {
+    "bf16": StateFormat(torch.bfloat16, 7, torch.bfloat16),
+    "fp16": StateFormat(torch.float16, 10, torch.float32, 2.0**-14, 15, (-120, -50)),
+    "fp8": StateFormat(torch.float8_e4m3fn, 3, torch.bfloat16, 2.0**-6, 8, (-117, -57)),
+}
+"""Formats other than fp32, by their names in --exp-avg-dtype and --main-params-dtype."""
+
+
+class PackedTensor:
+    """A tensor of fp32 values that is kept in fewer bits.
+
+    Args:
+        like: A tensor with the shape and the device.
+        form: The number format.
+        on_host: Whether the tensor is in host memory instead, pinned if `like` is on a GPU.
+        roots: Whether the values are at least 0 and stored as square roots.
+        first: Index in its parameter of the first element.
+        salt: A number that makes rounding independent of that of other states.
+    """
+
+    def __init__(
+        self,
+        like: Tensor,
+        form: StateFormat,
+        *,
+        on_host: bool = False,
+        roots: bool = False,
+        first: int = 0,
+        salt: int = 0,
+    ) -> None:
+        """Allocate the tensor, with zeros."""
+        self.shape, self.form = like.shape, form
+        self._roots = roots and form.top is not None
+        self._first, self._salt = first, salt
+        blocks = -(-like.numel() // BLOCK)
+        place: dict[str, Any] = {"device": like.device}
+        if on_host:
+            place = {"device": "cpu", "pin_memory": like.is_cuda}
+        self._codes = torch.zeros(blocks * BLOCK, dtype=form.dtype, **place)
+        self._scales: Tensor | None = None
+        if form.top is not None:
+            self._scales = torch.zeros(blocks, dtype=torch.int8, **place)
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory that the tensor takes."""
+        return self._codes.nbytes + (0 if self._scales is None else self._scales.nbytes)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the codes."""
+        return self._codes.device
+
+    def values(self, start: int = 0, end: int | None = None) -> Tensor:
+        """Return the values of elements [start, end) in fp32, 1-D. `start` begins a block."""
+        end = self.numel() if end is None else end
+        blocks = slice(start // BLOCK, -(-end // BLOCK))
+        values = self._codes.view(-1, BLOCK)[blocks].float()
+        if self._scales is not None:
+            values *= _power(self._scales[blocks])[:, None]
+        if self._roots:
+            values *= values
+        return values.view(-1)[: end - start]
+
+    def saved(self) -> Tensor:
+        """Return the tensor as a checkpoint holds it: its own memory if that has no scales."""
+        if self._scales is None:
+            return self._codes[: self.numel()].view(self.shape)
+        return self.values().to(self.form.saved).view(self.shape)
+
+    def load(self, saved: Tensor) -> None:
+        """Take over values that a checkpoint was read into: a result of `saved`, changed."""
+        if self._scales is not None:
+            self.store(saved)
+
+    def store(self, values: Tensor, start: int = 0, count: Tensor | None = None) -> None:
+        """Encode values as the elements from `start` on, which begins a block.
+
+        Args:
+            values: The values.
+            start: Index of their first element.
+            count: Index of the update, a scalar; `None` outside of updates.
+        """
+        flat = values.detach().reshape(-1).to(self.device, torch.float32)
+        size, padding = flat.numel(), -flat.numel() % BLOCK
+        whole = torch.nn.functional.pad(flat, (0, padding)).view(-1, BLOCK)
+        sizes = whole.abs()
+        blocks = slice(start // BLOCK, start // BLOCK + len(whole))
+        if self._scales is not None:
+            scales = self._scales_of(sizes.amax(1))
+            self._scales[blocks] = scales.to(torch.int8)
+            inverse = _power(-scales)[:, None]
+            sizes *= inverse
+            if self._roots:
+                sizes *= inverse
+        drawn = _uniform(whole, self._first + start, self._salt, count)
+        codes = self._rounded(sizes, drawn).copysign_(whole)
+        self._codes[start : start + size] = codes.view(-1)[:size].to(self.form.dtype)
+
+    def _scales_of(self, largest: Tensor) -> Tensor:
+        """Return the exponents of the blocks' scales, given the largest magnitudes."""
+        assert self.form.top is not None
+        fraction, exponent = torch.frexp(largest.sqrt() if self._roots else largest)
+        # A power of two is the largest code of its scale. If rounding down makes the maximum one,
+        # decoded values are encoded with half the scale, which is exact. Twice would not be.
+        exponent = exponent - (fraction == 0.5).int() - self.form.top
+        return exponent.clamp_(self.form.least[self._roots], _BIAS - 1)
+
+    def _rounded(self, sizes: Tensor, drawn: Tensor) -> Tensor:
+        """Return magnitudes rounded to codes, of their square roots if the tensor has roots."""
+        form = self.form
+        numbers = sizes.sqrt() if self._roots else sizes
+        # Below the smallest normal number codes are evenly spaced, like those just above it.
+        shift = torch.where(numbers < form.normal, form.normal, 0.0)
+        unit = 1 << (_FRACTION - form.bits)
+        below = (numbers + shift).view(torch.int32) & -unit
+        above = (below + unit).view(torch.float32) - shift
+        below = below.view(torch.float32) - shift
+        if not self._roots:
+            return torch.where(drawn * (above - below) < sizes - below, above, below)
+        # The expected square is exact. Nothing but 0 becomes 0.
+        low, high = below.square(), above.square()
+        goes_up = (drawn * (high - low) < sizes - low) | ((sizes > 0) & (below == 0))
+        return torch.where(goes_up, above, below)
+
+
+State = Tensor | PackedTensor
+
+
+def values_of(state: State) -> Tensor:
+    """Return the values of a state in fp32, in its shape."""
+    return state.values().view(state.shape) if isinstance(state, PackedTensor) else state
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """Return powers of two in fp32, which are exact, unlike those of `exp2`."""
+    return ((exponents.int() + _BIAS) << _FRACTION).view(torch.float32)
+
+
+def _uniform(like: Tensor, first: int, salt: int, count: Tensor | None) -> Tensor:
+    """Return numbers in [0, 1) for elements `first` and on, in the shape of `like`."""
+    index = torch.arange(first, first + like.numel(), device=like.device)
+    seed = torch.full((), salt, device=like.device) if count is None else count.long() * 8 + salt
+    x = (index * 0x9E3779B1 + _mixed(seed & _WORD)) & _WORD
+    return (_mixed(x) >> 8).float().mul_(2.0**-24).view(like.shape)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Mix the bits of 32-bit words, held in int64 tensors."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & _WORD
+    return x ^ (x >> 16)
+
+
+class _Part(NamedTuple):
+    """Elements [start, end) of the tensors at a place of their lists."""
+
+    place: int
+    start: int
+    end: int
+
+
+def packed_adam(
+    weights: Sequence[State],
+    copies: Sequence[Tensor | None],
+    gradients: Sequence[Tensor],
+    first: Sequence[State],
+    second: Sequence[State],
+) -> Callable[[AdamNumbers], None]:
+    """Return a function that updates tensors of which some are packed, with PyTorch's operations.
+
+    Args:
+        weights: The weights.
+        copies: The weights in 16 bits; `None` for a weight without one.
+        gradients: The gradients.
+        first: The running means of the gradients.
+        second: The running means of their squares.
+    """
+    pieces: list[list[_Part]] = [[]]
+    room = _PIECE
+    for place, gradient in enumerate(gradients):
+        for start in range(0, gradient.numel(), _PIECE):
+            part = _Part(place, start, min(gradient.numel(), start + _PIECE))
+            if part.end - part.start > room:
+                pieces.append([])
+                room = _PIECE
+            pieces[-1].append(part)
+            room -= part.end - part.start
+    return partial(_update, pieces, (weights, copies, gradients, first, second))
+
+
+def _update(
+    pieces: Sequence[Sequence[_Part]],
+    tensors: tuple[Sequence[Any], ...],
+    numbers: AdamNumbers,
+) -> None:
+    weights, copies, *others = tensors
+    for parts in pieces:
+        updated, *opened = ([_open(s[p.place], p) for p in parts] for s in (weights, *others))
+        adam_reference(AdamTensors(updated, [None] * len(parts), *opened), numbers)
+        for states, held in ((weights, updated), *zip(others, opened, strict=True)):
+            for part, values in zip(parts, held, strict=True):
+                state = states[part.place]
+                if isinstance(state, PackedTensor):
+                    state.store(values, part.start, numbers.step)
+        # Copies follow what is stored, so that an update that is left out leaves them alone.
+        copy_weights(
+            [_open(weights[part.place], part) for part in parts],
+            [None if copies[p.place] is None else _open(copies[p.place], p) for p in parts],
+        )
+
+
+def _open(state: Any, part: _Part) -> Tensor:
+    """Return a part of a tensor as a view, or of a packed one as decoded values."""
+    if isinstance(state, PackedTensor):
+        return state.values(part.start, part.end)
+    view: Tensor = state.detach().view(-1)[part.start : part.end]
+    return view
