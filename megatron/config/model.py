@@ -37,6 +37,10 @@ _RELATIVE = Need(
     lambda run: run.model.position_embedding_type == "relative",
     "--position-embedding-type relative",
 )
+_ALIBI = Need(
+    lambda run: run.model.position_embedding_type == "alibi", "--position-embedding-type alibi"
+)
+_PARALLEL = Need(lambda run: run.model.parallel_residual, "--parallel-residual")
 _GATED = Need(
     lambda run: run.model.is_gated, "--swiglu, --geglu or --quick-geglu, which have a gate"
 )
@@ -62,8 +66,11 @@ class DenseOptions:
         num_query_groups: Number of key-value heads with --group-query-attention.
         max_position_embeddings: Longest sequence the position embedding covers. Default:
             --seq-length.
-        position_embedding_type: How the network encodes positions. relative adds biases to the
-            attention scores (T5 only).
+        position_embedding_type: How the network encodes positions. relative adds learned biases to
+            the attention scores (T5 only). alibi subtracts the distance of query and key from the
+            scores, times a fixed slope for each head (GPT only).
+        scale_alibi: Multiply the biases of --position-embedding-type alibi by the factor of the
+            attention scores (Falcon-RW).
         relative_attention_num_buckets: Distance buckets of --position-embedding-type relative. Each
             has one bias per head.
         relative_attention_max_distance: Distance from which all relative positions share one
@@ -84,6 +91,8 @@ class DenseOptions:
             add to the residual stream, as in OLMo 2), or both (Gemma 2).
         parallel_residual: Compute attention and MLP of a layer from the same input, and add both
             (GPT-NeoX).
+        shared_parallel_norm: Let attention and MLP of --parallel-residual read the same normalized
+            input (Falcon-7B), instead of normalizing it for each.
         apply_residual_connection_post_layernorm: Take the residual after the normalization
             (original BERT order).
         openai_gelu: Use OpenAI's tanh form of GeLU.
@@ -101,6 +110,7 @@ class DenseOptions:
         untie_embeddings_and_output_weights: Give the output layer its own weights instead of the
             word embeddings.
         scale_embeddings: Multiply word embeddings by the square root of --hidden-size (Gemma).
+        embed_layernorm: Normalize word embeddings (BLOOM).
         final_logit_softcapping: Bound c of the scores for the vocabulary, which become
             c x tanh(score / c) (Gemma 2). Default: no bound.
         scale_decoder_outputs: Divide the input of the T5 output layer by the square root of
@@ -162,8 +172,9 @@ class DenseOptions:
     num_query_groups: int = flag(1, unit="groups", at_least=1, at_most=2**16, needs=_GROUPED)
     max_position_embeddings: int | None = flag(None, unit="tokens", at_least=1, at_most=MOST_IDS)
     position_embedding_type: str = flag(
-        "learned_absolute", choices=("learned_absolute", "rope", "relative", "none")
+        "learned_absolute", choices=("learned_absolute", "rope", "relative", "alibi", "none")
     )
+    scale_alibi: bool = flag(False, requires=_ALIBI)
     relative_attention_num_buckets: int = flag(
         32, unit="buckets", at_most=MOST_WIDTH, requires=_RELATIVE
     )
@@ -179,6 +190,7 @@ class DenseOptions:
     apply_layernorm_1p: bool = False
     norm_placement: str = flag("before", choices=("before", "after", "both"), only_for=("gpt",))
     parallel_residual: bool = flag(False, only_for=("gpt",))
+    shared_parallel_norm: bool = flag(False, requires=_PARALLEL)
     apply_residual_connection_post_layernorm: bool = False
     openai_gelu: bool = False
     squared_relu: bool = False
@@ -192,6 +204,7 @@ class DenseOptions:
     bias_gelu_fusion: bool = True
     untie_embeddings_and_output_weights: bool = False
     scale_embeddings: bool = flag(False, only_for=("gpt",))
+    embed_layernorm: bool = flag(False, only_for=("gpt",))
     final_logit_softcapping: float | None = flag(None, above=0, only_for=("gpt",))
     scale_decoder_outputs: bool = flag(False, only_for=("t5",))
     add_output_bias: bool = flag(True, off="--disable-output-bias", only_for=("t5",))
@@ -369,7 +382,8 @@ _OF_HEADS = (
 _OF_MLPS = (  # and of experts
     *("ffn_hidden_size", "openai_gelu", "squared_relu", "relu", "swiglu", "geglu", "quick_geglu"),
 )
-WITHOUT_TABLE = ("rope", "none")  # position types without weights, for sequences of any length
+# Position types without weights, for sequences of any length.
+WITHOUT_TABLE = ("rope", "alibi", "none")
 
 
 def is_irrelevant(model: ModelOptions, name: str) -> bool:
@@ -385,6 +399,8 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         **dict.fromkeys(LATENT_FIELDS, model.multi_latent_attention),
         **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), positions == "rope"),
         "window_rotary_base": positions == "rope" and model.window_size is not None,
+        "scale_alibi": positions == "alibi",
+        "shared_parallel_norm": model.parallel_residual,
         "rope_scaling_factor": model.use_rope_scaling,
         # Relative positions cover any distance, and so do states.
         "max_position_embeddings": positions == "learned_absolute"

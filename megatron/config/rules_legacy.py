@@ -115,7 +115,10 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
     """Yield the flags of a network that Megatron-LM 23.08 cannot compute, whatever its weights."""
     counts = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
     for name, on in (
-        ("--position-embedding-type relative", model.position_embedding_type == "relative"),
+        (
+            f"--position-embedding-type {model.position_embedding_type}",
+            model.position_embedding_type in ("relative", "alibi"),
+        ),
         ("--geglu", model.geglu),
         ("--relu", model.relu),
         (counts, len(model.expert_counts) > 1),
@@ -139,6 +142,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
             f"--hybrid-layer-pattern {model.hybrid_layer_pattern}",
             model.hybrid_layer_pattern is not None,
         ),
+        ("--embed-layernorm", model.embed_layernorm),
         ("--moe-router-bias", bool(model.num_experts) and model.moe_router_bias),
     ):
         if on:

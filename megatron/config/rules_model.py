@@ -55,6 +55,7 @@ _NOT_WITH_MULTI_TOKEN: Exclusions = {
         ("rope", "none"),
         "as in Megatron Core, its positions are rope or none",
     ),
+    "model.embed_layernorm": ((False,), "its layers read embeddings without a normalization"),
 }
 _ACTIVATIONS = (
     "swiglu",
@@ -157,8 +158,14 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
     if model.rope_type == "yarn":
         yield from _yarn(model)
     parallel, bound = config.parallel, model.attn_logit_softcapping
+    positions = model.position_embedding_type
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p":
         for name, value, missing in (
+            (
+                "--position-embedding-type",
+                positions if positions == "alibi" else None,
+                "biases of the scores",
+            ),
             ("--window-size", model.window_size, "windows"),
             (
                 "--softmax-scale",
@@ -172,6 +179,11 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
                     f"{name} {value} with --cp-comm-type p2p: a ring has no {missing}: use "
                     "--cp-comm-type a2a, in which each rank holds whole sequences"
                 )
+    if positions == "alibi" and model.use_flash_attn:
+        yield (
+            "--position-embedding-type alibi with --use-flash-attn: no flash kernel adds biases to "
+            "the scores: drop one of them"
+        )
     if bound is not None and model.use_flash_attn:
         yield (
             f"--attn-logit-softcapping {bound:g} with --use-flash-attn: no flash kernel bounds "
@@ -422,11 +434,13 @@ def precision(config: RunOptions, world_size: int) -> Iterator[str]:
 def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each value that the architecture does not support."""
     kind, context = config.model.architecture, config.parallel.context_parallel_size
-    if config.model.position_embedding_type == "relative" and kind != "t5":
-        yield (
-            "--position-embedding-type relative is only for T5, and this model is a "
-            f"{kind.upper()}: drop it"
-        )
+    positions = config.model.position_embedding_type
+    for name, its_kind in (("relative", "t5"), ("alibi", "gpt")):
+        if positions == name and kind != its_kind:
+            yield (
+                f"--position-embedding-type {name} is only for {its_kind.upper()}, and this model "
+                f"is a {kind.upper()}: drop it"
+            )
     if kind not in ("gpt", "retro") and context > 1:
         yield (
             f"--context-parallel-size {context}: context parallelism does not support the padding "

@@ -113,10 +113,12 @@ def build_engine(
     head_size = plan.head_size or _UNUSED_HEAD
     library = find_library(where)
     invariant = loaded.config.model.batch_invariant_mode
+    has_slopes = loaded.config.model.position_embedding_type == "alibi"
     paged = choose_paged_attention(
         *(library.library, head_size, dtype),
         latent=_latent_sizes(plan),
         batch_invariant=invariant,
+        has_slopes=has_slopes,
     )
     speculation = options.speculation
     reads_states = speculation is not None and speculation.method == "mtp"
@@ -145,7 +147,7 @@ def build_engine(
     cache_size = f"{memory.size_bytes / 1e9:.3g} GB{each}"
     by_rows = choose_row_product(where) is not None
     is_bounded = loaded.config.model.attn_logit_softcapping is not None
-    chunks = describe_chunks(head_size, dtype, where, is_bounded=is_bounded)
+    chunks = describe_chunks(head_size, dtype, where, is_bounded=is_bounded, has_slopes=has_slopes)
     executor = Executor(
         *(model, layout, memory, device, channel, copy, graphs, vocab_size),
         loaded.adapters,

@@ -152,6 +152,8 @@ class AttentionOptions(NamedTuple):
             for no bound.
         sinks: One logit for each query head, [n]. It enters the softmax of every query like the
             score of an additional key with the value zero. `None` for no sinks.
+        slopes: One number for each query head, [n]. It is subtracted from a score for every token
+            between the key and the query, itself among them (ALiBi). `None` for no such biases.
     """
 
     mask: Mask | None = None
@@ -162,6 +164,7 @@ class AttentionOptions(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    slopes: Tensor | None = None
 
     def is_limited(self, keys: int) -> bool:
         """Return whether the window hides any of this many keys from a query."""
@@ -174,7 +177,25 @@ class AttentionOptions(NamedTuple):
             seen = seen.tril(keys - queries)
         return seen if self.window is None else seen.triu(keys - queries - self.window)
 
-    def mask_of(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    def mask_of(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """Return the mask as a tensor that includes the window and the biases of `slopes`.
+
+        With `None`, `causal` decides.
+
+        Args:
+            query: The queries [s, b, n, d]. Biases get their type.
+            key: The keys [keys, b, g, d].
+        """
+        queries, keys, device = len(query), len(key), query.device
+        mask = self.allowed(queries, keys, device)
+        if self.slopes is None:
+            return mask
+        if mask is None:
+            mask = self.seen(queries, keys, device)[None, None]
+        places = torch.arange(keys, device=device)
+        return add_slopes(mask, self.slopes, places - places[keys - queries :, None], query.dtype)
+
+    def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Return the mask as a tensor that includes the window; with `None`, `causal` decides."""
         mask = self.mask.mask if isinstance(self.mask, Segments) else self.mask
         if not self.is_limited(keys):
@@ -183,6 +204,22 @@ class AttentionOptions(NamedTuple):
             return self.seen(queries, keys, device)[None, None]
         assert not mask.is_floating_point(), "windows are not supported for T5"
         return mask & self._replace(causal=False).seen(queries, keys, device)
+
+
+def add_slopes(mask: Tensor, slopes: Tensor, distances: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ALiBi's biases (Press et al., 2021), with the lowest number where a mask is False.
+
+    Args:
+        mask: bool [b or 1, 1, q or 1, k], True where a query may attend.
+        slopes: The slope of each head, [n].
+        distances: Position of the key minus position of the query, [..., q, k].
+        dtype: The type of the result.
+
+    Returns:
+        [b or 1, n, q, k].
+    """
+    biases = (slopes[:, None, None] * distances.unsqueeze(-3)).to(dtype)
+    return biases.masked_fill(~mask, torch.finfo(dtype).min)
 
 
 # An implementation of the attention core. It takes queries [s, b, n, d], keys and values [s, b, g,
@@ -228,6 +265,9 @@ def choose_attention(
         reason, fused = first, gpu_attention
     if model.softmax_type != "vanilla":
         reason = f"the flash kernel, with its result scaled for --softmax-type {model.softmax_type}"
+    if model.position_embedding_type == "alibi":
+        kernel = "PyTorch's efficient kernel" if Device(device).is_gpu else reason
+        reason = f"{kernel} with a bias for every score: --position-embedding-type alibi"
     return AttentionChoice(name, reason, fused)
 
 
@@ -237,6 +277,8 @@ def _needs_scores(model: ModelConfig, precision: PrecisionConfig, device: torch.
         return f"--attn-logit-softcapping {model.attn_logit_softcapping:g}: no kernel bounds scores"
     if model.softmax_type == "vanilla":
         return ""
+    if model.position_embedding_type == "alibi":
+        return f"--softmax-type {model.softmax_type}: no kernel with sinks adds biases"
     misfit = flash_misfit(model.kv_channels, precision.weight_dtype, device)
     return misfit and f"--softmax-type {model.softmax_type}: {misfit}"
 
@@ -256,7 +298,7 @@ def attention_reference(
     bits, and multiplied back in fp32.
     """
     causal, dropout, scale = options.causal, options.dropout, options.scale
-    mask = options.mask_of(len(query), len(key), query.device)
+    mask = options.mask_of(query, key)
     layer = options.layer_number if scale_by_layer else 1
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
@@ -327,7 +369,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: Attentio
     """
     if options.softcap is not None or options.sinks is not None:
         return attention_reference(query, key, value, options)
-    mask = options.mask_of(len(query), len(key), query.device)
+    mask = options.mask_of(query, key)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     # Kernels that support a mask or fp32 do not support groups. Copying the keys costs little.
     share = mask is None and query.dtype != torch.float32
@@ -369,11 +411,12 @@ def gpu_attention(
     if package is not None and package.takes(query, options):
         return package(query, key, value, options)
     misfit = flash_misfit(query.shape[-1], query.dtype, query.device)
-    if not misfit and options.softcap is None and not isinstance(mask, Tensor):
+    has_bias = options.slopes is not None
+    has_bias |= isinstance(mask, Tensor) and mask.is_floating_point()
+    if not (misfit or has_bias or options.softcap is not None or isinstance(mask, Tensor)):
         is_special = options.sinks is not None or options.is_limited(len(key))
         if is_special or mask is not None:
             return _flash_kernel(query, key, value, options)
-    has_bias = isinstance(mask, Tensor) and mask.is_floating_point()
     kernels = _BIAS_KERNELS if has_bias else _GPU_KERNELS
     with sdpa_kernel(kernels if holds_scores else kernels[:-1], set_priority=True):
         return fused_attention(query, key, value, options)
@@ -545,6 +588,7 @@ class FlashPackage(NamedTuple):
             and options.mask is None
             and options.softcap is None
             and options.sinks is None
+            and options.slopes is None
         )
 
     def __call__(

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.attention import AttentionOptions, Segments
+from megatron.kernels.attention import AttentionOptions, Segments, add_slopes
 
 NAME = "batch-invariant"
 _ROWS = 4
@@ -49,7 +49,8 @@ def attend(
         query: [b, n, q, d].
         key: [b, g, keys, d], starting with the first token of each sequence.
         value: [b, g, keys, d].
-        seen: bool, broadcast to [b, 1, q, keys]: True where a query may attend.
+        seen: bool, broadcast to [b, 1, q, keys]: True where a query may attend. With slopes, the
+            last of these keys must be the query's own.
         options: How scores become weights. Its mask, `causal` and window are ignored.
 
     Returns:
@@ -69,7 +70,13 @@ def attend(
     scores = query @ key.transpose(2, 3) * (options.scale or 1 / math.sqrt(query.shape[3]))
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    if options.slopes is None:
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    else:
+        places = torch.arange(seen.shape[-1], device=seen.device)
+        own = (seen * places).amax(-1, keepdim=True)
+        biases = add_slopes(seen, options.slopes, (places - own).squeeze(1), scores.dtype)
+        scores = scores + biases
     if options.sinks is None:
         weights = scores.softmax(dim=-1)
     else:  # as a separate block of keys before the others, so that sums keep their order
@@ -102,7 +109,7 @@ def batch_invariant_attention(
                 parts.append(out.squeeze(0).transpose(0, 1))
         length, samples = query.shape[:2]
         return torch.cat(parts).unflatten(0, (samples, length)).transpose(0, 1).flatten(2)
-    mask = options.mask_of(len(query), len(key), query.device)
+    mask = options.allowed(len(query), len(key), query.device)
     if mask is None:
         mask = options.seen(len(query), len(key), query.device)[None, None]
     assert mask.dtype == torch.bool, "a rule refuses relative positions"

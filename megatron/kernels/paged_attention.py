@@ -25,6 +25,7 @@ from megatron.device import Device
 from megatron.kernels.attention import (
     AttentionFunction,
     AttentionOptions,
+    add_slopes,
     flash_misfit,
     fused_attention,
     gpu_attention,
@@ -250,6 +251,7 @@ def choose_paged_attention(
     *,
     latent: LatentSizes | None = None,
     batch_invariant: bool = False,
+    has_slopes: bool = False,
 ) -> PagedAttention:
     """Choose the kernels if there is a library that supports the sizes, otherwise PyTorch.
 
@@ -259,9 +261,12 @@ def choose_paged_attention(
         dtype: The number format of the cache.
         latent: The sizes of latent vectors, if they are cached instead of keys and values.
         batch_invariant: Whether results must have the same bits as in training.
+        has_slopes: Whether scores get ALiBi's biases.
     """
     if batch_invariant:
         return BatchInvariantPaged()
+    if has_slopes:
+        return PagedAttention("--position-embedding-type alibi: no kernel adds biases")
     if library is None:
         return PagedAttention("no fused kernels")
     if latent is not None:
@@ -315,10 +320,16 @@ class PagedAttention:
         # repeated.
         key, value, seen = self._collected(keys, values, singles, options)
         by_group = query.unflatten(1, (keys.shape[1], -1))
+        mask = seen
+        if options.slopes is not None:
+            places = torch.arange(key.shape[2], device=key.device)
+            distances = (places + 1 - singles.lengths[:, None])[:, None]  # [u, 1, l]
+            mask = add_slopes(seen, options.slopes, distances, query.dtype)  # [u, n, 1, l]
+            mask = mask.view(*by_group.shape[:3], -1)
         if options.softcap is not None or options.sinks is not None:
-            return _with_scores(by_group, key, value, seen, options).flatten(1, 2)
+            return _with_scores(by_group, key, value, mask, options).flatten(1, 2)
         out = F.scaled_dot_product_attention(
-            by_group, key, value, attn_mask=seen, scale=options.scale
+            by_group, key, value, attn_mask=mask, scale=options.scale
         )
         return out.flatten(1, 2)
 
@@ -607,7 +618,7 @@ def chunk_attention(
     if chunks.slots is not None:
         key, value = (x[chunks.slots] for x in cached)  # [l, g, d]
     misfit = flash_misfit(query.shape[-1], query.dtype, query.device)
-    if not misfit and options.softcap is None:
+    if not misfit and options.softcap is None and options.slopes is None:
         return _flash_chunks(query, key, value, chunks, options)
     attend = gpu_attention if Device(query.device).is_gpu else fused_attention
     lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
@@ -616,17 +627,22 @@ def chunk_attention(
 
 
 def describe_chunks(
-    head_size: int, dtype: torch.dtype, device: torch.device, *, is_bounded: bool = False
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_bounded: bool = False,
+    has_slopes: bool = False,
 ) -> str:
     """Describe for the start-up panel which kernels `chunk_attention` uses, and why."""
     misfit = flash_misfit(head_size, dtype, device)
-    if is_bounded:
-        misfit = "flash kernels do not bound scores"
+    if is_bounded or has_slopes:
+        misfit = f"flash kernels do not {'bound' if is_bounded else 'add biases to'} scores"
     return f"PyTorch's, one sequence at a time ({misfit})" if misfit else "flash, all in one"
 
 
 def _with_scores(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, options: AttentionOptions
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Attend from heads of u sequences [u, g, n/g, d] to keys and values [u, g, l, d].
 
@@ -634,13 +650,15 @@ def _with_scores(
         query: The query heads, by group; the heads of a group share its keys.
         key: The keys.
         value: The values.
-        seen: bool [u, 1, 1, l], True where a query may attend.
+        mask: bool [u, 1, 1, l], True where a query may attend; or numbers [u, g, n/g, l] that are
+            added to the scores.
         options: Scale, bound of the scores and sinks.
     """
     scores = (query @ key.transpose(2, 3)).float() * (options.scale or query.shape[-1] ** -0.5)
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
-    scores = scores.masked_fill(~seen, -math.inf)
+    biased = mask.is_floating_point()
+    scores = scores + mask if biased else scores.masked_fill(~mask, -math.inf)
     total = scores.logsumexp(-1)  # [u, g, n/g]
     if options.sinks is not None:
         total = total.logaddexp(options.sinks.float().view(query.shape[1:3]))

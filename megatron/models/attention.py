@@ -119,6 +119,10 @@ class AttentionCore(nn.Module):
         self.layer_number = layer_number
         self.recompute = recompute
         self.site = site
+        self.slopes = None
+        if plan.alibi is not None:
+            slopes = torch.tensor(alibi_slopes(plan.heads), device=context.device) * plan.alibi
+            self.slopes = slopes.chunk(self.axis.size)[self.axis.rank]
 
     def forward(
         self,
@@ -158,6 +162,7 @@ class AttentionCore(nn.Module):
             plan.window,
             plan.softcap,
             sinks,
+            self.slopes,
         )
 
     def _attend(
@@ -452,6 +457,17 @@ def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:
     )
 
 
+def alibi_slopes(heads: int) -> list[float]:
+    """Return the slope of each head's biases, as Press et al. (2021) choose them.
+
+    A power of two p of heads has the slopes 2^(-8 i / p), i from 1. The heads beyond the largest
+    power of two take every other slope of twice as many heads.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    first = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    return first + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
+
+
 def new_sinks(plan: AttentionPlan, context: BuildContext) -> Tensor | None:
     """Return the logits of this rank's sinks [n/t]: a parameter, zeros, or `None` for none."""
     if plan.softmax == "learnable":
@@ -467,8 +483,14 @@ def count_sinks(plan: AttentionPlan, split: WeightSplit) -> int:
 
 
 def score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:
-    """Count the bytes of scores, attention weights and dropout mask if they are kept."""
+    """Count the bytes of scores, attention weights and dropout mask if they are kept.
+
+    Kernels that take biases of scores keep the biases, which all samples share.
+    """
     if not batch.keeps_scores:
-        return 0
+        if plan.alibi is None or "core_attn" in batch.recomputed:
+            return 0
+        heads = plan.heads // (batch.tensor * batch.context)
+        return batch.width * heads * batch.length * keys
     scores = batch.tokens * keys * plan.heads // batch.tensor
     return scores * (2 * batch.width + (1 if plan.dropout > 0 else 0))

@@ -135,7 +135,9 @@ class Block(nn.Module):
         self.mlp, kind = None, "" if plan.mlp is None else plan.mlp.kind
         self.recomputes_mlp = _MODULES.get(kind) in context.recomputed
         if plan.mlp is not None:
-            self.mlp_norm, self.mlp_output_norm = _new_norms(plan, context)
+            self.mlp_norm, self.mlp_output_norm = None, None
+            if not plan.shares_norm:
+                self.mlp_norm, self.mlp_output_norm = _new_norms(plan, context)
             # Parts of a recomputed MLP must not recompute on their own: what they keep for that
             # would outlive the MLP's forward pass.
             parts = frozenset() if self.recomputes_mlp else context.recomputed
@@ -158,10 +160,10 @@ class Block(nn.Module):
     def parameter_count(plan: LayerPlan, split: WeightSplit) -> int:
         """Count the parameters that one process holds."""
         norm = Norm.parameter_count(plan.norm, plan.hidden)
-        norm *= plan.norms_input + plan.norms_output
         layers = (plan, *plan.encoding)
         parts = [part for layer in layers for part in layer.sublayers]
-        vectors = sum(class_of(part).vectors(part, split) + norm for part in parts)
+        norms = (plan.norms_input + plan.norms_output) * len(parts) - plan.shares_norm
+        vectors = sum(class_of(part).vectors(part, split) for part in parts) + norms * norm
         return Block.matrix_parameters(plan, split) + vectors
 
     @staticmethod
@@ -191,6 +193,8 @@ class Block(nn.Module):
             forgets = "layernorm" in batch.recomputed and _forgets_norms(plan)
             total += (entry - batch.width * forgets) * tokens
             total += class_of(part).activation_bytes(part, batch)
+        if plan.shares_norm:
+            total -= batch.width * tokens
         if plan.retriever is not None:
             sizes = plan.retriever.retrieval
             neighbors = batch.sequences * (batch.length // sizes.chunk) * sizes.neighbors
@@ -231,6 +235,7 @@ class Block(nn.Module):
             read = (encoder,) if self.retriever is None else (encoder, self.retriever)
             stream = self._add(stream, norms, cross, read, "cross output")
         if self.mlp is not None:
+            assert self.mlp_norm is not None, "only parallel layers share their normalization"
             norms = self.mlp_norm, self.mlp_output_norm
             stream = self._add(stream, norms, self.mlp, (), "mlp output")
         return stream
@@ -260,11 +265,13 @@ class Block(nn.Module):
         ]
         joined, normal = self.attention_norm(stream, forward[0])
         mixed = self._compute(self.attention_norm, self.attention, joined, normal, *inputs)
-        _, normal = self.mlp_norm(Stream(joined), forward[1])
+        norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
+        if self.mlp_norm is not None:
+            _, normal = self.mlp_norm(Stream(joined), forward[1])
         updates = {
             "attention output": (mixed, self.attention.bias_to_add),
             "mlp output": (
-                self._compute(self.mlp_norm, self.mlp, joined, normal),
+                self._compute(norm, self.mlp, joined, normal),
                 self.mlp.bias_to_add,
             ),
         }

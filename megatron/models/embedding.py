@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.stages import ModelPart
 from megatron.kernels.rope import Rotation, rotation_table
+from megatron.models.norm import Norm, Stream, new_norm
 from megatron.models.plan import (
     EmbeddingPlan,
     InitPlan,
@@ -63,7 +64,9 @@ class Embedding(nn.Module):
             lookup_in_fp32=context.precision.embedding_weights_in_fp32,
             calls=plan.calls,
         )
-        self.position = self.token_type = None
+        self.position = self.token_type = self.norm = None
+        if plan.norm is not None:
+            self.norm = new_norm(plan.norm, plan.hidden, context)
         if plan.positions:
             self.position = VectorTable(plan.positions, plan.hidden, plan.init, context)
         if plan.token_types:
@@ -73,7 +76,8 @@ class Embedding(nn.Module):
     def parameter_count(plan: EmbeddingPlan, tensor: int) -> int:
         """Count the parameters that one of `tensor` ranks holds."""
         rows = plan.vocabulary // tensor + plan.positions + plan.token_types
-        return rows * plan.hidden
+        norm = 0 if plan.norm is None else Norm.parameter_count(plan.norm, plan.hidden)
+        return rows * plan.hidden + norm
 
     def forward(
         self,
@@ -97,6 +101,8 @@ class Embedding(nn.Module):
         x = self.word(tokens.t())
         if self.scale is not None:  # rounded like the embeddings, as Gemma's weights were trained
             x = x * torch.tensor(self.scale, dtype=x.dtype).item()
+        if self.norm is not None:
+            x = self.norm(Stream(x))[1]
         if self.position is not None:
             x = x + self.position(position_ids.t())
         if self.token_type is not None:

@@ -167,6 +167,8 @@ class AttentionPlan(MixerPlan):
         softcap: Bound of the scores; `None` for none.
         softmax: "vanilla", or with an additional logit for each head that has no value: zero
             ("off-by-one") or "learnable".
+        alibi: Factor of the slopes by which scores fall with the distance (ALiBi); `None` for no
+            such biases.
     """
 
     kind: str = "attention"
@@ -182,6 +184,7 @@ class AttentionPlan(MixerPlan):
     window: int | None = None
     softcap: float | None = None
     softmax: str = "vanilla"
+    alibi: float | None = None
 
     @property
     def query(self) -> int:
@@ -415,6 +418,7 @@ class LayerPlan:
         retriever: The encoder of a Retro's neighbors, which attends to the input of this layer's
             `cross_attention`. It is `None` in all layers but one.
         parallel: Whether mixer and MLP read the same input, and both outputs are added to it.
+        shares_norm: Whether one normalization serves both sublayers of a parallel layer.
         residual_after_norm: Whether the residual is the normalized input, as in the original BERT.
         dropout: Dropout probability of each update of the residual stream.
     """
@@ -426,6 +430,7 @@ class LayerPlan:
     cross_attention: AttentionPlan | None = None
     retriever: RetrieverPlan | None = None
     parallel: bool = False
+    shares_norm: bool = False
     residual_after_norm: bool = False
     dropout: float = 0.0
 
@@ -492,6 +497,7 @@ class EmbeddingPlan:
         ahead: Number of further lookups in the last part of the model (`multi_token`).
         dropout: Dropout probability of the sum.
         scale: Factor applied to word embeddings; `None` leaves them unchanged.
+        norm: Normalization of word embeddings; `None` for none.
     """
 
     vocabulary: int
@@ -503,6 +509,7 @@ class EmbeddingPlan:
     ahead: int = 0
     dropout: float = 0.0
     scale: float | None = None
+    norm: NormPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

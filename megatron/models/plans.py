@@ -86,6 +86,7 @@ def layer_plan(
         window=window,
         softcap=model.attn_logit_softcapping,
         softmax=model.softmax_type,
+        alibi=alibi_factor(model),
     )
     mixer = latent_plan(model, attention) if model.multi_latent_attention else attention
     crossing = replace(
@@ -98,6 +99,7 @@ def layer_plan(
         rotary=None,
         window=None,
         softmax="vanilla",
+        alibi=None,
     )
     mlp = MLPPlan(
         hidden=attention.hidden,
@@ -116,6 +118,7 @@ def layer_plan(
         norm=norm,
         norm_placement=model.norm_placement,
         parallel=model.parallel_residual,
+        shares_norm=model.parallel_residual and model.shared_parallel_norm,
         cross_attention=crossing if crosses else None,
         residual_after_norm=model.apply_residual_connection_post_layernorm,
         dropout=model.hidden_dropout,
@@ -149,6 +152,13 @@ def mamba_plan(model: ModelConfig) -> MambaPlan:
         state=model.mamba_state_dim,
         epsilon=model.norm_epsilon,
     )
+
+
+def alibi_factor(model: ModelConfig) -> float | None:
+    """Return the factor of ALiBi's slopes, or `None` for a model with other positions."""
+    if model.position_embedding_type != "alibi":
+        return None
+    return (model.softmax_scale or model.kv_channels**-0.5) if model.scale_alibi else 1.0
 
 
 def rotary_plan(model: ModelConfig, *, in_window: bool) -> RotaryPlan:
@@ -307,6 +317,7 @@ def embedding_plan(
         calls=calls,
         dropout=model.hidden_dropout,
         scale=math.sqrt(model.hidden_size) if model.scale_embeddings else None,
+        norm=norm_plan(model) if model.embed_layernorm else None,
     )
 
 

@@ -23,6 +23,7 @@ T5 = "--decoder-seq-length 32"
         ("bert", "--eod-mask-loss"),
         ("gpt", "--position-embedding-type relative"),
         ("bert", "--position-embedding-type relative"),
+        ("bert", "--position-embedding-type alibi"),
         ("gpt", "--scale-decoder-outputs"),
         ("bert", "--disable-output-bias"),
         ("bert", "--softmax-scale 1"),

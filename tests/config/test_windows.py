@@ -103,7 +103,13 @@ def test_each_layer_learns_a_sink_for_every_head():
 
 
 @pytest.mark.parametrize(
-    "flag", ["--window-size 7,0", "--softmax-scale 0.5", "--attn-logit-softcapping 50.0"]
+    "flag",
+    [
+        "--window-size 7,0",
+        "--softmax-scale 0.5",
+        "--attn-logit-softcapping 50.0",
+        "--position-embedding-type alibi",
+    ],
 )
 def test_a_ring_has_neither_windows_nor_other_scores(flag):
     told = problems(f"{flag} --context-parallel-size 2", world_size=2)
@@ -130,6 +136,21 @@ def test_a_ring_has_neither_windows_nor_other_scores(flag):
             "--parallel-residual --norm-placement both",
             "--parallel-residual with --norm-placement both: attention and MLP read the same",
         ),
+        (
+            "--position-embedding-type alibi --use-flash-attn --bf16",
+            "--position-embedding-type alibi with --use-flash-attn: no flash kernel adds biases",
+        ),
+        ("--scale-alibi", "--scale-alibi requires --position-embedding-type alibi"),
+        ("--shared-parallel-norm", "--shared-parallel-norm requires --parallel-residual"),
+        (
+            "--position-embedding-type rope --mtp-num-layers 1 --embed-layernorm",
+            "cannot be combined with --embed-layernorm",
+        ),
+        (
+            "--ckpt-format torch_dist --save a --position-embedding-type alibi",
+            "--position-embedding-type alibi",
+        ),
+        ("--ckpt-format legacy --save a --embed-layernorm", "--embed-layernorm: Megatron-LM"),
         ("--ckpt-format torch_dist --save a --norm-placement after", "--norm-placement after"),
         ("--ckpt-format legacy --save a --scale-embeddings", "--scale-embeddings: Megatron-LM"),
         ("--ckpt-format legacy --save a --softmax-type learnable", "--softmax-type learnable:"),

@@ -28,6 +28,10 @@ NETWORKS = {
     "--init-method-std 0.3",
     "hybrid": HYBRID,
     "Mamba-2 alone": HYBRID.replace("M-M*", "MMMM"),
+    "alibi": "--position-embedding-type alibi --embed-layernorm --window-size 9,0 "
+    "--window-attn-skip-freq 2 --init-method-std 0.3",
+    "alibi, one group": "--position-embedding-type alibi --scale-alibi --parallel-residual "
+    "--shared-parallel-norm --group-query-attention --num-query-groups 1 --init-method-std 0.3",
     "off by one": "--softmax-type off-by-one --init-method-std 0.3",
 }
 

@@ -17,6 +17,7 @@ from megatron.kernels.attention import (
     find_flash_package,
     fused_attention,
 )
+from megatron.models.attention import alibi_slopes
 from tests.config.command import parse, problems
 from tests.models.small import config as model_config
 
@@ -132,7 +133,7 @@ def test_sinks_and_bounds_equal_their_formulas(form, softcap, which):
     scores = 0.7 * torch.einsum("qbnd,kbnd->bnqk", wide[0], wide[1].repeat_interleave(2, dim=2))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    allowed = options.seen(S, S, CPU) if mask is None else options.mask_of(S, S, CPU)
+    allowed = options.seen(S, S, CPU) if mask is None else options.allowed(S, S, CPU)
     powers = torch.where(allowed, scores.exp(), 0.0)
     shares = powers / (powers.sum(-1, keepdim=True) + wide[3].exp()[:, None, None])
     exact = torch.einsum("bnqk,kbnd->qbnd", shares, wide[2].repeat_interleave(2, dim=2)).flatten(2)
@@ -140,6 +141,70 @@ def test_sinks_and_bounds_equal_their_formulas(form, softcap, which):
     expected = torch.autograd.grad((exact * weights).sum(), wide)
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks"])
+@pytest.mark.parametrize("which", ["causal", "window in documents"])
+def test_biases_fall_with_the_distance(form, special, which):
+    """A query that is last among fewer queries than keys has the same biases."""
+    query, key, value = heads(2)
+    slopes = torch.tensor(alibi_slopes(6))[:N]
+    mask, window = (None, None) if which == "causal" else (documents(), 2)
+    options = AttentionOptions(mask, window=window, scale=0.7, slopes=slopes)
+    if special:
+        options = options._replace(softcap=1.5, sinks=torch.tensor([-1.0, 0.0, 2.0, 7.0]))
+    found = FORMS[form](query, key, value, options)
+    weights = torch.linspace(-1, 1, found.numel()).view_as(found)
+    gradients = torch.autograd.grad((found * weights).sum(), (query, key, value))
+    wide = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    scores = 0.7 * torch.einsum("qbnd,kbnd->bnqk", wide[0], wide[1].repeat_interleave(2, dim=2))
+    scores = 1.5 * torch.tanh(scores / 1.5) if special else scores
+    for head, slope in enumerate((2**-2, 2**-4, 2**-6, 2**-8)):
+        for i in range(S):
+            scores[:, head, i] -= slope * (i - torch.arange(S))
+    allowed = options.seen(S, S, CPU) if mask is None else options.allowed(S, S, CPU)
+    powers = torch.where(allowed, scores.exp(), 0.0)
+    total = powers.sum(-1, keepdim=True)
+    if special:
+        total = total + options.sinks.double().exp()[:, None, None]
+    exact = torch.einsum(
+        "bnqk,kbnd->qbnd", powers / total, wide[2].repeat_interleave(2, dim=2)
+    ).flatten(2)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    expected = torch.autograd.grad((exact * weights).sum(), wide)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+    if mask is None:
+        last = FORMS[form](query[-2:], key, value, options)
+        torch.testing.assert_close(last, found[-2:], rtol=1e-5, atol=1e-6)
+
+
+def test_slopes_of_a_number_of_heads_that_is_no_power_of_two():
+    assert alibi_slopes(8) == [2**-i for i in range(1, 9)]
+    assert alibi_slopes(3) == [2**-4, 2**-8, 2**-2]
+    assert alibi_slopes(6) == [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
+    assert alibi_slopes(1) == [2**-8]
+
+
+def test_no_flash_kernel_is_asked_for_biases(monkeypatch):
+    allowed = []
+
+    @contextmanager
+    def noted(kernels, **_):
+        allowed.append([kernel.name for kernel in kernels])
+        yield
+
+    monkeypatch.setattr(attention, "sdpa_kernel", noted)
+    monkeypatch.setattr(attention, "flash_misfit", lambda *_: "")
+    options = AttentionOptions(slopes=torch.tensor(alibi_slopes(N)), window=3)
+    out = attention.gpu_attention(*heads(N), options)
+    torch.testing.assert_close(out, attention_reference(*heads(N), options))
+    assert allowed == [["EFFICIENT_ATTENTION", "MATH"]]
+    package = FlashPackage(lambda *_: None, "4.0")
+    query = torch.empty(4, 1, 2, 64, dtype=torch.bfloat16)
+    assert package.takes(query, AttentionOptions())
+    assert not package.takes(query, options)
 
 
 def test_layer_scaling_keeps_fp16_scores_finite():

@@ -33,7 +33,7 @@ def test_rows_of_a_product_do_not_depend_on_their_number(inputs: int, outputs: i
             assert torch.equal(part, whole[start : start + rows]), rows
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks"])
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks and biases"])
 @pytest.mark.parametrize(("heads", "groups", "size", "tokens"), SHAPES)
 def test_one_query_finds_what_all_find(
     heads: int, groups: int, size: int, tokens: int, special: bool
@@ -42,7 +42,8 @@ def test_one_query_finds_what_all_find(
     torch.manual_seed(1)
     options = AttentionOptions()
     if special:
-        options = AttentionOptions(softcap=2.0, sinks=torch.randn(heads))
+        slopes = torch.rand(heads) * 0.1
+        options = AttentionOptions(softcap=2.0, sinks=torch.randn(heads), slopes=slopes)
     query = torch.randn(1, heads, tokens, size)
     key, value = torch.randn(2, 1, groups, tokens, size)
     causal = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
@@ -109,6 +110,11 @@ def test_values_and_gradients_are_those_of_the_reference(kind: str) -> None:
     gradients = [torch.autograd.grad(out, [*tensors, sinks], upstream) for out in results]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
+    if kind in ("causal", "documents"):  # with biases, a query's own key is the last it sees
+        options = options._replace(slopes=torch.tensor([0.5, 0.1, 0.02, 0.004]))
+        biased = batch_invariant_attention(*tensors, options)
+        torch.testing.assert_close(biased, attention_reference(*tensors, options))
+        assert not torch.allclose(biased, results[0])
 
 
 def test_a_document_has_the_same_bits_anywhere_in_a_row() -> None:

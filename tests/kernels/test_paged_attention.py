@@ -11,6 +11,7 @@ from megatron.device import Device
 from megatron.kernels.attention import AttentionOptions, attention_reference
 from megatron.kernels.paged_attention import (
     PART,
+    BatchInvariantPaged,
     Chunks,
     FusedPaged,
     PagedAttention,
@@ -208,6 +209,25 @@ def test_latent_vectors_of_published_sizes(kernels, heads, width, rank):
         torch.testing.assert_close(alone.double(), exact, rtol=0, atol=TOLERANCE[BF16])
 
 
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks"])
+@pytest.mark.parametrize("paged", [PagedAttention(), BatchInvariantPaged()], ids=lambda x: x.name)
+def test_biases_are_those_of_a_whole_sequence(paged, special):
+    """Without a kernel: the choice says so."""
+    chosen = choose_paged_attention(object(), 32, FP32, has_slopes=True)
+    assert type(chosen) is PagedAttention
+    assert "--position-embedding-type alibi" in chosen.name
+    tensors, singles = case([1, 5, 40], groups=2, per_group=3, size=32)
+    slopes = torch.tensor([0.9, 0.5, 0.2, 0.1, 0.03, 0.01])
+    options = AttentionOptions(window=30, slopes=slopes)
+    if special:
+        options = options._replace(softcap=1.5, sinks=torch.linspace(-4, 3, 6))
+    found = paged.singles(*tensors, singles, options)
+    exact = expected(*tensors, singles, options)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=TOLERANCE[FP32])
+    without = paged.singles(*tensors, singles, options._replace(slopes=None))
+    assert (found - without).abs().max() > 0.1
+
+
 def test_bits_do_not_depend_on_the_batch(kernels):
     library, device = kernels
     (query, keys, values), singles = case(
@@ -278,7 +298,7 @@ def attend(parts, keys, values, cuts, options=None):
     ).split(sizes)
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks"])
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks and biases"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_chunks_attend_to_what_is_before_them(window, special):
     """As if each whole sequence were computed at once."""
@@ -286,6 +306,7 @@ def test_chunks_attend_to_what_is_before_them(window, special):
     if special:
         sinks = torch.tensor([-1.0, 0.0, 1.0, 4.0])
         options = AttentionOptions(window=window, scale=0.5, softcap=2.0, sinks=sinks)
+        options = options._replace(slopes=torch.tensor([0.5, 0.2, 0.1, 0.03]))
     parts, keys, values = sequences(
         lengths, groups=2, heads=4, size=8, dtype=torch.float32, device="cpu"
     )

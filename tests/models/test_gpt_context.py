@@ -20,6 +20,7 @@ NETWORKS = {
     "rope": {**LLAMA, **BASE},
     "groups": {**LLAMA, **BASE, "num_query_groups": 4},
     "sinks": {**LLAMA, **BASE, "softmax_type": "learnable"},
+    "alibi": {**LLAMA, **BASE, "position_embedding_type": "alibi", "window_size": "5,0"},
     "latent sinks": {**LATENT, **BASE, "softmax_type": "learnable"},
 }
 CASES = {
@@ -34,6 +35,7 @@ CASES = {
     "sinks": ("sinks", "p2p", None, {"context": 2}),
     "sinks and tensor": ("sinks", "p2p", "selective", {"context": 2, "tensor": 2}),
     "sinks a2a": ("sinks", "a2a", None, {"context": 2}),
+    "alibi and windows a2a": ("alibi", "a2a", None, {"context": 2}),
     "latent sinks": ("latent sinks", "p2p", None, {"context": 2}),
     "tensor and a2a": ("groups", "a2a", None, {"context": 2, "tensor": 2}),
 }

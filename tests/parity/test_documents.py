@@ -42,6 +42,13 @@ _ROTARY = (
     LayoutCase(2, context=2, flags="--cp-comm-type a2a"),
     LayoutCase(4, tensor=2, context=2, flags=f"--cp-comm-type a2a {_RECOMPUTE}"),
 )
+_BIASED = LayoutCase(
+    4,
+    tensor=2,
+    context=2,
+    flags="--cp-comm-type a2a",
+    network="--position-embedding-type alibi --embed-layernorm --window-size 3,0",
+)
 # A depth's loss is the mean over the labels of a micro-batch that no document's end comes before,
 # as in Megatron Core, so layouts with other micro-batches than one process have other means.
 _SAME_MEANS = tuple(
@@ -49,7 +56,7 @@ _SAME_MEANS = tuple(
     for case in LAYOUTS
     if MULTI_TOKEN not in case.network or case.processes == case.tensor * case.context
 )
-CASES = (*_SAME_MEANS, *(replace(case, network=ROPE) for case in _ROTARY))
+CASES = (*_SAME_MEANS, _BIASED, *(replace(case, network=ROPE) for case in _ROTARY))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.shown_flags}")
@@ -93,7 +100,7 @@ def test_separate_documents_are_not_one_sequence() -> None:
     assert largest_difference(together.norms, expected.norms) > 10 * NORM_TOLERANCE
 
 
-@pytest.mark.parametrize("network", ["", ROPE])
+@pytest.mark.parametrize("network", ["", ROPE, "--position-embedding-type alibi"])
 def test_every_gradient_is_that_of_separate_documents(network: str) -> None:
     words = LayoutCase(1, network=f"{network} {DOCUMENTS}").words(1)
     packed, separate = gradients(words, GPTRecipe()), gradients(words, OneByOne())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.huggingface.bert import Bert
+from megatron.checkpoint.huggingface.bloom_falcon import Bloom, Falcon
 from megatron.checkpoint.huggingface.deepseek import DeepSeek
 from megatron.checkpoint.huggingface.gemma import Gemma
 from megatron.checkpoint.huggingface.gpt2 import GPT2
@@ -44,6 +45,8 @@ FAMILIES: list[Family] = [
     Olmo("olmo3", "Olmo3ForCausalLM", has_windows=True, rotary_base=500000.0),
     Phi("phi3", "Phi3ForCausalLM"),
     NeoX("gpt_neox", "GPTNeoXForCausalLM"),
+    Bloom("bloom", "BloomForCausalLM"),
+    Falcon("falcon", "FalconForCausalLM"),
     GptOss("gpt_oss", "GptOssForCausalLM"),
     DeepSeek("deepseek_v2", "DeepseekV2ForCausalLM"),
     DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", biased=True),

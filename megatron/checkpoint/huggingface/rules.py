@@ -364,6 +364,8 @@ def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
     for kind, count in rows.items():
         if count:
             modules[f"embedding.{kind}"] = {"weight": (count, hidden)}
+    if table.norm is not None:
+        modules["embedding.norm"] = norm_shapes(table.norm, hidden)
     for name, layer in layers_of(plan).items():
         modules |= {f"{name}.{module}": shapes for module, shapes in layer_shapes(layer).items()}
     for stack in ("encoder.", "decoder.") if plan.encoder_layers else ("",):
@@ -423,6 +425,8 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
             modules[f"{name}_norm"] = norm
         if part is not None and layer.norms_output:
             modules[f"{name}_output_norm"] = norm
+    if layer.shares_norm:
+        del modules["mlp_norm"]
     modules |= mixer_shapes(layer.mixer)
     match layer.mlp:
         case plans.MLPPlan() as dense:

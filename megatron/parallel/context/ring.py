@@ -151,8 +151,8 @@ def ring_attention(
     """
     segments = options.mask
     assert not isinstance(segments, Tensor), "a rule refuses padding masks"
-    refused = (options.scale, options.softcap, options.window)
-    assert refused == (None, None, None), "a rule refuses a ring with these"
+    refused = (options.scale, options.softcap, options.window, options.slopes)
+    assert all(one is None for one in refused), "a rule refuses a ring with these"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     length = query.shape[2]
     documents: Sequence[BlockDocuments | None]
@@ -324,6 +324,8 @@ def ulysses_attention(
     query, key, value = whole.split(heads, dim=2)
     if options.sinks is not None:
         options = options._replace(sinks=options.sinks.chunk(axis.size)[axis.rank])
+    if options.slopes is not None:
+        options = options._replace(slopes=options.slopes.chunk(axis.size)[axis.rank])
     out = attend(query, key, value, options)
     parts = torch.stack(split_for_all(out, axis.size, dim=0))  # [C, s/C, b, n/C * d]
     return all_to_all(parts, axis).movedim(0, 2).flatten(2)

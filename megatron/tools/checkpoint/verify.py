@@ -272,6 +272,8 @@ def their_model(reader: HFReader) -> Any:
     values.pop("time_step_limit", None)
     config = transformers.AutoConfig.for_model(kind, **values)
     config._attn_implementation = config._experts_implementation = "eager"  # allows odd sizes
+    if kind == "falcon":  # the eager form of transformers 5 adds ALiBi's biases twice
+        config._attn_implementation = "sdpa"
     lacks_pooler = reader.architecture == "BertModel" and not _has_pooler(reader)
     pieces = {"add_pooling_layer": False} if lacks_pooler else {}
     model = getattr(transformers, reader.architecture)(config, **pieces).float()

@@ -79,6 +79,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """[b, s, n, d] and keys, values [b, s, g, d] -> [b, s, n d]; causal. A window counts itself."""
     length, sharing = query.shape[1], query.shape[2] // key.shape[2]
@@ -87,6 +88,8 @@ def attend(
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * distance
     unseen = (distance < 0) | (distance >= (window or length))
     powers = scores.masked_fill(unseen, -math.inf).exp()
     total = powers.sum(-1, keepdim=True)
@@ -360,7 +363,93 @@ def neox(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
     return norm(x, "gpt_neox.final_layer_norm") @ w["embed_out.weight"].t()
 
 
+def _slopes(heads: int) -> list[float]:
+    """The paper's recursion: of twice as many heads every other one, beyond a power of two."""
+    power = 2 ** math.floor(math.log2(heads))
+    ratio = 2 ** -(8 / power)
+    more = _slopes(2 * power)[::2][: heads - power] if power < heads else []
+    return [ratio ** (i + 1) for i in range(power)] + more
+
+
+def _falcon_norms(config: Config) -> list[str]:
+    """The norms before attention and before the MLP; one, if they share it."""
+    if config["model_type"] == "bloom" or not config["parallel_attn"]:
+        return ["input_layernorm", "post_attention_layernorm"]
+    return ["ln_attn", "ln_mlp"] if config["new_decoder_architecture"] else ["input_layernorm"]
+
+
+def _named(config: Config) -> Config:
+    """BLOOM's sizes under Falcon's names."""
+    if config["model_type"] == "falcon":
+        return config
+    heads = config["n_head"]
+    layers = {"num_hidden_layers": config["n_layer"], "num_kv_heads": heads}
+    return {**config, **layers, "num_attention_heads": heads}
+
+
+def falcon_shapes(config: Config) -> Shapes:
+    config = _named(config)
+    hidden, is_bloom = config["hidden_size"], config["model_type"] == "bloom"
+    inner = 4 * hidden if is_bloom else config["ffn_hidden_size"]
+    groups, bias = config["num_kv_heads"], is_bloom or config["bias"]
+    rows = hidden + 2 * groups * hidden // config["num_attention_heads"]
+    shapes: Shapes = {"transformer.word_embeddings.weight": (config["vocab_size"], hidden)}
+    norms = ["word_embeddings_layernorm", "ln_f"] if is_bloom else ["ln_f"]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"transformer.h.{layer}"
+        for name, (out, size) in {
+            "self_attention.query_key_value": (rows, hidden),
+            "self_attention.dense": (hidden, hidden),
+            "mlp.dense_h_to_4h": (inner, hidden),
+            "mlp.dense_4h_to_h": (hidden, inner),
+        }.items():
+            shapes[f"{at}.{name}.weight"] = (out, size)
+            if bias:
+                shapes[f"{at}.{name}.bias"] = (out,)
+        norms += [f"h.{layer}.{name}" for name in _falcon_norms(config)]
+    names = (f"transformer.{name}.{kind}" for name in norms for kind in ("weight", "bias"))
+    return shapes | dict.fromkeys(names, (hidden,))
+
+
+def falcon(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
+    """BLOOM and Falcon: rows of a group's queries, then its key and value."""
+    config = _named(config)
+    is_bloom = config["model_type"] == "bloom"
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred, name = x - x.mean(-1, keepdim=True), f"transformer.{name}"
+        return rms(centred, w[f"{name}.weight"], config["layer_norm_epsilon"]) + w[f"{name}.bias"]
+
+    x, heads = w["transformer.word_embeddings.weight"][tokens], config["num_attention_heads"]
+    x = norm(x, "word_embeddings_layernorm") if is_bloom else x
+    slopes = None
+    if is_bloom or config["alibi"]:
+        slopes = torch.tensor(_slopes(heads), dtype=x.dtype)
+        slopes = slopes if is_bloom else slopes / (config["hidden_size"] // heads) ** 0.5
+    parallel = not is_bloom and config["parallel_attn"]
+    for layer in range(config["num_hidden_layers"]):
+        at, names = f"transformer.h.{layer}", _falcon_norms(config)
+        first = norm(x, f"h.{layer}.{names[0]}")
+        rows = linear(w, first, f"{at}.self_attention.query_key_value")
+        groups = rows.unflatten(-1, (config["num_kv_heads"], -1, config["hidden_size"] // heads))
+        query, key, value = (
+            groups[..., :-2, :].flatten(2, 3),
+            groups[..., -2, :],
+            groups[..., -1, :],
+        )
+        if slopes is None:
+            query, key = (turn(part, config["rope_theta"]) for part in (query, key))
+        context = attend(query, key, value, slopes=slopes)
+        attended = x + linear(w, context, f"{at}.self_attention.dense")
+        read = norm(x if parallel else attended, f"h.{layer}.{names[-1]}")
+        inner = linear(w, read, f"{at}.mlp.dense_h_to_4h")
+        inner = F.gelu(inner, approximate="tanh" if is_bloom else "none")
+        x = attended + linear(w, inner, f"{at}.mlp.dense_4h_to_h")
+    return norm(x, "ln_f") @ w["transformer.word_embeddings.weight"].t()
+
+
 FAMILIES: dict[str, Kind] = {
+    **dict.fromkeys(("bloom", "falcon"), Kind(falcon_shapes, falcon)),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), Kind(gemma_shapes, gemma, norms=0.0)),
     **dict.fromkeys(("olmo2", "olmo3"), Kind(olmo_shapes, olmo)),
     "phi3": Kind(phi_shapes, phi),

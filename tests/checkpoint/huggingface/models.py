@@ -142,6 +142,37 @@ _NEOX: dict[str, Any] = {
     "use_parallel_residual": True,
     "vocab_size": VOCAB,
 }
+_BLOOM: dict[str, Any] = {
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["BloomForCausalLM"],
+    "hidden_size": HIDDEN,
+    "layer_norm_epsilon": 1e-5,
+    "model_type": "bloom",
+    "n_head": HEADS,
+    "n_layer": LAYERS,
+    "torch_dtype": "float32",
+    "vocab_size": VOCAB,
+}
+_FALCON: dict[str, Any] = {
+    "activation": "gelu",
+    "alibi": False,
+    "architectures": ["FalconForCausalLM"],
+    "bias": False,
+    "ffn_hidden_size": FFN,
+    "hidden_size": HIDDEN,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": POSITIONS,
+    "model_type": "falcon",
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "num_kv_heads": 1,
+    "parallel_attn": True,
+    "rope_theta": 1000.0,
+    "torch_dtype": "float32",
+    "vocab_size": VOCAB,
+}
 CASES: dict[str, Case] = {
     "llama": Case(_like_llama("llama", "Llama")),
     "llama without groups": Case(_like_llama("llama", "Llama", num_key_value_heads=HEADS)),
@@ -295,6 +326,19 @@ CASES: dict[str, Case] = {
     "neox": Case(_NEOX),
     "neox, one after the other": Case(
         {**_NEOX, "hidden_act": "gelu_new", "use_parallel_residual": False}
+    ),
+    "bloom": Case(_BLOOM),
+    "falcon": Case(_FALCON),
+    "falcon, new": Case(
+        {**_FALCON, "multi_query": False, "new_decoder_architecture": True, "num_kv_heads": 2}
+    ),
+    "falcon with alibi": Case(
+        {
+            **_FALCON,
+            **dict.fromkeys(("alibi", "bias"), True),
+            **dict.fromkeys(("multi_query", "parallel_attn"), False),
+            "num_kv_heads": HEADS,
+        }
     ),
     "gpt-oss": Case(
         _like_llama(

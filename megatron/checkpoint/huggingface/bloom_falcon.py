@@ -1,0 +1,235 @@
+"""BLOOM and Falcon: LayerNorm, an ungated MLP, and positions as biases (ALiBi) or rotary.
+
+Both order queries, keys and values by group, as our tensors do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.checkpoint.huggingface import rules
+from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
+from megatron.checkpoint.huggingface.llama import read_rope
+from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.config.model import ModelConfig
+
+_BLOOM_POSITIONS = 2048  # the length that published models were trained with
+_BLOOM_KEYS = (
+    rules.Key("hidden_size", "hidden_size"),
+    rules.Key("n_head", "num_attention_heads", most=MOST_HEADS),
+    rules.Key("n_layer", "num_layers", most=MOST_LAYERS),
+    rules.Key("seq_length", "max_position_embeddings", default=_BLOOM_POSITIONS),
+    rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
+    rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
+    rules.Key("hidden_dropout", "hidden_dropout", "share", 0.0),
+    rules.Key(
+        "apply_residual_connection_post_layernorm",
+        "apply_residual_connection_post_layernorm",
+        "switch",
+        False,
+    ),
+)
+_FALCON_KEYS = (
+    rules.Key("hidden_size", "hidden_size"),
+    rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
+    rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+    rules.Key("max_position_embeddings", "max_position_embeddings", default=2048),
+    rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
+    rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
+    rules.Key("hidden_dropout", "hidden_dropout", "share", 0.0),
+    rules.Key("bias", "add_bias_linear", "switch", False),
+)
+# Keys of BLOOM's training program in published files, which `transformers` does not read either.
+_OF_TRAINING = (
+    "attention_softmax_in_fp32",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "offset_alibi",
+    "skip_bias_add",
+    "skip_bias_add_qkv",
+    "slow_but_exact",
+    "unk_token_id",
+)
+_LAYER = {
+    "attention_norm": ("input_layernorm",),
+    "attention.qkv": ("self_attention.query_key_value",),
+    "attention.output": ("self_attention.dense",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.dense_h_to_4h",),
+    "mlp.down": ("mlp.dense_4h_to_h",),
+}
+
+
+@dataclass(frozen=True)
+class _Ours(rules.Family):
+    """What both families share.
+
+    Attributes:
+        older: Names of keys in older files, with their present names.
+    """
+
+    prefix: str = "transformer."
+    older: dict[str, str] = field(default_factory=dict)
+
+    def read(self, settings: Settings) -> rules.Described:
+        """Return the network that a config.json describes, which may have older names of keys."""
+        values = dict(settings.values)
+        for old, new in self.older.items():
+            if old in values:
+                value = values.pop(old)
+                if values.setdefault(new, value) != value:
+                    raise settings.error(old, f"differs from {new} {values[new]}")
+        return super().read(Settings(values, settings.path))
+
+    def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Return each of our modules in a layer with the Hugging Face module that it is."""
+        return _LAYER
+
+    def names(self, model: ModelConfig) -> rules.Names:
+        """Yield each of our modules with the Hugging Face module that it is."""
+        yield "embedding.word", ["transformer.word_embeddings"]
+        yield "embedding.norm", ["transformer.word_embeddings_layernorm"]
+        modules = self.modules(model)
+        for layer in range(model.num_layers):
+            yield from rules.layer_names(f"layers.{layer}", f"transformer.h.{layer}", modules)
+        yield "final_norm", ["transformer.ln_f"]
+        yield "output", ["lm_head"]
+
+    def form(self, layer: Any, module: str, tensors: int) -> rules.TensorForm:
+        """Return the conversion for a layer's module: every tensor is as ours."""
+        return rules.SAME
+
+
+def _head_size(settings: Settings, flags: dict[str, Any]) -> int:
+    """Return the channels of a head, which together are the hidden size."""
+    hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
+    if hidden % heads:
+        raise settings.error("hidden_size", f"is not divisible by {heads} heads")
+    return int(hidden // heads)
+
+
+@dataclass(frozen=True)
+class Bloom(_Ours):
+    """The BLOOM family, whose word embeddings are normalized."""
+
+    keys: tuple[rules.Key, ...] = _BLOOM_KEYS
+    older: dict[str, str] = field(
+        default_factory=lambda: {
+            "n_embed": "hidden_size",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        }
+    )
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        for key in _OF_TRAINING:
+            settings.must_be(key, settings.values.get(key))
+        return ModelConfig(
+            **flags,
+            ffn_hidden_size=settings.size("n_inner", 4 * flags["hidden_size"]),
+            kv_channels=_head_size(settings, flags),
+            position_embedding_type="alibi",
+            embed_layernorm=True,
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", True),
+        )
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json for a network."""
+        return {
+            **super().write(model, vocab),
+            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        }
+
+
+@dataclass(frozen=True)
+class Falcon(_Ours):
+    """The Falcon family: of 7B, of 40B (`new_decoder_architecture`), and with ALiBi (RW)."""
+
+    keys: tuple[rules.Key, ...] = _FALCON_KEYS
+    older: dict[str, str] = field(
+        default_factory=lambda: {
+            "n_embed": "hidden_size",
+            "n_head": "num_attention_heads",
+            "n_head_kv": "num_kv_heads",
+            "n_layer": "num_hidden_layers",
+        }
+    )
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        settings.must_be("auto_map", settings.values.get("auto_map"))  # nothing of it is run
+        settings.must_be("apply_residual_connection_post_layernorm", False)
+        heads, is_new = (
+            flags["num_attention_heads"],
+            settings.switch("new_decoder_architecture", False),
+        )
+        kv_heads = settings.size("num_kv_heads", heads, MOST_HEADS)
+        multi_query = settings.switch("multi_query", True)
+        if not is_new:
+            kv_heads = 1 if multi_query else heads
+        elif heads % kv_heads:
+            raise settings.error("num_kv_heads", f"does not divide {heads} heads")
+        parallel = settings.switch("parallel_attn", True)
+        if is_new and not parallel:
+            raise settings.error("parallel_attn", "must be true if new_decoder_architecture is")
+        norms = settings.size("num_ln_in_parallel_attn", 2 if is_new else 1, 2)
+        if norms == 2 and parallel and not is_new:
+            raise settings.error("num_ln_in_parallel_attn", "2 requires new_decoder_architecture")
+        is_exact = settings.word("activation", EXACT_GELU, "gelu")
+        return ModelConfig(
+            **flags,
+            **self._positions(settings),
+            ffn_hidden_size=settings.size("ffn_hidden_size", 4 * flags["hidden_size"]),
+            kv_channels=_head_size(settings, flags),
+            group_query_attention=kv_heads != heads,
+            num_query_groups=kv_heads if kv_heads != heads else 1,
+            parallel_residual=parallel,
+            shared_parallel_norm=parallel and norms == 1,
+            onnx_safe=is_exact or None,
+            openai_gelu=not is_exact,
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", True),
+        )
+
+    def _positions(self, settings: Settings) -> dict[str, Any]:
+        """Return the flags of the positions. Rotary keys have no effect with ALiBi."""
+        new = settings.part("rope_parameters")
+        base = settings.number("rope_theta", 10000.0)
+        flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
+        for rope in (new, settings.part("rope_scaling")):
+            flags |= read_rope(rope, settings)
+        if settings.switch("alibi", False):
+            return {"position_embedding_type": "alibi", "scale_alibi": True}
+        return {**flags, "position_embedding_type": "rope"}
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json for a network."""
+        factor, scaling = model.rotary_seq_len_interpolation_factor or 1, None
+        if factor > 1:
+            scaling = {"rope_type": "linear", "factor": float(factor)}
+        parallel, heads = model.parallel_residual, model.num_attention_heads
+        shares = parallel and model.shared_parallel_norm
+        is_new = parallel and not (shares and model.kv_heads in (1, heads))
+        keys: dict[str, Any] = {"num_ln_in_parallel_attn": 1 if shares else 2} if is_new else {}
+        return {
+            **super().write(model, vocab),
+            **keys,
+            "activation": "gelu" if model.activation == "gelu" else "gelu_new",
+            "alibi": model.position_embedding_type == "alibi",
+            "ffn_hidden_size": model.ffn_hidden_size,
+            "multi_query": model.kv_heads == 1,
+            "new_decoder_architecture": is_new,
+            "num_kv_heads": model.kv_heads,
+            "parallel_attn": parallel,
+            "rope_scaling": scaling,
+            "rope_theta": model.rotary_base,
+            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        }
+
+    def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Return each of our modules in a layer with the Hugging Face module that it is."""
+        if model.parallel_residual and not model.shared_parallel_norm:
+            return {**_LAYER, "attention_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
+        return _LAYER
