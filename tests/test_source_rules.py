@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     # Records of networks, without the layers.
     "checkpoint": {
         *("config", "parallel"),
-        *("models.plan", "models.plans", "models.recurrent_plan"),
+        *("models.plan", "models.plans", "models.mixture_plan", "models.recurrent_plan"),
     },
     "submit": {"config", "recipes"},
     "processes": {"config", "parallel", "kernels"},

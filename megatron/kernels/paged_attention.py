@@ -265,10 +265,9 @@ def choose_paged_attention(
     """
     if batch_invariant:
         return BatchInvariantPaged()
-    if has_slopes:
-        return PagedAttention("--position-embedding-type alibi: no kernel adds biases")
-    if library is None:
-        return PagedAttention("no fused kernels")
+    if library is None or has_slopes:
+        alibi = "--position-embedding-type alibi: no kernel adds biases"
+        return PagedAttention(alibi if has_slopes else "no fused kernels")
     if latent is not None:
         most = constant("latent_attention.cu", "kMostRank")
         fits = dtype.itemsize == 2 and latent.width % 8 == latent.rank % 8 == 0
@@ -320,16 +319,15 @@ class PagedAttention:
         # repeated.
         key, value, seen = self._collected(keys, values, singles, options)
         by_group = query.unflatten(1, (keys.shape[1], -1))
-        mask = seen
         if options.slopes is not None:
             places = torch.arange(key.shape[2], device=key.device)
             distances = (places + 1 - singles.lengths[:, None])[:, None]  # [u, 1, l]
-            mask = add_slopes(seen, options.slopes, distances, query.dtype)  # [u, n, 1, l]
-            mask = mask.view(*by_group.shape[:3], -1)
+            seen = add_slopes(seen, options.slopes, distances, query.dtype)  # [u, n, 1, l]
+            seen = seen.view(*by_group.shape[:3], -1)
         if options.softcap is not None or options.sinks is not None:
-            return _with_scores(by_group, key, value, mask, options).flatten(1, 2)
+            return _with_scores(by_group, key, value, seen, options).flatten(1, 2)
         out = F.scaled_dot_product_attention(
-            by_group, key, value, attn_mask=mask, scale=options.scale
+            by_group, key, value, attn_mask=seen, scale=options.scale
         )
         return out.flatten(1, 2)
 

@@ -1,6 +1,6 @@
 """Networks. Docstrings state the shape of every tensor.
 
-    plan                  a network as data: one record per layer, which everything else reads
+    plan, mixture_plan    a network as data: one record per layer, which everything else reads
     network               base class of all models: plan, embedding, positions
     gpt, bert, t5, retro  models, or the part of a model that a pipeline stage holds
     biencoder             two BERTs that turn queries and contexts into vectors

@@ -13,6 +13,7 @@ from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.embedding import Embedding
 from megatron.models.head import Output, TokenScore
 from megatron.models.mixture import Mixture
+from megatron.models.mixture_plan import MixturePlan
 from megatron.models.multi_token import (
     Depth,
     MultiToken,
@@ -20,7 +21,7 @@ from megatron.models.multi_token import (
     layers_of,
 )
 from megatron.models.norm import Norm
-from megatron.models.plan import HeadPlan, MixturePlan, ModelPlan, multi_token_plan
+from megatron.models.plan import HeadPlan, ModelPlan, multi_token_plan
 from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from megatron.kernels.grouped import collect, spread
 from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.mixture_plan import MixturePlan
 from megatron.models.mlp import MLP
-from megatron.models.plan import MixturePlan, MLPPlan
+from megatron.models.plan import MLPPlan
 from megatron.models.recompute import computed_again, without_keeping
 from megatron.models.router import Router, Routing, capacity
 from megatron.parallel.build import BuildContext

@@ -12,20 +12,19 @@ from megatron.config.hybrid import ATTENTION, MAMBA, layer_symbols
 from megatron.config.model import ModelConfig
 from megatron.config.retro import retro_layers
 from megatron.kernels.rope import Yarn
+from megatron.models.mixture_plan import GatingPlan, MixturePlan, RouterPlan
 from megatron.models.plan import (
     LANGUAGE_MODEL_HEAD,
     RETRIEVAL_HEAD,
     AttentionPlan,
     ClassifierPlan,
     EmbeddingPlan,
-    GatingPlan,
     HeadPlan,
     HeadSpec,
     InitPlan,
     LatentAttentionPlan,
     LayerPlan,
     MaskedTokenPlan,
-    MixturePlan,
     MLPPlan,
     ModelPlan,
     MultiTokenPlan,
@@ -36,7 +35,6 @@ from megatron.models.plan import (
     RetrievalPlan,
     RetrieverPlan,
     RotaryPlan,
-    RouterPlan,
 )
 from megatron.models.recurrent_plan import MambaPlan
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.models.plan import RouterPlan
+from megatron.models.mixture_plan import RouterPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context.split import split_sequence

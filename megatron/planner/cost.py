@@ -18,15 +18,9 @@ from megatron.models.arithmetic import heads_of
 from megatron.models.block import Block, class_of
 from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.freezing import frozen_format
+from megatron.models.mixture_plan import MixturePlan
 from megatron.models.multi_token import Depth
-from megatron.models.plan import (
-    AttentionPlan,
-    LayerPlan,
-    MixturePlan,
-    ModelPlan,
-    SublayerPlan,
-    multi_token_plan,
-)
+from megatron.models.plan import AttentionPlan, LayerPlan, ModelPlan, SublayerPlan, multi_token_plan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.layout import Layout
 from megatron.planner.machine import Link, Machine

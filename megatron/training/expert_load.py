@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.config.stages import parts_of_stage, plan_model, whole_model
+from megatron.models.mixture_plan import MixturePlan
 from megatron.models.multi_token import layers_of
-from megatron.models.plan import MixturePlan, ModelPlan
+from megatron.models.plan import ModelPlan
 
 if TYPE_CHECKING:
     from megatron.training.run import Run

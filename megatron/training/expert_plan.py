@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from megatron.command import PanelRow
 from megatron.config import RunConfig
 from megatron.models.mixture import Mixture
-from megatron.models.plan import MixturePlan, ModelPlan
+from megatron.models.mixture_plan import MixturePlan
+from megatron.models.plan import ModelPlan
 from megatron.parallel.expert_exchange import gathers_all, share_reached
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import amount, largest_process, micro_batch

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.models.plan import RouterPlan
+from megatron.models.mixture_plan import RouterPlan
 from tests.models.naive_mixture import Assignment
 
 

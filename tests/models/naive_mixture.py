@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.models.plan import MLPPlan, RouterPlan
+from megatron.models.mixture_plan import RouterPlan
+from megatron.models.plan import MLPPlan
 
 Assignment = list[dict[int, Tensor]]
 """For each token its experts, each with the factor of its output."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.models.plan import GatingPlan, InitPlan, RouterPlan
+from megatron.models.mixture_plan import GatingPlan, RouterPlan
+from megatron.models.plan import InitPlan
 from megatron.models.router import Router, capacity
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout

@@ -20,7 +20,8 @@ from megatron.models.arithmetic import (
 from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.gpt import GPTModel
 from megatron.models.mixture import Mixture
-from megatron.models.plan import InitPlan, MixturePlan, MLPPlan, RouterPlan
+from megatron.models.mixture_plan import MixturePlan, RouterPlan
+from megatron.models.plan import InitPlan, MLPPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.expert_linear import ExpertLinear
 from megatron.parallel.layers import Linear

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.models.plan import InitPlan, RouterPlan
+from megatron.models.mixture_plan import RouterPlan
+from megatron.models.plan import InitPlan
 from megatron.models.router import (
     Router,
     Routing,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.config import parse_config
 from megatron.models.costs import MicroBatch
 from megatron.models.mixture import Mixture
-from megatron.models.plan import MixturePlan
+from megatron.models.mixture_plan import MixturePlan
 from megatron.models.plans import model_plan
 from megatron.models.router import Routing
 from megatron.parallel import collectives, expert_exchange

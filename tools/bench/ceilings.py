@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.models.arithmetic import count_parameters
-from megatron.models.plan import AttentionPlan, MixturePlan, MLPPlan, ModelPlan
+from megatron.models.mixture_plan import MixturePlan
+from megatron.models.plan import AttentionPlan, MLPPlan, ModelPlan
 from megatron.models.plans import model_plan
 
 _BURST_SECONDS = 0.2  # seconds of work to queue at a time

@@ -21,6 +21,7 @@ import megatron.models.plan as plans
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.huggingface.settings import MOST, Settings
 from megatron.config.model import ModelConfig
+from megatron.models.mixture_plan import MixturePlan
 from megatron.models.plans import model_plan
 from megatron.models.recurrent_plan import MambaPlan
 
@@ -313,7 +314,7 @@ class Family(ABC):
             if match:
                 layer, module = layers[match.group(1)], match.group(2)
                 is_apart = module.startswith("mlp.experts.") and not self.stacks_experts
-                if is_apart and isinstance(layer.mlp, plans.MixturePlan):
+                if is_apart and isinstance(layer.mlp, MixturePlan):
                     experts = layer.mlp.router.experts
                 form = self.form(layer, module, len(theirs) // max(1, experts))
             piece = self.pieces.get(ours.partition(".")[0], "")
@@ -431,7 +432,7 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
     match layer.mlp:
         case plans.MLPPlan() as dense:
             modules |= mlp_shapes("mlp", dense)
-        case plans.MixturePlan() as mixture:
+        case MixturePlan() as mixture:
             experts = mixture.router.experts
             bias = mixture.router.bias
             modules["mlp.router"] = linear_shapes((experts,), hidden, bias=bias)
