@@ -144,9 +144,10 @@ MACHINES = {
 DEFAULT = MACHINES["H200"]
 
 
-def like_device(name: str) -> Machine:
-    """Return the built-in machine for a device's name, or the default for other devices."""
-    return next((machine for kind, machine in MACHINES.items() if kind in name), DEFAULT)
+def like_device(name: str, memory: float) -> Machine:
+    """Return the built-in machine for a device's name, or the default, with this much memory."""
+    found = next((machine for kind, machine in MACHINES.items() if kind in name), DEFAULT)
+    return replace(found, memory=memory)
 
 
 def find_machine(name: str) -> Machine:

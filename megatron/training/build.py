@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -16,6 +17,7 @@ from megatron.errors import ConfigError
 from megatron.models.adapters import start_adapters
 from megatron.models.build import run_context
 from megatron.models.freezing import check_frozen
+from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
 from megatron.optimizer.groups import split_groups
 from megatron.optimizer.optimizer import Optimizer
@@ -195,23 +197,7 @@ def parallelize(
     _initialize(parts, gradients, config, is_loaded=is_loaded)
 
     # 7. Recorded passes (CUDA graphs), PyTorch's data parallelism, or neither.
-    forward: TrainingForward = DirectForward(recipe.forward)
-    if device.is_gpu and records_passes(
-        *(config, plan, layout.world.size),
-        replace(like_device(device.name), memory=device.total_memory() or 0),
-    ):
-        assert isinstance(gradients, GradientBuffer), "a rule refuses sharded weights"
-        forward = RecordedPasses(
-            recipe.forward,
-            gradients,
-            device.recorder(),
-            journal=layout.journal,
-            forget=layers.forget_weights,
-            warm_up=config.training.cuda_graph_warmup_steps,
-            may_fail=config.training.cuda_graph_impl == "auto",
-        )
-    elif gradient_sharing.uses_torch_ddp(config, layout):
-        forward = TorchDataParallel(parts[0], recipe.forward, layout.replica)
+    forward = _new_forward(config, plan, recipe, parts, gradients, layers, layout, device)
 
     # 8. Sharded updates: each process's gathered weights. Then the optimizer, which copies them.
     weights = gradients.share_weights(
@@ -233,6 +219,34 @@ def parallelize(
         count_zeros=config.logging.log_num_zeros_in_grad,
     )
     return ParallelModel(plan, parts, layers, ties, history, queue, gradients, forward, optimizer)
+
+
+def _new_forward(
+    config: RunConfig,
+    plan: ModelPlan,
+    recipe: Recipe,
+    parts: Sequence[nn.Module],
+    gradients: Gradients,
+    layers: LayerRegistry,
+    layout: Layout,
+    device: Device,
+) -> TrainingForward:
+    """Return what runs micro-batches: a recipe's forward, recorded or wrapped as the flags ask."""
+    machine = like_device(device.name, device.total_memory() or 0)
+    if device.is_gpu and records_passes(config, plan, layout.world.size, machine):
+        assert isinstance(gradients, GradientBuffer), "a rule refuses sharded weights"
+        return RecordedPasses(
+            recipe.forward,
+            gradients,
+            device.recorder(),
+            journal=layout.journal,
+            forget=layers.forget_weights,
+            warm_up=config.training.cuda_graph_warmup_steps,
+            may_fail=config.training.cuda_graph_impl == "auto",
+        )
+    if gradient_sharing.uses_torch_ddp(config, layout):
+        return TorchDataParallel(parts[0], recipe.forward, layout.replica)
+    return DirectForward(recipe.forward)
 
 
 def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) -> Exchange | None:
