@@ -302,17 +302,17 @@ def build_any_engine(
     dtype, plan, most = config.precision.weight_dtype, model.plan, options.max_sequences
     options = replace(options, block_size=config.model.chunk_length)
     library, where = find_library(device.torch_device), device.torch_device
+    head_size = plan.head_size
+    assert head_size is not None, "a Retro has attention"
     invariant = config.model.batch_invariant_mode
-    paged = choose_paged_attention(
-        library.library, plan.head_size, dtype, batch_invariant=invariant
-    )
+    paged = choose_paged_attention(library.library, head_size, dtype, batch_invariant=invariant)
     memory = make_cache(
         *(loaded, options, paged, device), further_bytes=ChunkMemory.block_bytes(plan, dtype)
     )
     chunk_memory = ChunkMemory(plan, memory.blocks, where, dtype)
     vocab_size, cache_tokens = loaded.tokenizer.vocab_size, memory.blocks * memory.block_size
     size = f"{(memory.size_bytes + chunk_memory.size_bytes) / 1e9:.3g} GB"
-    chunks = describe_chunks(plan.head_size, dtype, where)
+    chunks = describe_chunks(head_size, dtype, where)
     return BatchEngine(
         RetroExecutor(
             model=model.eval(),
