@@ -28,6 +28,7 @@ if __name__ == "__main__":
 from megatron.config import RunConfig
 from megatron.config.finetuning import finetuning_words
 from megatron.finetuning.distillation import Distillation
+from megatron.finetuning.kto import KTORecipe
 from megatron.finetuning.preferences import PreferenceRecipe, RewardRecipe
 from megatron.finetuning.reference import ReferenceLogProbs
 from megatron.training.pretrain import Extras, main
@@ -45,6 +46,8 @@ def choose(config: RunConfig) -> tuple[Recipe, Extras]:
     """Return the kind of training that the flags select, and its additional steps."""
     if config.preferences.trains_reward_model:
         return RewardRecipe(), Extras()
+    if config.preferences.trains_on_labels:
+        return KTORecipe(), ReferenceLogProbs()
     if config.preferences.preference_loss is not None:
         return PreferenceRecipe(), ReferenceLogProbs()
     recipe = FinetuningRecipe()

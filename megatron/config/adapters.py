@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 FROZEN_BLOCK = 64  # neighboring weights of a row that share a scale (--frozen-weights-dtype)
 _GPT = ("gpt",)
+_KINDS = ("gpt", "bert", "t5")
 _BASE = Need(
     lambda run: run.model.lora_rank is not None and run.checkpoint.finetune,
     "--lora-rank, --load and --finetune",
@@ -47,18 +48,18 @@ class AdapterOptions:
     """
 
     freeze: tuple[str, ...] | None = flag(None, only_for=("gpt", "bert", "t5", "retro"))
-    lora_rank: int | None = flag(None, at_least=1, at_most=1 << 16, only_for=_GPT)
-    lora_alpha: float | None = flag(None, above=0, requires=_ADAPTERS, only_for=_GPT)
+    lora_rank: int | None = flag(None, at_least=1, at_most=1 << 16, only_for=_KINDS)
+    lora_alpha: float | None = flag(None, above=0, requires=_ADAPTERS, only_for=_KINDS)
     lora_dropout: float = flag(
-        0.0, unit="0 to 1", at_least=0, below=1, requires=_ADAPTERS, only_for=_GPT
+        0.0, unit="0 to 1", at_least=0, below=1, requires=_ADAPTERS, only_for=_KINDS
     )
-    lora_target_modules: tuple[str, ...] | None = flag(None, requires=_ADAPTERS, only_for=_GPT)
+    lora_target_modules: tuple[str, ...] | None = flag(None, requires=_ADAPTERS, only_for=_KINDS)
     frozen_weights_dtype: str | None = flag(
         None, choices=("fp8", "nf4"), requires=_ADAPTERS, only_for=_GPT
     )
     load_adapter: str | None = flag(None, requires=_BASE, only_for=_GPT)
-    use_rslora: bool = flag(False, names="--use-rslora", requires=_ADAPTERS, only_for=_GPT)
-    use_dora: bool = flag(False, names="--use-dora", requires=_ADAPTERS, only_for=_GPT)
+    use_rslora: bool = flag(False, names="--use-rslora", requires=_ADAPTERS, only_for=_KINDS)
+    use_dora: bool = flag(False, names="--use-dora", requires=_ADAPTERS, only_for=_KINDS)
 
     @property
     def lora_scale(self) -> float:

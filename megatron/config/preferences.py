@@ -1,4 +1,4 @@
-"""Options of training on preferences: the loss of a pair of answers, and the reference model."""
+"""Options of training on preferences: the loss of answers, and the reference model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.fields import Need, flag
 
 # Losses that compare the policy with a reference model, and those that need none.
-WITH_REFERENCE = ("dpo", "ipo", "hinge", "robust")
+WITH_REFERENCE = ("dpo", "ipo", "hinge", "robust", "kto")
 WITHOUT_REFERENCE = ("simpo", "orpo")
 # The loss of a reward model, which scores answers instead of generating them.
 OF_REWARDS = "bradley-terry"
@@ -25,8 +25,9 @@ _OF_SMOOTHING = Need(
     "--preference-loss dpo, robust or simpo",
 )
 _OF_SIMPO = Need(lambda run: run.preferences.preference_loss == "simpo", "--preference-loss simpo")
+_OF_KTO = Need(lambda run: run.preferences.trains_on_labels, "--preference-loss kto")
 _OF_REFERENCE = Need(
-    lambda run: run.preferences.needs_reference, "--preference-loss dpo, ipo, hinge or robust"
+    lambda run: run.preferences.needs_reference, "--preference-loss dpo, ipo, hinge, robust or kto"
 )
 
 
@@ -36,8 +37,9 @@ class PreferenceConfig:
 
     Attributes:
         preference_loss: Train on pairs of a chosen and a rejected answer with this loss: DPO, IPO,
-            the hinge loss of SLiC, robust DPO, SimPO or ORPO. bradley-terry trains a reward model,
-            whose output layer gives each answer a reward.
+            the hinge loss of SLiC, robust DPO, SimPO or ORPO. kto trains on single answers that are
+            desirable or not. bradley-terry trains a reward model, whose output layer gives each
+            answer a reward.
         preference_beta: Factor that turns log-probabilities into rewards (TRL's beta). It
             determines how closely the policy follows the reference. In IPO it is tau, in ORPO
             lambda. SimPO's authors use 2 to 10.
@@ -45,6 +47,10 @@ class PreferenceConfig:
             mistake (TRL's label_smoothing). With dpo this is conservative DPO.
         simpo_gamma: The margin by which the reward of the chosen answer should exceed the reward of
             the rejected one, in SimPO (TRL's simpo_gamma).
+        kto_desirable_weight: Weight of desirable answers in the loss of kto (TRL's
+            desirable_weight). If one kind is rarer, its weight should be higher.
+        kto_undesirable_weight: Weight of undesirable answers in the loss of kto (TRL's
+            undesirable_weight).
         center_rewards_coefficient: Factor of the squared sum of a pair's rewards, added to the loss
             of a reward model so that rewards are 0 on average (TRL's
             center_rewards_coefficient; 0.01 is usual).
@@ -65,6 +71,8 @@ class PreferenceConfig:
         0.0, unit="0 to 0.5", at_least=0, below=0.5, needs=_OF_SMOOTHING
     )
     simpo_gamma: float = flag(0.5, needs=_OF_SIMPO)
+    kto_desirable_weight: float = flag(1.0, at_least=0, needs=_OF_KTO)
+    kto_undesirable_weight: float = flag(1.0, at_least=0, needs=_OF_KTO)
     center_rewards_coefficient: float = flag(0.0, at_least=0, needs=_OF_REWARDS)
     reference_log_probs: str | None = flag(None, unit="file", needs=_OF_REFERENCE)
 
@@ -72,6 +80,11 @@ class PreferenceConfig:
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with a reference model."""
         return self.preference_loss in WITH_REFERENCE
+
+    @property
+    def trains_on_labels(self) -> bool:
+        """Whether the data are single answers, each desirable or not, instead of pairs."""
+        return self.preference_loss == "kto"
 
     @property
     def trains_reward_model(self) -> bool:

@@ -78,7 +78,6 @@ _NOT_WITH_ROLLOUTS: Exclusions = {
 
 # Flags with which a reward model cannot be trained, with the values that it can.
 _NOT_WITH_REWARDS: Exclusions = {
-    "model.lora_rank": ((None,), "adapters freeze all other weights, including the new head"),
     "finetuning.sample_prompts": ((None,), "a reward model writes no text"),
     "checkpoint.ckpt_format": (("native",), "Megatron's formats have no name for its head"),
 }
@@ -138,8 +137,8 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
         yield from excluded(config, shown, _NOT_WITH_REWARDS)
     if not config.training.calculate_per_token_loss:
         yield (
-            f"{shown} requires --calculate-per-token-loss, with which each pair of a batch counts "
-            "the same: add it"
+            f"{shown} requires --calculate-per-token-loss, with which each pair or answer of a "
+            "batch counts the same: add it"
         )
     if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "linear":
         yield (
@@ -153,7 +152,8 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     if config.finetuning.truncation == "split":
         yield (
-            f"{shown} cannot be combined with --truncation split, because a pair lies in one row: "
+            f"{shown} cannot be combined with --truncation split, because answers are compared as "
+            "a whole: "
             "use keep-start"
         )
     if config.distillation.is_on or config.distillation.logits_save_dir:
@@ -188,11 +188,6 @@ def adapters(config: RunOptions, world_size: int) -> Iterator[str]:
         yield (
             f"{shown}: FP8 training does not support frozen weights: use --bf16 without "
             "--fp8-format"
-        )
-    if model.use_dora and parallel.zero_stage == 3:
-        yield (
-            "--use-dora: the lengths of rows are not known while weights are sharded: use "
-            "--zero-stage 2, or drop the flag"
         )
     groups, tensor = model.num_query_groups, parallel.tensor_model_parallel_size
     if model.group_query_attention and groups and groups < tensor:

@@ -180,6 +180,7 @@ def conversation_reader(
     seq_length: int,
     tokenizer: tuple[TokenizerConfig, Tokenizer],
     preferences: bool = False,
+    labels: bool = False,
 ) -> Callable[[str, str], TokenizedExamples]:
     """Return a function that reads and tokenizes the file that a flag names.
 
@@ -189,6 +190,7 @@ def conversation_reader(
         seq_length: The largest number of tokens in an example.
         tokenizer: The tokenizer's flags, and the tokenizer.
         preferences: Whether each record has a chosen and a rejected answer.
+        labels: Whether records say which answers are desirable.
 
     Raises:
         ConfigError: The template cannot be used.
@@ -203,6 +205,7 @@ def conversation_reader(
             options.train_on_inputs,
             options.last_turn_only,
             preferences,
+            labels,
         ),
         used,
     )

@@ -5,6 +5,7 @@ The keys of a record determine its format:
     messages                        OpenAI and TRL: a list of {"role", "content"}
     conversations                   ShareGPT: a list of {"from", "value"}
     prompt, completion              two strings, or two lists of messages
+    prompt, completion, label       the same, and whether the answer is desirable (KTO)
     prompt, chosen, rejected        preferences; if the prompt is missing, or is a string while the
                                     answers are messages, the prompt is the answers' common start
     text                            a text, all of which is trained on
@@ -51,6 +52,7 @@ _FORMATS = (
 # The keys of a record that are read. Tables may have further columns.
 COLUMNS = (
     *("messages", "conversations", "system", "prompt", "completion", "chosen", "rejected", "text"),
+    "label",
     *("tools", "documents", "chat_template_kwargs"),
 )
 _KNOWN = (
@@ -146,6 +148,30 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
         return [Plain(prompt, _text(record, key)) for key in answers]
     prompt_messages = _messages(record, "prompt")
     return [_completed(prompt_messages, _messages(record, key), record, key) for key in answers]
+
+
+def read_labelled(record: Record) -> list[tuple[Example, bool]]:
+    """Return the answers in a record, each with whether it is desirable.
+
+    A preference has two: the chosen answer is desirable, and the rejected one is not.
+
+    Raises:
+        ValueError: The record is malformed, or does not say whether its answer is desirable.
+    """
+    name = format_of(record)
+    if name == "preference":
+        return list(zip(read_examples(record, preferences=True), (True, False), strict=True))
+    if name != "completion":
+        raise ValueError(
+            f'a {name} record, but this run needs {{"prompt", "completion", "label"}} or '
+            '{"prompt", "chosen", "rejected"}: give other data'
+        )
+    label = record.get("label")
+    if not isinstance(label, bool):
+        raise ValueError(
+            f"'label' is {json_kind(label)}: write true for a desirable answer, otherwise false"
+        )
+    return [(example, label) for example in read_examples(record, preferences=False)]
 
 
 def _text(record: Record, key: str) -> str:

@@ -35,6 +35,7 @@ from megatron.data.conversation_records import (
     format_of,
     parse_record,
     read_examples,
+    read_labelled,
 )
 from megatron.data.preprocess import choose_workers, map_in_order
 from megatron.data.text_input import BadLine, TextBlock, find_inputs, parquet_columns, read_blocks
@@ -74,6 +75,8 @@ class ConversationOptions(NamedTuple):
         train_on_inputs: Whether to train on every token rather than only on the assistant's.
         last_turn_only: Whether to train only on the assistant's last turn of a conversation.
         preferences: Whether records are preferences, each of which becomes two examples.
+        labels: Whether records say which answers are desirable. This flag of an example takes the
+            place of whether to train on its first token, which is never a label.
         special: The texts of the special tokens that the template may write, by name. `None` takes
             them from the tokenizer_config.json next to the tokenizer.
     """
@@ -85,6 +88,7 @@ class ConversationOptions(NamedTuple):
     train_on_inputs: bool = False
     last_turn_only: bool = False
     preferences: bool = False
+    labels: bool = False
     special: tuple[tuple[str, str], ...] | None = None
 
 
@@ -148,9 +152,9 @@ class ConversationEncoder:
         ends = self.tokenizer.special_ids("eos") or self.tokenizer.special_ids("eod")
         self._end = next(iter(ends), None)
         self._is_limited = False
-        if options.preferences and options.truncation == "split":
+        if (options.preferences or options.labels) and options.truncation == "split":
             raise ConfigError(
-                "--truncation split would separate the two answers of a preference: use "
+                "--truncation split would cut answers that are compared as a whole: use "
                 "keep-start, keep-end or drop"
             )
 
@@ -224,20 +228,28 @@ class ConversationEncoder:
             ValueError: The record is malformed.
             DataError: The template or the tokenizer refuses the record, or it is too long.
         """
-        record = parse_record(line)
-        examples = read_examples(record, preferences=self.options.preferences)
+        record, preferences = parse_record(line), self.options.preferences
+        labels: list[bool] = []
+        if self.options.labels:
+            labelled = read_labelled(record)
+            examples, labels = [one for one, _ in labelled], [label for _, label in labelled]
+        else:
+            examples = read_examples(record, preferences=preferences)
         encoded = [self._encode(example) for example in examples]
-        if self.options.preferences:  # both answers must follow the same tokens
+        if preferences:  # both answers must follow the same tokens
             first = min(len(trained) - int(trained.sum()) for _, trained in encoded)
             encoded = [(tokens, np.arange(len(tokens)) >= first) for tokens, _ in encoded]
         fitted: list[Encoded] = []
         outcome: Counter[str] = Counter(records=1)
-        for tokens, trained in encoded:
-            fitted += self._fit(tokens, trained, outcome)
+        for number, (tokens, trained) in enumerate(encoded):
+            parts = self._fit(tokens, trained, outcome)
+            if labels:
+                parts = [(ids, np.append(labels[number], used[1:])) for ids, used in parts]
+            fitted += parts
         # The first token of an example is never a label.
         useful = [pair for pair in fitted if pair[1][1:].any()]
         outcome["untrained"] += len(fitted) - len(useful)
-        if self.options.preferences and len(useful) < 2:
+        if preferences and len(useful) < 2:
             useful = []
         counts += outcome
         counts[format_of(record)] += 1

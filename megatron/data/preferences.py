@@ -3,6 +3,9 @@
 Example 2i of a file is the chosen answer of pair i with its prompt, and example 2i + 1 is the
 rejected one. Both answers of a pair are in the same row, so a row has everything that its losses
 need.
+
+KTO compares nothing, but its loss also needs the log-probability of answers to other prompts. Its
+rows hold each answer and, in place of the rejected one, the same prompt with another answer.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ PAIRS = "pairs"
 # A part of a sample of pairs, `[s]` float64: the log-probability of each answer under the reference
 # model, stored at the first token of the answer's prompt.
 REFERENCE = "reference"
+# A part of a sample of answers, `[s]`: 1 at the first token of each desirable one, otherwise 0.
+DESIRABLE = "desirable"
 
 
 class FittedPairs:
@@ -55,31 +60,42 @@ class FittedPairs:
         DataError: Pairs are too long and --truncation is error, or no pairs remain.
     """
 
+    noun = "pair"  # for messages
+    holds = "both answers"  # what must fit into a row
+
     def __init__(self, examples: TokenizedExamples, seq_length: int, truncation: str) -> None:
         """Choose the pairs to keep."""
         self.prefix, self._examples = examples.name, examples
         self._keeps_end = truncation == "keep-end"
-        lengths = np.asarray(examples.lengths).reshape(-1, 2)
+        lengths = self._lengths()
         totals = lengths.sum(axis=1)
         long = np.flatnonzero(totals > seq_length)
         if len(long) and truncation == "error":
             raise DataError(
-                f"{self.prefix}: {len(long):,} of {len(lengths):,} pairs have more tokens than "
-                f"--seq-length {seq_length}, which must hold both answers (first: pair "
-                f"{int(long[0]) + 1}; the longest has {int(totals.max())} tokens): raise "
-                "--seq-length, or choose --truncation drop, keep-start or keep-end"
+                f"{self.prefix}: {len(long):,} of {len(lengths):,} {self.noun}s have more tokens "
+                f"than --seq-length {seq_length}, which must hold {self.holds} (first: "
+                f"{self.noun} {int(long[0]) + 1}; the longest has {int(totals.max())} tokens): "
+                "raise --seq-length, or choose --truncation drop, keep-start or keep-end"
             )
         self._kept = np.arange(len(lengths))
         if truncation == "drop":
             self._kept = np.delete(self._kept, long)
         if not len(self._kept):
             raise DataError(
-                f"{self.prefix}: none of the {len(lengths):,} pairs fits into --seq-length "
+                f"{self.prefix}: none of the {len(lengths):,} {self.noun}s fits into --seq-length "
                 f"{seq_length}: raise it, or choose --truncation keep-start"
             )
         self.limits = pair_limits(lengths, seq_length)[self._kept]
         self.dropped = len(lengths) - len(self._kept)
         self.shortened = len(long) - self.dropped
+
+    def _lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of both answers of each pair, with the prompt, `[P, 2]`."""
+        return np.asarray(self._examples.lengths).reshape(-1, 2)
+
+    def desirable(self, i: int) -> bool:
+        """Return whether the first answer of a pair is desirable, which a chosen one always is."""
+        return True
 
     def digest(self) -> str:
         """Return a digest of all answers and of which of their tokens are trained on."""
@@ -104,10 +120,71 @@ class FittedPairs:
             i: The index of the pair.
             side: 0 for the chosen answer, 1 for the rejected one.
         """
-        tokens, trained = self._examples[2 * int(self._kept[i]) + side]
+        return self._cut(i, side, *self._examples[2 * int(self._kept[i]) + side])
+
+    def _cut(
+        self, i: int, side: int, tokens: NDArray[Any], trained: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the part of an answer that fits into a row."""
         limit = int(self.limits[i, side])
         part = slice(len(tokens) - limit, None) if self._keeps_end else slice(limit)
         return tokens[part], trained[part]
+
+
+class FittedAnswers(FittedPairs):
+    """The answers of one file, each paired with another prompt's answer, fitted into rows.
+
+    The other answer is the one half a file away, so that the chosen and the rejected answer to a
+    prompt, which are neighbors, never meet. The arguments and attributes are those of
+    `FittedPairs`; a pair is an answer here.
+
+    Raises:
+        DataError: As for `FittedPairs`, or there are fewer than two answers.
+    """
+
+    noun = "answer"
+    holds = "an answer and the same prompt with another answer"
+
+    def _lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each answer and of its prompt with another one."""
+        examples = self._examples
+        lengths = np.asarray(examples.lengths)
+        if len(lengths) < 2:
+            raise DataError(
+                f"{self.prefix}: one answer, but KTO compares answers with those to other "
+                "prompts: give at least two"
+            )
+        # What is trained is the end of an example; its first token is never a label.
+        counts = np.add.reduceat(np.asarray(examples.trained), examples.starts, dtype=np.int64)
+        labels = np.asarray(examples.trained)[examples.starts]
+        self._prompts = lengths - (counts - labels)
+        answers = lengths - self._prompts
+        return np.stack((lengths, self._prompts + answers[self._other(np.arange(len(lengths)))]), 1)
+
+    def _other(self, example: Any) -> Any:
+        """Return the example whose answer is paired with an example's prompt."""
+        count = len(self._examples)
+        return (example + count // 2) % count
+
+    def desirable(self, i: int) -> bool:
+        """Return whether an answer is desirable."""
+        return bool(self._examples[int(self._kept[i])][1][0])
+
+    def answer(self, i: int, side: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the tokens of a prompt with an answer, and whether each is trained on.
+
+        Args:
+            i: The index of the answer.
+            side: 0 for the answer, 1 for the other one.
+        """
+        example = int(self._kept[i])
+        tokens, prompt = self._examples[example][0], int(self._prompts[example])
+        if side:
+            other = int(self._other(example))
+            tokens = np.concatenate(
+                (tokens[:prompt], self._examples[other][0][int(self._prompts[other]) :])
+            )
+        return self._cut(i, side, tokens, np.arange(len(tokens)) >= prompt)
 
 
 def pair_limits(lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
@@ -169,13 +246,18 @@ class PreferenceDataset:
         return self.packing.row(i, self.seed)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`: `text`, `[s + 1]`, and `TRAINED`, `PAIRS` and `REFERENCE`, `[s]`."""
+        """Return sample `i`: `text`, `[s + 1]`, and other parts, `[s]`.
+
+        These are `TRAINED`, `PAIRS`, `REFERENCE` and `DESIRABLE`.
+        """
         length = self.packing.seq_length
         text, trained = np.full(length + 1, self.filler, np.int64), np.zeros(length, np.int64)
         pairs, reference = np.zeros(length, np.int64), np.zeros(length)
+        desirable = np.zeros(length, np.int64)
         ends, end = [], 0
         for number in self.row(i):
             pairs[end] = 1
+            desirable[end] = self.source.desirable(self.first + int(number))
             for side in (0, 1):
                 tokens, counts = self.source.answer(self.first + int(number), side)
                 at, end = end, end + len(tokens)
@@ -187,6 +269,7 @@ class PreferenceDataset:
         if end < length:
             ends.append(length)
         parts: dict[str, Any] = {TRAINED: trained, PAIRS: pairs, REFERENCE: reference}
+        parts[DESIRABLE] = desirable
         return {"text": text, **parts, SEGMENT_ENDS: np.array(ends), "id": i}
 
 
@@ -196,6 +279,7 @@ def build_preference_datasets(
     *,
     seq_length: int,
     tokenizer: tuple[TokenizerConfig, Tokenizer],
+    labels: bool = False,
 ) -> Datasets:
     """Build rows from the pairs that the flags name. Every process calls this function.
 
@@ -204,18 +288,25 @@ def build_preference_datasets(
         options: The finetuning flags.
         seq_length: The number of tokens in a row, s.
         tokenizer: The tokenizer's flags, and the tokenizer.
+        labels: Whether to read answers that are desirable or not, instead of pairs.
 
     Raises:
         ConfigError: No data is named, or the template cannot be used.
         DataError: A file has errors, or its pairs cannot be used.
     """
     reader = conversation_reader(
-        request, options, seq_length=seq_length, tokenizer=tokenizer, preferences=True
+        request,
+        options,
+        seq_length=seq_length,
+        tokenizer=tokenizer,
+        preferences=not labels,
+        labels=labels,
     )
+    fitted = FittedAnswers if labels else FittedPairs
     filler = padding_token(tokenizer[1])
 
     def open_source(prefix: str, flag: str) -> FittedPairs:
-        return FittedPairs(reader(prefix, flag), seq_length, options.truncation)
+        return fitted(reader(prefix, flag), seq_length, options.truncation)
 
     def build_part(part: DatasetPart) -> PreferenceDataset:
         totals = part.data.limits[slice(*part.bounds)].sum(axis=1)
@@ -245,11 +336,12 @@ def describe_pairs(dataset: SampleDataset | None) -> str:
     rows = sum(member.packing.rows for member in members)
     tokens = sum(int(member.packing.lengths.sum()) for member in members)
     full = tokens / (rows * members[0].packing.seq_length)
-    text = f"{pairs:,} pairs in {rows:,} rows per epoch, {full:.1%} full"
+    noun = members[0].source.noun
+    text = f"{pairs:,} {noun}s in {rows:,} rows per epoch, {full:.1%} full"
     sources = dict.fromkeys(member.source for member in members)
     for count, what in (
         (sum(source.dropped for source in sources), "dropped (--truncation drop)"),
         (sum(source.shortened for source in sources), "shortened (--truncation)"),
     ):
-        text += f"; {count:,} longer pairs {what}" if count else ""
+        text += f"; {count:,} longer {noun}s {what}" if count else ""
     return text

@@ -180,6 +180,7 @@ class PreferenceRecipe(ComparingRecipe):
             config.finetuning,
             seq_length=config.data.seq_length,
             tokenizer=(config.tokenizer, tokenizer),
+            labels=config.preferences.trains_on_labels,
         )
 
     def epoch_samples(self, config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> int:
@@ -215,7 +216,7 @@ class PreferenceRecipe(ComparingRecipe):
             "logps/chosen": policy.chosen.detach(),
             "logps/rejected": policy.rejected.detach(),
         }
-        return _means_over_pairs(values, is_pair)
+        return means_over_pairs(values, is_pair)
 
 
 class RewardRecipe(PreferenceRecipe):
@@ -245,7 +246,7 @@ class RewardRecipe(PreferenceRecipe):
         if centering:  # Eisenstein et al., 2023, arXiv:2312.09244
             losses = losses + centering * (rewards.chosen + rewards.rejected) ** 2
         result = PairLosses(losses, Pairs(*(reward.detach() for reward in rewards)))
-        return _means_over_pairs(_reward_metrics(result), is_pair)
+        return means_over_pairs(_reward_metrics(result), is_pair)
 
 
 def _reward_metrics(result: PairLosses) -> dict[str, Tensor]:
@@ -260,7 +261,7 @@ def _reward_metrics(result: PairLosses) -> dict[str, Tensor]:
     }
 
 
-def _means_over_pairs(values: Mapping[str, Tensor], is_pair: Tensor) -> dict[str, Tensor]:
+def means_over_pairs(values: Mapping[str, Tensor], is_pair: Tensor) -> dict[str, Tensor]:
     """Return the mean of each metric over the pairs of a micro-batch, or 0 if it has none."""
     count = is_pair.sum().clamp(min=1)
     return {

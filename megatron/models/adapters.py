@@ -17,8 +17,11 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
+from megatron.models.bert import BertModel
 from megatron.models.gpt import GPTModel
+from megatron.models.network import Network
 from megatron.models.plans import model_plan
+from megatron.models.t5 import T5Model
 from megatron.parallel.adapter import WHOLE, Adapter, AdapterPlan, projections_of
 from megatron.parallel.build import BuildContext
 from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
@@ -26,6 +29,13 @@ from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 
 ALL = "all-linear"  # PEFT's name for every layer
+# The networks that may have adapters, by architecture.
+NETWORKS: dict[str, type[GPTModel | BertModel | T5Model]] = {
+    "gpt": GPTModel,
+    "bert": BertModel,
+    "t5": T5Model,
+}
+_STACKS = ("layers.", "encoder.layers.", "decoder.layers.")
 # Hugging Face's and Megatron Core's names, keyed by the last parts of our own names.
 _OTHER_NAMES = {
     "attention.qkv": ("linear_qkv",),
@@ -46,7 +56,7 @@ _OTHER_NAMES = {
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear | ExpertLinear]]:
     """Yield the name and module of each linear layer that can have an adapter."""
     for name, module in model.named_modules():
-        if isinstance(module, Linear | ExpertLinear) and name.startswith("layers."):
+        if isinstance(module, Linear | ExpertLinear) and name.startswith(_STACKS):
             yield name, module
 
 
@@ -153,16 +163,28 @@ def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
             linear.adapter = adapter
 
 
-def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, Linear | ExpertLinear]:
-    """Return the adapted linear layers of a whole GPT by name, built without allocating memory.
+def network_without_memory(config: ModelConfig, vocabulary: int) -> Network:
+    """Return a whole model with the adapters that the flags give it, without allocating memory.
 
     Args:
-        config: The network.
+        config: The network, of an architecture in `NETWORKS`.
         vocabulary: Rows of the word embedding.
     """
     context = BuildContext(Layout.single(), parameter_device=torch.device("meta"))
-    model = GPTModel(model_plan(config, vocabulary), context)
-    add_adapters(model, config, context)
+    model = NETWORKS[config.architecture](model_plan(config, vocabulary), context)
+    if config.lora_rank is not None:
+        add_adapters(model, config, context)
+    return model
+
+
+def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, Linear | ExpertLinear]:
+    """Return the adapted linear layers of a whole model by name, built without allocating memory.
+
+    Args:
+        config: The network, which has adapters.
+        vocabulary: Rows of the word embedding.
+    """
+    model = network_without_memory(config, vocabulary)
     return {name: layer for name, layer in linear_layers(model) if layer.adapter is not None}
 
 

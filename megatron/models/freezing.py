@@ -17,15 +17,18 @@ from megatron.config.retro import is_of_retrieval
 from megatron.config.stages import ModelPart
 from megatron.errors import ConfigError
 from megatron.kernels.quantize import FrozenFormat
-from megatron.models.adapters import add_adapters, is_target, linear_layers, target_names
+from megatron.models.adapters import (
+    NETWORKS,
+    is_target,
+    linear_layers,
+    network_without_memory,
+    target_names,
+)
 from megatron.models.arithmetic import count_part_parameters
 from megatron.models.costs import WeightSplit
-from megatron.models.gpt import GPTModel
 from megatron.models.multi_token import copies_words
 from megatron.models.plan import ModelPlan
-from megatron.models.plans import model_plan
 from megatron.parallel.adapter import projections_of
-from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 
@@ -36,8 +39,12 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def is_frozen(name: str, config: ModelConfig) -> bool:
-    """Return whether the parameter with this global name is frozen."""
-    if config.lora_rank is not None and not is_of_adapter(name):
+    """Return whether the parameter with this global name is frozen.
+
+    A reward model's head is trained beside adapters, because it is new.
+    """
+    is_new = is_of_adapter(name) or (config.reward_head and name.startswith("score."))
+    if config.lora_rank is not None and not is_new:
         return True
     if config.retro_freeze_gpt and not is_of_retrieval(name):
         return True
@@ -67,14 +74,14 @@ def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPar
     """Return the trained parameters in parts of a model as a share of all their parameters.
 
     Adapters count as trained, but not among all parameters. The share is 1 if nothing is frozen,
-    and always 1 for networks other than a GPT.
+    and always 1 for a Retro and a bi-encoder.
 
     Args:
         config: The network's flags.
         plan: The network.
         parts: The parts.
     """
-    if config.architecture != "gpt" or (config.lora_rank is None and not config.freeze):
+    if config.architecture not in NETWORKS or (config.lora_rank is None and not config.freeze):
         return 1.0
     counts = _trained_parameters(config, plan.embedding.vocabulary)
     trained = 0
@@ -88,16 +95,17 @@ def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPar
 
 @functools.cache
 def _trained_parameters(config: ModelConfig, vocabulary: int) -> Counter[str]:
-    """Count the trained parameters of each of a GPT's layers, of its embedding and of its head."""
-    context = BuildContext(Layout.single(), parameter_device=torch.device("meta"))
-    model = GPTModel(model_plan(config, vocabulary), context)
-    if config.lora_rank is not None:
-        add_adapters(model, config, context)
+    """Count the trained parameters of each layer, of the embedding and of everything else.
+
+    The layers of a T5's decoder are counted after those of its encoder.
+    """
     counts: Counter[str] = Counter()
-    for name, parameter in model.named_parameters():
-        first, second, *_ = name.split(".")
-        place = f"layers.{second}" if first == "layers" else first
-        place = place if place.startswith(("layers", "embedding")) else "head"
+    for name, parameter in network_without_memory(config, vocabulary).named_parameters():
+        stack, *parts = name.removeprefix("encoder.").removeprefix("decoder.").split(".")
+        place = stack if stack == "embedding" else "head"
+        if stack == "layers":
+            before = config.num_layers if name.startswith("decoder.") else 0
+            place = f"layers.{before + int(parts[0])}"
         counts[place] += 0 if is_frozen(name, config) else parameter.numel()
     return counts
 

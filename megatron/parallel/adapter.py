@@ -26,7 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
+from megatron.parallel.buckets import row_shards
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce, copy_to, gather_rows_to
 from megatron.parallel.layers import Linear, Projections, sum_over_ranks
@@ -126,6 +128,7 @@ class Adapter(nn.ModuleDict):
         )
         self.plan, self.site, self.split = plan, site, linear.split
         self.layout = layout = context.layout
+        self.dtype = context.compute_dtype
         # The weight's rows on this rank: groups, and each projection's rows in a group.
         ranks = layout.tensor.size if linear.split == "column" else 1
         self.groups = max(1, (held.groups or 1) // ranks)
@@ -179,13 +182,24 @@ class Adapter(nn.ModuleDict):
 
     @torch.no_grad()
     def start(self, weight: Tensor) -> None:
-        """Set the trained magnitudes to the norms of the frozen weight's rows. Collective."""
+        """Set the trained magnitudes to the norms of the frozen weight's rows. Collective.
+
+        Args:
+            weight: The frozen weight. With ZeRO stage 3, it and the magnitudes are sharded.
+        """
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor().to(self.dtype)
         matrix = weight.flatten(0, -2)
         squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
         lengths = self._over_inputs(squares).sqrt_()
         for name, part in self._by_projection(lengths).items():
-            if name in self:
-                self._factors(name).magnitude.copy_(part.flatten())  # type: ignore[union-attr]
+            magnitude = self._factors(name).magnitude if name in self else None
+            if isinstance(magnitude, DTensor):
+                mesh, rows = magnitude.device_mesh, part.numel()
+                own = row_shards(rows, rows, mesh.size())[mesh.get_local_rank()]
+                magnitude.to_local().copy_(own.of(part.flatten()))
+            elif magnitude is not None:
+                magnitude.copy_(part.flatten())
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:

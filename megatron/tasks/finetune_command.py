@@ -371,3 +371,8 @@ def own_order(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     if config.data.mock_data:
         yield "--mock-data: give labeled texts as --train-data"
+    if config.model.lora_rank is not None:
+        yield (
+            f"--lora-rank {config.model.lora_rank}: a task trains all weights, because its head "
+            "is new: drop the flag, or train adapters with pretrain_bert.py"
+        )

@@ -319,3 +319,4 @@ def _initialize(
     for name, entry in flatten(checkpointing.shard_state(named_parameters, gradients)):
         spec = replace(specs[name], offset=entry.offset)
         initialize_part(name.removeprefix("model."), entry.tensor, spec, seed)
+    start_adapters(parts)

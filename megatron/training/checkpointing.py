@@ -513,6 +513,12 @@ def restore_run(run: Run, reader: Reader) -> None:
 def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...], State]:
     """Return the names of initialized parts, and the weights to load in finetuning. Collective."""
     anew = _lacking_heads(run, reader, state)
+    if anew and run.config.model.lora_rank is not None:
+        lacking = ", ".join(name.removeprefix("model.").rstrip(".") for name in anew)
+        raise CheckpointError(
+            f"--lora-rank {run.config.model.lora_rank}: {reader.path} does not hold {lacking}, "
+            "which adapters would leave frozen at its initial values: train all weights first"
+        )
     state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
     model, held = run.config.model, reader.names()
     if model.retro_add_retriever and not any(map(is_of_retrieval, held)):

@@ -10,11 +10,13 @@ import torch
 from megatron.checkpoint.compatibility import check_network
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.loading import open_root
+from megatron.checkpoint.merged import without_adapters
 from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.command import say
 from megatron.config.model import with_article
 from megatron.config.retriever import CONTEXT, QUERY, TOWERS
 from megatron.errors import CheckpointError
+from megatron.models.adapters import adapted_layers
 from megatron.training.checkpointing import entries_held, take_weights
 from megatron.training.pretrain import Extras
 from megatron.training.run import Run
@@ -34,6 +36,7 @@ class StartFromBert(Extras):
         reader = open_root(Path(folder), layout=run.layout, allow_foreign=allow_foreign)
         if reader is None:
             raise CheckpointError(f"{_FLAG} {folder}: there is no checkpoint: give a BERT's folder")
+        reader = without_adapters(reader, adapted_layers)
         saved = reader.meta["config"].get("model", {})
         kind = saved.get("architecture", "gpt")
         if kind != "bert":

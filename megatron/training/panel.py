@@ -68,8 +68,9 @@ def _describe_data(run: Run) -> str:
     source = "indexed files" if has_corpus else "the task's files"
     if any(text_members(split, 0) for split in run.datasets):
         source = "text, tokenized while training"
-    pairs = run.config.preferences.preference_loss is not None
-    what = "pairs of answers" if pairs else "conversations"
+    preferences = run.config.preferences
+    what = "conversations" if preferences.preference_loss is None else "pairs of answers"
+    what = "answers" if preferences.trains_on_labels else what
     source = what if run.config.finetuning.sft else source
     source = "generated tokens (--mock-data)" if data.mock_data else source
     of_task = not has_corpus and not data.mock_data  # the task evaluates on its own files
@@ -91,10 +92,10 @@ def finetuning_rows(run: Run) -> list[PanelRow]:
     options, training = run.config.finetuning, run.config.training
     if not options.sft:
         return []
-    if run.config.preferences.preference_loss is not None:
-        how = (
-            f"{run.config.preferences.preference_loss}; all pairs of an update have the same weight"
-        )
+    preferences = run.config.preferences
+    if preferences.preference_loss is not None:
+        what = "answers of a kind" if preferences.trains_on_labels else "pairs"
+        how = f"{preferences.preference_loss}; all {what} in an update have the same weight"
         return [("loss", how), ("packing", describe_pairs(run.datasets[0]))]
     counted = "every turn" if options.train_on_inputs else "the assistant's turns"
     how = "all tokens of an update have the same weight (--calculate-per-token-loss)"

@@ -28,6 +28,18 @@ class CountsEpochs(Protocol):
         """Return the number of training samples in an epoch. Collective."""
 
 
+@runtime_checkable
+class ReportsMeans(Protocol):
+    """A recipe whose log shows other numbers than the means of what `Recipe.forward` returns."""
+
+    def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers to log under the same names.
+
+        Args:
+            losses: The mean of each loss over the labels of a global batch.
+        """
+
+
 class Recipe(Protocol):
     """One kind of pretraining. `training.pretrain.main` does everything else."""
 

@@ -24,6 +24,7 @@ from megatron.training.expert_load import (
 )
 from megatron.training.log_line import skipped_line
 from megatron.training.passes import Passes
+from megatron.training.recipe import ReportsMeans
 from megatron.training.run import Run
 
 _NOTHING = 1e-30  # the share of labels if none counts: all gradients are 0 and must stay 0
@@ -387,4 +388,6 @@ def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], 
     if run.config.training.calculate_per_token_loss:
         weight = next(numbers)
         losses = {name: value / max(weight, _NOTHING) for name, value in losses.items()}
+    if isinstance(run.recipe, ReportsMeans):
+        losses = run.recipe.reported(losses)
     return losses, weight, [count > 0 for count in numbers]

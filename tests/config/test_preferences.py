@@ -22,7 +22,7 @@ WORDS = [*(word for word in TOY if word != "--mock-data"), *PAIRS, "--data-path"
             "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
             "use --cross-entropy-fusion-impl native",
         ),
-        ("--truncation split", "a pair lies in one row: use keep-start"),
+        ("--truncation split", "answers are compared as a whole: use keep-start"),
         ("--logits-load-dir x", "cannot be combined with distillation: drop --teacher-load"),
         ("--no-sft", "--preference-loss dpo requires --sft"),
         ("--preference-beta 0", "--preference-beta 0.0: must be above 0"),
@@ -45,7 +45,11 @@ def test_what_preferences_refuse(words: str, told: str) -> None:
         ),
         (
             "--preference-loss simpo --reference-log-probs x",
-            "changes nothing without --preference-loss dpo, ipo, hinge or robust",
+            "changes nothing without --preference-loss dpo, ipo, hinge, robust or kto",
+        ),
+        (
+            "--kto-desirable-weight 2",
+            "--kto-desirable-weight 2 changes nothing without --preference-loss kto",
         ),
         ("--hidden-dropout 0.1", "--hidden-dropout 0.1 with --preference-loss dpo: the reference"),
     ],

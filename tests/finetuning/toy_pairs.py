@@ -12,7 +12,8 @@ from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.data.conversations import TokenizedExamples
 from megatron.data.packing import one_each, pack
-from megatron.data.preferences import FittedPairs, PreferenceDataset
+from megatron.data.preferences import FittedAnswers, FittedPairs, PreferenceDataset
+from megatron.finetuning.kto import KTORecipe
 from megatron.finetuning.preferences import PreferenceRecipe, RewardRecipe
 from megatron.finetuning.reference import ReferenceLogProbs
 from megatron.parallel.layout import Layout
@@ -50,9 +51,18 @@ def toy_pairs(vocabulary: int = 100, pairs: int = 24, longest: int = 9) -> Token
     return TokenizedExamples("toy", *held, Counter())
 
 
-def rows_of_one_pair(pairs: TokenizedExamples, count: int) -> list[int]:
+def toy_answers(vocabulary: int = 100) -> TokenizedExamples:
+    """The same answers, each desirable or not."""
+    found = toy_pairs(vocabulary)
+    found.trained[found.starts] = np.random.RandomState(2).randint(2, size=len(found)).astype(bool)
+    return found
+
+
+def rows_of_one_pair(
+    examples: TokenizedExamples, count: int, fitted: type[FittedPairs] = FittedPairs
+) -> list[int]:
     """Return the pairs in the order of training with --no-packing."""
-    source = FittedPairs(pairs, 32, "error")
+    source = fitted(examples, 32, "error")
     packing = one_each(source.limits.sum(axis=1), 32)
     dataset = PreferenceDataset(source, 0, packing, count, SEED, 0)
     return [int(number) for i in range(count) for number in dataset.row(i)]
@@ -63,11 +73,15 @@ class ToyPreferences(PreferenceRecipe):
 
     vocabulary = 100
 
+    def source(self, length: int) -> FittedPairs:
+        """Return the answers."""
+        return FittedPairs(toy_pairs(self.vocabulary), length, "error")
+
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         length = config.data.seq_length
-        source = FittedPairs(toy_pairs(self.vocabulary), length, "error")
+        source = self.source(length)
         how = pack if config.finetuning.packing else one_each
         packing = how(source.limits.sum(axis=1), length)
         seed = config.training.seed
@@ -78,7 +92,19 @@ class ToyRewards(RewardRecipe):
     """Training of a reward model on the toy's pairs."""
 
     build_datasets = ToyPreferences.build_datasets
+    source = ToyPreferences.source
     vocabulary = ToyPreferences.vocabulary
+
+
+class ToyAnswers(KTORecipe):
+    """Training on the toy's single answers."""
+
+    build_datasets = ToyPreferences.build_datasets
+    vocabulary = ToyPreferences.vocabulary
+
+    def source(self, length: int) -> FittedPairs:
+        """Return the answers."""
+        return FittedAnswers(toy_answers(self.vocabulary), length, "error")
 
 
 def build_pairs(layout: Layout, words: Sequence[str]) -> Run:
@@ -86,7 +112,12 @@ def build_pairs(layout: Layout, words: Sequence[str]) -> Run:
     base = [word for word in TOY if word != "--mock-data"]
     given = [*base, *PAIRS, "--no-exit-signal-handler", "--data-path", str(FILE), *words]
     parsed = parse_config(given, world_size=layout.world.size, architecture="gpt")
-    recipe = ToyRewards() if parsed.config.preferences.trains_reward_model else ToyPreferences()
+    preferences = parsed.config.preferences
+    recipe: PreferenceRecipe = ToyPreferences()
+    if preferences.trains_reward_model:
+        recipe = ToyRewards()
+    elif preferences.trains_on_labels:
+        recipe = ToyAnswers()
     run = build_run(parsed.config, recipe, toy_device(layout.world.rank), layout)
     ReferenceLogProbs().begin(run)
     return run

@@ -419,6 +419,7 @@ def test_the_best_is_by_the_metric_of_glue(task, better, worse):
         (["--epochs", "1", "--overwrite"], "--overwrite without --results: there is no file"),
         (["--train-iters", "5"], "--train-iters: --epochs sets the length of training"),
         (["--dataloader-type", "cyclic"], "a task always shuffles each epoch"),
+        (["--lora-rank", "4"], "a task trains all weights, because its head is new"),
         (["--iterations-to-skip", "3"], "this could skip the end of an epoch"),
         (["--log-validation-ppl-to-tensorboard"], "a task's loss is not a token loss"),
         (["--strict-lambada"], "--strict-lambada belongs to WIKITEXT103, LAMBADA and PERPLEXITY"),

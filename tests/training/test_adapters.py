@@ -7,6 +7,7 @@ import torch
 
 from megatron.config.adapters import is_of_adapter
 from megatron.errors import CheckpointError, ConfigError
+from megatron.inference.load import open_existing
 from megatron.kernels.grouped import Grouping
 from megatron.models.adapters import count_adapters
 from megatron.models.arithmetic import flops_per_token
@@ -61,6 +62,7 @@ _PP = "--pipeline-model-parallel-size 2"
         ("", "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather"),
         ("--use-dora", "--zero-stage 2"),
         ("", "--zero-stage 3"),
+        ("--use-dora", "--zero-stage 3"),
         ("", _TP),
         ("--use-dora", f"{_TP} --sequence-parallel"),
         ("", f"{_TP} --sequence-parallel --tp-comm-overlap"),
@@ -229,7 +231,6 @@ def test_patterns_that_cannot_be_meant_are_refused(flags, told):
     ("flags", "told"),
     [
         ("--lora-rank 0", "--lora-rank 0: must be at least 1"),
-        ("--use-dora --zero-stage 3", "--use-dora: "),
         ("--bf16 --fp8-format e4m3", "--lora-rank 4: FP8 training does not support frozen weights"),
         ("--ckpt-format legacy --save x", "--lora-rank 4: --ckpt-format legacy"),
     ],
@@ -245,3 +246,75 @@ def test_what_adapters_cannot_be_combined_with(flags, told):
 def test_without_a_rank_nothing_is_trained_by_mistake(flags):
     (line,) = problems(flags, world_size=1)
     assert line.startswith(f"{flags} requires --lora-rank")
+
+
+OTHERS = {
+    "bert": "--hidden-dropout 0 --attention-dropout 0 --lr 1e-2",
+    "t5": "--hidden-dropout 0 --attention-dropout 0 --lr 1e-2",
+}
+_PARTS = {"bert": 2 * (3 + 1 + 1 + 1), "t5": 2 * (3 + 1 + 1 + 1) + 2 * (3 + 1 + 1 + 2 + 1 + 1 + 1)}
+
+
+def _train_other(layout, kind, flags):
+    words = [*OTHERS[kind].split(), *_RANK.split(), *flags.split()]
+    recorder, run = train_toy(layout, words, kind)
+    return recorder.values("lm loss"), recorder.values("grad-norm"), run
+
+
+_RANK = "--lora-rank 4 --lora-alpha 8"
+
+
+@cache
+def _other(kind):
+    return _train_other(Layout.single(), kind, "")
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_only_adapters_of_a_bert_and_a_t5_are_trained(kind):
+    begun = build_toy(Layout.single(), [*OTHERS[kind].split(), *_RANK.split()], kind)
+    before = {name: p.detach().clone() for name, p in begun.named_parameters()}
+    plain, _ = train_toy(Layout.single(), OTHERS[kind].split(), kind)
+    losses, _, run = _other(kind)
+    assert losses[0] == plain.values("lm loss")[0]
+    changed = {name for name, p in run.named_parameters() if not p.equal(before[name])}
+    assert changed == {name for name in before if is_of_adapter(name)}
+    assert len({name.rpartition(".")[0] for name in changed}) == _PARTS[kind]
+    assert count_adapters(run.config.model, run.plan.embedding.vocabulary) == sum(
+        before[name].numel() for name in changed
+    )
+    states = sum(tensor.nbytes for tensor, _ in run.optimizer.named_tensors().values())
+    estimate = estimate_memory(run.config, run.plan, run.layout, 1)
+    assert estimate.optimizer == pytest.approx(states, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_bert_and_a_t5_are_saved_resumed_and_merged(kind, tmp_path):
+    words = [*OTHERS[kind].split(), *_RANK.split(), "--save", str(tmp_path), "--save-interval", "3"]
+    _, straight = train_toy(Layout.single(), words, kind)
+    again = [*words, "--load", str(tmp_path), "--ckpt-step", "3"]
+    assert fingerprint(train_toy(Layout.single(), again, kind)[1]) == fingerprint(straight)
+    reader = open_existing(str(tmp_path))
+    assert not any(map(is_of_adapter, reader.names()))
+    parameters = {name: p.detach() for name, p in straight.named_parameters()}
+    stack = "decoder." if kind == "t5" else ""
+    name = f"{stack}layers.1.{'cross_attention.output' if kind == 't5' else 'mlp.down'}"
+    a, b = (parameters[f"{name}.adapter.weight.{factor}"] for factor in "ab")
+    merged = parameters[f"{name}.weight"] + 8 / 4 * b @ a
+    assert b.any()
+    torch.testing.assert_close(reader.read(f"model.{name}.weight"), merged)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("flags", [f"{_TP} --sequence-parallel", _PP, "--use-dora --zero-stage 3"])
+def test_layouts_of_a_bert_and_a_t5_equal_one_process(kind, flags):
+    expected = _other(kind)
+    if "dora" in flags:
+        expected = _train_other(Layout.single(), kind, "--use-dora")
+    sizes = {axis: 2 for axis in ("tensor", "pipeline") if f"--{axis}" in flags}
+    for ours in run_distributed(2, _losses_of_other, kind, flags, **sizes):
+        assert ours[0] == pytest.approx(expected[0], rel=1e-5)
+        assert ours[1] == pytest.approx(expected[1], rel=1e-4)
+
+
+def _losses_of_other(layout, kind, flags):
+    return _train_other(layout, kind, flags)[:2]

@@ -34,7 +34,7 @@ from megatron.config.adapters import plain_network
 from megatron.config.arguments import from_given
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import divisors
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, with_article
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
 from megatron.config.rules_legacy import tensor_misfit
@@ -492,6 +492,16 @@ def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) ->
     if model.lora_rank is None:
         raise CheckpointError(
             f"--saver peft: {path} has no adapters: use --saver hf for the whole model"
+        )
+    if model.architecture != "gpt":
+        raise CheckpointError(
+            f"--saver peft: {path} holds {with_article(model.architecture)}, but PEFT's files are "
+            "written only for a gpt: use --saver hf, which merges the adapters"
+        )
+    if model.reward_head:
+        raise CheckpointError(
+            f"--saver peft: {path} holds a reward model, whose head was trained beside the "
+            "adapters: use --saver hf, which merges the adapters"
         )
     wanted = options.model_family or source.family
     family = family_for(plain_network(model), source.rows, wanted)

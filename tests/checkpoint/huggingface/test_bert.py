@@ -253,6 +253,15 @@ def test_pretraining_draws_the_heads_that_a_folder_lacks(kind, anew, tmp_path, c
     assert torch.equal(words, model.get_input_embeddings().weight)
 
 
+def test_adapters_leave_no_new_head_frozen(tmp_path, capsys):
+    save("BertModel", tmp_path / "a")
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB - 1)]
+    words = [*TRAINING, *null, "--load", str(tmp_path / "a"), "--lora-rank", "2"]
+    assert main(BertRecipe(), words) == CheckpointError.exit_code
+    said = " ".join(capsys.readouterr().err.split())
+    assert "does not hold head, output, binary_head, which adapters would leave frozen" in said
+
+
 def test_real_weights(tmp_path, capsys):
     """all-MiniLM-L6-v2: hidden states within 1e-4, and out again bit for bit."""
     spec = find_spec(MINILM)
