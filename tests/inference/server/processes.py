@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -66,6 +68,52 @@ def server_process(
         yield process, _address(process, log)
     finally:
         _end(process)
+
+
+class Terminal:
+    """What comes out of one; what was waited for is behind us."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._seen = number, ""
+
+    def expect(self, text: str, seconds: float = 60) -> str:
+        """Wait for a text, and return what came before it."""
+        end = time.monotonic() + seconds
+        while text not in self._seen:
+            left = max(0.0, end - time.monotonic())
+            assert select.select([self._number], [], [], left)[0], self._seen
+            self._seen += os.read(self._number, 4096).decode("utf-8", "replace")
+        before, _, self._seen = self._seen.partition(text)
+        return before
+
+    def say(self, line: str) -> None:
+        """Type a line at the next prompt; before that, it would be typed into the answer."""
+        self.expect("> ")
+        os.write(self._number, f"{line}\n".encode())
+
+    def leave(self) -> None:
+        """Press Ctrl-D at the next prompt."""
+        self.expect("> ")
+        os.write(self._number, b"\x04")
+
+
+@contextlib.contextmanager
+def on_terminal(
+    words: Sequence[str], cache: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], Terminal]]:
+    """A process on a terminal of its own, with its history in `cache`."""
+    main, side = pty.openpty()
+    variables = environment(MEGATRON_CACHE=str(cache))
+    process = subprocess.Popen(
+        [*words], cwd=ROOT, env=variables, stdin=side, stdout=side, stderr=side
+    )
+    os.close(side)
+    try:
+        yield process, Terminal(main)
+    finally:
+        process.terminate()
+        process.wait()
+        os.close(main)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import pty
-import select
 import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ import pytest
 from megatron.tools import text_generation_cli as cli
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
+from tests.inference.server.processes import on_terminal
 from tests.repository import ROOT
 
 CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -163,18 +161,8 @@ def test_a_terminal_is_shown_no_control_characters(
 
 
 def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
-    main, side = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "tools/text_generation_cli.py", _address(chatty), "--chat"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_CACHE": str(tmp_path)},
-        stdin=side,
-        stdout=side,
-        stderr=side,
-    )
-    os.close(side)
-    terminal = _Terminal(main)
-    try:
+    words = ["tools/text_generation_cli.py", _address(chatty), "--chat"]
+    with on_terminal([sys.executable, *words], tmp_path) as (process, terminal):
         for line, answer in (
             ("/tokens 3", "/tokens 3"),
             ("y", "yyy"),
@@ -186,30 +174,10 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
             ("/model sql", "/model sql"),
             ("z", "yyy"),  # the engine says what came first
         ):
-            terminal.expect("> ")  # else it would be typed into the answer
-            os.write(main, f"{line}\n".encode())
+            terminal.say(line)
             terminal.expect(answer)
-        terminal.expect("> ")
-        os.write(main, b"\x04")
+        terminal.leave()
         assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        os.close(main)
     assert len(chatty.engine.seen[-1].prompt) == 5  # y, yyy and z
     assert chatty.engine.seen[-1].adapter == 1
     assert "/help" in (tmp_path / f"text_generation-{os.getuid()}" / "history").read_text()
-
-
-class _Terminal:
-    """What comes out of one; what was waited for is behind us."""
-
-    def __init__(self, number: int) -> None:
-        self._number, self._seen = number, ""
-
-    def expect(self, text: str, seconds: float = 30) -> None:
-        end = time.monotonic() + seconds
-        while text not in self._seen:
-            left = max(0.0, end - time.monotonic())
-            assert select.select([self._number], [], [], left)[0], self._seen
-            self._seen += os.read(self._number, 4096).decode("utf-8", "replace")
-        self._seen = self._seen.partition(text)[2]
