@@ -147,6 +147,10 @@ def shortage_errors(remedy: str) -> Iterator[None]:
         raise shortage from error
 
 
+class CrashLoopError(UserError, exit_code=11):
+    """The run failed twice in the same way at the same iteration, so a restart cannot help."""
+
+
 class OutputClosedError(UserError, exit_code=141):
     """The reader of the log is gone. The exit code is the one that shells report after SIGPIPE."""
 

@@ -127,6 +127,7 @@ class Meta(TypedDict):
     consumed_train_samples: Size
     skipped_train_samples: NotRequired[Size]
     consumed_train_tokens: NotRequired[Size]
+    useful_seconds: NotRequired[Annotated[float, Ge(0)]]
     padded_vocab_size: Size
     optimizer: NotRequired[OptimizerScalars | None]
     average: NotRequired[SavedAverage | None]

@@ -106,9 +106,9 @@ def write_checkpoint(
     exchange, reports = JsonExchange(snapshot.layout.world), list[Json]()
 
     def fill(temporary: Path) -> None:
-        reports.extend(exchange.together(lambda: _write_files(temporary, snapshot)))
+        reports.extend(exchange.together(lambda: write_files(temporary, snapshot)))
 
-    last = (MANIFEST, lambda _: dump(_manifest(snapshot, reports)))
+    last = (MANIFEST, lambda _: dump(manifest_of(snapshot, reports)))
     folder, need = find.iteration_folder(snapshot.iteration), snapshot.plan.total_bytes
     return write_folder(root, folder, exchange, need, fill, last, keep, check)
 
@@ -209,7 +209,7 @@ def reap(root: Path) -> None:
                 path.rename(final)
 
 
-def _write_files(folder: Path, snapshot: Snapshot) -> Json:
+def write_files(folder: Path, snapshot: Snapshot) -> Json:
     """Write this rank's files concurrently and return a description of their content."""
     files = files_of(snapshot.plan, snapshot.layout.world.rank)
     if not files:
@@ -236,7 +236,8 @@ def _write_files(folder: Path, snapshot: Snapshot) -> Json:
     }
 
 
-def _manifest(snapshot: Snapshot, reports: list[Json]) -> Manifest:
+def manifest_of(snapshot: Snapshot, reports: list[Json]) -> Manifest:
+    """Return the manifest of a checkpoint whose ranks wrote their files as these reports say."""
     plan, layout = snapshot.plan, snapshot.layout
     files = {name: FileInfo(*info) for report in reports for name, info in report["files"].items()}
     tensors = {}

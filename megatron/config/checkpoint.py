@@ -24,9 +24,36 @@ def _written_format(text: str) -> str:
     return text
 
 
+def _non_persistent_type(text: str) -> str:
+    """Check and return a value of --non-persistent-ckpt-type.
+
+    Raises:
+        ValueError: The type is not supported.
+    """
+    if text == "in_memory":
+        raise ValueError(
+            "processes lose their memory when they end: use local, with "
+            "--non-persistent-local-ckpt-dir in /dev/shm"
+        )
+    return text
+
+
 # Conditions that the flags below need or require.
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
 _SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
+_OFTEN = Need(
+    lambda run: run.checkpoint.non_persistent_save_interval is not None,
+    "--non-persistent-save-interval",
+)
+_GLOBAL = Need(
+    lambda run: run.checkpoint.non_persistent_ckpt_type == "global",
+    "--non-persistent-ckpt-type global",
+)
+_LOCAL = Need(
+    lambda run: run.checkpoint.non_persistent_ckpt_type == "local",
+    "--non-persistent-ckpt-type local",
+)
+_COPIED = Need(lambda run: run.checkpoint.replication, "--replication")
 _FOR_CORE = Need(lambda run: run.checkpoint.ckpt_format == "torch_dist", "--ckpt-format torch_dist")
 
 
@@ -52,6 +79,18 @@ class CheckpointConfig:
             to --keep-latest.
         mean_hours_between_failures: Mean time between failures of the whole job, used to suggest
             how often to save. Default: 50,000 GPU hours, as in Llama 3's training.
+        non_persistent_save_interval: Iterations between non-persistent checkpoints: the two newest
+            are kept, and a run that resumes itself from --save prefers them if they are newer.
+        non_persistent_ckpt_type: Where non-persistent checkpoints are: in a folder that all
+            processes see (global), or on each machine's own disk or in its memory (local).
+        non_persistent_global_ckpt_dir: Folder for global ones. Default: non_persistent in --save.
+        non_persistent_local_ckpt_dir: Folder for local ones, for example in /dev/shm.
+        replication: Copy each process's local checkpoint to the folder of other processes, so that
+            it survives the loss of a machine.
+        replication_jump: Distance in ranks between a process and the one that keeps its copy.
+            Default: the processes per machine, so that the copy is on the next machine.
+        replication_factor: Number of machines that hold each process's local checkpoint, its own
+            included.
         no_save_optim: Leave the optimizer out of checkpoints.
         no_save_rng: Leave random states out of checkpoints.
         load: Folder to load the newest checkpoint from.
@@ -91,6 +130,17 @@ class CheckpointConfig:
     keep_latest: int | None = flag(None, unit="checkpoints", at_least=1, needs=_SAVES)
     save_retain_interval: int | None = flag(None, unit="iterations", at_least=1, needs=_SAVES)
     mean_hours_between_failures: float | None = flag(None, unit="hours", above=0, needs=_SAVES)
+    non_persistent_save_interval: int | None = flag(
+        None, unit="iterations", at_least=1, requires=_SAVES
+    )
+    non_persistent_ckpt_type: str | None = flag(
+        None, choices=("global", "local"), convert=_non_persistent_type, needs=_OFTEN
+    )
+    non_persistent_global_ckpt_dir: str | None = flag(None, requires=_GLOBAL)
+    non_persistent_local_ckpt_dir: str | None = flag(None, requires=_LOCAL)
+    replication: bool = flag(False, requires=_LOCAL)
+    replication_jump: int | None = flag(None, unit="ranks", at_least=1, requires=_COPIED)
+    replication_factor: int = flag(2, unit="machines", at_least=2, requires=_COPIED)
     no_save_optim: bool = flag(False, needs=_SAVES)
     no_save_rng: bool = flag(False, needs=_SAVES)
     load: str | None = flag(None, is_common=True)

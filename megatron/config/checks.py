@@ -98,6 +98,8 @@ RULES: tuple[Rule, ...] = (
     rules_training.batch_size_ramp,
     rules_training.length,
     rules_training.left_out,
+    rules_training.faults,
+    rules_training.non_persistent,
     rules_curriculum.curriculum,
     rules_finetuning.distillation,
     rules_training.learning_rate,

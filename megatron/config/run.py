@@ -23,6 +23,7 @@ from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig, ParallelOptions
 from megatron.config.precision import PrecisionConfig
 from megatron.config.preferences import PreferenceConfig
+from megatron.config.reliability import ReliabilityConfig
 from megatron.config.retriever import RetrieverConfig
 from megatron.config.training import EvaluationConfig, TrainingConfig, TrainingOptions
 from megatron.errors import ConfigError
@@ -53,6 +54,7 @@ class RunOptions:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

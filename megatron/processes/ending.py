@@ -16,6 +16,7 @@ from megatron.errors import (
     EXIT_OK,
     EXIT_SAVED_ON_SIGNAL,
     ConfigError,
+    CrashLoopError,
     NumericsError,
     OutputClosedError,
     UserError,
@@ -32,7 +33,7 @@ _PATIENCE = 3  # pressing Ctrl-C this many times ends the process at once
 
 def report(error: Exception, launch: Launch) -> None:
     """Print a user's mistake with its remedy, and any other exception with its traceback."""
-    alike = isinstance(error, ConfigError | NumericsError)  # on all ranks
+    alike = isinstance(error, ConfigError | NumericsError | CrashLoopError)  # on all ranks
     where = "" if alike or launch.world_size == 1 else f"[rank {launch.rank}] "
     if isinstance(error, ConfigError):
         text = "\n".join(f"error: {problem}" for problem in error.problems)
@@ -45,6 +46,16 @@ def report(error: Exception, launch: Launch) -> None:
     leave_message(text)
 
 
+def exit_code_of(error: Exception) -> int:
+    """Return the exit code of a process that ends with this error."""
+    return error.exit_code if isinstance(error, UserError) else _CRASHED
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, in one line."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchdog) -> SystemExit:
     """End the run of all processes because of an error in this one.
 
@@ -55,12 +66,12 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
         The exception for this process to raise, with the exit code that all processes share.
     """
     is_ours = isinstance(error, UserError)
-    code = error.exit_code if isinstance(error, UserError) else _CRASHED
+    code = exit_code_of(error)
     place = journal.place  # its iteration is 0 before training and in programs that do not train
     where = (
         f"iteration {place.iteration}, {place.operation}" if place.iteration else place.operation
     )
-    said = (str(error) or type(error).__name__).splitlines()[0]
+    said = first_line(error)
     # Communication fails when the other process is gone. It may have announced why.
     about_another = not is_ours and (
         isinstance(error, dist.DistError) or journal.waits_for is not None

@@ -6,7 +6,7 @@ import json
 import platform
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
+from megatron.config.reliability import Fault
 from megatron.device import Device, StreamMarks
 from megatron.errors import ConfigError, HangError
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Layout
-from megatron.processes.ending import end_run
+from megatron.processes.ending import end_run, exit_code_of, first_line
 from megatron.processes.launch import Launch, check_meeting_place
-from megatron.processes.watchdog import GRACE, Watchdog, ranks_text
+from megatron.processes.watchdog import GRACE, Verdict, Watchdog, ranks_text
 
 # The communication library waits this much longer than we do, because it aborts without naming the
 # missing rank.
@@ -37,6 +38,8 @@ def process_group(
     device: Device,
     before_end: ExitStack,
     unmet: list[str],
+    record: Callable[[Verdict], None] | None = None,
+    faults: Sequence[Fault] = (),
 ) -> Iterator[Layout]:
     """Yield the layout of this run, with its process groups alive inside the block.
 
@@ -50,6 +53,8 @@ def process_group(
         before_end: Callbacks that run when the block ends, before the groups end and after the
             other processes have been notified of an error.
         unmet: The requirements that this device does not meet (see `refuse_together`).
+        record: A function that is called with the reason of a failure, in one of the processes.
+        faults: The faults to inject into this process.
 
     Raises:
         ConfigError: The device of some process does not meet the requirements of the run.
@@ -59,7 +64,15 @@ def process_group(
     if launch.world_size == 1:
         if unmet:
             raise ConfigError(unmet)
-        yield Layout.at(0, 1, **config.sizes)
+        alone = Layout.at(0, 1, **config.sizes)
+        alone = alone.connect(device.type, _new_journal(None, faults))
+        try:
+            yield alone
+        except Exception as error:
+            if record is not None:
+                iteration = alone.journal.place.iteration
+                record(Verdict(exit_code_of(error), 0, first_line(error), iteration))
+            raise
         return
     backend = config.distributed_backend if device.is_gpu else "gloo"
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -69,7 +82,7 @@ def process_group(
         "command running on every machine, and can each machine reach the address and port of "
         "the first one?"
     )
-    watchdog = Watchdog(launch, timeout.total_seconds())
+    watchdog = Watchdog(launch, timeout.total_seconds(), record)
     mute = unconnected.format("the launcher's store does not answer")
     watchdog.end_within(
         timeout.total_seconds() + GRACE, HangError.exit_code, f"[rank {launch.rank}] error: {mute}"
@@ -84,7 +97,8 @@ def process_group(
             )
         except dist.DistError as error:
             raise HangError(unconnected.format(error)) from error
-        journal = Journal(StreamMarks(device.torch_device) if device.is_gpu else None)
+        marks = StreamMarks(device.torch_device) if device.is_gpu else None
+        journal = _new_journal(marks, faults)
         watchdog.begin(journal)
         try:
             dist.init_process_group(
@@ -113,6 +127,15 @@ def process_group(
             raise end_run(error, launch, journal, watchdog) from error
     # After an error, the watchdog goes on, because the process may be unable to print the error.
     watchdog.stop()
+
+
+def _new_journal(marks: StreamMarks | None, faults: Sequence[Fault]) -> Journal:
+    """Return this process's journal, which lets faults strike if there are any."""
+    if not faults:
+        return Journal(marks)
+    from megatron.processes.faults import FaultyJournal  # no other run has its code
+
+    return FaultyJournal(marks, faults)
 
 
 def job_store(launch: Launch, timeout: timedelta) -> dist.Store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import socket
 import struct
 import time
@@ -17,19 +18,30 @@ from megatron.errors import ConfigError
 
 RANK_ENV = "RANK"
 WORLD_SIZE_ENV = "WORLD_SIZE"
+_END_SIGNAL_ENV = "MEGATRON_LAUNCHER_SIGNAL"  # the signal on which our launcher stops restarting
 _SLURM_TASK_ENV = "SLURM_PROCID"
 _GET_ADDRESS = 0x8915  # ioctl SIOCGIFADDR
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The ranks of this process, as its launcher gave them; the defaults fit a single process."""
+    """The ranks of this process, as its launcher gave them; the defaults fit a single process.
+
+    Attributes:
+        rank: The index of this process.
+        world_size: The number of processes.
+        local_rank: The index among those on this machine.
+        local_world_size: Their number.
+        restart_count: How often torchrun has restarted the processes of this machine.
+        is_restart: Whether torchrun or SLURM has started the run again, without a person.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     restart_count: int = 0
+    is_restart: bool = False
 
     @property
     def machine(self) -> range:
@@ -75,7 +87,8 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
             f"{rank_name} is {rank}, but {size_name} is {size} (1 if unset), and ranks must be "
             f"at least 0 and less than that: set both, as {launcher} does, or neither"
         )
-    return Launch(rank, size, local_rank, local_size, restarts)
+    is_restart = restarts > 0 or whole_number("SLURM_RESTART_COUNT", 0) > 0
+    return Launch(rank, size, local_rank, local_size, restarts, is_restart)
 
 
 def is_launched() -> bool:
@@ -144,6 +157,24 @@ def leave_message(text: str) -> None:
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def name_end_signal(number: signal.Signals) -> None:
+    """Tell the ranks which signal makes this launcher end without restarting them."""
+    os.environ[_END_SIGNAL_ENV] = str(number.value)
+
+
+def end_launcher(launch: Launch) -> None:
+    """Keep torchrun from restarting the processes of this machine, which are about to end.
+
+    torchrun has no exit code that means this, but a signal ends it. It passes the signal on, so
+    every process ignores it first. Our own launcher exits with the code of `CrashLoopError`.
+    """
+    is_restarted = launch.restart_count < whole_number("TORCHELASTIC_MAX_RESTARTS", 0)
+    number = whole_number(_END_SIGNAL_ENV, signal.SIGHUP)
+    signal.signal(number, signal.SIG_IGN)
+    if is_restarted and launch.local_rank == 0:
+        os.kill(os.getppid(), number)
 
 
 def placed(launch: Launch, local_rank: int | None) -> Launch:

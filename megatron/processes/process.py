@@ -17,6 +17,7 @@ from megatron.errors import ConfigError, UserError, shortage_of
 from megatron.kernels.library import LibraryChoice, find_library
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
+from megatron.processes.crashes import CrashLog
 from megatron.processes.ending import report
 from megatron.processes.groups import process_group
 from megatron.processes.launch import Launch, bare_task, placed, prepare, read_launch
@@ -93,7 +94,14 @@ def processes(
         # This may compile for a minute; no process group is waiting yet.
         kernels = find_library(device.torch_device)
     at_end = before_end or ExitStack()
-    with process_group(config.parallel, launch, device, at_end, unmet) as layout:
+    crashes = None if config.checkpoint.save is None else CrashLog(config.checkpoint.save)
+    record = None if crashes is None else crashes.record
+    faults = [
+        fault
+        for fault in config.reliability.faults
+        if fault.rank == launch.rank and fault.attempt in (None, launch.restart_count)
+    ]
+    with process_group(config.parallel, launch, device, at_end, unmet, record, faults) as layout:
         assert kernels is not None, "a process with unmet requirements has no groups"
         expect_same_kernels(kernels, layout.world)
         yield device, layout

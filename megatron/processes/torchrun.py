@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.errors import EXIT_SAVED_ON_SIGNAL, say_on_stderr
-from megatron.processes.launch import name_ranks
+from megatron.errors import EXIT_SAVED_ON_SIGNAL, CrashLoopError, say_on_stderr
+from megatron.processes.launch import name_end_signal, name_ranks
 
 _HELP = """usage: python -m megatron.processes.torchrun [flags of torchrun] FILE.py [its flags]
 
 Start processes as torchrun does. Unlike torchrun, exit with the code of the run, and leave the
 processes time to save on SIGTERM. `torchrun --help` lists the flags."""
 # Signals on which torchrun ends at once. By default it also does so on SIGTERM.
-_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
+_SIGNALS = "SIGINT,SIGHUP,SIGQUIT,SIGUSR2"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -42,6 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     signal.signal(signal.SIGTERM, _pass_on)
     name_ranks()
+    name_end_signal(signal.SIGUSR2)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -53,7 +54,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if failure.exitcode != EXIT_SAVED_ON_SIGNAL:
             say_on_stderr(str(error))  # the table of all ranks, which torchrun prints too
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    except SignalException as error:  # Ctrl-C: the ranks have said what they did
+    except SignalException as error:  # the ranks have said what they did
+        if error.sigval == signal.SIGUSR2:  # `end_launcher`
+            return CrashLoopError.exit_code
         return 128 + error.sigval
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one must not change the exit code

@@ -205,11 +205,20 @@ class Verdict:
         code: The exit code of every process.
         rank: The rank that ended the run and printed the whole error.
         reason: The reason in one line.
+        iteration: The update of that rank when it ended the run, from 1; 0 before the first.
+        missing: The ranks that hung or disappeared, in words; "" if the rank itself failed.
     """
 
     code: int
     rank: int
     reason: str
+    iteration: int = 0
+    missing: str = ""
+
+    def is_like(self, other: Verdict) -> bool:
+        """Return whether both mean the same failure. Which rank reports it first may differ."""
+        ours = (self.code, self.iteration, self.missing)
+        return ours == (other.code, other.iteration, other.missing)
 
 
 class _Due(NamedTuple):
@@ -238,10 +247,14 @@ class Watchdog:
         launch: The ranks of this process. If a rank on another machine printed the whole error, the
             first rank on this machine prints why the run ends.
         seconds: The longest time that a process may wait for another.
+        record: A function that is called with the verdict, in the process that announces it.
     """
 
-    def __init__(self, launch: Launch, seconds: float) -> None:
+    def __init__(
+        self, launch: Launch, seconds: float, record: Callable[[Verdict], None] | None = None
+    ) -> None:
         """Start the clock."""
+        self._record = record
         self._launch, self._rank, self._seconds = launch, launch.rank, seconds
         self._main = threading.get_ident()
         self._store: dist.Store = dist.HashStore()  # until `connect`
@@ -371,21 +384,26 @@ class Watchdog:
     def _announce(self, claim: _Claim) -> None:
         silent = self._survey()[1] if claim.about_another else frozenset[int]()
         if not self._knows():
-            self._has_won = self._judge(Verdict(claim.code, self._rank, claim.reason(silent)))
+            self._has_won = self._judge(claim.code, claim.reason(silent), silent)
             self._knows()
 
-    def _judge(self, verdict: Verdict) -> bool:
+    def _judge(self, code: int, reason: str, missing: frozenset[int]) -> bool:
         """Publish this verdict unless there is one already, and return whether it was published."""
         is_first = self._store.add("verdicts", 1) == 1
         if is_first:
+            who = ranks_text(missing) if missing else ""
+            iteration = self._journal.place.iteration
+            verdict = Verdict(code, self._rank, reason, iteration, who)
             self._store.set("verdict", json.dumps(asdict(verdict)))
+            if self._record is not None:
+                self._record(verdict)
         return is_first
 
     def _explain_hang(self) -> None:
         if self._store.add("alarms", 1) > 1:
             return
-        _, report = explain(*self._survey(), self._seconds)
-        if self._judge(Verdict(HangError.exit_code, self._rank, report.splitlines()[0])):
+        missing, report = explain(*self._survey(), self._seconds)
+        if self._judge(HangError.exit_code, report.splitlines()[0], missing):
             say_on_stderr(f"error: {report}")
             time.sleep(_LINGER)
             self._leave(HangError.exit_code)

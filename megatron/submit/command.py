@@ -28,6 +28,7 @@ from megatron.errors import (
     EXIT_SAVED_ON_SIGNAL,
     CheckpointError,
     ConfigError,
+    CrashLoopError,
     DataError,
     NumericsError,
     ShortageError,
@@ -59,6 +60,7 @@ _HOPELESS = {
     StorageError.exit_code: "disk",
     ConfigError.exit_code: "configuration",
     ShortageError.exit_code: "memory",
+    CrashLoopError.exit_code: "crash loop",
 }
 _LINE = re.compile(
     r"([A-Za-z0-9][\w.-]*)(?:\s+slots\s*=\s*([1-9]\d*)|:([1-9]\d*))?(?:\s+max[_-]slots=\d+)?",

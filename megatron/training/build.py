@@ -44,6 +44,7 @@ from megatron.tokenizer.build import padded_vocab_size
 from megatron.training import checkpointing, gradient_sharing
 from megatron.training.batches import BatchPlan, batches_from, samples_needed
 from megatron.training.branches import with_branch_length
+from megatron.training.fast_state import RunRecord
 from megatron.training.passes import message_shape
 from megatron.training.recipe import CountsEpochs, Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
@@ -65,6 +66,8 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
     )
+    if config.checkpoint.load is not None:
+        layout.journal.enter("loading of the checkpoint")
     reader = checkpointing.open_for_loading(config, layout)
     if reader is not None:
         entries = checkpointing.entries_held(reader, tokenizer.vocab_size)
@@ -73,6 +76,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
     batches = BatchPlan.from_config(config, layout.data.size)
     config = without_epochs(config, recipe, batches, tokenizer, layout)
+    save = config.checkpoint.save
     training = config.training
     start = checkpointing.progress_at_start(config, reader)
     train_iterations = batches.iterations_of(training, start)
@@ -104,6 +108,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         if config.logging.log_pipeline_bubble
         else None,
         progress=start,
+        record=None if save is None else RunRecord.of(save, layout),
         corpus=corpus_fingerprint(config.data) if has_corpus else None,
     )
     if reader is not None:

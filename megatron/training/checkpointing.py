@@ -23,6 +23,7 @@ from megatron.checkpoint.entries import (
 )
 from megatron.checkpoint.loading import checkpoints_below, open_root
 from megatron.checkpoint.merged import AveragedReader
+from megatron.checkpoint.non_persistent import RUN
 from megatron.checkpoint.reader import Reader, restore
 from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import STATES, Snapshot, write_checkpoint
@@ -45,6 +46,7 @@ from megatron.parallel.parameter import spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.batches import evaluation_position
 from megatron.training.branches import open_trunk, resumed_schedules
+from megatron.training.fast_state import open_newest
 from megatron.training.run import Progress, Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
@@ -301,6 +303,8 @@ def meta_of(run: Run) -> dict[str, Any]:
         "consumed_train_samples": progress.consumed_samples,
         "consumed_train_tokens": progress.consumed_tokens,
         "skipped_train_samples": progress.skipped_samples,
+        "useful_seconds": run.useful_seconds,
+        RUN: None if run.record is None else run.record.run,
         "padded_vocab_size": run.plan.embedding.vocabulary,
         "optimizer": None if options.no_save_optim else run.optimizer.scalars(),
         "average": None if average is None else {"kind": average.kind, "count": average.count},
@@ -334,11 +338,12 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     root, started = Path(config.checkpoint.load), time.perf_counter()
     if root.is_file():
         raise CheckpointError(f"--load {root} is a file: give the folder of checkpoints")
-    reader = open_root(
-        root,
-        step=config.checkpoint.ckpt_step,
-        layout=layout,
-        allow_foreign=config.checkpoint.allow_foreign_checkpoints,
+    options = config.checkpoint
+    step, allow_foreign = options.ckpt_step, options.allow_foreign_checkpoints
+    reader = open_newest(
+        config,
+        layout,
+        lambda: open_root(root, step=step, layout=layout, allow_foreign=allow_foreign),
     )
     trunk = config.schedule.lr_wsd_branch_from
     if reader is None and trunk is not None:
@@ -346,7 +351,6 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     if reader is None:
         # Before its first checkpoint, a run starts fresh in the folder that it saves to, whatever
         # else is in it: finetuning keeps its best weights in a folder there.
-        options = config.checkpoint
         is_saved_to = options.save is not None and Path(options.save).resolve() == root.resolve()
         is_first_start = is_saved_to and not options.finetune
         if not is_first_start and (below := checkpoints_below(root)):
@@ -594,6 +598,8 @@ def _restore_position(run: Run, reader: Reader) -> None:
     """Continue where the checkpoint's run stopped, in data, schedule and random numbers."""
     meta = reader.meta
     run.progress = progress_at_start(run.config, reader)
+    if run.record is not None and meta.get(RUN) == run.record.run:
+        run.useful_seconds, run.was_resumed = meta["useful_seconds"], True
     if not run.config.checkpoint.no_load_optim:  # a fresh optimizer restarts its schedule
         try:
             run.schedules, run.progress.scheduled_samples = resumed_schedules(run, reader)
@@ -629,7 +635,11 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
     if reader.format == "native" and "legacy_args" not in meta:
         old = from_dict(reader.meta["config"], str(reader.path))
         old = dataclasses.replace(
-            old, checkpoint=config.checkpoint, logging=config.logging, profiling=config.profiling
+            old,
+            checkpoint=config.checkpoint,
+            logging=config.logging,
+            profiling=config.profiling,
+            reliability=config.reliability,
         )
         saved = flatten_options(old)
     else:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, OutputClosedError
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.checkpoints import Checkpoints
+from megatron.training.callbacks.fast_state import Goodput, NonPersistentCheckpoints
 from megatron.training.callbacks.logging import LogLine
 from megatron.training.callbacks.profiling import PipelineBubble, Profile
 from megatron.training.callbacks.scalars import Scalars, Writer
@@ -39,7 +40,7 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     callbacks: list[Callback] = []
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
         callbacks.append(Profile())
-    callbacks += [NonFinitePolicy(), scalars]
+    callbacks += [NonFinitePolicy(), Goodput(), scalars]
     if config.data.skip_bad_lines:
         callbacks.append(BadLines())
     if config.data.log_sample_ids:
@@ -55,6 +56,8 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
         callbacks.append(PipelineBubble(run.operation_clock, writers))
     if config.checkpoint.save:
         callbacks.append(Checkpoints(scalars))
+    if config.checkpoint.non_persistent_save_interval is not None:
+        callbacks.append(NonPersistentCheckpoints(scalars))
     if config.evaluation.eval_iters:
         callbacks.append(Evaluation(scalars))
     if config.finetuning.sample_prompts is not None:

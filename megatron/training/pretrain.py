@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.lock import save_lock
 from megatron.command import outliving_output, say
@@ -18,11 +19,12 @@ from megatron.config.yaml_file import dump
 from megatron.data.loader import lost_workers
 from megatron.device import Device
 from megatron.durable import replace_file, writing_to
-from megatron.errors import EXIT_OK, StorageError, shortage_errors
+from megatron.errors import EXIT_OK, CrashLoopError, StorageError, shortage_errors
 from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
-from megatron.processes.launch import Launch
+from megatron.processes.crashes import CrashLog
+from megatron.processes.launch import Launch, end_launcher
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.build import build_run
@@ -155,21 +157,65 @@ def pretrain(
     ):
         if extras.replace_training(config, device, layout):
             return EXIT_OK
-        if config.checkpoint.save is not None and layout.world.rank == 0:
+        if config.checkpoint.save is not None:
             folder = Path(config.checkpoint.save)
             with writing_to("--save", folder):
-                stack.enter_context(save_lock(folder))  # keeps other jobs out of the folder
-                replace_file(folder / "config.yaml", dump(config).encode())
+                if layout.world.rank == 0:
+                    stack.enter_context(save_lock(folder))  # keeps other jobs out of the folder
+                config = _end_crash_loop(config, CrashLog(folder), launch, layout)
+                if layout.world.rank == 0:
+                    replace_file(folder / "config.yaml", dump(config).encode())
         # Open writers before the model is built, so that an unwritable path is reported at once.
         writers = open_writers(config, is_log_rank=layout.world.is_last)
         for writer in writers:
             stack.callback(_close, writer)
         run = build_run(config, recipe, device, layout)
+        if config.reliability.fault_inject:
+            from megatron.processes.faults import attach_faults  # no other run has its code
+
+            attach_faults(layout.journal, run.parts)
         stack.enter_context(outliving_output(run.exit.log_is_unread))
         at_end.callback(run.forward.release)
         _warn_of_newer(run)
         extras.begin(run)
         return _train_and_evaluate(run, started, extras, writers)
+
+
+def _end_crash_loop(
+    config: RunConfig, crashes: CrashLog, launch: Launch, layout: Layout
+) -> RunConfig:
+    """Return the configuration with the iterations to skip because the run failed there twice.
+
+    Collective.
+
+    Raises:
+        CrashLoopError: The last two attempts failed in the same way, and nothing can be skipped.
+    """
+    options, skips = config.training, config.reliability.on_crash_loop == "skip"
+
+    def decide() -> tuple[str | None, list[int]]:
+        if not launch.is_restart:
+            crashes.forget()
+        loop = crashes.loop()
+        if loop is None:
+            return None, crashes.skipped
+        told = f"iteration {loop.iteration} failed twice in the same way: {loop.reason}"
+        if skips and crashes.skip(loop.iteration - 1):
+            say(f"WARNING: {told}. --on-crash-loop skip: its samples are skipped from now on")
+            return None, crashes.skipped
+        remedy = "correct the cause, and start the run again by hand"
+        if not skips:
+            remedy += ", or skip the samples of that iteration with --on-crash-loop skip"
+        return f"{told}: it is not restarted ({crashes.path} has the failures): {remedy}", []
+
+    told, skipped = JsonExchange(layout.world).on_main(decide)
+    if told is not None:
+        end_launcher(launch)
+        raise CrashLoopError(told)
+    if not (skips and skipped):
+        return config
+    union = tuple(sorted({*skipped, *(options.iterations_to_skip or ())}))
+    return replace(config, training=replace(options, iterations_to_skip=union))
 
 
 def _close(writer: Writer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from megatron.parallel.tied import Tie
 from megatron.processes.ending import ExitRequest
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batches import BatchPlan
+from megatron.training.fast_state import RunRecord
 from megatron.training.recipe import Batch, Recipe, Splits
 from megatron.training.recorded_passes import TrainingForward
 from megatron.training.timers import OperationClock, SaveClock, Timers
@@ -106,6 +108,12 @@ class Run(ParallelModel):
     """Iterations after which to save, whatever the interval: those that end an epoch."""
     corpus: str | None = None
     """Fingerprint of the training data, on rank 0; None if tokens are generated."""
+    record: RunRecord | None = None
+    """What tells the run apart, and when it was first started; None without --save."""
+    useful_seconds: float = 0.0
+    """The time spent in the iterations so far. Those that a restart repeated count once."""
+    was_resumed: bool = False
+    """Whether this start continues an earlier one."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all parts with their global names."""
@@ -134,6 +142,13 @@ class Run(ParallelModel):
         if self.schedules.learning_rate.in_tokens:
             return self.progress.consumed_tokens
         return self.progress.scheduled_samples
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the time since the first start that was spent in steps that were kept."""
+        if self.record is None:
+            return None
+        return self.useful_seconds / max(time.time() - self.record.began, 1e-9)
 
     @property
     def is_log_rank(self) -> bool:

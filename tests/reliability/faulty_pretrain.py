@@ -1,8 +1,8 @@
 """`pretrain_gpt.py` with a fault: FAULT=kind:rank:iteration says whose, and when (from 1).
 
-Only before the first restart. Kinds: stop (SIGSTOP), kill (SIGKILL), sleep (in its forward), load
-(a sample that never comes), lose (a sample that ends the worker that loads it), skip (leaves the
-reduction of gradients out), mistake (a UserError), bug (another exception), none.
+Only before the first restart. Kinds: lose (a sample that ends the worker that loads it), skip
+(leaves the reduction of gradients out), mistake (a UserError), bug (another exception), none.
+`--fault-inject` injects the others.
 """
 
 from __future__ import annotations
@@ -35,28 +35,19 @@ class Fault:
 
     def strike(self, iteration: int) -> None:
         """Do it, if it is time."""
-        if iteration != self.iteration or self.kind not in {
-            *("stop", "kill", "sleep", "mistake", "bug"),
-        }:
+        if iteration != self.iteration or self.kind not in ("mistake", "bug"):
             return
         Path(os.environ["FAULT_LOG"]).write_text(str(time.time()))
-        if self.kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.kind == "sleep":
-            time.sleep(3600)
-        elif self.kind == "mistake":
+        if self.kind == "mistake":
             raise DataError("--data-path corpus: sample 17 is damaged: build the corpus again")
-        else:
-            raise KeyError("a bug of ours")
+        raise KeyError("a bug of ours")
 
 
-class StuckDataset:
-    """A dataset whose sample `index` never comes, or ends the process that loads it."""
+class DeadlyDataset:
+    """A dataset whose sample `index` ends the process that loads it."""
 
-    def __init__(self, dataset: Any, index: int, *, lose: bool) -> None:
-        self._dataset, self._index, self._lose = dataset, index, lose
+    def __init__(self, dataset: Any, index: int) -> None:
+        self._dataset, self._index = dataset, index
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -64,9 +55,7 @@ class StuckDataset:
     def __getitem__(self, index: int) -> Any:
         if index >= self._index:
             Path(os.environ["FAULT_LOG"]).write_text(str(time.time()))
-            if self._lose:
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3600)
+            os.kill(os.getpid(), signal.SIGKILL)
         return self._dataset[index]
 
 
@@ -78,9 +67,9 @@ class FaultyRecipe(GPTRecipe):
 
     def build_datasets(self, *arguments: Any) -> Any:
         train, *others = super().build_datasets(*arguments)
-        if self._fault.kind in {"load", "lose"}:
+        if self._fault.kind == "lose":
             index = arguments[0].training.global_batch_size * (self._fault.iteration - 1)
-            train = StuckDataset(train, index, lose=self._fault.kind == "lose")
+            train = DeadlyDataset(train, index)
         return (train, *others)
 
     def forward(self, part: Any, *arguments: Any) -> Tensor | Mapping[str, Tensor]:

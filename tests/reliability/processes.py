@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,13 @@ TOY = [
     *("--hidden-size", "32", "--train-iters", "4", "--eval-iters", "0"),
     *("--distributed-timeout-minutes", f"{TIMEOUT / 60:.4f}"),
 ]
+# Faults that --fault-inject injects: the point and the kind. `faulty_pretrain` has the others.
+_INJECTED = {
+    "stop": ("forward", "stop"),
+    "kill": ("forward", "kill"),
+    "sleep": ("forward", "hang"),
+    "load": ("data", "hang"),
+}
 _MODULE = ["-m", "tests.reliability.faulty_pretrain", *TOY]
 
 
@@ -52,10 +60,16 @@ def run_ranks(count: int, fault: str, folder: Path, *flags: str) -> list[Outcome
     log = folder / "fault"
     errors = [folder / f"errors{rank}" for rank in range(count)]
     words = [*_MODULE, *flags]
+    kind, rank, iteration = fault.split(":")
+    if kind in _INJECTED:
+        point, injected = _INJECTED[kind]
+        words += ["--fault-inject", f"{point}:{rank}:{iteration}:{injected}"]
+        fault = "none:0:0"
     variables = {**environment(fault, log), "READY": str(folder)}
     processes = start_ranks(words, variables, [Path(os.devnull)] * count, errors)
     ends = _wait(processes, 240.0)
-    struck = float(log.read_text()) if log.exists() else time.time()
+    told = re.search(r"fault injected at ([\d.]+)", "".join(map(Path.read_text, errors)))
+    struck = float(told[1] if told else log.read_text() if log.exists() else time.time())
     return [
         Outcome(process.exitcode or 0, errors[rank].read_text(), end - struck)
         if (end := ends.get(rank)) is not None
@@ -90,11 +104,17 @@ def _is_stopped(pid: int) -> bool:
 
 @contextmanager
 def torchrun(
-    words: list[str], fault: str, folder: Path, *, inside: tuple[str, ...] = (), name: str = "out"
+    words: list[str],
+    fault: str,
+    folder: Path,
+    *,
+    inside: tuple[str, ...] = (),
+    name: str = "out",
+    launcher: str = "torch.distributed.run",
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """torchrun of the toy, `inside` a namespace, and its output; at the end all of it is killed."""
     output = folder / name
-    program = [*inside, sys.executable, "-m", "torch.distributed.run"]
+    program = [*inside, sys.executable, "-m", launcher]
     with output.open("w") as stream:
         process = subprocess.Popen(
             [*program, *words],

@@ -76,16 +76,6 @@ def test_an_error_is_told_once(kind: str, code: int, said: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
-    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *module()]
-    with torchrun(words, "kill:1:2", tmp_path) as (process, output):
-        assert process.wait(timeout=120) == 0, output.read_text()
-    text = output.read_text()
-    assert "iteration        1/       4" in text
-    assert "iteration        4/       4" in text
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "seconds", "code"), [(signal.SIGKILL, 60.0, 1), (signal.SIGSTOP, TIMEOUT, 5)]
 )

@@ -366,7 +366,9 @@ class Scalars(Callback):
                 "tokens-per-second-per-gpu": outcome.tokens / of_all,
                 "throughput": outcome.flops / of_all / 1e12,  # Megatron's: TFLOP/s per GPU
             }
-            self._write(run, step_scalars(run, outcome, norm, seconds) | speed | times | sizes)
+            share = {} if run.goodput is None else {"goodput": run.goodput}
+            more = speed | share | times | sizes
+            self._write(run, step_scalars(run, outcome, norm, seconds) | more)
 
     def after_skipped(self, run: Run) -> None:
         """Write that the iteration was skipped."""

@@ -1,0 +1,330 @@
+"""Frequent checkpoints on the machines' own disks or in their memory, or in a shared folder.
+
+A machine may be lost with its folder. Each machine holds, in a native checkpoint's folder, the
+files of its ranks and copies of those of other ranks, but the manifest of all. The files are
+digested like those of every checkpoint. When a run starts, the processes tell each other which
+files they have. The newest checkpoint of which all files exist somewhere is completed on every
+machine, and is then read like any other.
+
+    DIR/iter_0000120/manifest.json               of the whole checkpoint, the same on all machines
+    DIR/iter_0000120/rank_00003.safetensors      of a rank of this machine, or a copy
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron import durable
+from megatron.checkpoint.entries import Json
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.checkpoint.find import FoundCheckpoint, iteration_folder, scan
+from megatron.checkpoint.loading import open_found
+from megatron.checkpoint.manifest import MANIFEST, MAX_BYTES, ManifestError, dump, parse
+from megatron.checkpoint.reader import NativeReader
+from megatron.checkpoint.retention import Keep, prune
+from megatron.checkpoint.shard import digest_of
+from megatron.checkpoint.store import Snapshot, manifest_of, reap, write_files
+from megatron.checkpoint.trust import open_trusted
+from megatron.errors import CheckpointError, StorageError, warn
+from megatron.parallel.collectives import broadcast
+from megatron.parallel.layout import Layout
+
+KEPT = 2  # a machine may be lost while the newest one is being published
+RUN = "run"  # the key of the metadata that tells runs apart
+_PIECE = 64 << 20  # bytes sent at a time
+
+
+class NonPersistentStore:
+    """The non-persistent checkpoints of a run. Everything here is collective.
+
+    Args:
+        root: This process's folder of these checkpoints, created if it is missing.
+        run: The run's identity. Checkpoints of other runs are not touched.
+        layout: The ranks that take part.
+        copies: The number of folders that hold each file, including the rank's own.
+        jump: The distance between a rank and the rank that keeps its copy; `None` for the number
+            of ranks that share a folder, so that the copy is in the next one.
+        is_shared: Whether the folder is the same for all ranks, wherever they run.
+
+    Raises:
+        StorageError: The folder of some rank cannot be created.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        run: str,
+        layout: Layout,
+        *,
+        copies: int = 1,
+        jump: int | None = None,
+        is_shared: bool = False,
+    ) -> None:
+        """Create the folders, and find out which ranks share one."""
+        self.root, self.run, self._layout = Path(root).absolute(), run, layout
+        self._exchange = JsonExchange(layout.world)
+
+        def place() -> Json:
+            with durable.storage_errors(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
+                status = self.root.stat()
+            return None if is_shared else [platform.node(), status.st_dev, status.st_ino]
+
+        self._places = self._exchange.together(place)
+        rank = layout.world.rank
+        self._sharing = [r for r, one in enumerate(self._places) if one == self._places[rank]]
+        self._is_leader = rank == self._sharing[0]
+        self._jumps = [(jump or len(self._sharing)) * number for number in range(1, copies)]
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Write a checkpoint, and return its folder on this machine.
+
+        Raises:
+            StorageError: Raised on every rank if any rank cannot write. Nothing is published.
+        """
+        exchange, name = self._exchange, iteration_folder(snapshot.iteration)
+        final = self.root / name
+        unique = exchange.on_main(lambda: durable.beside(final, durable.TEMPORARY).name)
+        temporary = self.root / unique
+
+        def write() -> Json:
+            with durable.storage_errors(temporary):
+                temporary.mkdir(exist_ok=True)
+            return write_files(temporary, snapshot)
+
+        def publish() -> None:
+            if not self._is_leader:
+                return
+            with durable.storage_errors(final):
+                with durable.new_file(temporary / MANIFEST) as file:
+                    file.write(text.encode())
+                durable.remove_tree(final)
+                os.rename(temporary, final)
+
+        try:
+            reports = exchange.together(write)
+            problems = [self._copy(temporary, reports, jump) for jump in self._jumps]
+            failure = next(filter(None, problems), None)
+            exchange.together(lambda: _raise(failure))
+            text = exchange.on_main(lambda: dump(manifest_of(snapshot, reports)).decode())
+            exchange.together(publish)
+        finally:
+            if self._is_leader:
+                durable.remove_tree(temporary)
+        if self._is_leader:
+            with suppress(OSError, CheckpointError):  # costs only disk space
+                prune(self.root, snapshot.iteration, Keep(KEPT))
+        return final
+
+    def _copy(self, folder: Path, reports: list[Json], jump: int) -> OSError | None:
+        """Send this rank's files to the rank `jump` further, and keep those of the one before.
+
+        Returns:
+            The error of this rank's disk. It takes part to the end all the same.
+        """
+        world = self._layout.world
+        to, source = (world.rank + jump) % world.size, (world.rank - jump) % world.size
+        failure: OSError | None = None
+
+        def pieces(rank: int, other: int) -> list[tuple[str, int, int]]:
+            files = reports[rank]["files"] if self._places[rank] != self._places[other] else {}
+            return [
+                (name, start, min(_PIECE, info[0] - start))
+                for name, info in sorted(files.items())
+                for start in range(0, info[0], _PIECE)
+            ]
+
+        sent, received = pieces(world.rank, to), pieces(source, world.rank)
+        for number in range(max(len(sent), len(received))):
+            works = []
+            if number < len(sent):
+                name, start, size = sent[number]
+                data = torch.zeros(size, dtype=torch.uint8)
+                try:
+                    data = _read(folder / name, start, size)
+                except OSError as error:
+                    failure = failure or error
+                work = dist.isend(data, world.ranks[to], group=world.group)
+                works.append(world.journal.message("send", world.ranks[to], work))
+            if number < len(received):
+                name, start, size = received[number]
+                into = torch.empty(size, dtype=torch.uint8)
+                work = dist.irecv(into, world.ranks[source], group=world.group)
+                works.append(world.journal.message("receive", world.ranks[source], work))
+            for each in works:
+                each.wait()
+            if number < len(received):
+                try:
+                    _write(folder / name, start, into)
+                except OSError as error:
+                    failure = failure or error
+        return failure
+
+    def open_newest(self, above: int) -> NativeReader | None:
+        """Open the newest checkpoint of a later iteration than `above`, if there is a sound one.
+
+        Its files are completed on each machine and verified there. Checkpoints that cannot be used
+        are reported and passed over.
+        """
+        held = [
+            {digest: _HeldFiles(*one) for digest, one in each.items()}
+            for each in self._exchange.gather(self._scan())
+        ]
+        newest = {digest: one for each in held for digest, one in each.items()}
+        for digest, one in sorted(newest.items(), key=lambda item: (-item[1].iteration, item[0])):
+            if one.iteration <= above:
+                break
+            has = [set(each[digest].here) if digest in each else set() for each in held]
+            lacking = sorted(one.sizes.keys() - set().union(*has))
+            reader, problem = None, f"{lacking[0]} was lost" if lacking else None
+            if problem is None:
+                knows = [digest in each for each in held]
+                reader, own = self._open(one.iteration, self._complete(one, has, knows))
+                problem = next(filter(None, self._exchange.gather(own)), None)
+            if problem is None:
+                return reader
+            if self._exchange.is_main:
+                told = f"the non-persistent checkpoint of iteration {one.iteration} is not used"
+                warn(f"{told}: {problem}")
+        return None
+
+    def forget_after(self, iteration: int) -> None:
+        """Delete the checkpoints of later iterations, which the run is about to repeat."""
+        if self._is_leader:
+            with suppress(OSError):
+                reap(self.root)
+            for held in self._scan().values():
+                if held.iteration > iteration:
+                    durable.remove_tree(self.root / iteration_folder(held.iteration))
+        self._layout.wait_for_all()
+
+    def _scan(self) -> dict[str, _HeldFiles]:
+        """Return what this machine has of the run's checkpoints, by their manifests' digests."""
+        found = {}
+        for one in scan(self.root)[0]:
+            try:
+                with open_trusted(one.path / MANIFEST) as file:
+                    data = file.read(MAX_BYTES)
+                manifest = parse(data)
+            except (OSError, CheckpointError, ManifestError):
+                continue
+            if manifest.meta.get(RUN) == self.run and manifest.iteration == one.iteration:
+                sizes = {name: info.bytes for name, info in manifest.files.items()}
+                here = [name for name, size in sizes.items() if _size(one.path / name) == size]
+                found[digest_of(data)] = _HeldFiles(one.iteration, here, sizes)
+        return found
+
+    def _complete(self, one: _HeldFiles, has: list[set[str]], knows: list[bool]) -> str | None:
+        """Bring what this machine lacks of a checkpoint from other machines.
+
+        Args:
+            one: The checkpoint.
+            has: The names of the files that each rank's machine has.
+            knows: Whether each rank's machine has the manifest.
+
+        Returns:
+            The error of this rank's disk, if there was one.
+        """
+        folder, rank = self.root / iteration_folder(one.iteration), self._layout.world.rank
+        leaders = sorted({self._places.index(place) for place in self._places})
+        problem = None
+        owner = knows.index(True)
+        try:
+            text = (folder / MANIFEST).read_text() if rank == owner else None
+            if self._is_leader and not knows[rank]:
+                durable.remove_tree(folder)  # another run's, or one without a manifest
+                folder.mkdir()
+        except OSError as error:
+            text, problem = "", str(error)
+        if not all(knows):
+            text = self._exchange.gather(text)[owner]
+        for name, size in sorted(one.sizes.items()):
+            if all(name in has[leader] for leader in leaders):
+                continue
+            owner = next(number for number, names in enumerate(has) if name in names)
+            for start in range(0, size, _PIECE):
+                data = torch.zeros(min(_PIECE, size - start), dtype=torch.uint8)
+                try:
+                    if rank == owner:
+                        data = _read(folder / name, start, data.numel())
+                except OSError as error:
+                    problem = str(error)
+                broadcast(data, self._layout.world, owner)
+                try:
+                    if self._is_leader and name not in has[rank]:
+                        _write(folder / name, start, data)
+                except OSError as error:
+                    problem = str(error)
+        try:
+            if self._is_leader and not knows[rank]:
+                durable.replace_file(folder / MANIFEST, (text or "").encode())
+        except OSError as error:
+            problem = str(error)
+        self._layout.wait_for_all()
+        return problem
+
+    def _open(self, iteration: int, problem: str | None) -> tuple[NativeReader | None, str | None]:
+        """Open a complete checkpoint, verify this rank's share of it, and return any problem."""
+        path = self.root / iteration_folder(iteration)
+        try:
+            if problem is None:
+                reader = open_found(FoundCheckpoint("native", iteration, path), verify=False)
+                assert isinstance(reader, NativeReader)
+                reader.verify(self._sharing.index(self._layout.world.rank), len(self._sharing))
+                return reader, None
+        except CheckpointError as error:
+            problem = str(error)
+        return None, problem
+
+
+class _HeldFiles(NamedTuple):
+    """What a machine has of a checkpoint.
+
+    Attributes:
+        iteration: The checkpoint's iteration.
+        here: The names of the files that the machine has, with the right sizes.
+        sizes: The sizes of all of the checkpoint's files in bytes.
+    """
+
+    iteration: int
+    here: list[str]
+    sizes: dict[str, int]
+
+
+def _raise(failure: OSError | None) -> None:
+    if failure is not None:
+        raise StorageError(f"{failure.filename}: {failure.strerror}") from failure
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return -1
+
+
+def _read(path: Path, start: int, size: int) -> Tensor:
+    data = bytearray(size)
+    with open_trusted(path) as file:
+        file.seek(start)
+        if file.readinto(data) < size:
+            raise OSError(errno.EIO, "shorter than its manifest says", str(path))
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _write(path: Path, start: int, data: Tensor) -> None:
+    """Write a part of a file, of which earlier parts may exist."""
+    if start == 0:
+        path.unlink(missing_ok=True)
+    with durable.create(path) if start == 0 else path.open("r+b") as file:
+        file.seek(start)
+        file.write(data.numpy().data)

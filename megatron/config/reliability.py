@@ -1,0 +1,117 @@
+"""Options for restarts, and for faults that are injected on purpose."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron.config.fields import Need, flag, suggestion
+
+POINTS = ("load", "step", "data", "forward", "backward", "optimizer", "save")
+# The kinds of faults, and the points at which each can strike. None stands for all of them.
+KINDS: dict[str, tuple[str, ...] | None] = {
+    "kill": None,
+    "stop": None,
+    "exit": None,
+    "exception": None,
+    "hang": None,
+    "slow": None,
+    "nan": ("forward", "backward"),
+    "flip": ("step", "backward"),
+    "full": ("save",),
+}
+_DELAYED = ("kill", "stop", "exit")
+_EVERY = "all"  # attempts
+_FORM = "POINT:RANK:STEP:KIND"
+_KIND = re.compile(r"([a-z]+)(?:=([0-9]*\.?[0-9]+))?(?:@([0-9]{1,9}|all))?")
+_SLOW_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault to inject.
+
+    Attributes:
+        point: Where it strikes, one of `POINTS`.
+        rank: The rank that it strikes.
+        step: The iteration in which it strikes, from 1; 0 while a checkpoint is loaded.
+        kind: What happens, one of `KINDS`.
+        seconds: The delay of a signal or an exit, or the time that a slow rank loses each time.
+        attempt: The number of restarts after which it strikes; `None` for every attempt.
+    """
+
+    point: str
+    rank: int
+    step: int
+    kind: str
+    seconds: float = 0.0
+    attempt: int | None = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Read a value of --fault-inject.
+
+        Raises:
+            ValueError: The message says what is wrong with the text.
+        """
+        words = text.split(":")
+        if len(words) != len(_FORM.split(":")):
+            raise ValueError(f"expected {_FORM}, for example forward:1:20:kill, got {text!r}")
+        point, rank, step, rest = words
+        match = _KIND.fullmatch(rest)
+        kind = match[1] if match else rest
+        for what, word, known in (("POINT", point, POINTS), ("KIND", kind, tuple(KINDS))):
+            if word not in known:
+                hint = suggestion(word, known)
+                raise ValueError(f"expected {what} {', '.join(known)}, got {word!r}{hint}")
+        for what, number in (("RANK", rank), ("STEP", step)):
+            if not re.fullmatch("[0-9]{1,9}", number):
+                raise ValueError(f"expected a whole number as {what}, got {number!r}")
+        assert match is not None
+        points = KINDS[kind]
+        if points is not None and point not in points:
+            raise ValueError(f"{kind} strikes at {' or '.join(points)}, not at {point}")
+        if (point == "load") != (int(step) == 0):
+            raise ValueError(f"STEP is 0 at load and counts from 1 elsewhere, got {text!r}")
+        if match[2] is not None and kind not in (*_DELAYED, "slow"):
+            raise ValueError(f"{kind} takes no seconds: drop ={match[2]}")
+        seconds = float(match[2] or (_SLOW_SECONDS if kind == "slow" else 0.0))
+        attempt = None if match[3] == _EVERY else int(match[3] or 0)
+        return cls(point, int(rank), int(step), kind, seconds, attempt)
+
+    def __str__(self) -> str:
+        """Return the fault as the flag spells it, without its seconds and attempt."""
+        return f"{self.point}:{self.rank}:{self.step}:{self.kind}"
+
+
+def _checked(text: str) -> str:
+    """Check and return a value of --fault-inject.
+
+    Raises:
+        ValueError: The text does not describe a fault.
+    """
+    Fault.parse(text)
+    return text
+
+
+_SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityConfig:
+    """Restarts and faults.
+
+    Attributes:
+        on_crash_loop: Action when torchrun or SLURM restarts a run that has failed twice in the
+            same way at the same iteration: stop, or skip the samples of that iteration.
+        fault_inject: Faults to inject, to test how a run survives them: POINT:RANK:STEP:KIND, for
+            example forward:1:20:kill. Repeat the flag for several. By default there are none.
+    """
+
+    on_crash_loop: str = flag("stop", choices=("stop", "skip"), needs=_SAVES)
+    fault_inject: tuple[str, ...] = flag((), convert=_checked, adds=True)
+
+    @property
+    def faults(self) -> list[Fault]:
+        """The faults to inject."""
+        return [Fault.parse(text) for text in self.fault_inject]

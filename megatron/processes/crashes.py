@@ -1,0 +1,94 @@
+"""Failures of a run's attempts, recorded so that a crash loop ends.
+
+torchrun and SLURM restart a run after any failure. If the same failure follows at the same
+iteration, more restarts only repeat it.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.durable import open_trusted, replace_file
+from megatron.errors import CrashLoopError
+from megatron.processes.watchdog import Verdict
+
+FILE = "crashes.json"
+_KEPT = 20  # failures in the file
+_MAX_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The content of the file.
+
+    Attributes:
+        crashes: The failures since the run was started by hand, oldest first.
+        skipped: The iterations whose samples are skipped because the run failed there, from 0.
+    """
+
+    crashes: list[Verdict]
+    skipped: list[int]
+
+
+class CrashLog:
+    """The failures of a run, in a file beside its checkpoints.
+
+    Args:
+        folder: The folder of checkpoints.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        """Name the file, which may not exist."""
+        self.path = Path(folder).absolute() / FILE
+
+    def record(self, verdict: Verdict) -> None:
+        """Add a failure. If the disk does not allow that, the failure is not counted."""
+        if verdict.code == CrashLoopError.exit_code:  # the failures before it must stay the last
+            return
+        held = self._read()
+        with suppress(OSError):
+            self._write(_Record([*held.crashes, verdict][-_KEPT:], held.skipped))
+
+    def forget(self) -> None:
+        """Forget the failures, because a person has started the run anew."""
+        held = self._read()
+        if held.crashes:
+            self._write(_Record([], held.skipped))
+
+    def loop(self) -> Verdict | None:
+        """Return the failure that ended the last two attempts in the same way, if there is one."""
+        crashes = self._read().crashes
+        is_loop = len(crashes) > 1 and crashes[-1].is_like(crashes[-2])
+        return crashes[-1] if is_loop else None
+
+    def skip(self, iteration: int) -> bool:
+        """Skip an iteration, counted from 0, from here on. Return whether that is new."""
+        held = self._read()
+        if iteration < 0 or iteration in held.skipped:
+            return False
+        self._write(_Record([], [*held.skipped, iteration]))
+        return True
+
+    @property
+    def skipped(self) -> list[int]:
+        """The iterations to skip, counted from 0."""
+        return self._read().skipped
+
+    def _read(self) -> _Record:
+        """Return the record; an empty one if there is no file that this user or root has written.
+
+        A damaged file counts as empty, because a run must not fail over its own failures.
+        """
+        try:
+            with open_trusted(self.path) as file:
+                held = json.loads(file.read(_MAX_BYTES))
+            crashes = [Verdict(**one) for one in held["crashes"]]
+            return _Record(crashes, [int(number) for number in held["skipped"]])
+        except (OSError, ValueError, TypeError, LookupError, RecursionError):
+            return _Record([], [])
+
+    def _write(self, record: _Record) -> None:
+        replace_file(self.path, json.dumps(asdict(record), indent=1).encode() + b"\n")

@@ -1,0 +1,175 @@
+"""Faults that strike a process on purpose (`--fault-inject`), to test how a run survives them.
+
+Faults strike where the journal is told what the process does next, so a run without them has no
+code for them on its path. Numbers are damaged in hooks of the model's parts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.reliability import Fault
+from megatron.device import StreamMarks
+from megatron.errors import say_on_stderr
+from megatron.parallel.journal import Journal
+
+_EXIT_CODE = 1
+_FULL_BYTES = 4096  # the largest file that a process can write after the fault "full"
+_FOREVER = 1e9  # seconds
+# The journal's operations at each point. Others are those of a pipeline's schedule.
+_OPERATIONS = {
+    "loading of the checkpoint": "load",
+    "loading of micro-batch": "data",
+    "first forward pass": "forward",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer step": "optimizer",
+    "saving a checkpoint": "save",
+}
+# The highest bit of the fraction: flipping it changes a number by a quarter to a half.
+_FLIPPED = {
+    torch.float32: (torch.int32, 22),
+    torch.bfloat16: (torch.int16, 6),
+    torch.float16: (torch.int16, 9),
+    torch.float64: (torch.int64, 51),
+}
+
+
+class InjectedFaultError(Exception):
+    """The exception of the fault "exception"."""
+
+
+class FaultyJournal(Journal):
+    """A journal whose process suffers faults at the places that it records.
+
+    Args:
+        marks: The marks that follow a GPU; `None` if the process itself computes.
+        faults: The faults of this process in this attempt.
+    """
+
+    def __init__(self, marks: StreamMarks | None, faults: Sequence[Fault]) -> None:
+        """Plan the faults."""
+        super().__init__(marks)
+        self._faults = list(faults)
+        self._parts: list[nn.Module] = []
+        self._begun = 0
+        self._last = (0, "")
+
+    def enter(self, operation: object) -> None:
+        """Record that the process is in `operation`, and let the faults that are due strike."""
+        super().enter(operation)
+        if self.iteration > self._begun:
+            self._begun = self.iteration
+            self._strike("step")
+        text = str(operation)
+        point = next((at for start, at in _OPERATIONS.items() if text.startswith(start)), None)
+        if point == "data":
+            self._strike(point)
+        elif point is not None and (self.iteration, text) != self._last:
+            # A process returns to its forward pass after the loading inside it.
+            self._last = (self.iteration, text)
+            self._strike(point)
+
+    def attach(self, parts: list[nn.Module]) -> None:
+        """Let faults damage the numbers of these parts of the model."""
+        self._parts = parts
+        for part in parts:
+            part.register_forward_hook(self._damage_output)
+
+    def _due(self, point: str, *, in_hook: bool = False) -> list[Fault]:
+        """Return the faults that strike now, and forget those that strike once."""
+        due = []
+        for fault in list(self._faults):
+            is_slow, damages = fault.kind == "slow", fault.kind in ("nan", "flip")
+            is_time = self.iteration == fault.step or (is_slow and self.iteration > fault.step)
+            if fault.point != point or not is_time or in_hook != (damages and point != "step"):
+                continue
+            if not is_slow or self.iteration == fault.step:
+                say_on_stderr(f"fault injected at {time.time():.3f}: {fault}")
+            if not is_slow:
+                self._faults.remove(fault)
+            due.append(fault)
+        return due
+
+    def _strike(self, point: str) -> None:
+        for fault in self._due(point):
+            if fault.kind == "flip":
+                parameter = next(self._parts[0].parameters())
+                flip_bit(parameter.detach())
+            elif fault.kind in ("slow", "hang"):
+                time.sleep(fault.seconds if fault.kind == "slow" else _FOREVER)
+            elif fault.kind == "exception":
+                raise InjectedFaultError(str(fault))
+            elif fault.kind == "full":
+                _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, most))
+            elif fault.seconds:
+                timer = threading.Timer(fault.seconds, _end, (fault.kind,))
+                timer.daemon = True
+                timer.start()
+            else:
+                _end(fault.kind)
+
+    def _damage_output(self, part: nn.Module, inputs: object, output: Any) -> Any:
+        """Damage the output of a forward pass, or the gradient that its backward pass receives."""
+        if not part.training:
+            return None
+        for _ in self._due("forward", in_hook=True):
+            output = _map(_with_nan, output)
+        for fault in self._due("backward", in_hook=True):
+            damage = _with_flipped_bit if fault.kind == "flip" else _with_nan
+            _map(methodcaller("register_hook", damage), output)
+        return output
+
+
+def attach_faults(journal: Journal, parts: list[nn.Module]) -> None:
+    """Let the faults of this process, if it has any, damage the numbers of its model."""
+    if isinstance(journal, FaultyJournal):
+        journal.attach(parts)
+
+
+def _end(kind: str) -> None:
+    """Kill, stop or leave this process, without a word to anybody."""
+    if kind == "exit":
+        os._exit(_EXIT_CODE)
+    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+def flip_bit(tensor: Tensor) -> None:
+    """Flip one bit of one number of a tensor, the highest of its fraction, in place."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    kind, bit = _FLIPPED[local.dtype]
+    numbers = local.view(-1).view(kind)
+    numbers[numbers.numel() // 2] ^= 1 << bit
+
+
+def _with_flipped_bit(gradient: Tensor) -> Tensor:
+    damaged = gradient.contiguous().clone()
+    flip_bit(damaged)
+    return damaged
+
+
+def _with_nan(gradient: Tensor) -> Tensor:
+    return gradient * math.nan
+
+
+def _map(change: Callable[[Tensor], Any], output: Any) -> Any:
+    """Apply a function to all tensors with a gradient in the output of a part."""
+    if isinstance(output, Tensor):
+        return change(output) if output.requires_grad else output
+    if isinstance(output, Mapping):
+        return {key: _map(change, value) for key, value in output.items()}
+    if isinstance(output, tuple | list):
+        return type(output)(_map(change, value) for value in output)
+    return output

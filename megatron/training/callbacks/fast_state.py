@@ -1,0 +1,105 @@
+"""Non-persistent checkpoints during a run, and the share of its time that was of use."""
+
+from __future__ import annotations
+
+import time
+
+from megatron.checkpoint.non_persistent import NonPersistentStore
+from megatron.checkpoint.store import Snapshot
+from megatron.command import say
+from megatron.errors import StorageError
+from megatron.training import checkpointing
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.scalars import Scalars
+from megatron.training.fast_state import store_of
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+
+
+class NonPersistentCheckpoints(Callback):
+    """A callback that saves every `--non-persistent-save-interval` iterations.
+
+    It leaves out iterations whose checkpoint is durable. A save that fails is reported, and
+    training continues, because a durable checkpoint will follow.
+
+    Args:
+        scalars: The callback that records events.
+    """
+
+    def __init__(self, scalars: Scalars) -> None:
+        """Create the callback, which opens its folders when training starts."""
+        self._scalars = scalars
+        self._store: NonPersistentStore | None = None
+        self._is_told = False
+
+    def on_start(self, run: Run) -> None:
+        """Open the folders, and delete the checkpoints of iterations that follow. Collective."""
+        self._store = store_of(run.config, run.layout)
+        assert self._store is not None
+        self._store.forget_after(run.progress.iteration)
+
+    def interrupts(self, run: Run) -> bool:
+        """Return whether a save follows, which would wait for a forward pass in progress."""
+        return _is_due(run, run.progress.iteration + 1)
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Save if a checkpoint is due and no durable one has just been written."""
+        is_last = leave is not None or run.finished
+        if outcome.save_due or is_last or not _is_due(run, run.progress.iteration):
+            return
+        assert self._store is not None
+        since = time.perf_counter()
+        run.layout.journal.enter("saving a non-persistent checkpoint")
+        with run.timers.measure("save-checkpoint"):
+            meta, state = checkpointing.meta_of(run), checkpointing.state_of(run)
+            snapshot = Snapshot.take(run.progress.iteration, state, meta, run.layout)
+            try:
+                path = self._store.save(snapshot)
+            except StorageError as error:  # on all ranks
+                self._scalars.event(run, "failed non-persistent checkpoint", str(error))
+                if run.layout.world.rank == 0:
+                    say(f"WARNING: no non-persistent checkpoint was written: {error}")
+                return
+        seconds = time.perf_counter() - since
+        self._scalars.event(run, "non-persistent checkpoint", f"saved in {seconds:.2f} s")
+        if not self._is_told and run.layout.world.rank == 0:
+            self._is_told = True
+            size = snapshot.plan.total_bytes / 1e9
+            say(f"  first non-persistent checkpoint: {path} ({size:.3g} GB in {seconds:.2f} s)")
+
+
+def _is_due(run: Run, iteration: int) -> bool:
+    options = run.config.checkpoint
+    interval, durable = options.non_persistent_save_interval, options.save_interval
+    is_durable = iteration in run.save_at or (durable is not None and iteration % durable == 0)
+    return interval is not None and iteration % interval == 0 and not is_durable
+
+
+class Goodput(Callback):
+    """A callback that adds up the time of steps, and reports its share of the time since the start.
+
+    Checkpoints carry the sum, so a step that is repeated after a restart counts once.
+    """
+
+    def __init__(self) -> None:
+        """Create the callback, whose clock runs during steps."""
+        self._began = 0.0
+
+    def before_step(self, run: Run) -> None:
+        """Start the step's clock."""
+        self._began = time.perf_counter()
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Add the step's time, before a checkpoint is written."""
+        run.useful_seconds += time.perf_counter() - self._began
+
+    def on_end(self, run: Run, leave: Leave | None) -> None:
+        """Report the share if the run was restarted or may have been."""
+        share, record = run.goodput, run.record
+        often = run.config.checkpoint.non_persistent_save_interval is not None
+        if share is None or record is None or not run.is_log_rank or not (often or run.was_resumed):
+            return
+        say(
+            f"  goodput: {share:.1%} of the {time.time() - record.began:,.0f} s since the run was first "
+            "started were spent in steps whose results were kept"
+        )

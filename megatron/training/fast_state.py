@@ -1,0 +1,134 @@
+"""A run's record in its folder of checkpoints, and the newest state from which it can resume."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.checkpoint.find import list_checkpoints
+from megatron.checkpoint.non_persistent import NonPersistentStore
+from megatron.checkpoint.reader import Reader
+from megatron.config import RunConfig
+from megatron.durable import open_trusted, replace_file, writing_to
+from megatron.errors import CheckpointError
+from megatron.parallel.layout import Layout
+
+_FILE = "run.json"
+_MAX_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What tells a run apart from others that use the same folders, and when it began.
+
+    Attributes:
+        run: A random word. A run whose folder of checkpoints was deleted begins with another one,
+            and does not resume from non-persistent checkpoints of the old one.
+        began: When the run was first started, in seconds since 1970.
+    """
+
+    run: str
+    began: float
+
+    @classmethod
+    def of(cls, save: str | Path, layout: Layout) -> RunRecord:
+        """Read the record in a folder of checkpoints, or create it. Collective.
+
+        Raises:
+            StorageError: The folder cannot be written to.
+        """
+        path = Path(save).absolute() / _FILE
+
+        def read() -> dict[str, object]:
+            with suppress(OSError, ValueError, TypeError, RecursionError):
+                with open_trusted(path) as file:
+                    held = cls(**json.loads(file.read(_MAX_BYTES)))
+                if type(held.run) is str and type(held.began) is float:
+                    return asdict(held)
+            new = asdict(cls(uuid.uuid4().hex, time.time()))
+            with writing_to("--save", path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(path, json.dumps(new).encode() + b"\n")
+            return new
+
+        return cls(**JsonExchange(layout.world).on_main(read))
+
+
+def store_of(config: RunConfig, layout: Layout) -> NonPersistentStore | None:
+    """Return the run's non-persistent checkpoints, or `None` if it has none. Collective.
+
+    Raises:
+        StorageError: A folder cannot be created.
+    """
+    options = config.checkpoint
+    if options.non_persistent_save_interval is None:
+        return None
+    assert options.save is not None, "a requirement of the flag"
+    is_shared = options.non_persistent_ckpt_type == "global"
+    root = options.non_persistent_local_ckpt_dir
+    if is_shared:
+        root = options.non_persistent_global_ckpt_dir or str(Path(options.save) / "non_persistent")
+    assert root is not None, "rules_training.non_persistent"
+    return NonPersistentStore(
+        root,
+        RunRecord.of(options.save, layout).run,
+        layout,
+        copies=options.replication_factor if options.replication else 1,
+        jump=options.replication_jump,
+        is_shared=is_shared,
+    )
+
+
+def open_newest(
+    config: RunConfig, layout: Layout, open_durable: Callable[[], Reader | None]
+) -> Reader | None:
+    """Open the newest sound checkpoint, non-persistent or not, from which a run resumes itself.
+
+    Collective. Non-persistent ones are left alone if the run does not resume itself, or if somebody
+    has moved the tracker back to an older checkpoint.
+
+    Args:
+        config: The run's configuration, which has --load.
+        layout: The grid of processes as this process sees it.
+        open_durable: A function that opens the newest checkpoint of --load.
+
+    Raises:
+        CheckpointError: There are checkpoints, but none can be used.
+    """
+    options = config.checkpoint
+    load, save = options.load, options.save
+    assert load is not None
+    resumes = save is not None and Path(load).resolve() == Path(save).resolve()
+    anew = options.finetune or options.no_load_optim or options.ckpt_step is not None
+    store = store_of(config, layout) if resumes and not anew else None
+    if store is None:
+        return open_durable()
+
+    def iterations() -> list[int]:
+        with suppress(CheckpointError):  # none is complete: `open_durable` says so
+            return [one.iteration for one in list_checkpoints(Path(load), quiet=True)]
+        return []
+
+    durable = JsonExchange(layout.world).on_main(iterations)
+    if durable and durable[0] < max(durable):
+        return open_durable()
+    newest = store.open_newest(above=durable[0] if durable else -1)
+    if newest is not None:
+        return newest
+    reader, failure = None, None
+    try:
+        reader = open_durable()
+    except CheckpointError as error:  # on all ranks
+        failure = error
+    if durable and (reader is None or reader.iteration < durable[0]):
+        # The newest durable checkpoints are damaged.
+        newest = store.open_newest(above=-1 if reader is None else reader.iteration)
+    if newest is None and failure is not None:
+        raise failure
+    return newest or reader

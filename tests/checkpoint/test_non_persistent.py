@@ -1,0 +1,130 @@
+"""Non-persistent checkpoints: written, copied, completed on other machines, verified."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.non_persistent import RUN, NonPersistentStore
+from megatron.checkpoint.store import Snapshot
+from megatron.errors import StorageError
+from megatron.parallel.layout import Layout
+from tests.checkpoint.states import assert_holds, make_state, meta_of
+from tests.distributed import run_distributed
+
+_FILES = [f"rank_{rank:05}.safetensors" for rank in range(4)]
+
+
+def _save(store: NonPersistentStore, layout: Layout, iteration: int) -> Path:
+    meta = {**meta_of(iteration), RUN: store.run}
+    path = store.save(Snapshot.take(iteration, make_state(iteration), meta, layout))
+    layout.wait_for_all()  # for the rank that deletes the older ones
+    return path
+
+
+def _newest(store: NonPersistentStore, above: int = -1) -> int | None:
+    reader = store.open_newest(above)
+    if reader is None:
+        return None
+    assert_holds(reader, make_state(reader.iteration))
+    return reader.iteration
+
+
+def _lose(layout: Layout, root: Path, machine: int) -> None:
+    """Let a machine be replaced by an empty one."""
+    if layout.world.rank == 2 * machine:
+        shutil.rmtree(root)
+        root.mkdir()
+    layout.wait_for_all()
+
+
+def _damage(layout: Layout, path: Path) -> None:
+    layout.wait_for_all()  # others may still read it, and reading a file that is cut is fatal
+    if layout.world.rank == 0:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    layout.wait_for_all()
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _copied(layout: Layout, folder: Path) -> None:
+    """Two machines of two ranks, each of which keeps the other's files too."""
+    root = folder / f"machine{layout.world.rank // 2}"
+    store = NonPersistentStore(root, "a run", layout, copies=2)
+    for iteration in (3, 5, 7):
+        assert _save(store, layout, iteration) == root / f"iter_{iteration:07}"
+    assert _names(root) == ["iter_0000005", "iter_0000007"]
+    assert _names(root / "iter_0000007") == ["manifest.json", *_FILES]
+    assert (_newest(store), _newest(store, above=7)) == (7, None)
+    _lose(layout, root, 1)
+    assert _newest(store) == 7
+    assert _names(root / "iter_0000007") == ["manifest.json", *_FILES]
+    assert _newest(NonPersistentStore(root, "another run", layout)) is None
+    _lose(layout, root, 1)
+    _damage(layout, folder / "machine0" / "iter_0000007" / _FILES[3])  # the only copy
+    assert _newest(store) == 5
+    store.forget_after(5)
+    assert _names(root) == ["iter_0000005"]
+
+
+def _alone(layout: Layout, folder: Path) -> None:
+    """Without copies, a lost machine loses the checkpoint; a full disk publishes nothing."""
+    root = folder / f"machine{layout.world.rank // 2}"
+    store = NonPersistentStore(root, "a run", layout)
+    _save(store, layout, 4)
+    rank = layout.world.rank
+    own = _FILES[rank // 2 * 2 : rank // 2 * 2 + 2]
+    assert _names(root / "iter_0000004") == ["manifest.json", *own]
+    assert _newest(store) == 4  # completed on both machines
+    assert _names(root / "iter_0000004") == ["manifest.json", *_FILES]
+    _save(store, layout, 6)
+    _lose(layout, root, 1)
+    assert _newest(store) == 4
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if rank == 3:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, most[1]))
+    with pytest.raises(StorageError):
+        _save(store, layout, 8)
+    resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert _newest(store, above=4) is None
+    assert not [name for name in _names(root) if "tmp" in name]
+
+
+def _shared(layout: Layout, folder: Path) -> None:
+    store = NonPersistentStore(folder / "all", "a run", layout, is_shared=True)
+    _save(store, layout, 2)
+    assert _names(folder / "all" / "iter_0000002") == ["manifest.json", *_FILES]
+    assert _newest(store) == 2
+    _damage(layout, folder / "all" / "iter_0000002" / _FILES[1])
+    assert _newest(store) is None
+
+
+def _everything(layout: Layout, folder: Path) -> None:
+    for number, part in enumerate((_copied, _alone, _shared)):
+        part(layout, folder / str(number))
+
+
+def test_what_a_lost_machine_held_comes_from_its_copies(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_distributed(4, _everything, tmp_path)
+    told = capfd.readouterr().err
+    assert "iteration 7 is not used: rank_00003.safetensors: damaged:" in told
+    assert "iteration 6 is not used: rank_00002.safetensors was lost" in told
+    assert "iteration 2 is not used: rank_00001.safetensors: damaged:" in told
+
+
+def test_a_process_alone_needs_no_group(tmp_path: Path) -> None:
+    store = NonPersistentStore(tmp_path, "a run", Layout.single(), copies=2)
+    _save(store, Layout.single(), 1)
+    _save(store, Layout.single(), 2)
+    assert _newest(store) == 2

@@ -1,0 +1,143 @@
+"""Faults that --fault-inject describes, and what they do to a process."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.config.reliability import Fault
+from megatron.processes.faults import FaultyJournal, InjectedFaultError, flip_bit
+from tests.reliability.scoreboard.commands import run_training
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("forward:1:20", "expected POINT:RANK:STEP:KIND, for example forward:1:20:kill"),
+        ("forwards:0:2:kill", "expected POINT load, step, data, forward"),
+        ("forward:0:2:kil", "got 'kil': did you mean kill?"),
+        ("forward:x:2:kill", "expected a whole number as RANK, got 'x'"),
+        ("forward:0:-2:kill", "expected a whole number as STEP, got '-2'"),
+        ("save:0:2:nan", "nan strikes at forward or backward, not at save"),
+        ("load:0:2:kill", "STEP is 0 at load and counts from 1 elsewhere"),
+        ("forward:0:0:kill", "STEP is 0 at load and counts from 1 elsewhere"),
+        ("forward:0:2:nan=3", "nan takes no seconds: drop =3"),
+        ("forward:0:2:kill@x", "expected KIND"),
+    ],
+)
+def test_a_malformed_fault_is_refused_by_name(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Fault.parse(text)
+
+
+def test_a_fault_is_read() -> None:
+    assert Fault.parse("save:3:20:kill=0.5@2") == Fault("save", 3, 20, "kill", 0.5, 2)
+    assert Fault.parse("load:0:0:hang@all") == Fault("load", 0, 0, "hang", 0.0, None)
+    assert Fault.parse("data:1:9:slow").seconds == 1.0
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        (["forward:0:2:kil"], "--fault-inject forward:0:2:kil: expected KIND"),
+        (["forward:1:2:kill"], "--fault-inject forward:1:2:kill: there is no rank 1"),
+        (
+            ["forward:0:7:kill"],
+            "--fault-inject forward:0:7:kill: the run ends after --train-iters 6",
+        ),
+        (["save:0:2:full"], "nothing is done at save without --save: add it"),
+        (["load:0:0:kill"], "nothing is done at load without --load: add it"),
+    ],
+)
+def test_a_fault_that_cannot_strike_is_refused(
+    faults: list[str], said: str, tmp_path: Path
+) -> None:
+    words = [word for fault in faults for word in ("--fault-inject", fault)]
+    ended = run_training(tmp_path / "out", *words)
+    assert ended.code == 9, ended.output
+    assert said in ended.output
+
+
+def _until(journal: FaultyJournal, steps: int, *operations: str) -> None:
+    for step in range(1, steps + 1):
+        journal.iteration = step
+        for operation in operations:
+            journal.enter(operation)
+
+
+def test_a_fault_strikes_once_at_its_point() -> None:
+    journal = FaultyJournal(None, [Fault.parse("optimizer:0:2:exception")])
+    with pytest.raises(InjectedFaultError, match="optimizer:0:2:exception"):
+        _until(journal, 3, "forward of micro-batch 0, chunk 0", "optimizer step")
+    assert (journal.iteration, str(journal.place.operation)) == (2, "optimizer step")
+    _until(journal, 3, "optimizer step")  # not again
+
+
+def test_a_slow_rank_stays_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    journal = FaultyJournal(None, [Fault.parse("forward:0:2:slow=0.05")])
+    times = []
+    for step in range(1, 5):
+        journal.iteration, began = step, time.perf_counter()
+        journal.enter("forward of micro-batch 0, chunk 0")
+        with journal.inside("loading of micro-batch 0"):
+            pass  # the process returns to the same pass
+        times.append(time.perf_counter() - began)
+    assert times[0] < 0.05 <= min(times[1:])
+    assert max(times) < 0.1
+    assert capsys.readouterr().err.count("fault injected at ") == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_damaged"),
+    [
+        ("forward:0:2:nan", lambda loss, gradient: loss.isnan() and gradient.isnan().all()),
+        ("backward:0:2:nan", lambda loss, gradient: not loss.isnan() and gradient.isnan().all()),
+        ("backward:0:2:flip", lambda loss, gradient: not torch.equal(gradient, torch.ones(2, 3))),
+    ],
+)
+def test_numbers_are_damaged_in_one_step(
+    fault: str, is_damaged: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 3))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight * 1.0
+
+    part = Part()
+    journal = FaultyJournal(None, [Fault.parse(fault)])
+    journal.attach([part])
+    found = []
+    for step in (1, 2, 3):
+        part.weight.grad, journal.iteration = None, step
+        loss = part().sum()
+        loss.backward()
+        assert part.weight.grad is not None
+        found.append(bool(is_damaged(loss.detach(), part.weight.grad)))
+    assert found == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_one_bit_of_one_number_flips(dtype: torch.dtype) -> None:
+    before = torch.ones(3, 3, dtype=dtype)
+    after = before.clone()
+    flip_bit(after)
+    assert ((after != before).sum(), after.flatten()[4]) == (1, 1.5)
+
+
+def test_a_nan_and_a_full_disk_end_a_run_with_their_codes(tmp_path: Path) -> None:
+    ended = run_training(tmp_path / "out", "--fault-inject", "backward:0:3:nan")
+    assert ended.code == 7, ended.output
+    assert "iteration 3: " in ended.output
+    save = ("--save", str(tmp_path / "save"), "--save-interval", "2")
+    ended = run_training(tmp_path / "out", *save, "--fault-inject", "save:0:4:full")
+    assert ended.code == 8, ended.output
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "2"

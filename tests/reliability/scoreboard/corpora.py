@@ -1,0 +1,166 @@
+"""Rows 22 to 25: cut and changed datasets, bad lines, and runs that do not fit a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+from megatron.data.indexed import IndexedDataset, bin_path, idx_path
+from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.tokenizer.fast_bpe import byte_of_character
+from megatron.tools import preprocess_data
+from tests.data.corpus import write_corpus
+from tests.reliability.scoreboard.commands import run_training, run_words
+from tests.reliability.scoreboard.score import Trials, expect
+
+_SECONDS = 5.0
+_REFUSALS = (CheckpointError.exit_code, ConfigError.exit_code, DataError.exit_code)
+_ODD_TEXTS = ("", "\u0000", "ab" * 500, "\U0001f600 \u200d", "line\u2028separator")
+_BAD_LINES = (b"{", b"[1, 2]", b'{"text": 3}', b'{"text": "\xff"}', b"null", b'{"other": "a"}')
+# Settings that a run must not change when it resumes.
+_CHANGES = (
+    ("--hidden-size", "64"),
+    ("--num-layers", "3"),
+    ("--num-attention-heads", "2"),
+    ("--ffn-hidden-size", "96"),
+    ("--vocab-size", "120"),
+    ("--swiglu",),
+    ("--normalization", "RMSNorm"),
+    ("--disable-bias-linear",),
+    ("--position-embedding-type", "rope"),
+    ("--untie-embeddings-and-output-weights",),
+    ("--group-query-attention", "--num-query-groups", "2"),
+    ("--optimizer", "sgd"),
+)
+
+
+def cut_corpora(folder: Path, count: int) -> Trials:
+    """Try row 22: each file of a dataset, cut at random places."""
+    trials, draw = Trials("seed 22"), random.Random(22)
+    prefix = write_corpus(folder / "text", documents=1000)
+    for number in range(count):
+        path = (bin_path, idx_path)[number % 2](prefix)
+        good = path.read_bytes()
+        cut = draw.randrange(len(good))
+        with trials.trial(f"{path.suffix} cut at byte {cut}"):
+            path.write_bytes(good[:cut])
+            began = time.monotonic()
+            try:
+                IndexedDataset(prefix)
+            except DataError as error:
+                expect(str(path) in str(error), f"the file is not named: {error}")
+            else:
+                raise AssertionError("it was opened")
+            expect(time.monotonic() - began < _SECONDS, "too late")
+            if number < 2:  # the whole program
+                words = ("--no-mock-data", "--vocab-size", "1000", "--data-path", str(prefix))
+                ended = run_training(folder / "out", *words)
+                expect(ended.code == DataError.exit_code, f"ended with {ended.code}")
+                expect("iteration        1/" not in ended.output, "it trained")
+        path.write_bytes(good)
+        trials.note(path.suffix)
+    return trials
+
+
+def _documents(prefix: Path) -> list[bytes]:
+    data = IndexedDataset(prefix)
+    return [data.get(number).tobytes() for number in range(len(data))]
+
+
+def changed_indexes(folder: Path, count: int) -> Trials:
+    """Try row 23: a byte of the index is changed."""
+    trials, draw = Trials("seed 23"), random.Random(23)
+    prefix = write_corpus(folder / "text", documents=1000)
+    expected, path = _documents(prefix), idx_path(prefix)
+    good = path.read_bytes()
+    for number in range(count):
+        # Half of them in the header, whose 34 bytes would otherwise be hit too rarely.
+        place = draw.randrange(34 if number % 2 else len(good))
+        value = (good[place] + draw.randrange(1, 256)) % 256
+        with trials.trial(f"byte {place} is {value}"):
+            path.write_bytes(good[:place] + bytes([value]) + good[place + 1 :])
+            try:
+                got = _documents(prefix)
+            except DataError as error:
+                expect(str(prefix) in str(error), f"the dataset is not named: {error}")
+                trials.note("refused")
+            else:
+                expect(got == expected, "other tokens")
+                trials.note("a bound between documents moved, or nothing changed")
+    return trials
+
+
+def bad_lines(folder: Path, count: int) -> Trials:
+    """Try row 24: corpora of `count` lines, of which one in a hundred is bad."""
+    trials = Trials.with_seeds(4)
+    for seed in range(4):
+        draw, source, clean = random.Random(seed), folder / "in.jsonl", folder / "clean.jsonl"
+        bad = set(draw.sample(range(count), max(1, count // 100)))
+        good = []
+        with source.open("wb") as file:
+            for number in range(count):
+                text = draw.choice((*_ODD_TEXTS, " ".join(draw.choices("abcdefg", k=20))))
+                line = json.dumps({"text": text}).encode()
+                line = draw.choice(_BAD_LINES) if number in bad else line
+                good += [] if number in bad else [line]
+                file.write(line + b"\n")
+        clean.write_bytes(b"".join(line + b"\n" for line in good))
+        expected = _preprocessed(folder, clean, workers=1, skips=False)[1]
+        expect(expected, "no output of good lines")
+        for workers in (1, 2, 4):
+            with trials.trial(f"seed {seed}, {workers} workers"):
+                told, files = _preprocessed(folder, source, workers=workers, skips=True)
+                expect(f"{len(bad)} bad lines skipped" in told, f"another count: {told[-300:]}")
+                expect(files == expected, "other bytes than from the good lines alone")
+        with trials.trial(f"seed {seed}, refused"):
+            told, files = _preprocessed(folder, source, workers=2, skips=False)
+            expect(f"in.jsonl:{min(bad) + 1}: " in told, f"the line is not named: {told[-300:]}")
+            expect(not files, "output was left")
+        trials.note("lines", count)
+    return trials
+
+
+def _preprocessed(
+    folder: Path, source: Path, *, workers: int, skips: bool
+) -> tuple[str, dict[str, bytes]]:
+    """What preprocessing said, and the files that it left."""
+    output = folder / "preprocessed"
+    output.mkdir()
+    vocab = {character: number for number, character in enumerate(byte_of_character())}
+    (folder / "v.json").write_text(json.dumps(vocab | {"<|endoftext|>": 256}))
+    (folder / "m.txt").write_text("#version: 0.2\n")
+    words = ["--input", str(source), "--output-prefix", str(output / "x"), "--append-eod"]
+    words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(folder / "v.json")]
+    words += ["--merge-file", str(folder / "m.txt"), "--workers", str(workers)]
+    words += ["--on-error", "skip"] if skips else []
+    ended = run_words(folder / "out", preprocess_data.main, *words)
+    files = {path.name: path.read_bytes() for path in output.iterdir()}
+    for path in output.iterdir():
+        path.unlink()
+    output.rmdir()
+    return ended.output, files
+
+
+def other_settings(folder: Path, count: int) -> Trials:
+    """Try row 25: a run resumes with settings that do not fit the checkpoint."""
+    trials, save = Trials(), str(folder / "save")
+    flags = ("--save", save, "--load", save, "--save-interval", "2")
+    done = run_training(folder / "out", *flags, "--exit-interval", "2")
+    expect(done.code == 0, f"no checkpoint: {done.output[-300:]}")
+    digest = _state_of(folder / "save")
+    for change in _CHANGES[:count]:
+        with trials.trial(" ".join(change)):
+            ended = run_training(folder / "out", *flags, *change)
+            expect(ended.code in _REFUSALS, f"ended with {ended.code}: {ended.output[-300:]}")
+            told = next((line for line in ended.output.splitlines() if "error: " in line), "")
+            named = change[0].removeprefix("--").removeprefix("disable-").split("-")[0]
+            expect(named in told.replace("_", "-"), f"the difference is not named: {told}")
+            expect("iteration        3/" not in ended.output, "it trained")
+            expect(_state_of(folder / "save") == digest, "the checkpoints changed")
+    return trials
+
+
+def _state_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*.safetensors")}

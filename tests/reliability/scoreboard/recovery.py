@@ -1,0 +1,233 @@
+"""Rows 1, 14, 19, 34 and 35: restarts, verification, numbers that are not finite, leaks, a soak."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.find import checkpoint_at
+from megatron.checkpoint.loading import open_found
+from megatron.checkpoint.store import Snapshot, write_checkpoint
+from megatron.errors import NumericsError
+from megatron.parallel.layout import Layout
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.loop import standard_callbacks, train
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+from tests.checkpoint.states import meta_of
+from tests.distributed import run_distributed
+from tests.launch import run_ranks
+from tests.reliability.processes import TOY
+from tests.reliability.scoreboard.commands import run_training
+from tests.reliability.scoreboard.score import Trials, expect
+from tests.repository import ROOT
+from tests.training.toy import build_toy
+from tools import chaos
+
+_RECOVERY = 15.0  # seconds
+_GOODPUT = 0.8
+_BYTES_PER_SECOND = 1e9
+_DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+_LAYOUTS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("--tensor-model-parallel-size", "2"),
+    ("--use-distributed-optimizer",),
+    ("--zero-stage", "3"),
+)
+
+
+def _command(folder: Path, processes: int, restarts: int, *flags: str) -> list[str]:
+    """The toy under torchrun, which saves and resumes in `folder`."""
+    save = str(folder / "save")
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
+    own = ["--save", save, "--load", save, "--metrics-jsonl", str(folder / "metrics")]
+    own += ["--keep-latest", "2", "--distributed-timeout-minutes", "0.5", *_DROPOUT]
+    return [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *TOY, *own, *flags]
+
+
+def _calm(folder: Path, processes: int, *flags: str) -> tuple[Path, float]:
+    """The metrics of an undisturbed run, and the seconds that its steps took."""
+    folder.mkdir()
+    words = _command(folder, processes, 0, *flags)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    first = next(number for number, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
+    done = run_ranks(words[first:], environment, processes, seconds=7200.0)
+    expect(done.returncode == 0, f"the undisturbed run failed: {done.stdout[-500:]}")
+    steps = chaos.steps_of(chaos.read_metrics(folder / "metrics"))
+    return folder / "metrics", sum(seconds for _, _, seconds in steps)
+
+
+def killed_ranks(folder: Path, count: int) -> Trials:
+    """Try row 1: SIGKILL to a random rank at a random time."""
+    trials = Trials.with_seeds(count)
+    flags = ("--train-iters", "300", "--save-interval", "20", "--log-interval", "100")
+    calm, seconds = _calm(folder / "calm", 2, *flags)
+    for seed in range(count):
+        inner, draw = folder / str(seed), random.Random(seed)
+        inner.mkdir()
+        with trials.trial(f"seed {seed}"):
+            save, metrics = inner / "save", inner / "metrics"
+            plan = chaos.Plan(
+                _command(inner, 2, 1, *flags), ["kill"], 1.0, 0.0, save, inner / "out", starts=1
+            )
+            job, delay = _started(plan), draw.uniform(0.0, 0.7 * seconds)
+            deadline = time.monotonic() + 120.0
+            while not any("grad-norm" in line for line in chaos.read_metrics(metrics)):
+                expect(time.monotonic() < deadline, "it did not begin to train")
+                time.sleep(0.02)
+            time.sleep(delay)
+            struck = chaos.strike("kill", job, save, draw)
+            code, left = job.end()
+            expect(struck is not None, "the run was over before the fault")
+            outcome = chaos.Outcome([code], [struck] if struck else [], 1.0, left)
+            problems, numbers = chaos.judge(save, metrics, outcome, calm)
+            expect(not problems, "; ".join(problems))
+            expect(numbers["restarts"] == 1, f"{numbers['restarts']} restarts")
+            expect(numbers["most steps lost"] <= 20, f"{numbers['most steps lost']} steps lost")
+            recovery = numbers["longest recovery (s)"]
+            expect(0.0 < recovery <= _RECOVERY, f"the next step came after {recovery:.1f} s")
+    return trials
+
+
+def _started(plan: chaos.Plan) -> chaos.Job:
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return chaos.Job(plan)
+
+
+def soaked(folder: Path, count: int) -> Trials:
+    """Try row 35: about `count` minutes with a kill about every minute."""
+    trials = Trials("seed 35")
+    often = ("--non-persistent-save-interval", "25", "--non-persistent-ckpt-type", "local")
+    common = ("--save-interval", "500", "--log-interval", "1000")
+    _, seconds = _calm(folder / "probe", 4, *common, "--train-iters", "50")
+    length = ("--train-iters", str(int(50 * 60.0 * count * _GOODPUT / seconds)))
+    calm, _ = _calm(folder / "calm", 4, *common, *length)
+    inner = folder / "soak"
+    inner.mkdir()
+    local = (*often, "--non-persistent-local-ckpt-dir", str(inner / "fast"))
+    command = _command(inner, 4, 10_000, *common, *length, *local)
+    plan = chaos.Plan(command, ["kill"], 60.0, 120.0 * count, inner / "save", inner / "out")
+    with trials.trial("soak"):
+        os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        outcome = chaos.run_under_faults(plan, seed=35)
+        problems, numbers = chaos.judge(inner / "save", inner / "metrics", outcome, calm)
+        trials.note("kills", numbers["faults"])
+        trials.note("iterations", int(length[1]))
+        trials.note("goodput in percent", round(100 * numbers["goodput"]))
+        trials.note("most steps lost", numbers["most steps lost"])
+        expect(not problems, "; ".join(problems))
+        expect(numbers["goodput"] >= _GOODPUT, f"goodput {numbers['goodput']:.1%}")
+        # A kill may strike while the newest fast state is written.
+        expect(numbers["most steps lost"] <= 50, f"{numbers['most steps lost']} steps lost")
+    return trials
+
+
+def verification(folder: Path, count: int) -> Trials:
+    """Try row 14: the time to verify half a gigabyte."""
+    tensors = {f"model.{i}": Entry.whole(torch.full((16 << 20,), float(i))) for i in range(8)}
+    size = sum(entry.tensor.nbytes for entry in tensors.values())
+    snapshot = Snapshot.take(1, tensors, meta_of(1), Layout.single())
+    found = checkpoint_at(write_checkpoint(folder, snapshot))
+    assert found is not None
+    trials, speeds = Trials(), []
+    for number in range(count):
+        with trials.trial(f"load {number}"):
+            began = time.perf_counter()
+            open_found(found)
+            speeds.append(size / (time.perf_counter() - began))
+            expect(speeds[-1] >= _BYTES_PER_SECOND, f"{speeds[-1] / 1e9:.2f} GB/s")
+    trials.note(f"MiB verified, at {min(speeds) / 1e9:.2f} GB/s or faster", size >> 20)
+    return trials
+
+
+def not_finite(folder: Path, count: int) -> Trials:
+    """Try row 19: a NaN in the pass of one of two ranks, once and several times in a row."""
+    trials = Trials.with_seeds(count)
+    skips = ("--on-nonfinite", "skip", "--max-nonfinite-skips", "2")
+    for seed in range(count):
+        inner, draw = folder / str(seed), random.Random(seed)
+        inner.mkdir()
+        layout, rank, step = draw.choice(_LAYOUTS), draw.randrange(2), draw.choice((2, 3))
+        point = draw.choice(("forward", "backward"))
+        with trials.trial(f"seed {seed}, {point} of rank {rank} at {step}, {' '.join(layout)}"):
+            skipped = _trained(inner / "calm", *layout, "--iterations-to-skip", str(step - 1))
+            fault = ("--fault-inject", f"{point}:{rank}:{step}:nan")
+            damaged = _trained(inner / "nan", *layout, *skips, *fault)
+            expect((skipped[0], damaged[0]) == (0, 0), f"codes {skipped[0]} and {damaged[0]}")
+            expect(_state_of(inner / "calm") == _state_of(inner / "nan"), "weights or moments")
+            faults = [f"{point}:{rank}:{step + more}:nan" for more in range(3)]
+            code, output = _trained(inner / "many", *layout, *skips, "--fault-inject", *faults)
+            expect(code == NumericsError.exit_code, f"ended with {code}: {output[-300:]}")
+            expect("3 such iterations in a row exceed" in output, output[-300:])
+            expect(f"iteration {step + 2}: " in output, output[-300:])
+    return trials
+
+
+def _trained(folder: Path, *flags: str) -> tuple[int, str]:
+    """Train six iterations on two ranks; the code and the output."""
+    words = [str(ROOT / "pretrain_gpt.py"), *TOY, "--train-iters", "6", "--save-interval", "6"]
+    words += ["--save", str(folder), "--distributed-timeout-minutes", "1", *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = run_ranks(words, environment, 2)
+    return done.returncode, done.stdout
+
+
+def _state_of(folder: Path) -> dict[str, bytes]:
+    files = (folder / "iter_0000006").glob("*.safetensors")
+    return {path.name: path.read_bytes() for path in sorted(files)}
+
+
+class _Usage(Callback):
+    """What the process uses after each step: open files and bytes of memory."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int]] = []
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.found.append((len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")))
+
+
+def _saves(layout: Layout, words: Sequence[str]) -> list[tuple[int, int]]:
+    run, usage = build_toy(layout, words), _Usage()
+    callbacks, _ = standard_callbacks(run, [])
+    train(run, [*callbacks, usage])
+    return usage.found
+
+
+def leaks(folder: Path, count: int) -> Trials:
+    """Try row 34: `count` starts, and a quarter as many saves in a single process."""
+    trials, saves = Trials(), max(count // 4, 4)
+    for number, flags in enumerate(((), ("--async-save",))):
+        with trials.trial(f"{saves} saves {' '.join(flags)}"):
+            words = ["--save", str(folder / f"saves{number}"), "--save-interval", "1", *flags]
+            words += ["--keep-latest", "2", "--eval-iters", "0", "--train-iters", str(3 * saves)]
+            (found,) = run_distributed(1, _saves, words)
+            (files, memory), (files_after, memory_after) = found[saves], found[-1]
+            expect(files_after <= files, f"{files} open files became {files_after}")
+            expect(memory_after <= 1.05 * memory, f"{memory:,} bytes became {memory_after:,}")
+    trials.note("saves", 6 * saves)
+    shared, own = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    save = ("--save", str(folder / "starts"), "--load", str(folder / "starts"))
+    flags = (*save, "--save-interval", "1", "--keep-latest", "2", "--exit-interval", "1")
+    for number in range(count):
+        with trials.trial(f"start {number}"):
+            more = ("--num-workers", "1", "--train-iters", str(count + 1))
+            ended = run_training(folder / "out", *flags, *more)
+            expect(ended.code == 0, f"ended with {ended.code}: {ended.output[-300:]}")
+            new = set(os.listdir("/dev/shm")) - shared
+            mine = [name for name in new if Path("/dev/shm", name).stat().st_uid == os.getuid()]
+            expect(not [name for name in mine if "torch" in name], f"left in /dev/shm: {mine}")
+            expect(len(os.listdir("/proc/self/fd")) <= own, "files stayed open")
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            expect(not children, f"processes stayed: {children}")
+    trials.note("starts", count)
+    return trials

@@ -1,0 +1,425 @@
+r"""Run a training command under random faults, and judge by what it leaves whether it survived.
+
+    python tools/chaos.py --mtbf 60s --hours 1 --against calm/metrics.jsonl -- \
+        torchrun --nproc-per-node 4 --max-restarts 1000 pretrain_gpt.py --config run.yaml \
+        --save runs/a --load runs/a --metrics-jsonl runs/a/metrics.jsonl
+
+The command must name --save, --load and --metrics-jsonl. It is started again, as a scheduler would,
+until it ends with 0. Faults strike one rank, at random times, until --hours are over:
+
+    kill      SIGKILL
+    stop      SIGSTOP, for good: the others must notice
+    pause     SIGSTOP and, two seconds later, SIGCONT: nothing may fail
+    term      SIGTERM: all ranks save and exit
+    launcher  SIGKILL to the launcher instead of a rank
+    memory    the rank can allocate no more memory (RLIMIT_AS)
+    files     the rank can open no more files (RLIMIT_NOFILE)
+    disk      the rank's files cannot grow, as on a full disk (RLIMIT_FSIZE)
+    damage    one byte of the newest checkpoint is changed, and the rank is killed
+
+Only the command's exit codes, checkpoints and metrics are looked at. Every fault and every choice
+follows from --seed, but what it meets also depends on the speed of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    # When this file is run as a script, the package next to its folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.checkpoint.find import scan
+from megatron.checkpoint.loading import open_found
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.durable import TEMPORARY
+from megatron.errors import CheckpointError, ConfigError
+
+MARK = "MEGATRON_CHAOS"
+_PAUSE = 2.0  # seconds
+_LEAVE = 60.0  # seconds within which the ranks end after their launcher
+_FULL_BYTES = 4096
+_SPARE_MEMORY = 1 << 20
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_ABSENT = {
+    "clock": "only root can set the clock, for all programs at once: scoreboard row 27 moves it "
+    "inside a run",
+    "partition": "network namespaces need root: tests/reliability/test_machines.py cuts a cable",
+    "eio": "a failing disk needs root: scoreboard row 9 makes every call of a writer fail",
+}
+
+
+@dataclass
+class Strike:
+    """A fault that has struck: its kind, the rank's process, and when (seconds since 1970)."""
+
+    kind: str
+    pid: int
+    time: float
+
+
+@dataclass
+class Outcome:
+    """What happened to a command.
+
+    Attributes:
+        codes: The exit codes of its starts, in order. A signal's number is negative.
+        strikes: The faults.
+        seconds: The time from the first start to the last end.
+        orphans: The number of processes that had not ended a minute after their launcher.
+    """
+
+    codes: list[int] = field(default_factory=list)
+    strikes: list[Strike] = field(default_factory=list)
+    seconds: float = 0.0
+    orphans: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run, and what to do to it.
+
+    Attributes:
+        command: The training command.
+        kinds: The faults to draw from.
+        mtbf: The mean time between two faults in seconds.
+        seconds: No fault strikes after this time.
+        save: The command's folder of checkpoints.
+        log: The file for the command's output.
+        starts: The command is started at most this often.
+    """
+
+    command: Sequence[str]
+    kinds: Sequence[str]
+    mtbf: float
+    seconds: float
+    save: Path
+    log: Path
+    starts: int = 1000
+
+
+class Job:
+    """One start of the command, and all processes that it starts."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Start the command."""
+        self._mark = uuid.uuid4().hex
+        with plan.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                list(plan.command),
+                env={**os.environ, MARK: self._mark},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def processes(self) -> dict[int, tuple[int, bool]]:
+        """Return the parent of each living process, and whether a launcher gave it a rank."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                if f"{MARK}={self._mark}".encode() in variables and state != "Z":
+                    has_rank = any(one.startswith(b"RANK=") for one in variables)
+                    found[int(folder.name)] = (int(parent), has_rank)
+        return found
+
+    def ranks(self) -> list[int]:
+        """Return the processes that train. Those that load data are their children."""
+        processes = self.processes()
+        ranks = {pid for pid, (_, has_rank) in processes.items() if has_rank}
+        if not ranks:  # without a launcher
+            return [self.process.pid] if self.process.pid in processes else []
+        return sorted(pid for pid in ranks if processes[pid][0] not in ranks)
+
+    def end(self) -> tuple[int, int]:
+        """Wait for the launcher and all others. Return its code and the number that stayed."""
+        code = self.process.wait()
+        deadline = time.monotonic() + _LEAVE
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return code, len(left)
+
+
+def _limit(pid: int, kind: int, most: int) -> None:
+    resource.prlimit(pid, kind, (most, resource.prlimit(pid, kind)[1]))
+
+
+def _no_memory(pid: int) -> None:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    _limit(pid, resource.RLIMIT_AS, pages * resource.getpagesize() + _SPARE_MEMORY)
+
+
+def _pause(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(_PAUSE)
+    os.kill(pid, signal.SIGCONT)
+
+
+def damage_newest(save: Path, draw: random.Random) -> None:
+    """Change a byte of the newest checkpoint's largest file."""
+    found = scan(save)[0]
+    if not found:
+        return
+    path = max(found[0].path.iterdir(), key=lambda file: file.stat().st_size)
+    with path.open("r+b") as file:
+        place = draw.randrange(path.stat().st_size)
+        file.seek(place)
+        byte = file.read(1)[0] ^ (1 << draw.randrange(8))
+        file.seek(place)
+        file.write(bytes([byte]))
+
+
+STRIKES: dict[str, Callable[[int], None]] = {
+    "kill": lambda pid: os.kill(pid, signal.SIGKILL),
+    "stop": lambda pid: os.kill(pid, signal.SIGSTOP),
+    "pause": _pause,
+    "term": lambda pid: os.kill(pid, signal.SIGTERM),
+    "memory": _no_memory,
+    "files": lambda pid: _limit(
+        pid, resource.RLIMIT_NOFILE, len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    ),
+    "disk": lambda pid: _limit(pid, resource.RLIMIT_FSIZE, _FULL_BYTES),
+}
+KINDS = (*STRIKES, "launcher", "damage")
+
+
+def strike(kind: str, job: Job, save: Path, draw: random.Random) -> Strike | None:
+    """Let a fault strike a random rank, and return it; `None` if there is no rank."""
+    ranks = job.ranks()
+    if not ranks:
+        return None
+    pid = job.process.pid if kind == "launcher" else draw.choice(ranks)
+    struck = Strike(kind, pid, time.time())
+    try:
+        if kind == "damage":
+            damage_newest(save, draw)
+        STRIKES["kill" if kind in ("launcher", "damage") else kind](pid)
+    except (ProcessLookupError, FileNotFoundError):  # it has just ended
+        return None
+    return struck
+
+
+def run_under_faults(plan: Plan, seed: int) -> Outcome:
+    """Run the command until it ends with 0, and let faults strike meanwhile."""
+    draw, outcome, started = random.Random(seed), Outcome(), time.monotonic()
+    due = started + draw.expovariate(1.0 / plan.mtbf)
+    while len(outcome.codes) < plan.starts:
+        job, before = Job(plan), len(outcome.strikes)
+        try:
+            while job.process.poll() is None:
+                time.sleep(0.05)
+                now = time.monotonic()
+                if now < due or now - started > plan.seconds:
+                    continue
+                struck = strike(draw.choice(list(plan.kinds)), job, plan.save, draw)
+                if struck is not None:
+                    outcome.strikes.append(struck)
+                due = time.monotonic() + draw.expovariate(1.0 / plan.mtbf)
+        finally:
+            if job.process.poll() is None:  # interrupted
+                os.killpg(job.process.pid, signal.SIGKILL)
+            code, left = job.end()
+        outcome.codes.append(code)
+        outcome.orphans += left
+        # Without a fault it would only fail again.
+        if code == 0 or len(outcome.strikes) == before:
+            break
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of --metrics-jsonl. The last one may be torn."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
+
+
+def steps_of(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any], float]]:
+    """Yield the iteration of each step, its losses and norms, and the seconds that it took."""
+    last: float | None = None
+    for line in lines:
+        if "grad-norm" in line:
+            kept = {name: line[name] for name in line if "loss" in name or name == "grad-norm"}
+            yield line["iteration"], kept, 0.0 if last is None else line["time"] - last
+        last = line["time"]
+
+
+def goodput(lines: Sequence[dict[str, Any]], seconds: float) -> float:
+    """Return the share of the time that was spent in steps whose results were kept.
+
+    A step that was repeated after a restart was lost the first time.
+    """
+    kept = {iteration: spent for iteration, _, spent in steps_of(lines)}
+    return sum(kept.values()) / max(seconds, 1e-9)
+
+
+def recoveries(lines: Sequence[dict[str, Any]], strikes: Sequence[Strike]) -> list[float]:
+    """Return the seconds from each fault that ended an attempt to the next attempt's first step."""
+    starts = [line["time"] for line in lines if line.get("event") == "start"]
+    steps = [line["time"] for line in lines if "grad-norm" in line]
+    found = []
+    for start in starts[1:]:
+        blamed = [one.time for one in strikes if one.time < start]
+        first = next((step for step in steps if step > start), None)
+        if blamed and first is not None:
+            found.append(first - max(blamed))
+    return found
+
+
+def lost_steps(lines: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the number of steps that each restart repeated."""
+    lost, done = [], 0
+    for line in lines:
+        if line.get("event") == "start":
+            lost.append(done - line["iteration"])
+        elif "grad-norm" in line:
+            done = line["iteration"]
+    return lost[1:]
+
+
+def judge(
+    save: Path, metrics: Path, outcome: Outcome, against: Path | None = None
+) -> tuple[list[str], dict[str, Any]]:
+    """Judge a run by what it left.
+
+    Args:
+        save: Its folder of checkpoints.
+        metrics: Its file of --metrics-jsonl.
+        outcome: What happened to the command.
+        against: The metrics of an undisturbed run.
+
+    Returns:
+        What did not hold, one line each, and numbers about the run.
+    """
+    lines, problems = read_metrics(metrics), []
+    steps = list(steps_of(lines))
+    known: dict[int, dict[str, Any]] = {}
+    for iteration, values, _ in steps:
+        if known.setdefault(iteration, values) != values:
+            problems.append(f"iteration {iteration} was repeated with another result")
+    last = max(known, default=0)
+    if outcome.codes[-1:] != [0]:
+        problems.append(f"the command ended with {outcome.codes[-1:]}, not 0")
+    if outcome.orphans:
+        problems.append(f"{outcome.orphans} processes stayed")
+    if against is not None:
+        calm = {iteration: values for iteration, values, _ in steps_of(read_metrics(against))}
+        wrong = sorted(number for number in calm if calm[number] != known.get(number))
+        if wrong or not calm or set(calm) != set(known):
+            where = wrong[0] if wrong else "none"
+            problems.append(f"the losses differ from {against}, first at iteration {where}")
+    found = scan(save)[0]
+    try:
+        newest = open_found(found[0]) if found else None
+    except CheckpointError as error:
+        problems.append(f"the newest checkpoint is damaged: {error}")
+    else:
+        if newest is None or newest.iteration != last:
+            problems.append(f"the newest checkpoint is not of the last iteration, {last}")
+    left = [path.name for path in save.glob(f"*{TEMPORARY}*")]
+    if left:
+        problems.append(f"temporary files stayed: {', '.join(left)}")
+    waits, lost = recoveries(lines, outcome.strikes), lost_steps(lines)
+    return problems, {
+        "faults": len(outcome.strikes),
+        "starts": len(outcome.codes),
+        "restarts": len(lost),
+        "goodput": goodput(lines, outcome.seconds),
+        "most steps lost": max(lost, default=0),
+        "longest recovery (s)": max(waits, default=0.0),
+        "seconds": outcome.seconds,
+    }
+
+
+def duration(text: str) -> float:
+    """Read a time: `90`, `60s`, `5m` or `1h`, in seconds."""
+    match = re.fullmatch(r"(\d+\.?\d*)([smh]?)", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a time such as 60s, 5m or 1h, got {text!r}")
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def flag_value(words: Sequence[str], flag: str) -> str:
+    """Return the value of a flag of the command.
+
+    Raises:
+        ConfigError: The command does not have it.
+    """
+    for word, value in zip(words, [*words[1:], ""], strict=True):
+        if word == flag or word.startswith(f"{flag}="):
+            return word.partition("=")[2] or value
+    raise ConfigError(f"the command has no {flag}: add it, because the run is judged by it")
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("chaos.py", __doc__)
+    add = parser.add_argument
+    add("--faults", nargs="+", default=["kill"], metavar="KIND", help="Faults to draw from.")
+    add("--mtbf", type=duration, default=60.0, metavar="TIME", help="Mean time between faults.")
+    add("--hours", type=float, default=1.0, metavar="H", help="No fault strikes after this time.")
+    add("--seed", type=int, default=0, help="Seed of all choices.")
+    add("--against", type=Path, metavar="FILE", help="Metrics of an undisturbed run.")
+    add("--log", type=Path, default=Path("chaos.log"), metavar="FILE", help="Command's output.")
+    add("--least-goodput", type=float, default=0.0, metavar="SHARE", help="Fail below this share.")
+    add("command", nargs=argparse.REMAINDER, help="The training command, after --.")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command under faults and print the judgment. Return 1 if something did not hold.
+
+    Raises:
+        ConfigError: A fault is unknown or not possible here, or the command lacks a flag.
+    """
+    for kind in options.faults:
+        if kind in _ABSENT:
+            raise ConfigError(f"--faults {kind}: {_ABSENT[kind]}")
+        if kind not in KINDS:
+            raise ConfigError(f"--faults {kind}: choose from {', '.join(KINDS)}")
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    save = Path(flag_value(command, "--save"))
+    if flag_value(command, "--load") != str(save):
+        raise ConfigError(f"--load must be --save {save}, so that the run resumes itself")
+    metrics = Path(flag_value(command, "--metrics-jsonl"))
+    plan = Plan(command, options.faults, options.mtbf, 3600 * options.hours, save, options.log)
+    outcome = run_under_faults(plan, options.seed)
+    problems, numbers = judge(save, metrics, outcome, options.against)
+    if numbers["goodput"] < options.least_goodput:
+        problems.append(f"goodput {numbers['goodput']:.1%} is below {options.least_goodput:.1%}")
+    strikes = [asdict(one) for one in outcome.strikes]
+    print(json.dumps({**numbers, "codes": outcome.codes, "strikes": strikes, "failed": problems}))
+    return int(bool(problems))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command. Exit codes: 0 everything held, 1 not everything, 9 bad flags."""
+    return run_command(lambda: run(build_parser().read(words)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
