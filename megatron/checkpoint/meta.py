@@ -128,6 +128,7 @@ class Meta(TypedDict):
     skipped_train_samples: NotRequired[Size]
     consumed_train_tokens: NotRequired[Size]
     useful_seconds: NotRequired[Annotated[float, Ge(0)]]
+    run: NotRequired[str | None]
     padded_vocab_size: Size
     optimizer: NotRequired[OptimizerScalars | None]
     average: NotRequired[SavedAverage | None]

@@ -599,7 +599,7 @@ def _restore_position(run: Run, reader: Reader) -> None:
     meta = reader.meta
     run.progress = progress_at_start(run.config, reader)
     if run.record is not None and meta.get(RUN) == run.record.run:
-        run.useful_seconds, run.was_resumed = meta["useful_seconds"], True
+        run.useful_seconds, run.was_resumed = meta.get("useful_seconds", 0.0), True
     if not run.config.checkpoint.no_load_optim:  # a fresh optimizer restarts its schedule
         try:
             run.schedules, run.progress.scheduled_samples = resumed_schedules(run, reader)

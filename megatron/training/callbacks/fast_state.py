@@ -99,7 +99,8 @@ class Goodput(Callback):
         often = run.config.checkpoint.non_persistent_save_interval is not None
         if share is None or record is None or not run.is_log_rank or not (often or run.was_resumed):
             return
+        seconds = time.time() - record.began
         say(
-            f"  goodput: {share:.1%} of the {time.time() - record.began:,.0f} s since the run was first "
-            "started were spent in steps whose results were kept"
+            f"  goodput: {share:.1%} of the {seconds:,.0f} s since the run was first started were "
+            "spent in steps whose results were kept"
         )
