@@ -14,6 +14,10 @@ _ROTARY = Need(
 )
 _LATENT = Need(lambda run: run.model.multi_latent_attention, "--multi-latent-attention")
 _YARN = Need(lambda run: run.model.rope_type == "yarn", "--rope-type yarn")
+_DELTA = Need(
+    lambda run: run.model.experimental_attention_variant == "gated_delta_net",
+    "--experimental-attention-variant gated_delta_net",
+)
 # Sizes of latent attention.
 LATENT_FIELDS = (
     "q_lora_rank",
@@ -21,6 +25,15 @@ LATENT_FIELDS = (
     "qk_head_dim",
     "qk_pos_emb_head_dim",
     "v_head_dim",
+)
+# Sizes of gated delta nets, and the layers that have one.
+DELTA_FIELDS = (
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 )
 # Fields that set the frequencies of YaRN.
 YARN_FIELDS = (
@@ -51,6 +64,21 @@ class SelfAttentionOptions:
         qk_pos_emb_head_dim: Additional channels of queries and keys, which carry rotary positions.
             All heads share the keys' channels.
         v_head_dim: Channels of each head's values.
+        attention_output_gate: Multiply the output of each attention head by the sigmoid of a gate
+            that is computed with its query (Qwen3-Next).
+        experimental_attention_variant: Another mixer than attention in the layers that
+            --linear-attention-freq chooses. gated_delta_net: a recurrent state for each head, from
+            which the delta rule erases what a new key replaces (Yang et al., 2024).
+        linear_attention_freq: The layers with --experimental-attention-variant: a number N leaves
+            every Nth layer its attention, and a pattern such as ([1]*3+[0])*4 has a 1 for each of
+            them.
+        linear_conv_kernel_dim: Tokens that the causal convolution of a gated delta net reads: each
+            token and those before it.
+        linear_key_head_dim: Channels of a query and a key of a gated delta net.
+        linear_value_head_dim: Channels of a value of a gated delta net.
+        linear_num_key_heads: Number of query and key heads of a gated delta net.
+        linear_num_value_heads: Number of value heads of a gated delta net. Equally many consecutive
+            ones share a query and a key.
         window_size: Limit self-attention to a sliding window: 511,0 lets a token attend to itself
             and the 511 tokens before it. The second number is for encoders and must be 0 or -1.
         window_attn_skip_freq: The layers with --window-size: a number N gives every Nth layer full
@@ -91,6 +119,22 @@ class SelfAttentionOptions:
         64, unit="channels", at_least=2, at_most=MOST_WIDTH, requires=_LATENT
     )
     v_head_dim: int = flag(128, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_LATENT)
+    attention_output_gate: bool = flag(False, only_for=("gpt",))
+    experimental_attention_variant: str | None = flag(
+        None, choices=("gated_delta_net",), only_for=("gpt",)
+    )
+    linear_attention_freq: str | None = flag(None, requires=_DELTA)
+    linear_conv_kernel_dim: int = flag(
+        4, unit="tokens", at_least=1, at_most=MOST_WIDTH, requires=_DELTA
+    )
+    linear_key_head_dim: int = flag(
+        128, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_DELTA
+    )
+    linear_value_head_dim: int = flag(
+        128, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_DELTA
+    )
+    linear_num_key_heads: int = flag(16, unit="heads", at_least=1, at_most=2**16, requires=_DELTA)
+    linear_num_value_heads: int = flag(32, unit="heads", at_least=1, at_most=2**16, requires=_DELTA)
     window_size: str | None = flag(None, only_for=("gpt",))
     window_attn_skip_freq: str | None = flag(None, requires=_WINDOW)
     softmax_type: str = flag(
@@ -166,6 +210,23 @@ def layer_rotates(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...
         return (True,) * layers
     chosen = _chosen("--no-rope-freq", options.no_rope_freq, layers, number_is_one=True)
     return tuple(not is_chosen for is_chosen in chosen)
+
+
+def layer_deltas(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...]:
+    """Return which layers have a gated delta net instead of attention.
+
+    Args:
+        options: The flags.
+        layers: The number of layers of the model.
+
+    Raises:
+        ValueError: `linear_attention_freq` is neither a number nor a pattern with one entry per
+            layer. The message names the flag.
+    """
+    frequency = options.linear_attention_freq
+    if options.experimental_attention_variant is None or frequency is None:
+        return (False,) * layers
+    return _chosen("--linear-attention-freq", frequency, layers, number_is_one=False)
 
 
 def _chosen(flag: str, given: str, layers: int, *, number_is_one: bool) -> tuple[bool, ...]:

@@ -85,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     rules_finetuning.adapters,
     rules_model.attention,
     rules_model.latent_attention,
+    rules_model.delta_net,
     rules_model.multi_token,
     rules_hybrid.hybrid,
     rules_model.experts,

@@ -55,8 +55,8 @@ class HybridOptions:
         return pattern is None or MLP in pattern or MIXTURE in pattern
 
     @property
-    def has_states(self) -> bool:
-        """Whether the model has layers that carry a state from token to token."""
+    def has_mamba(self) -> bool:
+        """Whether the model has Mamba-2 layers."""
         return self.hybrid_layer_pattern is not None and MAMBA in self.hybrid_layer_pattern
 
 

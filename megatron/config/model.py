@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from megatron.config.adapters import AdapterOptions
-from megatron.config.attention import LATENT_FIELDS, YARN_FIELDS, SelfAttentionOptions
+from megatron.config.attention import (
+    DELTA_FIELDS,
+    LATENT_FIELDS,
+    YARN_FIELDS,
+    SelfAttentionOptions,
+)
 from megatron.config.experts import ExpertOptions
 from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
 from megatron.config.hybrid import MAMBA_FIELDS, HybridOptions
@@ -269,6 +274,11 @@ class ModelOptions(
 ):
     """Network."""
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has layers that carry a state from token to token."""
+        return self.has_mamba or self.experimental_attention_variant is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelOptions):
@@ -397,6 +407,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
     has_effect = {
         **dict.fromkeys(YARN_FIELDS, model.rope_type == "yarn"),
         **dict.fromkeys(LATENT_FIELDS, model.multi_latent_attention),
+        **dict.fromkeys(DELTA_FIELDS, model.experimental_attention_variant is not None),
         **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), positions == "rope"),
         "window_rotary_base": positions == "rope" and model.window_size is not None,
         "scale_alibi": positions == "alibi",
@@ -408,7 +419,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         "qk_layernorm_scope": model.qk_layernorm,
         "untie_embeddings_and_output_weights": not model.reward_head,
         **dict.fromkeys(_OF_HEADS, model.has_attention),
-        **dict.fromkeys(MAMBA_FIELDS, model.has_states),
+        **dict.fromkeys(MAMBA_FIELDS, model.has_mamba),
         **dict.fromkeys(_OF_MLPS, model.has_mlps),
         "add_bias_linear": model.has_attention or model.has_mlps,
     }

@@ -88,7 +88,7 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     state_heads = 2 * (hidden or 0) // (model.mamba_head_dim or 1)
     return {
         "model.num_layers": len(layer_symbols(model.hybrid_layer_pattern)) or None,
-        "model.mamba_num_heads": (state_heads or None) if model.has_states else None,
+        "model.mamba_num_heads": (state_heads or None) if model.has_mamba else None,
         "model.decoder_num_layers": model.num_layers if model.architecture == "t5" else None,
         "model.kv_channels": head_size,
         "model.ffn_hidden_size": (gated if model.is_gated else 4 * hidden) if hidden else None,

@@ -68,6 +68,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
     for name, on in (
         ("--qk-layernorm", model.qk_layernorm),
         ("--add-qkv-bias", model.add_qkv_bias and not model.add_bias_linear),
+        ("--attention-output-gate", model.attention_output_gate),
         ("--softmax-type learnable", model.softmax_type == "learnable"),
         ("--quick-geglu", model.quick_geglu),
         ("--glu-linear-offset", model.glu_linear_offset != 0),

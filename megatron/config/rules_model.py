@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from megatron.config.attention import layer_rotates, layer_windows
+from megatron.config.attention import layer_deltas, layer_rotates, layer_windows
 from megatron.config.experts import mixture_layers
 from megatron.config.fields import MAX_LAYERS, divisors
 from megatron.config.model import ModelOptions, flash_head_misfit
@@ -47,6 +47,19 @@ _NOT_WITH_LATENT: Exclusions = {
     "model.rotary_percent": ((1.0,), "--qk-pos-emb-head-dim is the number of channels that rotate"),
     "model.lora_rank": ((None,), "its projections do not support adapters"),
     "checkpoint.ckpt_format": (("native",), "latent attention cannot be written in this format"),
+}
+_NOT_WITH_OUTPUT_GATE: Exclusions = {
+    "model.multi_latent_attention": ((False,), "latent attention has no gates"),
+    "model.lora_rank": ((None,), "adapters of queries would have no gates"),
+}
+_NOT_WITH_DELTA: Exclusions = {
+    "model.hybrid_layer_pattern": ((None,), "the pattern names the kind of each layer"),
+    "model.lora_rank": ((None,), "its projections do not support adapters"),
+    "model.batch_invariant_mode": (
+        (False,),
+        "training computes chunks of tokens and generation single tokens",
+    ),
+    "checkpoint.ckpt_format": (("native",), "gated delta nets cannot be written in this format"),
 }
 _NOT_WITH_MULTI_TOKEN: Exclusions = {
     "model.lora_rank": ((None,), "its layers take no adapters"),
@@ -149,7 +162,7 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
 def attention(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in windows, rotary positions and the layers of both."""
     model = config.model
-    for read in (layer_windows, layer_rotates):
+    for read in (layer_windows, layer_rotates, layer_deltas):
         try:
             read(model, min(model.num_layers or 1, MAX_LAYERS))
         except ValueError as error:
@@ -157,6 +170,8 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
                 yield str(error)
     if model.rope_type == "yarn":
         yield from _yarn(model)
+    if model.attention_output_gate:
+        yield from excluded(config, "--attention-output-gate", _NOT_WITH_OUTPUT_GATE)
     parallel, bound = config.parallel, model.attn_logit_softcapping
     positions = model.position_embedding_type
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p":
@@ -207,6 +222,34 @@ def latent_attention(config: RunOptions, world_size: int) -> Iterator[str]:
         yield (
             f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}: channels rotate in pairs: use an "
             "even number"
+        )
+
+
+def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that cannot be combined with gated delta nets."""
+    model, parallel = config.model, config.parallel
+    if model.experimental_attention_variant is None:
+        return
+    shown = f"--experimental-attention-variant {model.experimental_attention_variant}"
+    yield from excluded(config, shown, _NOT_WITH_DELTA)
+    if model.linear_attention_freq is None:
+        yield (
+            f"{shown} requires --linear-attention-freq: give 4 for three such layers and then one "
+            "with attention, or a pattern"
+        )
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    if keys > 0 and values % keys:
+        yield (
+            f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads "
+            f"{keys}: equally many value heads share a key: use a multiple of {keys}"
+        )
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if min(tensor, context) > 0 and keys % (tensor * context):
+        over = f"--context-parallel-size {context}" if context > 1 else ""
+        over = " x ".join(filter(None, (f"--tensor-model-parallel-size {tensor}", over)))
+        yield (
+            f"--linear-num-key-heads {keys} is not divisible by {over}, over which the heads of "
+            f"gated delta nets are split: use a multiple of {tensor * context}, or fewer processes"
         )
 
 
@@ -581,6 +624,13 @@ def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
     heads = model.num_attention_heads or 0
     yield from mlp_sizes(config)
     yield from _attention_sizes(model, heads, split)
+    if model.experimental_attention_variant is not None:
+        keys = model.linear_num_key_heads * model.linear_key_head_dim
+        served = model.linear_num_value_heads
+        values = served * model.linear_value_head_dim
+        yield "--linear-num-value-heads x --linear-value-head-dim", values, split
+        projected = 2 * (keys + values + served)
+        yield "the input projection of gated delta nets, with width", projected, split
     yield "--micro-batch-size x --seq-length", micro_batch * (data.seq_length or 0), max(1, context)
     decoder_tokens = micro_batch * (data.decoder_seq_length or 0)
     yield "--micro-batch-size x --decoder-seq-length", decoder_tokens, 1
@@ -615,8 +665,9 @@ def _attention_sizes(model: ModelOptions, heads: int, split: int) -> Iterator[tu
         name = "--num-attention-heads x (--qk-head-dim + --v-head-dim)"
         yield name, heads * (still + model.v_head_dim), split
         return
-    head = model.kv_channels or 0
+    head, gates = model.kv_channels or 0, 1 + model.attention_output_gate
     yield "--num-attention-heads x --kv-channels", heads * head, split
     if model.group_query_attention:
-        name = "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels"
-        yield name, (heads + 2 * model.num_query_groups) * head, split
+        queries = f"{gates} x " * (gates > 1) + "--num-attention-heads"
+        name = f"({queries} + 2 x --num-query-groups) x --kv-channels"
+        yield name, (gates * heads + 2 * model.num_query_groups) * head, split

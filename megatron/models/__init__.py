@@ -7,6 +7,7 @@
     block                 layers, and the tables of mixers (`attention`) and MLPs (`mlp`)
     mamba, recurrence     the Mamba-2 mixer; what all mixers with states share
     recurrent_plan        their records, which name the states that the engine keeps
+    delta_net             gated delta nets (Qwen3-Next)
     latent_attention      multi-head latent attention (DeepSeek-V2)
     norm, position_bias   normalizations; T5's relative positions
     multi_token           layers after the last one, which predict further tokens

@@ -187,10 +187,12 @@ class AttentionCore(nn.Module):
 class SelfAttention(nn.Module):
     """Queries, keys and values of one layer, the attention core, and the output projection.
 
-    Rows of the QKV weight are ordered by group: the group's query heads, then its key, then its
+    With an output gate, the query projection also computes a gate for each query head. The result
+    of a head is multiplied by the sigmoid of its gate. Rows of the QKV weight are ordered by group:
+    the group's query heads, then the gates of these heads if there are any, then its key and its
     value. A tensor rank holds whole groups, so its rows are contiguous. If there are fewer groups
     than ranks, each rank still holds an equal share of the rows. It then gathers the product from
-    all ranks and takes its own query heads and their group's key and value.
+    all ranks and takes its own query heads, with their gates, and their group's key and value.
 
     Args:
         plan: The record of its sizes.
@@ -215,10 +217,12 @@ class SelfAttention(nn.Module):
         self.layer_number = layer_number
         self.rotate = context.kernels.rotate
         self.split_rotate = context.kernels.split_rotate
-        widths = (plan.query, *[plan.kv_heads * plan.head_size] * 2)
+        widths = {"query": plan.query, "gate": plan.query if plan.output_gate else 0}
+        widths |= dict.fromkeys(("key", "value"), plan.kv_heads * plan.head_size)
+        held = {name: width for name, width in widths.items() if width}
         self.qkv = _projection(
             plan,
-            Projections(("query", "key", "value"), widths, plan.kv_heads),
+            Projections(tuple(held), tuple(held.values()), plan.kv_heads),
             context,
             bias=plan.bias or plan.qkv_bias,
         )
@@ -260,8 +264,11 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
-        """Count the bytes of query, key, value and output, and of the scores if they are kept."""
-        elements = (plan.query + plan.qkv) // batch.tensor
+        """Count the bytes of query, key, value and output, and of the scores if they are kept.
+
+        With an output gate, its sigmoid and the product with the output are kept too.
+        """
+        elements = ((3 if plan.output_gate else 1) * plan.query + plan.qkv) // batch.tensor
         saved = batch.width * batch.tokens * elements
         return saved + score_bytes(plan, batch, batch.length)
 
@@ -283,23 +290,28 @@ class SelfAttention(nn.Module):
         Returns:
             The output in the shape of x; the caller adds `bias_to_add`.
         """
-        rotation = None if self.plan.rotary is None else rotation
-        if self.query_norm is None or self.key_norm is None:
-            query, key, value = self._split_heads(self.qkv(x), rotation)
-        else:
-            query, key, value = self._split_heads(self.qkv(x), None)
-            if self.plan.norms_heads:
+        plan, gate = self.plan, None
+        rotation = None if plan.rotary is None else rotation
+        rotates_later = plan.output_gate or plan.qk_norm is not None
+        query, key, value = self._split_heads(self.qkv(x), None if rotates_later else rotation)
+        if plan.output_gate:
+            pairs = query.unflatten(2, (key.shape[2], 2, -1))  # [s, b, g/t, 2, n/g, d]
+            query, gate = pairs[:, :, :, 0].flatten(2, 3), pairs[:, :, :, 1].flatten(2)
+        if self.query_norm is not None and self.key_norm is not None:
+            if plan.norms_heads:
                 _, query = self.query_norm(Stream(query))
                 _, key = self.key_norm(Stream(key))
             else:
                 norms = self.query_norm, self.key_norm
                 query, key = normalize_projections((query, key), norms, self.axis)
-            if rotation is not None:
-                query, key = self.rotate(query, rotation), self.rotate(key, rotation)
+        if rotates_later and rotation is not None:
+            query, key = self.rotate(query, rotation), self.rotate(key, rotation)
         if cache is not None:
             context = cache.attend(query, key, value, self.core.options(None, self.sinks))
         else:
             context = self.core(query, key, value, mask, self.sinks)
+        if gate is not None:
+            context = context * gate.sigmoid()
         return self.output(context)
 
     @property
@@ -311,9 +323,10 @@ class SelfAttention(nn.Module):
         """Split [s, b, (n + 2g) d / t] into this rank's heads, and rotate queries and keys.
 
         Returns:
-            Queries [s, b, n/t, d], keys and values [s, b, g/t (at least 1), d].
+            Queries [s, b, n/t, d], keys and values [s, b, g/t (at least 1), d]. With an output
+            gate, each group's queries are followed by their gates, [s, b, 2 n/t, d].
         """
-        ranks, groups = self.axis.size, self.plan.kv_heads
+        ranks, groups, parts = self.axis.size, self.plan.kv_heads, 1 + self.plan.output_gate
         if groups >= ranks:
             return self.split_rotate(
                 qkv,
@@ -323,11 +336,12 @@ class SelfAttention(nn.Module):
                 self.qkv.products.handovers.backward,
                 contiguous=self.query_norm is not None,
             )
-        per_group = self.plan.heads // groups + 2
+        per_group = parts * self.plan.heads // groups + 2
         by_group = gather_to(qkv, self.axis).unflatten(2, (groups, per_group, -1))
         sharing = ranks // groups  # ranks per group
-        mine = by_group[:, :, self.axis.rank // sharing]  # [s, b, n/g + 2, d]
-        query = mine[:, :, :-2].chunk(sharing, dim=2)[self.axis.rank % sharing]
+        mine = by_group[:, :, self.axis.rank // sharing]  # [s, b, n/g (or twice) + 2, d]
+        queries = mine[:, :, :-2].unflatten(2, (parts, -1))
+        query = queries.chunk(sharing, dim=3)[self.axis.rank % sharing].flatten(2, 3)
         key, value = mine[:, :, -2:-1], mine[:, :, -1:]
         if rotation is None:
             return query, key, value

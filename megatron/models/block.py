@@ -19,6 +19,7 @@ from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCache, SelfAttention
 from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.delta_net import GatedDeltaNet
 from megatron.models.latent_attention import LatentAttention
 from megatron.models.mamba import Mamba
 from megatron.models.mixture import Mixture
@@ -72,6 +73,7 @@ MIXERS: dict[str, Any] = {
     "chunked_cross_attention": ChunkedCrossAttention,
     "neighbor_cross_attention": NeighborCrossAttention,
     "mamba": Mamba,
+    "gated_delta_net": GatedDeltaNet,
 }
 # An MLP is constructed with (plan, context) and called with x. Otherwise it is like a mixer.
 MLPS: dict[str, Any] = {"dense": MLP, "mixture": Mixture}

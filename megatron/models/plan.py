@@ -106,8 +106,7 @@ class RotaryPlan:
         channels: Number of each head's channels that rotate.
         base: Base of the rotary frequencies.
         interpolation: Number by which positions are divided; `None` leaves them unchanged.
-        scaling: Factor by which the lowest frequencies are divided (Llama 3.1); `None` for no
-            scaling.
+        scaling: Factor that divides the lowest frequencies (Llama 3.1); `None` for no scaling.
         yarn: YaRN's changes to the frequencies; `None` for none.
     """
 
@@ -159,6 +158,7 @@ class AttentionPlan(MixerPlan):
         head_size: Channels of a query, a key and a value.
         dropout: Dropout probability of the attention weights.
         scale: Factor applied to the scores; `None` means 1 / sqrt(head_size).
+        output_gate: Whether a gate that is computed with the query multiplies each head's result.
         qkv_bias: Whether queries, keys and values have biases even if other layers have none.
         qk_norm: Normalization of queries and keys before the scores; `None` for none.
         norms_heads: Whether `qk_norm` normalizes each head separately, not all heads together.
@@ -177,6 +177,7 @@ class AttentionPlan(MixerPlan):
     head_size: int
     dropout: float = 0.0
     scale: float | None = None
+    output_gate: bool = False
     qkv_bias: bool = False
     qk_norm: NormPlan | None = None
     norms_heads: bool = True
@@ -193,8 +194,8 @@ class AttentionPlan(MixerPlan):
 
     @property
     def qkv(self) -> int:
-        """Width of all queries, keys and values side by side."""
-        return (self.heads + 2 * self.kv_heads) * self.head_size
+        """Width of all queries, gates, keys and values side by side."""
+        return ((1 + self.output_gate) * self.heads + 2 * self.kv_heads) * self.head_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
         """Return what a process caches for each token: tensors, vectors in each, and channels.

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from megatron.config.attention import layer_rotates, layer_windows
+from megatron.config.attention import layer_deltas, layer_rotates, layer_windows
 from megatron.config.experts import layer_experts
 from megatron.config.hybrid import ATTENTION, MAMBA, layer_symbols
 from megatron.config.model import ModelConfig
@@ -25,6 +25,7 @@ from megatron.models.plan import (
     LatentAttentionPlan,
     LayerPlan,
     MaskedTokenPlan,
+    MixerPlan,
     MLPPlan,
     ModelPlan,
     MultiTokenPlan,
@@ -36,7 +37,7 @@ from megatron.models.plan import (
     RetrieverPlan,
     RotaryPlan,
 )
-from megatron.models.recurrent_plan import MambaPlan
+from megatron.models.recurrent_plan import GatedDeltaNetPlan, MambaPlan
 
 _JITTER = 0.01  # DeepSpeed's value for the policy Jitter
 _SEGMENTS = 2  # segments per BERT sample, hence token types and classes of the binary head
@@ -50,6 +51,7 @@ def layer_plan(
     experts: int = 0,
     window: int | None = None,
     rotates: bool = True,
+    is_delta: bool = False,
 ) -> LayerPlan:
     """Return the record of the layer that the flags describe.
 
@@ -60,6 +62,7 @@ def layer_plan(
         experts: The number of experts in the mixture that replaces the MLP; 0 for a dense MLP.
         window: The number of earlier tokens that a token attends to; `None` for all.
         rotates: Whether the layer has rotary positions, in a model that uses them.
+        is_delta: Whether the layer has a gated delta net instead of attention.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels
     init, norm = init_plan(model), norm_plan(model)
@@ -77,6 +80,7 @@ def layer_plan(
         head_size=head_size,
         dropout=model.attention_dropout,
         scale=model.softmax_scale,
+        output_gate=model.attention_output_gate,
         qkv_bias=model.add_qkv_bias,
         qk_norm=norm if model.qk_layernorm else None,
         norms_heads=model.qk_layernorm_scope == "head",
@@ -86,12 +90,17 @@ def layer_plan(
         softmax=model.softmax_type,
         alibi=alibi_factor(model),
     )
-    mixer = latent_plan(model, attention) if model.multi_latent_attention else attention
+    mixer: MixerPlan = attention
+    if is_delta:
+        mixer = delta_net_plan(model)
+    elif model.multi_latent_attention:
+        mixer = latent_plan(model, attention)
     crossing = replace(
         attention,
         kind="cross_attention",
         causal=False,
         kv_heads=heads,
+        output_gate=False,
         qkv_bias=False,
         qk_norm=None,
         rotary=None,
@@ -201,6 +210,20 @@ def latent_plan(model: ModelConfig, attention: AttentionPlan) -> LatentAttention
         still=model.qk_head_dim,
         turning=model.qk_pos_emb_head_dim,
         value_size=model.v_head_dim,
+    )
+
+
+def delta_net_plan(model: ModelConfig) -> GatedDeltaNetPlan:
+    """Return the record of a gated delta net."""
+    return GatedDeltaNetPlan(
+        hidden=model.hidden_size,
+        init=init_plan(model),
+        convolution=model.linear_conv_kernel_dim,
+        key_heads=model.linear_num_key_heads,
+        value_heads=model.linear_num_value_heads,
+        key_size=model.linear_key_head_dim,
+        value_size=model.linear_value_head_dim,
+        epsilon=model.norm_epsilon,
     )
 
 
@@ -352,15 +375,21 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
             bias=False,
             in_fp32=True,
         )
-    kinds = (layer_experts, layer_windows, layer_rotates)
+    kinds = (layer_experts, layer_windows, layer_rotates, layer_deltas)
     symbols = layer_symbols(model.hybrid_layer_pattern) or [""] * model.num_layers
     choices = list(zip(*(kind(model, model.num_layers) for kind in kinds), symbols, strict=True))
     made = {}  # equal layers share one record, so that the planner times it once
-    for experts, window, rotates, symbol in choices:
-        layer = layer_plan(model, causal=True, experts=experts, window=window, rotates=rotates)
-        made[experts, window, rotates, symbol] = (
-            hybrid_layer(model, layer, symbol) if symbol else layer
+    for choice in choices:
+        experts, window, rotates, is_delta, symbol = choice
+        layer = layer_plan(
+            model,
+            causal=True,
+            experts=experts,
+            window=window,
+            rotates=rotates,
+            is_delta=is_delta,
         )
+        made[choice] = hybrid_layer(model, layer, symbol) if symbol else layer
     layers, depths = tuple(made[choice] for choice in choices), model.mtp_num_layers or 0
     ahead = MultiTokenPlan(  # its layers are like the last one, as in Megatron Core
         hidden=model.hidden_size,

@@ -110,3 +110,51 @@ class MambaPlan(RecurrentPlan):
         """
         shape = (self.heads // tensor, self.head_size, self.state)
         return self.convolution_state(tensor), StateSpec("heads", shape, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetPlan(RecurrentPlan):
+    """A gated delta net (Yang et al., 2024). Its linear layers have no biases.
+
+    Attributes:
+        key_heads: Number of query heads, and of key heads.
+        value_heads: Number of value heads. Each query and key serves equally many of them.
+        key_size: Channels of a query or key.
+        value_size: Channels of a value.
+        epsilon: Number added to the variance in the normalization of each head's output.
+    """
+
+    kind: str = "gated_delta_net"
+    bias: bool = False
+    chunk: int = 64
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    epsilon: float
+
+    @property
+    def keys(self) -> int:
+        """Width of all queries side by side, and of all keys."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Width of all values side by side."""
+        return self.value_heads * self.value_size
+
+    @property
+    def widths(self) -> tuple[int, int, int, int, int, int]:
+        """Outputs of the input projection: queries, keys, values, gates, rates, decays."""
+        heads = (self.value_heads,) * 2
+        return self.keys, self.keys, self.values, self.values, *heads
+
+    @property
+    def convolved(self) -> int:
+        """Number of channels of queries, keys and values, which pass through the convolution."""
+        return 2 * self.keys + self.values
+
+    def states(self, tensor: int) -> tuple[StateSpec, ...]:
+        """Return the states of the convolution and of the heads [n/t, key size, value size]."""
+        shape = (self.value_heads // tensor, self.key_size, self.value_size)
+        return self.convolution_state(tensor), StateSpec("heads", shape, torch.float32)

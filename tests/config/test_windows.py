@@ -35,6 +35,10 @@ def test_the_layers_that_rotate(frequency, expected):
 
 ROPE = "--position-embedding-type rope"
 LATENT = f"{ROPE} --multi-latent-attention"
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8"
+)
 YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
 
 
@@ -85,6 +89,29 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
             "--cache-mla-latents: the KV cache holds whole keys",
         ),
         (
+            f"{LATENT} --attention-output-gate",
+            "--attention-output-gate cannot be combined with --multi-latent-attention",
+        ),
+        ("--attention-output-gate --lora-rank 2", "--attention-output-gate cannot be combined"),
+        (
+            "--attention-output-gate --ckpt-format legacy --save a",
+            "--attention-output-gate: Megatron-LM 23.08",
+        ),
+        ("--linear-attention-freq 4", "--linear-attention-freq 4 requires --experimental"),
+        ("--linear-key-head-dim 4", "--linear-key-head-dim 4 requires --experimental"),
+        (DELTA.replace("--linear-attention-freq 2", ""), "requires --linear-attention-freq"),
+        (f"{DELTA} --linear-attention-freq [1]", "--linear-attention-freq [1]: it names 1 layers"),
+        (f"{DELTA} --linear-num-value-heads 9", "--linear-num-value-heads 9 is not a multiple of"),
+        (f"{DELTA} --hybrid-layer-pattern M-", "cannot be combined with --hybrid-layer-pattern M-"),
+        (f"{DELTA} --lora-rank 2", "gated_delta_net cannot be combined with --lora-rank 2"),
+        (f"{DELTA} --batch-invariant-mode", "cannot be combined with --batch-invariant-mode"),
+        (f"{DELTA} --ckpt-format torch_dist", "cannot be combined with --ckpt-format torch_dist"),
+        (f"{DELTA} --ckpt-format legacy", "cannot be combined with --ckpt-format legacy"),
+        (
+            f"{DELTA} --bf16 --fp8-format hybrid --linear-value-head-dim 7",
+            "--linear-num-value-heads x --linear-value-head-dim 56 is not a multiple of 16",
+        ),
+        (
             f"{LATENT} --bf16 --fp8-format hybrid --q-lora-rank 24",
             "--fp8-format hybrid: --q-lora-rank 24 is not a multiple of 16",
         ),
@@ -92,6 +119,25 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
 )
 def test_mistakes_are_told(flags, told):
     assert any(told in line for line in problems(f"--num-layers 2 {flags}")), problems(flags)
+
+
+def test_heads_of_delta_nets_divide_over_processes():
+    flags = f"--num-layers 2 {DELTA} --linear-num-key-heads 2"
+    layout = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    told = problems(f"{flags} {layout}", world_size=4)
+    assert any("--linear-num-key-heads 2 is not divisible by --tensor" in line for line in told)
+    assert parse(f"--num-layers 2 {DELTA} {layout}", world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "expected"),
+    [("4", "11101110"), ("([1]*3+[0])*2", "11101110"), ("1", "00000000"), ("[1]*8", "11111111")],
+)
+def test_the_layers_with_delta_nets(frequency, expected):
+    flags = f"--num-layers 8 {DELTA} --linear-attention-freq {frequency}"
+    plan = model_plan(parse(flags).config.model, 1024)
+    kinds = [layer.mixer.kind == "gated_delta_net" for layer in plan.layers]
+    assert "".join(str(int(kind)) for kind in kinds) == expected
 
 
 def test_each_layer_learns_a_sink_for_every_head():

@@ -13,7 +13,7 @@ from megatron.inference.load import Loaded
 from megatron.inference.request import Request
 from megatron.parallel.layout import Layout
 from tests.inference.toy import drain, greedy, tokens_of
-from tests.parity.layouts import HYBRID, LATENT, LayoutCase
+from tests.parity.layouts import DELTA, HYBRID, LATENT, LayoutCase
 from tests.training.toy import train_toy
 
 PROMPTS = [(3, 1, 4), (1, 5), (9, 2, 6, 5, 3, 5), (8,), (97, 9, 3, 2), tuple(range(7, 37, 2))]
@@ -24,6 +24,9 @@ OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=12, cache_tokens=512, b
 
 NETWORKS = {
     "latent": LATENT,
+    "delta nets": f"{DELTA} --init-method-std 0.3",
+    "gated": "--attention-output-gate --position-embedding-type rope --group-query-attention "
+    "--num-query-groups 2 --init-method-std 0.3",
     "sinks in windows": "--softmax-type learnable --window-size 9,0 --window-attn-skip-freq 2 "
     "--init-method-std 0.3",
     "hybrid": HYBRID,

@@ -103,6 +103,12 @@ LATENT = (
     "--normalization RMSNorm --rope-type yarn --rotary-scaling-factor 2 "
     "--yarn-original-max-position-embeddings 8 --mscale-all-dim 1"
 )
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-conv-kernel-dim 3 --linear-key-head-dim 5 --linear-value-head-dim 7 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 --attention-output-gate "
+    f"{_LLAMA} --apply-layernorm-1p --qk-layernorm"
+)
 _SINKS = "--softmax-type learnable --init-method-std 0.1"
 _GEMMA = (
     "--geglu --normalization RMSNorm --apply-layernorm-1p --norm-placement both "
@@ -275,6 +281,11 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(4, tensor=2, context=2, flags="--cp-comm-type a2a", network=LATENT),
     LayoutCase(2, context=2, network=LATENT),
     *_HYBRID_LAYOUTS,
+    LayoutCase(2, tensor=2, flags=_SP, network=DELTA),
+    LayoutCase(2, context=2, flags="--recompute-activations", network=DELTA),
+    LayoutCase(4, tensor=4, flags=_RECOMPUTE, network=DELTA),
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=DELTA),
+    LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL} --zero-stage 1", network=DELTA),
 )
 
 

@@ -23,7 +23,6 @@ from megatron.errors import CheckpointError
 
 # Fields that change what the weights mean, each with the values that our networks support.
 _NEUTRAL: dict[str, tuple[Json, ...]] = {
-    "attention_output_gate": (False,),
     "experimental_attention_variant": (None,),
     "heterogeneous_layers_config_path": (None,),
     "hybrid_layer_pattern": (None,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.checkpoint.huggingface.bert import Bert
@@ -17,10 +17,11 @@ from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
 from megatron.checkpoint.huggingface.neox import NeoX
 from megatron.checkpoint.huggingface.olmo import Olmo
 from megatron.checkpoint.huggingface.phi import Phi
+from megatron.checkpoint.huggingface.qwen_next import QwenNext
 from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.huggingface.t5 import T5
-from megatron.config.attention import layer_windows
+from megatron.config.attention import layer_deltas, layer_windows
 from megatron.config.experts import mixture_layers
 from megatron.config.hybrid import layer_symbols
 from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
@@ -37,6 +38,7 @@ FAMILIES: list[Family] = [
     Mixtral("mixtral", "MixtralForCausalLM", window="model", rotary_base=1e6),
     QwenMixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, window="layers", shared=True),
     QwenMixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", window="layers"),
+    QwenNext("qwen3_next", "Qwen3NextForCausalLM"),
     Olmoe("olmoe", "OlmoeForCausalLM", qk_norm="projection", old_files=True, classifies=False),
     Gemma("gemma", "GemmaForCausalLM"),
     Gemma("gemma2", "Gemma2ForCausalLM", version=2),
@@ -131,6 +133,14 @@ def differing_fields(family: Family, one: ModelConfig, other: ModelConfig) -> li
     ]
 
 
+# Fields that choose layers. There are many ways to write a pattern.
+_PATTERNS: Mapping[str, Callable[[ModelConfig, int], tuple[Any, ...]]] = {
+    "linear_attention_freq": layer_deltas,
+    "window_attn_skip_freq": layer_windows,
+    "window_size": layer_windows,
+}
+
+
 def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
     if name.startswith("moe_"):
         return _meaning_for_experts(model, name)
@@ -138,8 +148,8 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
     match name:
         case "num_query_groups" | "group_query_attention":
             value = model.kv_heads
-        case "window_size" | "window_attn_skip_freq":  # there are many ways to write a pattern
-            value = layer_windows(model, model.num_layers)
+        case "window_size" | "window_attn_skip_freq" | "linear_attention_freq":
+            value = _PATTERNS[name](model, model.num_layers)
         case "softmax_scale":
             value = value or model.kv_channels**-0.5
         case "window_rotary_base" if value is None:

@@ -21,7 +21,7 @@ _LLAMA3 = {
 }
 _SCORE = "score"  # a reward model's head
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
-_KEYS = (
+LLAMA_KEYS = (
     rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
     rules.Key("hidden_size", "hidden_size"),
     rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
@@ -63,7 +63,7 @@ class LlamaLike(rules.Family):
     """
 
     pieces: Mapping[str, str] = field(default_factory=lambda: {_SCORE: _SCORE})
-    keys: tuple[rules.Key, ...] = _KEYS
+    keys: tuple[rules.Key, ...] = LLAMA_KEYS
     fixed: Mapping[str, Any] = field(default_factory=lambda: _FIXED)
     derived: str = r".*rotary_emb\.inv_freq"  # in Llama 2's first files
     qkv_bias: bool = False
@@ -206,11 +206,14 @@ class LlamaLike(rules.Family):
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""
         return LAYER
 
+    def layer_modules(self, model: ModelConfig) -> Sequence[Mapping[str, Sequence[str]]]:
+        """Return the table of `modules` for each layer."""
+        return [self.modules(model)] * model.num_layers
+
     def names(self, model: ModelConfig) -> rules.Names:
         """Yield each of our modules with the Hugging Face modules that it combines."""
         yield "embedding.word", ["model.embed_tokens"]
-        modules = self.modules(model)
-        for layer in range(model.num_layers):
+        for layer, modules in enumerate(self.layer_modules(model)):
             yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", modules)
         yield "final_norm", ["model.norm"]
         yield "output", ["lm_head"]

@@ -23,7 +23,7 @@ from megatron.checkpoint.huggingface.settings import MOST, Settings
 from megatron.config.model import ModelConfig
 from megatron.models.mixture_plan import MixturePlan
 from megatron.models.plans import model_plan
-from megatron.models.recurrent_plan import MambaPlan
+from megatron.models.recurrent_plan import GatedDeltaNetPlan, MambaPlan
 
 Shape = tuple[int, ...]
 Names = Iterator[tuple[str, Sequence[str]]]
@@ -463,6 +463,8 @@ def mixer_shapes(mixer: plans.MixerPlan | None) -> dict[str, dict[str, Shape]]:
             return attention_shapes(mixer)
         case MambaPlan():
             return mamba_shapes(mixer)
+        case GatedDeltaNetPlan():
+            return delta_net_shapes(mixer)
     return {}
 
 
@@ -523,6 +525,18 @@ def latent_shapes(mixer: plans.LatentAttentionPlan) -> dict[str, dict[str, Shape
         if rank is not None:
             modules["attention.query_norm"] = norm_shapes(mixer.qk_norm, rank)
     return modules
+
+
+def delta_net_shapes(mixer: GatedDeltaNetPlan) -> dict[str, dict[str, Shape]]:
+    """Return the shapes of the parameters of each module of a gated delta net."""
+    return {
+        "attention.input": {"weight": (sum(mixer.widths), mixer.hidden)},
+        "attention.convolution": {"weight": (mixer.convolved, mixer.convolution)},
+        "attention.decay": {"": (mixer.value_heads,)},
+        "attention.time_step": {"": (mixer.value_heads,)},
+        "attention.norm": {"weight": (mixer.value_size,)},
+        "attention.output": {"weight": (mixer.hidden, mixer.values)},
+    }
 
 
 def mlp_shapes(name: str, mlp: plans.MLPPlan) -> dict[str, dict[str, Shape]]:

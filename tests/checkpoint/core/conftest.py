@@ -21,6 +21,7 @@ _MIXTURE = """
 NETWORKS = {
     "GPT-2": [],
     "Llama": _LLAMA,
+    "gated attention": [*_LLAMA, "--attention-output-gate"],
     "mixture": [*_LLAMA, *_MIXTURE],
     "mixture with biases": _MIXTURE,
     "mixture in every second layer": [*_LLAMA, *_MIXTURE, "--moe-layer-freq", "2"],

@@ -30,6 +30,12 @@ _LAYOUTS = {
     "one process": ("bf16", 1, {}, "--use-distributed-optimizer --transformer-impl local"),
     "TP 2": ("mixture", 2, {"tensor": 2}, "--tensor-model-parallel-size 2"),
     "PP 2": ("GPT-2", 2, {"pipeline": 2}, "--pipeline-model-parallel-size 2"),
+    "TP 2 with output gates": (
+        "gated attention",
+        2,
+        {"tensor": 2},
+        "--tensor-model-parallel-size 2",
+    ),
     "DP 2, ZeRO 3": ("Llama", 2, {}, "--zero-stage 3"),
     "EP 2, ZeRO 1": (
         "mixture in every second layer",

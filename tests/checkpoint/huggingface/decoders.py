@@ -230,7 +230,7 @@ def gpt_oss(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
     return rms(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].t()
 
 
-def _llama_mlp(w: Tensors, x: Tensor, at: str) -> Tensor:
+def llama_mlp(w: Tensors, x: Tensor, at: str) -> Tensor:
     gate = F.silu(linear(w, x, f"{at}.gate_proj"))
     return linear(w, gate * linear(w, x, f"{at}.up_proj"), f"{at}.down_proj")
 
@@ -277,7 +277,7 @@ def olmo(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
         )
         update = linear(w, context, f"{at}.self_attn.o_proj")
         x = x + norm(update, f"{at}.post_attention_layernorm")
-        x = x + norm(_llama_mlp(w, x, f"{at}.mlp"), f"{at}.post_feedforward_layernorm")
+        x = x + norm(llama_mlp(w, x, f"{at}.mlp"), f"{at}.post_feedforward_layernorm")
     return norm(x, "model.norm") @ w["lm_head.weight"].t()
 
 

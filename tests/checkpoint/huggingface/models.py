@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.checkpoint.huggingface import decoders, deepseek, hybrids
+from tests.checkpoint.huggingface import decoders, deepseek, hybrids, qwen_next
 
 Tensors = dict[str, Tensor]
-_FAMILIES = {**decoders.FAMILIES, **hybrids.FAMILIES}
+_FAMILIES = {**decoders.FAMILIES, **hybrids.FAMILIES, **qwen_next.FAMILIES}
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 2, 32, 4, 2, 48, 70, 24
 
 _COMMON: dict[str, Any] = {
@@ -257,6 +257,10 @@ CASES: dict[str, Case] = {
             "qwen3_moe", "Qwen3Moe", **{**_QWEN, "mlp_only_layers": [], "decoder_sparse_step": 2}
         ),
         head_norm=True,
+    ),
+    "qwen3 next": Case(_like_llama("qwen3_next", "Qwen3Next", **qwen_next.MIXED)),
+    "qwen3 next with a dense layer": Case(
+        _like_llama("qwen3_next", "Qwen3Next", **qwen_next.DENSE)
     ),
     "olmoe": Case(_like_llama("olmoe", "Olmoe", **_OLMOE), projection_norm=True),
     "olmoe, normalized": Case(

@@ -1,0 +1,146 @@
+"""The gated delta rule (Yang et al., 2024, arXiv:2412.06464), in chunks and token by token.
+
+Each value head has a state S [e, d] of the sequence so far, with e key channels and d value
+channels. A token with key k, value v, decay g <= 0 and rate b changes it and reads it:
+
+    S' = exp(g) S
+    S  = S' + k b (v - k S')
+    o  = q S
+
+The rule therefore replaces what the state returns for k by v, as far as the rate says.
+
+Shapes: s sequence, b samples, m key heads, n value heads, e key channels, d value channels. Each
+query and key serves n / m consecutive value heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_EPSILON = 1e-6  # added to the squared length of a query or key
+
+
+def chunked_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    *,
+    chunk: int,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Apply the rule to whole sequences, chunk by chunk.
+
+    Within a chunk, what each token adds to the state depends linearly on what earlier tokens add.
+    One triangular system gives all of these updates. It is solved for all chunks at once, and only
+    the states pass from chunk to chunk. Everything is computed in fp32 (fp64 for fp64 values).
+
+    Args:
+        query: [s, b, m, e], before it is normalized.
+        key: [s, b, m, e], before it is normalized.
+        value: [s, b, n, d].
+        decay: Logarithm of each token's decay, at most 0, fp32 [s, b, n].
+        rate: The rate of each token, 0 to 1, [s, b, n].
+        chunk: Number of tokens of a chunk.
+        documents: Number of each token's document, int64 [s, b]. Every document begins with an
+            empty state. `None` means that each sample is a single document.
+        state: The states before the first token, fp32 [b, n, e, d]; `None` for empty ones. Tokens
+            of the first document continue them.
+
+    Returns:
+        The outputs [s, b, n, d] in the type of the values, and the states after the last token,
+        fp32 [b, n, e, d].
+    """
+    length, heads = len(value), value.shape[2]
+    size = min(chunk, length)
+    # [b, m, 1, chunks, tokens, e] and, with r = n / m, [b, m, r, chunks, tokens (, d)]
+    query, key = (_in_chunks(part, size).unsqueeze(2) for part in _normalized(query, key))
+    wide = torch.promote_types(value.dtype, torch.float32)
+    values, decay, rate = (
+        _in_chunks(part.to(wide), size).unflatten(1, (key.shape[1], -1))
+        for part in (value, decay, rate)
+    )
+    decayed = decay.cumsum(-1)  # logarithm of the decay since the chunk began, with the token's own
+    between = decayed.unsqueeze(-1) - decayed.unsqueeze(-2)  # from a token [j] to a later one [i]
+    seen = torch.ones(size, size, dtype=torch.bool, device=value.device).tril()
+    from_start, to_end = decayed.exp(), (decayed[..., -1:] - decayed).exp()
+    if documents is not None:
+        document = _in_chunks(documents, size)[:, None, None]  # [b, 1, 1, chunks, tokens]
+        last = document[..., -1:]
+        before = torch.cat((document[..., :1, :1], last[..., :-1, :]), dim=-2)
+        seen = seen & (document.unsqueeze(-1) == document.unsqueeze(-2))
+        from_start = from_start * (document == before)  # the tokens that the state reaches
+        to_end = to_end * (document == last)  # the tokens whose updates reach the next chunk
+    weights = between.masked_fill(~seen, -torch.inf).exp()
+    system = rate.unsqueeze(-1) * weights * (key @ key.mT)  # only its lower triangle is read
+    known = torch.cat((values, from_start.unsqueeze(-1) * key), dim=-1) * rate.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    updates, erased = solved.split((value.shape[3], key.shape[-1]), dim=-1)
+    attended = weights * (query @ key.mT)
+    reading, writing = from_start.unsqueeze(-1) * query, (to_end.unsqueeze(-1) * key).mT
+    if state is None:
+        state = values.new_zeros(len(values), heads, key.shape[-1], value.shape[3])
+    state = state.unflatten(1, (key.shape[1], -1))
+    outputs = []
+    for index in range(values.shape[3]):
+        update = updates[:, :, :, index] - erased[:, :, :, index] @ state
+        outputs.append(reading[:, :, :, index] @ state + attended[:, :, :, index] @ update)
+        kept = from_start[:, :, :, index, -1, None, None]
+        state = kept * state + writing[:, :, :, index] @ update
+    output = torch.stack(outputs, dim=3).flatten(3, 4)[:, :, :, :length]  # [b, m, r, s, d]
+    return output.flatten(1, 2).permute(2, 0, 1, 3).to(value.dtype), state.flatten(1, 2)
+
+
+def delta_rule_step(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, *, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply the rule to one token of each sequence.
+
+    Args:
+        query: [1, b, m, e], before it is normalized.
+        key: [1, b, m, e], before it is normalized.
+        value: [1, b, n, d].
+        decay: Logarithm of the decay, at most 0, fp32 [1, b, n].
+        rate: The rate, 0 to 1, [1, b, n].
+        state: The states before the token, fp32 [b, n, e, d].
+
+    Returns:
+        The outputs [1, b, n, d] in the type of the values, and the states after the token, fp32 [b,
+        n, e, d].
+    """
+    serves = value.shape[2] // key.shape[2]
+    query, key = (
+        part[0].repeat_interleave(serves, dim=1).unsqueeze(-1) for part in _normalized(query, key)
+    )
+    # Sums over a dimension, instead of products, give each sequence the same result in any batch.
+    state = decay[0, ..., None, None].exp() * state
+    update = rate[0].unsqueeze(-1) * (value[0].to(state.dtype) - (key * state).sum(2))
+    state = state + key * update.unsqueeze(2)
+    return (query * state).sum(2).to(value.dtype).unsqueeze(0), state
+
+
+def _normalized(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys of length 1 in fp32, with queries divided by the root of e."""
+    wide = torch.promote_types(key.dtype, torch.float32)
+    query, key = (
+        part * (part.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
+        for part in (query.to(wide), key.to(wide))
+    )
+    return query * query.shape[-1] ** -0.5, key
+
+
+def _in_chunks(x: Tensor, size: int) -> Tensor:
+    """Return [s, b, ...] as [b, ..., chunks, size] or, with channels, [b, n, chunks, size, d].
+
+    Tokens are added at the end to fill the last chunk. They are zeros, which leave the state as it
+    is, or belong to the last document.
+    """
+    missing = -len(x) % size
+    if missing:
+        filler = x[-1:] if not x.is_floating_point() else torch.zeros_like(x[-1:])
+        x = torch.cat((x, filler.expand(missing, *x.shape[1:])))
+    x = x.movedim(0, min(x.dim() - 1, 2))
+    return x.unflatten(min(x.dim() - 1, 2), (-1, size))

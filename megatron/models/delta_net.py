@@ -1,0 +1,226 @@
+"""The gated delta net (Yang et al., 2024, arXiv:2412.06464), as in Qwen3-Next.
+
+Every head keeps a matrix that maps keys to values. A token lets it decay, replaces what it returns
+for the token's key, and reads it with the token's query. Its size does not grow with the sequence.
+
+Shapes: s sequence, b micro-batch, h hidden, m key heads, n value heads, e key channels, d value
+channels, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.kernels.amax import Handovers
+from megatron.kernels.attention import Mask
+from megatron.kernels.delta_rule import chunked_delta_rule, delta_rule_step
+from megatron.kernels.rope import Rotation
+from megatron.models.attention import KeyValueCache
+from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.norm import Norm, Stream
+from megatron.models.plan import NormPlan
+from megatron.models.recurrence import (
+    CausalConvolution,
+    documents_of,
+    own_part,
+    own_tokens,
+    whole_sequences,
+)
+from megatron.models.recurrent_plan import GatedDeltaNetPlan
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layers import Linear, Projections
+from megatron.parallel.parameter import ONES, Init
+
+# A head's initial decay is the exponential of a number in this range, negative and multiplied by
+# the token's softplus.
+_DECAY = (1.0, 16.0)
+_FP32 = 4  # bytes
+
+
+class GatedDeltaNet(nn.Module):
+    """Input projection, causal convolution, gated delta rule, gated normalization, and the output.
+
+    The rows of the input projection are ordered by key head: its query, its key, the values that it
+    serves, their gates, their rates and their decays. Channels of the convolution (queries, keys
+    and values) are ordered by key head too. A tensor rank holds whole key heads. With context
+    parallelism, each rank computes some of these heads for whole sequences, between two all-to-all
+    exchanges.
+
+    Args:
+        plan: The record of its sizes.
+        context: Layout, device, kernels and number formats.
+        layer_number: Index of the layer in the model, from 1.
+        recompute_core: Whether to recompute what is between the projections in the backward pass
+            instead of keeping its intermediates.
+    """
+
+    bias_to_add = None
+
+    def __init__(
+        self,
+        plan: GatedDeltaNetPlan,
+        context: BuildContext,
+        layer_number: int,
+        *,
+        recompute_core: bool = False,
+    ) -> None:
+        """Allocate the projections, the convolution and the parameters of the heads."""
+        super().__init__()
+        self.plan, self.layer_number, self.recompute = plan, layer_number, recompute_core
+        self.context = context.layout.context
+        self.input = Linear(
+            plan.hidden,
+            sum(plan.widths),
+            context,
+            split="column",
+            init=plan.init.weight(plan.hidden, sum(plan.widths)),
+            bias=False,
+            projections=Projections(
+                ("query", "key", "value", "gate", "rate", "decay"), plan.widths, plan.key_heads
+            ),
+        )
+        self.convolution = CausalConvolution(plan.convolved, plan.convolution, context, bias=False)
+        of_heads = partial(context.new_parameter, (plan.value_heads,), split_dim=0)
+        self.decay = of_heads(init=Init("log_uniform", *_DECAY))
+        self.time_step = of_heads(init=ONES)
+        # Each rank normalizes its own heads.
+        several = context.layout.tensor.size > 1
+        self.norm = Norm(
+            NormPlan("RMSNorm", plan.epsilon), plan.value_size, context, partial_gradient=several
+        )
+        self.output = Linear(
+            plan.values,
+            plan.hidden,
+            context,
+            split="row",
+            init=plan.init.weight(plan.values, plan.hidden, into_residual=True),
+            bias=False,
+        )
+        self.handovers = Handovers(
+            self.input.products.handovers.forward, self.output.products.handovers.backward
+        )
+
+    @staticmethod
+    def matrices(plan: GatedDeltaNetPlan, split: WeightSplit) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of each weight matrix on one process."""
+        tensor = split.tensor
+        return [(sum(plan.widths) // tensor, plan.hidden), (plan.hidden, plan.values // tensor)]
+
+    @staticmethod
+    def vectors(plan: GatedDeltaNetPlan, split: WeightSplit) -> int:
+        """Count the parameters of convolution, heads and normalization on one process."""
+        split_up = plan.convolved * plan.convolution + 2 * plan.value_heads
+        return split_up // split.tensor + plan.value_size
+
+    @staticmethod
+    def work(plan: GatedDeltaNetPlan, length: int, encoder_length: int) -> Work:
+        """Count the operations of the projections, and of the delta rule in chunks."""
+        each = GatedDeltaNet.matrices(plan, WeightSplit())
+        products = 6 * length * sum(outputs * inputs for outputs, inputs in each)
+        keys, values, chunk = plan.key_size, plan.value_size, min(plan.chunk, length)
+        # Of a token: its row of the triangular system and of the scores, and three products with
+        # the state.
+        head = chunk * (keys + values) + 2 * chunk * values + 6 * keys * values
+        token = plan.value_heads * head + plan.key_heads * 4 * chunk * keys
+        return Work(products, 3 * length * (token + 2 * plan.convolved * plan.convolution))
+
+    @staticmethod
+    def activation_bytes(plan: GatedDeltaNetPlan, batch: MicroBatch) -> int:
+        """Count the bytes that projections, convolution and delta rule keep, mostly in fp32."""
+        wide = 0
+        if "core_attn" not in batch.recomputed:
+            keys, values, chunk = plan.key_size, plan.value_size, min(plan.chunk, batch.length)
+            # Rows of weights, system and scores; both sides of the system; three scalings of keys;
+            # updates, outputs and their normalization; a state for each chunk.
+            head = 5 * chunk + 5 * keys + 8 * values + keys * values // chunk
+            wide = plan.value_heads * head + 4 * plan.keys
+            wide += (plan.convolution + 1) * plan.convolved
+        projected = batch.width * (sum(plan.widths) + plan.values)
+        return batch.tokens * (projected + _FP32 * wide) // batch.tensor
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Pass states from token to token, within documents or from the cache.
+
+        Args:
+            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            mask: The ends of documents, at which states start anew; `None` for none.
+            rotation: Ignored, because states follow the order of tokens.
+            cache: States of earlier tokens, in inference.
+
+        Returns:
+            The output in the shape of x.
+        """
+        projected = self.input(x)
+        if cache is not None:
+            return self.output(cache.recur(self.layer_number, projected, self._continue))
+        by_head = projected.unflatten(2, (-1, sum(self.plan.widths) // self.plan.key_heads))
+        by_head = whole_sequences(by_head, self.context)
+        inputs = (by_head, None, documents_of(mask))
+        if self.recompute and torch.is_grad_enabled():
+            mixed, _ = checkpoint(self._mix, *inputs, use_reentrant=False)
+        else:
+            mixed, _ = self._mix(*inputs)
+        return self.output(own_tokens(mixed, self.context).flatten(2))
+
+    def _continue(
+        self, projected: Tensor, states: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the mixed tokens of sequences [s, b, n d / t], and the states after them."""
+        width = sum(self.plan.widths) // self.plan.key_heads
+        mixed, states = self._mix(projected.unflatten(2, (-1, width)), states, None)
+        return mixed.flatten(2), states
+
+    def _mix(
+        self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute everything between the two projections for this rank's heads.
+
+        Args:
+            projected: [s, b, m, (query, key, values, gates, rates and decays of a key head)].
+            states: The last inputs of the convolution and the matrices of the heads; `None` means
+                zeros.
+            documents: Number of each token's document, [s, b]; `None` for a single document.
+
+        Returns:
+            The normalized outputs [s, b, m, (n / m) d] in the type of `projected`, and new states.
+        """
+        plan, heads = self.plan, projected.shape[2]
+        keys, _, values, _, served, _ = (width // plan.key_heads for width in plan.widths)
+        channels, gate, rate, decay = projected.split(
+            (2 * keys + values, values, served, served), dim=3
+        )
+        part = partial(own_part, axis=self.context)
+        convolved, last = self.convolution(
+            channels.flatten(2),
+            None if states is None else states[0],
+            documents,
+            part(len(self.convolution.weight)),
+        )
+        query, key, value = convolved.unflatten(2, (heads, -1)).split((keys, keys, values), dim=3)
+        value = value.unflatten(3, (served, -1)).flatten(2, 3)  # [s, b, n, d]
+        of_heads = part(len(self.decay))
+        speed, bias = (vector[of_heads].float() for vector in (self.decay, self.time_step))
+        decay = -speed.exp() * F.softplus(decay.flatten(2).float() + bias)
+        inputs = (query, key, value, decay, rate.flatten(2).float().sigmoid())
+        matrices = None if states is None else states[1]
+        if len(projected) == 1 and matrices is not None:
+            read, matrices = delta_rule_step(*inputs, state=matrices)
+        else:
+            read, matrices = chunked_delta_rule(
+                *inputs, chunk=plan.chunk, documents=documents, state=matrices
+            )
+        _, normal = self.norm(Stream(read))
+        gated = normal.view_as(read).float().unflatten(2, (heads, -1)).flatten(3)
+        gated = gated * F.silu(gate.float())
+        return gated.to(projected.dtype), (last, matrices)
