@@ -184,15 +184,12 @@ HYBRID = (
 )
 _HYBRID_MIXTURE = f"{HYBRID.replace('M-M*', 'ME*M')} --num-experts 4 --moe-router-topk 2"
 _HYBRID_LAYOUTS: tuple[LayoutCase, ...] = (
-    LayoutCase(2, flags="--zero-stage 1", network=HYBRID),
     LayoutCase(4, flags=f"--zero-stage 3 {_RECOMPUTE}", network=HYBRID),
-    LayoutCase(2, tensor=2, network=HYBRID),
     LayoutCase(4, tensor=4, flags=f"{_SP} --recompute-granularity selective", network=HYBRID),
     LayoutCase(4, tensor=2, flags=f"{_SP} {_BESIDE} --zero-stage 2", network=HYBRID),
     LayoutCase(2, pipeline=2, flags=_VIRTUAL, network=HYBRID),
     LayoutCase(2, pipeline=2, network=HYBRID.replace("M-M*", "M|-M*")),
     LayoutCase(2, context=2, flags="--cp-comm-type a2a", network=HYBRID),
-    LayoutCase(2, context=2, network=HYBRID),
     LayoutCase(8, tensor=2, context=2, pipeline=2, flags=_SP, network=HYBRID),
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=_HYBRID_MIXTURE),
 )

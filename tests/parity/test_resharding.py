@@ -6,6 +6,7 @@ import torch
 from megatron.parallel.layout import Layout
 from tests.distributed import run_sharing_memory, start_method
 from tests.parity import resharding
+from tests.parity.layouts import HYBRID
 from tests.training.toy import train_toy
 
 FLAGS = """
@@ -54,6 +55,15 @@ def test_losses_go_on(tmp_path, uninterrupted, before, after):
     first = _run(before, "--save", folder, "--save-interval", "3", "--exit-interval", "3")
     second = _run(after, "--load", folder)
     assert [*first, *second] == pytest.approx(uninterrupted, rel=1e-5)
+
+
+def test_losses_of_a_hybrid_go_on(tmp_path):
+    folder, network = str(tmp_path), HYBRID.split()
+    saving = ["--save", folder, "--save-interval", "3", "--exit-interval", "3"]
+    first = _run(SPLIT, *saving, *network)
+    second = _run(CONTEXT, "--load", folder, *network)
+    expected = _train(Layout.single(), [*FLAGS, *network])
+    assert [*first, *second] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "more"), [("bert", []), ("t5", []), ("t5", RELATIVE)])

@@ -1,0 +1,151 @@
+"""Generation by models with states: the text of plain passes, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.generation import Speculation
+from megatron.errors import ConfigError
+from megatron.inference import build
+from megatron.inference.build import EngineOptions
+from megatron.inference.request import Event, Request, Token
+from megatron.kernels.paged_attention import PagedAttention
+from megatron.parallel.layout import Layout
+from tests.checkpoint.huggingface.models import VOCAB
+from tests.distributed import run_sharing_memory
+from tests.inference.toy import (
+    OPTIONS,
+    drain,
+    end_of,
+    expected_greedy,
+    expected_logits,
+    greedy,
+    prompt_of,
+    prompts,
+    tokens_of,
+    toy_engine,
+    write_model,
+)
+
+NAME, NEW = "nemotron h", 10
+PROMPTS = prompts(12, longest=14, vocab=VOCAB)
+REQUESTS = [Request(str(i), prompt, greedy(NEW)) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(NAME, tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    return {each.id: expected_greedy(NAME, each.prompt, NEW) for each in REQUESTS}
+
+
+def texts(events: dict[str, list[Event]]) -> dict[str, list[int]]:
+    return {key: tokens_of(each) for key, each in events.items()}
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_a_batch_says_what_each_says_alone(
+    folder: Path, expected: dict[str, list[int]], looks_ahead: bool
+) -> None:
+    engine = toy_engine(folder, looks_ahead=looks_ahead)
+    assert texts(drain(engine, REQUESTS)) == expected
+
+
+def test_chunks_and_preemption_change_nothing(folder: Path, expected: dict[str, list[int]]) -> None:
+    small = EngineOptions(max_sequences=5, max_step_tokens=6, cache_tokens=28, block_size=2)
+    engine = toy_engine(folder, small)
+    assert texts(drain(engine, REQUESTS)) == expected
+    assert engine.stats.preempted > 5
+
+
+def test_a_prompt_is_not_taken_from_the_cache_without_its_states(
+    folder: Path, expected: dict[str, list[int]]
+) -> None:
+    engine, longest = toy_engine(folder), max(REQUESTS, key=lambda each: len(each.prompt))
+    for _ in range(2):
+        events = drain(engine, [longest])[longest.id]
+        assert tokens_of(events) == expected[longest.id]
+        assert end_of(events).cached_tokens == 0
+
+
+def test_log_probabilities_are_the_models(folder: Path) -> None:
+    sampling = greedy(4, logprobs=True, prompt_logprobs=True)
+    small = replace(OPTIONS, max_step_tokens=8)  # prompts come in chunks
+    events = drain(toy_engine(folder, small), [replace(one, sampling=sampling) for one in REQUESTS])
+    for request in REQUESTS:
+        mine = events[request.id]
+        answer = [event for event in mine if isinstance(event, Token)]
+        tokens = [*request.prompt, *(event.token for event in answer)]
+        scores = expected_logits(NAME, tokens).log_softmax(-1)
+        found = [*prompt_of(mine).logprobs, *(event.logprob for event in answer)]
+        wanted = scores[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
+        torch.testing.assert_close(torch.tensor(found), wanted.float(), rtol=0, atol=1e-4)
+
+
+def test_beams_have_the_models_scores(folder: Path) -> None:
+    """Beams that branch need the states of the text that they share."""
+    engine = toy_engine(folder, replace(OPTIONS, max_sequences=3))
+    prompt = PROMPTS[0]
+    beams = end_of(drain(engine, [Request("a", prompt, greedy(6, beam_width=3))])["a"]).beams
+    assert len({beam.tokens for beam in beams}) == 3
+    for beam in beams:
+        tokens = [*prompt, *beam.tokens]
+        scores = expected_logits(NAME, tokens).log_softmax(-1)
+        wanted = scores[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])][len(prompt) - 1 :]
+        torch.testing.assert_close(torch.tensor(beam.logprobs), wanted.float(), rtol=0, atol=1e-4)
+
+
+def test_recorded_steps_advance_states_once(
+    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorder runs a step before it records it."""
+    recorded = 0
+
+    def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        nonlocal recorded
+        recorded += 1
+        work()
+        return work
+
+    monkeypatch.setattr(PagedAttention, "can_capture", True)
+    monkeypatch.setattr(build.Device, "recorder", lambda self: record)
+    assert texts(drain(toy_engine(folder, looks_ahead=True), REQUESTS)) == expected
+    assert recorded > 1
+
+
+def _in_layout(layout: Layout, folder: Path) -> dict[str, list[int]]:
+    return texts(drain(toy_engine(folder, OPTIONS, layout), REQUESTS))
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_layouts_say_the_same(
+    folder: Path, expected: dict[str, list[int]], sizes: dict[str, int]
+) -> None:
+    for found in run_sharing_memory(2, _in_layout, folder, **sizes):
+        assert found == expected
+
+
+def test_a_model_without_attention_needs_no_keys_and_values(tmp_path: Path) -> None:
+    engine = toy_engine(write_model("mamba 2", tmp_path))
+    found = texts(drain(engine, REQUESTS[:3]))
+    assert found == {each.id: expected_greedy("mamba 2", each.prompt, NEW) for each in REQUESTS[:3]}
+    assert not engine.executor.memory.layers  # type: ignore[attr-defined]
+
+
+def test_what_does_not_go_together_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="cannot go back behind a wrong draft"):
+        toy_engine(folder, replace(OPTIONS, speculation=Speculation(num_speculative_tokens=2)))
+    monkeypatch.setattr(build, "_CPU_CACHE_BYTES", 10_000)
+    with pytest.raises(ConfigError, match="allow fewer sequences at once"):
+        toy_engine(folder, replace(OPTIONS, cache_tokens=None))
