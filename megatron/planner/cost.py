@@ -22,6 +22,7 @@ from megatron.models.mixture_plan import MixturePlan
 from megatron.models.multi_token import Depth
 from megatron.models.plan import AttentionPlan, LayerPlan, ModelPlan, SublayerPlan, multi_token_plan
 from megatron.models.recompute import RecomputePlan
+from megatron.models.recurrent_plan import RecurrentPlan
 from megatron.parallel.layout import Layout
 from megatron.planner.machine import Link, Machine
 from megatron.planner.memory import micro_batch
@@ -54,6 +55,10 @@ _RECEIVING = 0.037  # share of the device that a pipeline's posted receive occup
 # What the host does for a sublayer, forward and backward, in launches of `Machine.launch` seconds:
 # for any sublayer, and in addition for biases, dropout and experts.
 _LAUNCHES, _BIAS_LAUNCHES, _DROPOUT_LAUNCHES, _MIXTURE_LAUNCHES = 28, 5, 4, 108
+# The same in a recurrence, and for each of its chunks.
+_SCAN_LAUNCHES, _CHUNK_LAUNCHES = 170, 6
+# Rate of a recurrence's fp32 products, relative to 16 bits (67 of 990 TFLOP/s on an H100).
+_SCAN_RATE = 0.067
 # The same around a sublayer's messages, and around its gathered weights (ZeRO stage 3).
 _EXCHANGE_LAUNCHES, _GATHER_LAUNCHES = 22, 41
 _BATCH_LAUNCHES = 33  # the same for a micro-batch's data, embedding and loss
@@ -232,9 +237,14 @@ def _launches(part: SublayerPlan, setting: Setting) -> int:
     """Return the number of kernel launches of a sublayer without dropout."""
     is_mixture = isinstance(part, MixturePlan)
     exchanges = (setting.batch.tensor > 1) + (is_mixture and setting.expert > 1)
-    exchanges += setting.batch.context > 1 and isinstance(part, AttentionPlan)
+    exchanges += setting.batch.context > 1 and isinstance(part, AttentionPlan | RecurrentPlan)
+    scan = 0
+    if isinstance(part, RecurrentPlan):
+        chunks = -(-setting.batch.length // part.chunk)
+        scan = _SCAN_LAUNCHES + _CHUNK_LAUNCHES * chunks
     return (
         _LAUNCHES
+        + scan
         + _BIAS_LAUNCHES * part.bias
         + _MIXTURE_LAUNCHES * is_mixture
         + _EXCHANGE_LAUNCHES * exchanges
@@ -258,11 +268,14 @@ def _products(part: SublayerPlan, setting: Setting, fp8: bool) -> float:
 
 
 def _attention(part: SublayerPlan, setting: Setting) -> float:
-    """Return the time of a sublayer's attention, forward and backward."""
-    if not isinstance(part, AttentionPlan):
+    """Return the time of a sublayer's attention or recurrence, forward and backward."""
+    if not isinstance(part, AttentionPlan | RecurrentPlan):
         return 0.0
     machine, batch = setting.machine, setting.batch
     scores = class_of(part).work(part, batch.length, batch.encoder_length).scores
+    if isinstance(part, RecurrentPlan):
+        ranks = batch.tensor * batch.context
+        return scores * batch.sequences / ranks / (_SCAN_RATE * machine.products)
     rate = machine.attention * (1.0 if part.head_size >= 128 else _SMALL_HEADS)
     if setting.flash or (batch.context > 1 and setting.ring):
         rate *= machine.ring
@@ -332,6 +345,13 @@ def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[f
             sent = 2 * (part.heads + part.kv_heads) * each * (1 - 1 / batch.context)
             ahead += sent / link.bandwidth + 2 * link.latency
             back += sent / link.bandwidth + 2 * link.latency
+    if batch.context > 1 and isinstance(part, RecurrentPlan):
+        # All-to-all before and after the recurrence: of its inputs and of its results.
+        link, matrices = setting.context_link, class_of(part).matrices(part, WeightSplit())
+        width = sum(outputs for outputs, _ in matrices[:-1]) + matrices[-1][1]
+        sent = batch.width * batch.tokens * width / batch.tensor * (1 - 1 / batch.context)
+        ahead += sent / link.bandwidth + 2 * link.latency
+        back += sent / link.bandwidth + 2 * link.latency
     if isinstance(part, MixturePlan) and setting.expert > 1:
         link, share = setting.expert_link, 1 - 1 / setting.expert
         rows = batch.width * batch.expert_tokens * part.router.chosen * part.hidden * share

@@ -26,6 +26,10 @@ GPT3 = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --bf16 "
     "--max-position-embeddings 2048 --attention-dropout 0 --hidden-dropout 0"
 )
+HYBRID = (
+    f"{SMALL} --hybrid-layer-pattern M-M*-M-M --num-layers 8 --mamba-num-groups 4 "
+    "--position-embedding-type none"
+)
 MIXTURE = f"{SMALL} --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2"
 
 
@@ -44,6 +48,7 @@ def _search(*words, memory=None):
     [
         ("--gpus 16xH100 --global-batch 64 --", SMALL),
         ("--gpus 16xH200 --global-batch 64 --", MIXTURE),
+        ("--gpus 16xH200 --global-batch 64 --", HYBRID),
         ("--gpus 64xA100 --global-batch 128 --model gpt-125m",),
         # The run's own layout does not leak into what is planned.
         ("--gpus 8xB200 --global-batch 64 --", SMALL, "--pipeline-model-parallel-size 4",
