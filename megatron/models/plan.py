@@ -578,12 +578,12 @@ class ModelPlan:
         return found
 
     @property
-    def head_size(self) -> int | None:
-        """Channels of a head of self-attention in all layers; `None` without attention."""
+    def head_size(self) -> int:
+        """Channels of a head of self-attention in all layers; 0 without attention."""
         mixers = (layer.mixer for layer in self.layers)
         sizes = {mixer.head_size for mixer in mixers if isinstance(mixer, AttentionPlan)}
         assert len(sizes) < 2, "heads have several sizes"
-        return max(sizes, default=None)
+        return max(sizes, default=0)
 
     def head(self, kind: str) -> HeadPlan | None:
         """Return the head of this kind, or `None` if there is none."""
