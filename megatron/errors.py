@@ -74,7 +74,7 @@ class DataError(UserError, exit_code=6):
 
 
 class NumericsError(UserError, exit_code=7):
-    """The loss or the gradients are no longer finite."""
+    """The loss or the gradients are not usable, or replicas of the weights differ."""
 
 
 class StorageError(UserError, exit_code=8):

@@ -491,6 +491,17 @@ def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
+def replica_hashes(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error if no process holds a copy of another one's weights."""
+    interval = config.training.check_weight_hash_across_dp_replicas_interval
+    if interval is not None and config.parallel.zero_stage == 3:
+        yield (
+            f"--check-weight-hash-across-dp-replicas-interval {interval} with --zero-stage 3: each "
+            "process holds its own shard of the weights, so there are no copies to compare: use "
+            "--zero-stage 0, 1 or 2, or drop the flag"
+        )
+
+
 def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if --save has no interval."""
     checkpoint = config.checkpoint

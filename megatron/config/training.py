@@ -80,6 +80,10 @@ class TrainingOptions:
             row.
         check_for_nan_in_loss_and_grad: Check the loss and gradients every iteration. Off:
             non-finite updates are skipped without limit.
+        check_weight_hash_across_dp_replicas_interval: Compare hashes of the weights, and of
+            optimizer states that are not sharded, over the processes that hold copies, at this
+            interval and before each checkpoint. Stop and name the rank and the tensor if they
+            differ. Default: no comparison.
         manual_gc: Run Python's garbage collector at the same fixed iterations on all ranks.
         manual_gc_interval: Iterations between garbage collections. 0 disables them until the run
             ends.
@@ -124,6 +128,9 @@ class TrainingOptions:
     on_nonfinite: str = flag("stop", choices=("stop", "skip"))
     max_nonfinite_skips: int = flag(10, unit="iterations", at_least=1, needs=_SKIPS)
     check_for_nan_in_loss_and_grad: bool = True
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(
+        None, unit="iterations", at_least=1
+    )
     manual_gc: bool = True
     manual_gc_interval: int = flag(100, unit="iterations", at_least=0, needs=_COLLECTS)
     empty_unused_memory_level: int = flag(0, choices=(0, 1, 2))

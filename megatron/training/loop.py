@@ -12,6 +12,7 @@ from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.fast_state import Goodput, NonPersistentCheckpoints
 from megatron.training.callbacks.logging import LogLine
 from megatron.training.callbacks.profiling import PipelineBubble, Profile
+from megatron.training.callbacks.replica_hashes import ReplicaHashes
 from megatron.training.callbacks.scalars import Scalars, Writer
 from megatron.training.callbacks.small import (
     BadLines,
@@ -30,7 +31,8 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     """Return the run's callbacks in order, and the one that receives evaluation results.
 
     The profile comes first, because it must enclose the step alone. The non-finite policy follows,
-    so that nothing is logged or saved after a step that ends the run. Next are the callbacks that
+    so that nothing is logged or saved after a step that ends the run; a comparison of the replicas
+    comes before the checkpoint for the same reason. Next are the callbacks that
     belong to an iteration, and the log line that times it. The checkpoint comes before the
     evaluation, so that a failed evaluation does not lose the training before it. The time in the
     log line includes neither.
@@ -41,6 +43,8 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
         callbacks.append(Profile())
     callbacks += [NonFinitePolicy(), Goodput(), scalars]
+    if config.training.check_weight_hash_across_dp_replicas_interval:
+        callbacks.append(ReplicaHashes())
     if config.data.skip_bad_lines:
         callbacks.append(BadLines())
     if config.data.log_sample_ids:

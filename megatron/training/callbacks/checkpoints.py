@@ -56,9 +56,8 @@ class Checkpoints(Callback):
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """Save if a checkpoint is due or the run ends."""
-        is_last = leave is not None or run.finished
-        if _is_due(run, run.progress.iteration) or outcome.save_due or is_last:
-            self._save(run, is_last=is_last)
+        if is_save_due(run, outcome, leave):
+            self._save(run, is_last=leave is not None or run.finished)
 
     def after_skipped(self, run: Run) -> None:
         """Save if the run ends here. No other skipped iteration triggers a save."""
@@ -113,6 +112,13 @@ class Checkpoints(Callback):
             self._settle(run)
         except Exception as error:  # the error that ended training must remain the one reported
             say(f"WARNING: {error}")
+
+
+def is_save_due(run: Run, outcome: StepOutcome, leave: Leave | None) -> bool:
+    """Return whether a run with --save saves after an update: a checkpoint is due or it ends."""
+    is_last = leave is not None or run.finished
+    due = _is_due(run, run.progress.iteration) or outcome.save_due or is_last
+    return due and run.config.checkpoint.save is not None
 
 
 def _is_due(run: Run, iteration: int) -> bool:

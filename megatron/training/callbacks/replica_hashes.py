@@ -1,0 +1,139 @@
+"""A comparison of the weights and moments that replicas hold, which finds a process that miscounts.
+
+Replicas begin with the same values and make the same updates, so their tensors are equal bit for
+bit. A bit that flips in one of them, in memory or in a faulty product, changes its hash.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.entries import buffer_state, flatten
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.command import say
+from megatron.errors import NumericsError
+from megatron.parallel.collectives import all_gather
+from megatron.parallel.layout import Axis
+from megatron.parallel.parameter import spec_of
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.checkpoints import is_save_due
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome, any_rank
+
+_FLAG = "--check-weight-hash-across-dp-replicas-interval"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 1024  # elements whose order a hash does not show
+_SHOWN = 5  # tensors in a message
+
+
+class ReplicaHashes(Callback):
+    """A callback that compares replicas at an interval, and before every checkpoint.
+
+    It comes before the checkpoint, so that nothing is saved that replicas disagree about.
+    """
+
+    def __init__(self) -> None:
+        """Start without a comparison."""
+        self._equal_at = 0
+
+    def on_start(self, run: Run) -> None:
+        """Compare the initial or loaded values. Collective."""
+        if max(run.layout.replica.size, run.layout.expert_replica.size) == 1 and run.is_log_rank:
+            say(f"  {_FLAG}: there is only one replica of the weights, so nothing is compared")
+        self.compare(run)
+
+    def interrupts(self, run: Run) -> bool:
+        """Return whether a comparison follows, which would wait for a forward pass in progress."""
+        return self._is_due(run, run.progress.iteration + 1)
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Compare if it is due, or if a checkpoint is about to be saved."""
+        if self._is_due(run, run.progress.iteration) or is_save_due(run, outcome, leave):
+            self.compare(run)
+
+    def compare(self, run: Run) -> None:
+        """Compare all tensors of which several processes hold a copy. Collective.
+
+        Raises:
+            NumericsError: Copies differ. The message names tensors and ranks, on every rank.
+        """
+        run.layout.journal.enter("comparison of the replicas")
+        found = []
+        for axis, tensors in _copies(run):
+            if axis.size > 1 and tensors:
+                found += _differences(axis, tensors, run.device.torch_device)
+        if any_rank(bool(found), run):
+            told = JsonExchange(run.layout.world).gather(found)
+            lines = list(dict.fromkeys(line for of_rank in told for line in of_rank))
+            more = f"; and {len(lines) - _SHOWN} more tensors" if len(lines) > _SHOWN else ""
+            raise NumericsError(
+                f"iteration {run.progress.iteration}: replicas differ: "
+                + "; ".join(lines[:_SHOWN])
+                + f"{more}. They were equal after iteration {self._equal_at}: test the machine of "
+                "the rank that differs, and resume without it from a checkpoint that is not newer"
+            )
+        self._equal_at = run.progress.iteration
+
+    @staticmethod
+    def _is_due(run: Run, iteration: int) -> bool:
+        interval = run.config.training.check_weight_hash_across_dp_replicas_interval
+        return interval is not None and iteration % interval == 0
+
+
+def _copies(run: Run) -> list[tuple[Axis, dict[str, Tensor]]]:
+    """Return this process's tensors that others hold too, by the axis of these processes.
+
+    They are the weights, the buffers and, unless an update is sharded (ZeRO), the optimizer's
+    states. The order is the same on all processes of an axis.
+    """
+    run.optimizer.wait_for_weights()
+    plain: dict[str, Tensor] = {}
+    of_experts: dict[str, Tensor] = {}
+    named = [(name, p.detach(), p) for name, p in run.named_parameters()]
+    if not run.gradients.is_sharded:
+        named += [(name, t, p) for name, (t, p) in run.optimizer.named_tensors().items()]
+    for name, tensor, parameter in named:
+        (of_experts if spec_of(parameter).is_expert else plain)[name] = tensor
+    for name, entry in flatten(buffer_state(run.parts)):
+        plain[name.removeprefix("model.")] = entry.tensor
+    return [(run.layout.replica, plain), (run.layout.expert_replica, of_experts)]
+
+
+def _differences(axis: Axis, tensors: Mapping[str, Tensor], device: torch.device) -> list[str]:
+    """Return a description of each tensor whose copies differ. Collective over the axis."""
+    mine = torch.stack([hash_of(tensor).to(device) for tensor in tensors.values()])
+    hashes = all_gather(mine[None], axis)  # [copies, tensors]
+    differ = (hashes != hashes[0]).any(0).nonzero().flatten()
+    if not len(differ):
+        return []
+    names, columns = list(tensors), hashes[:, differ].T.tolist()
+    return [
+        f"{names[i]} {_odd_ones(axis.ranks, column)}"
+        for i, column in zip(differ.tolist(), columns, strict=True)
+    ]
+
+
+def _odd_ones(ranks: Sequence[int], hashes: Sequence[int]) -> str:
+    """Return which ranks differ from most others, if most are equal."""
+    ((usual, count), *_) = Counter(hashes).most_common()
+    if 2 * count <= len(ranks):
+        return f"of ranks {', '.join(map(str, ranks))} (too few are equal to tell which is wrong)"
+    odd = [rank for rank, each in zip(ranks, hashes, strict=True) if each != usual]
+    return f"of rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}, unlike {count} others"
+
+
+def hash_of(tensor: Tensor) -> Tensor:
+    """Return a hash of a tensor's bits: a scalar int64 on its device.
+
+    It is a sum of whole numbers, so its order does not matter and one pass over memory suffices. A
+    single flipped bit always changes it. An exchange of elements within 1024 neighbors does not.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    whole = flat.numel() // _ROW * _ROW
+    rows = flat[:whole].view(-1, _ROW).sum(1, dtype=torch.int64)
+    weights = 2 * torch.arange(len(rows), device=flat.device) + 3  # odd: no bit is shifted out
+    return (rows * weights).sum() + flat[whole:].sum(dtype=torch.int64)
