@@ -139,6 +139,7 @@ class Meta(TypedDict):
     text: NotRequired[TextPlaces | None]
     validation_text: NotRequired[TextPlaces | None]
     config: dict[str, dict[str, Json]]
+    spikes: NotRequired[dict[str, list[float]] | None]
     legacy_args: NotRequired[LegacyArguments | None]
     notices: NotRequired[list[str]]
     huggingface: NotRequired[Origin | None]

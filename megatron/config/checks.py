@@ -115,6 +115,7 @@ RULES: tuple[Rule, ...] = (
     rules_parallel.graphs,
     rules_training.per_token_loss,
     rules_training.nonfinite,
+    rules_training.spikes,
     rules_training.replica_hashes,
     rules_training.save_interval,
     rules_training.retention,

@@ -491,6 +491,23 @@ def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
+def spikes(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error if there will be no checkpoint with an optimizer to go back to."""
+    checkpoint = config.checkpoint
+    if config.training.on_spike != "rewind":
+        return
+    if checkpoint.save is None:
+        yield (
+            "--on-spike rewind goes back to the last checkpoint: give --save and --save-interval, "
+            "or use --on-spike skip"
+        )
+    elif checkpoint.no_save_optim:
+        yield (
+            "--on-spike rewind with --no-save-optim: the checkpoints hold no optimizer state to go "
+            "back to: drop --no-save-optim, or use --on-spike skip"
+        )
+
+
 def replica_hashes(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if no process holds a copy of another one's weights."""
     interval = config.training.check_weight_hash_across_dp_replicas_interval

@@ -21,6 +21,9 @@ _COUNTED = Need(
 _AVERAGES = Need(lambda run: run.optimizer.averages_weights, "--ema-decay or --lawa-interval")
 _EVALUATES = Need(lambda run: run.evaluation.eval_iters, "--eval-iters above 0")
 _SKIPS = Need(lambda run: run.training.on_nonfinite == "skip", "--on-nonfinite skip")
+_FINDS_SPIKES = Need(
+    lambda run: run.training.on_spike != "none", "--on-spike skip or --on-spike rewind"
+)
 _COLLECTS = Need(lambda run: run.training.manual_gc, "--manual-gc")
 _FULL = Need(
     lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
@@ -80,6 +83,16 @@ class TrainingOptions:
             row.
         check_for_nan_in_loss_and_grad: Check the loss and gradients every iteration. Off:
             non-finite updates are skipped without limit.
+        on_spike: Action when a loss or the gradient norm is far above its running median: none;
+            skip the update; or rewind, which goes back to the weights and the optimizer of the last
+            checkpoint and continues with the next samples. The sample ids are printed.
+        spike_window: With --on-spike, the updates that the running medians cover. Earlier in the
+            run there are no spikes.
+        spike_loss_threshold: With --on-spike, a loss is a spike if it exceeds its running median by
+            this many standard deviations, and by this many percent of the median.
+        spike_grad_norm_threshold: The same for the gradient norm.
+        max_spikes: With --on-spike, stop after this many skipped updates in a row, or after going
+            back to the same checkpoint this many times.
         check_weight_hash_across_dp_replicas_interval: Compare hashes of the weights, and of
             optimizer states that are not sharded, over the processes that hold copies, at this
             interval and before each checkpoint. Stop and name the rank and the tensor if they
@@ -128,6 +141,11 @@ class TrainingOptions:
     on_nonfinite: str = flag("stop", choices=("stop", "skip"))
     max_nonfinite_skips: int = flag(10, unit="iterations", at_least=1, needs=_SKIPS)
     check_for_nan_in_loss_and_grad: bool = True
+    on_spike: str = flag("none", choices=("none", "skip", "rewind"))
+    spike_window: int = flag(128, unit="iterations", at_least=2, needs=_FINDS_SPIKES)
+    spike_loss_threshold: float = flag(10.0, above=0, needs=_FINDS_SPIKES)
+    spike_grad_norm_threshold: float = flag(20.0, above=0, needs=_FINDS_SPIKES)
+    max_spikes: int = flag(10, at_least=1, needs=_FINDS_SPIKES)
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, unit="iterations", at_least=1
     )

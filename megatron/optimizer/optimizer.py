@@ -16,6 +16,7 @@ pass, and the gradients are divided by it before the update (`LossScale`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -144,6 +145,7 @@ class StepResult:
         applied: Whether weights and state changed. If not, they are bitwise unchanged.
         grad_norm: Global L2 norm before clipping, with the loss scale divided out.
         found_nonfinite: Whether some rank's gradients held inf or nan.
+        found_spike: Whether the norm or a loss was too large, and all gradients were finite.
         overflow: Whether gradients were not finite and a dynamic loss scale can still shrink in
             response, which is a normal part of fp16 training.
         zeros: Gradient entries of the whole model that are exactly zero; `None` if not counted.
@@ -152,6 +154,7 @@ class StepResult:
     applied: bool
     grad_norm: float
     found_nonfinite: bool
+    found_spike: bool
     overflow: bool
     zeros: int | None
 
@@ -359,11 +362,14 @@ class Optimizer:
         *,
         decoupled_lr: float | None = None,
         divisor: Tensor | None = None,
+        norm_limit: float = math.inf,
+        loss_is_spike: Tensor | None = None,
     ) -> Tensor:
         """Unscale, clip and apply the gradients, or change nothing if they are not finite.
 
-        This is collective over the world, and all ranks agree on the outcome. The gradients are
-        not preserved. The host waits for the device only if offloading copies something.
+        An update with a larger norm than `norm_limit` changes nothing either. This is collective
+        over the world, and all ranks agree on the outcome. The gradients are not preserved. The
+        host waits for the device only if offloading copies something.
 
         Args:
             lr: Learning rate.
@@ -371,14 +377,19 @@ class Optimizer:
             decoupled_lr: Learning rate of the decoupled groups; `None` means `lr`.
             divisor: Factor by which the gradients are too large, in addition to the loss scale: a
                 scalar fp64 on the device, the same on all ranks. `None` means 1.
+            norm_limit: Largest norm, before clipping, with which the update is made.
+            loss_is_spike: Whether the loss forbids the update, 0 or 1: a scalar fp64 on the device.
 
         Returns:
-            The input of `end_step`, fp64 [3] on the device.
+            The input of `end_step`, fp64 [4] on the device.
         """
         if self._shared_weights is not None:
             self._shared_weights.settle()  # waits for gathers that no forward pass has used
         scale = self.loss_scale if divisor is None else self.loss_scale * divisor
         norm, zeros, nonfinite = self._measure(scale)
+        spike = torch.zeros_like(norm) if loss_is_spike is None else loss_is_spike
+        spike = torch.maximum(spike, (norm > norm_limit).double())
+        flags = all_reduce(torch.stack([nonfinite, spike]), self._layout.world, dist.ReduceOp.MAX)
         excess = torch.ones_like(norm)  # divisor that brings the norm down to the limit
         if self._clip > 0:
             excess = ((norm + CLIP_EPS) / self._clip).clamp(min=1.0)
@@ -387,7 +398,7 @@ class Optimizer:
             lr=lr,
             count=torch.full((), self.steps + 1, dtype=torch.float32, device=device),
             gradient_scale=(scale * excess).float().to(device),
-            found_nonfinite=nonfinite.float().to(device),
+            found_nonfinite=flags.max().float().to(device),
         )
         apart = step if decoupled_lr is None else replace(step, lr=decoupled_lr)
         for group, update in self._updates:
@@ -397,7 +408,7 @@ class Optimizer:
             )
         if self._shared_weights is not None:
             self._shared_weights.gather()
-        return torch.stack([norm, zeros, nonfinite])
+        return torch.cat([torch.stack([norm, zeros]), flags])
 
     def _measure(self, scale: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the unscaled norm, the number of zeros, and whether anything is not finite.
@@ -412,23 +423,24 @@ class Optimizer:
             over_replicas=self.gradients.is_sharded,
         )
         norm = totals[0].sqrt() / scale
-        nonfinite = 1.0 - norm.isfinite().double()
-        all_reduce(nonfinite, self._layout.world, dist.ReduceOp.MAX)
-        return norm, totals[-1], nonfinite
+        return norm, totals[-1], 1.0 - norm.isfinite().double()
 
     def end_step(self, outcome: Sequence[float]) -> StepResult:
-        """Record the outcome of a step from the three numbers that `begin_step` returned."""
-        norm, zeros, nonfinite = outcome
+        """Record the outcome of a step from the four numbers that `begin_step` returned."""
+        norm, zeros, nonfinite, spike = outcome
         found = nonfinite > 0
+        is_spike = spike > 0 and not found
         overflow = found and self._scale.can_shrink
         self._scale = self._scale.update(found_overflow=found)
-        self.steps += not found
-        if self.average is not None and not found:
+        applied = not (found or is_spike)
+        self.steps += applied
+        if self.average is not None and applied:
             self.average.follow(self.steps)
         return StepResult(
-            applied=not found,
+            applied=applied,
             grad_norm=norm,
             found_nonfinite=found,
+            found_spike=is_spike,
             overflow=overflow,
             zeros=int(zeros) if self._count_zeros else None,
         )

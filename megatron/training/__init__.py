@@ -6,6 +6,7 @@ The modules, in the order in which a run uses them:
     build          builds `run.Run`, which all modules below take
     loop           repeats updates and calls the callbacks around them, in order
     step           one update: accumulates and averages gradients, changes weights, reads losses
+    spikes         finds losses and gradient norms that are far too large
     passes         runs micro-batches through the model in the order of a pipeline schedule
     callbacks      side tasks of a run: logging, saving, profiling
     generation     answers of the model in training to prompts

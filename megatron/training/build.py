@@ -49,6 +49,7 @@ from megatron.training.passes import message_shape
 from megatron.training.recipe import CountsEpochs, Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
 from megatron.training.run import ParallelModel, Run
+from megatron.training.spikes import SpikeWatch
 from megatron.training.timers import OperationClock, SaveClock, Timers
 
 
@@ -104,6 +105,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         exit=exit_request,
         save_clock=SaveClock(config.checkpoint.save_interval_in_mins),
         timers=Timers(level, device, layout.world, barrier=barrier),
+        spikes=None if training.on_spike == "none" else SpikeWatch(training),
         operation_clock=OperationClock(device, layout)
         if config.logging.log_pipeline_bubble
         else None,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from megatron.checkpoint.entries import (
 from megatron.checkpoint.loading import checkpoints_below, open_root
 from megatron.checkpoint.merged import AveragedReader
 from megatron.checkpoint.non_persistent import RUN
-from megatron.checkpoint.reader import Reader, restore
+from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import STATES, Snapshot, write_checkpoint
 from megatron.command import say
@@ -33,8 +32,6 @@ from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter, plain_networ
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.retro import is_of_retrieval
-from megatron.config.run import field_at
-from megatron.config.run import flatten as flatten_options
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.data.text_stream import load_places, save_places
 from megatron.errors import CheckpointError, ConfigError
@@ -46,6 +43,7 @@ from megatron.parallel.parameter import spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.batches import evaluation_position
 from megatron.training.branches import open_trunk, resumed_schedules
+from megatron.training.changed_settings import changed_corpus, changed_settings
 from megatron.training.fast_state import open_newest
 from megatron.training.run import Progress, Run
 
@@ -57,31 +55,6 @@ _ADAPTERS = "the adapters"  # in the log line about what finetuning initializes
 # BERT's heads: the first ones predict masked tokens, the others the order of the segments.
 _HEADS: tuple[str, ...] = ("model.head.", "model.output.")
 _OF_ORDER = ("model.pooler.", "model.binary_head.")
-
-_LOST = "the order of samples changes, and some are seen again"
-_PATHS = ("data.data_path", "data.train_data_path")
-_LENGTHS = ("training.train_iters", "training.train_samples", "training.train_tokens")
-# Settings that determine which sample is the k-th of a run. A checkpoint's position in the data is
-# only a count.
-_ORDER = (
-    *_PATHS,
-    "training.seed",
-    "data.mock_data",
-    "data.split",
-    "data.seq_length",
-    "data.decoder_seq_length",
-    "data.dataloader_type",
-    "data.data_sharding",
-    "data.mask_prob",
-    "data.short_seq_prob",
-)
-
-# Flags of the schedule's section that a saved schedule does not replace.
-_NOT_OF_SCHEDULES = (
-    "schedule.lr_warmup_init",
-    "schedule.override_opt_param_scheduler",
-    "schedule.use_checkpoint_opt_param_scheduler",
-)
 
 
 def save_run(run: Run) -> Path:
@@ -318,6 +291,7 @@ def meta_of(run: Run) -> dict[str, Any]:
         "validation_text": save_places(
             run.datasets[1], evaluation_position(run, progress.iteration), run.layout.world
         ),
+        "spikes": None if run.spikes is None else run.spikes.state(),
         "config": to_dict(run.config),
     }
 
@@ -446,10 +420,13 @@ def progress_at_start(config: RunConfig, reader: Reader | None) -> Progress:
 
     The position in the schedules follows with the schedules.
     """
-    progress = Progress(dropout_seed=config.training.seed)
     if reader is None or config.checkpoint.finetune:
-        return progress
-    meta = reader.meta
+        return Progress(dropout_seed=config.training.seed)
+    return _saved_progress(config, reader)
+
+
+def _saved_progress(config: RunConfig, reader: Reader) -> Progress:
+    progress, meta = Progress(dropout_seed=config.training.seed), reader.meta
     progress.iteration = meta["iteration"]
     progress.consumed_samples = meta["consumed_train_samples"]
     # Only runs whose samples all have the same length saved no count of tokens.
@@ -477,8 +454,7 @@ def restore_run(run: Run, reader: Reader) -> None:
             )
         check_states(run.config, reader)
         named = run.optimizer.named_tensors()
-        state |= optimizer_state(run, named=named) | _history_from(run, reader)
-        state |= _average_from(run, reader)
+        state |= _updated_state(run, reader, named)
     # Report incompatible settings before reading much.
     _check_tokenizer(run, reader)
     anew: tuple[str, ...] = ()
@@ -498,9 +474,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     if weights_only:
         run.optimizer.reload_masters()
     else:
-        run.optimizer.reload_masters(of_16_bits=False)
-        run.optimizer.load_scalars(reader.meta["optimizer"])
-        run.amax_history.after_loading()
+        _continue_updates(run, reader)
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
         drawn = ", ".join(name.removeprefix("model.").rstrip(".") for name in anew)
@@ -512,6 +486,59 @@ def restore_run(run: Run, reader: Reader) -> None:
         )
         for line in reader.meta.get("notices", ()):
             say(f"  {line}")
+
+
+def _updated_state(
+    run: Run, reader: Reader, named: Mapping[str, tuple[Tensor, nn.Parameter]]
+) -> State:
+    """Return the tensors besides the weights that updates change, given the optimizer's."""
+    state = optimizer_state(run, named=named) | _history_from(run, reader)
+    return state | _average_from(run, reader)
+
+
+def _continue_updates(run: Run, reader: Reader) -> None:
+    """Let the optimizer continue with tensors that have been loaded, and with its saved numbers."""
+    run.optimizer.reload_masters(of_16_bits=False)
+    run.optimizer.load_scalars(reader.meta["optimizer"])
+    run.amax_history.after_loading()
+    if run.spikes is not None and reader.meta.get("spikes"):
+        run.spikes.load_state(reader.meta["spikes"])
+
+
+def rewind_run(run: Run, root: Path, iteration: int) -> int:
+    """Bring back the weights and the optimizer of a checkpoint in the middle of training.
+
+    The iterations since then count as skipped: the run continues with the next samples, and its
+    schedules continue where they were at the checkpoint. Collective.
+
+    Args:
+        run: The run.
+        root: The folder of checkpoints.
+        iteration: The iteration of a checkpoint that this run has saved or has continued.
+
+    Returns:
+        The number of samples that were read since the checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or gone.
+    """
+    trust = run.config.checkpoint.allow_foreign_checkpoints
+    found = open_root(root, step=iteration, layout=run.layout, allow_foreign=trust)
+    assert found is not None, f"{root} holds the checkpoint of iteration {iteration}"
+    entries = entries_held(found, run.tokenizer.vocab_size)
+    reader = PaddedReader(found, rows=run.plan.embedding.vocabulary, entries=entries)
+    run.optimizer.wait_for_weights()
+    named = run.optimizer.named_tensors()
+    state = _weights_state(run, is_copy=True) | _updated_state(run, reader, named)
+    restore(reader, state, cast_below=(STATES,))
+    run.optimizer.take_loaded({name: tensor for name, (tensor, _) in named.items()})
+    _continue_updates(run, reader)
+    run.layers.forget_weights()
+    progress, saved = run.progress, _saved_progress(run.config, reader)
+    passed = progress.consumed_samples - saved.consumed_samples
+    progress.skipped_samples = saved.skipped_samples + passed
+    _, progress.scheduled_samples = run.schedules.resumed(reader.meta["schedule"], override=True)
+    return passed
 
 
 def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...], State]:
@@ -617,68 +644,3 @@ def _restore_position(run: Run, reader: Reader) -> None:
             )
         for line in (*changed_settings(run.config, reader), *changed_corpus(run.corpus, reader)):
             say(line)
-
-
-def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """Yield a log line for each setting that may change and has changed since the checkpoint.
-
-    Megatron-LM's checkpoints have some flags that we lack. For these checkpoints, and for those
-    converted from them, only the settings that decide the order of samples are compared. A Hugging
-    Face model was not trained by a run, so it yields no lines.
-    """
-    here, meta = flatten_options(config), reader.meta
-    # Whether the schedules continue as they were saved (`Schedules.resumed`).
-    fresh = config.checkpoint.no_load_optim or config.training.skip_train
-    keeps_schedule = config.schedule.use_checkpoint_opt_param_scheduler and not fresh
-    if not meta.get("iteration") and not meta.get("consumed_train_samples"):
-        return
-    if reader.format == "native" and "legacy_args" not in meta:
-        old = from_dict(reader.meta["config"], str(reader.path))
-        old = dataclasses.replace(
-            old,
-            checkpoint=config.checkpoint,
-            logging=config.logging,
-            profiling=config.profiling,
-            reliability=config.reliability,
-        )
-        saved = flatten_options(old)
-    else:
-        args = meta.get("legacy_args") or {}
-        named = {path: args.get(path.partition(".")[2]) for path in (*_ORDER, *_LENGTHS)}
-        known = ((path, value) for path, value in named.items() if value is not None)
-        saved = {path: tuple(v) if isinstance(v, list) else v for path, v in known}
-    for path, value in saved.items():
-        if here[path] == value:
-            continue
-        field = field_at(path)
-        ours, theirs = field.spell(here[path]), field.spell(value)
-        is_rate = path.startswith("schedule.") and path not in _NOT_OF_SCHEDULES
-        change = f"changed since the checkpoint: {ours} instead of {theirs}"
-        if keeps_schedule and (is_rate or "weight_decay" in path):
-            yield f"  --use-checkpoint-opt_param-scheduler: continues with {theirs}, not {ours}"
-        elif path in _ORDER and not (path in _PATHS and _moved(value, here[path])):
-            yield f"WARNING: {change}: {_LOST}"
-        else:
-            yield f"  {change}"
-        if path in _LENGTHS:
-            yield f"  if the corpus is read more than once, {_LOST}"
-
-
-def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
-    """Yield a warning if the content of the training data has changed.
-
-    Args:
-        corpus: The fingerprint of the run's data, or `None` if it is unknown.
-        reader: The checkpoint.
-    """
-    saved = reader.meta.get("corpus")
-    if None not in (corpus, saved) and corpus != saved:
-        yield (
-            "WARNING: changed since the checkpoint: the training data itself (fingerprint "
-            f"{corpus} instead of {saved}): {_LOST}"
-        )
-
-
-def _moved(old: tuple[str, ...] | None, new: tuple[str, ...] | None) -> bool:
-    """Return whether only the folders of files differ, probably because the files were moved."""
-    return [Path(one).name for one in old or ()] == [Path(one).name for one in new or ()]

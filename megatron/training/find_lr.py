@@ -157,6 +157,7 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
         "--eval-iters": "0",
         "--on-nonfinite": "skip",
         "--max-nonfinite-skips": str(options.iterations),
+        "--on-spike": "none",
         "--tensorboard-log-interval": "1",
         "--metrics-jsonl": str(metrics),
     }

@@ -14,11 +14,11 @@ from megatron.training.callbacks.logging import LogLine
 from megatron.training.callbacks.profiling import PipelineBubble, Profile
 from megatron.training.callbacks.replica_hashes import ReplicaHashes
 from megatron.training.callbacks.scalars import Scalars, Writer
+from megatron.training.callbacks.skipped_updates import SkippedUpdates
 from megatron.training.callbacks.small import (
     BadLines,
     EmptyCache,
     GarbageCollection,
-    NonFinitePolicy,
     ProgressBar,
     SampleIds,
 )
@@ -30,19 +30,20 @@ from megatron.training.step import Updates, any_rank, reduce_losses, skip_iterat
 def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callback], Scalars]:
     """Return the run's callbacks in order, and the one that receives evaluation results.
 
-    The profile comes first, because it must enclose the step alone. The non-finite policy follows,
-    so that nothing is logged or saved after a step that ends the run; a comparison of the replicas
-    comes before the checkpoint for the same reason. Next are the callbacks that
-    belong to an iteration, and the log line that times it. The checkpoint comes before the
-    evaluation, so that a failed evaluation does not lose the training before it. The time in the
-    log line includes neither.
+    The profile comes first, because it must enclose the step alone. The policy on skipped updates
+    follows, so that nothing is logged or saved after a step that ends the run; a comparison of the
+    replicas comes before the checkpoint for the same reason. Next are the callbacks that belong to
+    an iteration, and the log line that times it. The checkpoint comes before the evaluation, so
+    that a failed evaluation does not lose the training before it. The time in the log line includes
+    neither.
     """
     config = run.config
     scalars = Scalars(writers)
     callbacks: list[Callback] = []
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
         callbacks.append(Profile())
-    callbacks += [NonFinitePolicy(), Goodput(), scalars]
+    checkpoints = Checkpoints(scalars) if config.checkpoint.save else None
+    callbacks += [SkippedUpdates(scalars, checkpoints), Goodput(), scalars]
     if config.training.check_weight_hash_across_dp_replicas_interval:
         callbacks.append(ReplicaHashes())
     if config.data.skip_bad_lines:
@@ -58,8 +59,8 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
         callbacks.append(ProgressBar())
     if run.operation_clock is not None:
         callbacks.append(PipelineBubble(run.operation_clock, writers))
-    if config.checkpoint.save:
-        callbacks.append(Checkpoints(scalars))
+    if checkpoints is not None:
+        callbacks.append(checkpoints)
     if config.checkpoint.non_persistent_save_interval is not None:
         callbacks.append(NonPersistentCheckpoints(scalars))
     if config.evaluation.eval_iters:

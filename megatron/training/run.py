@@ -27,6 +27,7 @@ from megatron.training.batches import BatchPlan
 from megatron.training.fast_state import RunRecord
 from megatron.training.recipe import Batch, Recipe, Splits
 from megatron.training.recorded_passes import TrainingForward
+from megatron.training.spikes import SpikeWatch
 from megatron.training.timers import OperationClock, SaveClock, Timers
 
 
@@ -39,7 +40,8 @@ class Progress:
         consumed_samples: The number of training samples read so far: the position in the sample
             order.
         consumed_tokens: The number of tokens in these samples that were used.
-        skipped_samples: The number of samples in iterations skipped by --iterations-to-skip.
+        skipped_samples: The number of samples that were passed over without an update, by
+            --iterations-to-skip or --on-spike rewind.
         scheduled_samples: The number of samples in successful updates: the position in the
             schedules.
         dropout_seed: The seed that, with the position in the sample order, determines dropout
@@ -99,6 +101,7 @@ class Run(ParallelModel):
     exit: ExitRequest
     save_clock: SaveClock
     timers: Timers
+    spikes: SpikeWatch | None
     operation_clock: OperationClock | None
     progress: Progress
     train_batches: Iterator[Batch] = iter(())

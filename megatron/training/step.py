@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -26,13 +26,14 @@ from megatron.training.log_line import skipped_line
 from megatron.training.passes import Passes
 from megatron.training.recipe import ReportsMeans
 from megatron.training.run import Run
+from megatron.training.spikes import NORM
 
 _NOTHING = 1e-30  # the share of labels if none counts: all gradients are 0 and must stay 0
 
 
 @dataclass(frozen=True)
 class StepOutcome(StepResult):
-    """The result of one update, the same on every rank except for `sample_ids` and `finite`.
+    """The result of one update, the same on every rank except for `sample_ids` and `ordinary`.
 
     Attributes:
         losses: The mean losses of the global batch, by log name: the mean over micro-batches, or
@@ -46,8 +47,9 @@ class StepOutcome(StepResult):
         loss_scale: The factor by which the loss was multiplied.
         exit_wanted: Whether some rank asked to exit.
         save_due: Whether a checkpoint is due on some rank (`--save-interval-in-mins`).
+        spike: What exceeds which limit, if `found_spike`; otherwise empty.
         sample_ids: The sample ids of this rank, one list per micro-batch.
-        finite: Whether each micro-batch of this rank had a finite loss.
+        ordinary: Whether each micro-batch of this rank had a finite loss that is not a spike.
         expert_load: The load of the experts since the last log line; `None` between log lines, and
             without mixtures of experts.
     """
@@ -61,8 +63,9 @@ class StepOutcome(StepResult):
     loss_scale: float
     exit_wanted: bool
     save_due: bool
+    spike: str
     sample_ids: list[list[int]]
-    finite: list[bool]
+    ordinary: list[bool]
     expert_load: ExpertLoad | None
 
 
@@ -117,6 +120,8 @@ class Updates:
             run.amax_history.update(progress.iteration + 1)
         journal.enter("update of the routers' biases")
         run.layers.routers.update_biases(run.layout)
+        journal.enter("reduction of the losses")
+        reading = _Reading(run, passes)
         journal.enter("optimizer step")
         with run.timers.measure("optimizer"):
             ended = run.optimizer.begin_step(
@@ -124,10 +129,11 @@ class Updates:
                 weight_decay=run.schedules.weight_decay.at(run.schedule_position),
                 decoupled_lr=run.schedules.decoupled_at(run.schedule_position),
                 divisor=share,
+                norm_limit=math.inf if run.spikes is None else run.spikes.limit(NORM),
+                loss_is_spike=reading.loss_is_spike(),
             )
         run.layers.forget_weights()
-        journal.enter("reduction of the losses")
-        reading = _Reading(run, ended, passes)
+        reading.start(ended)
         progress.iteration += 1
         progress.consumed_samples += samples
         progress.consumed_tokens += tokens
@@ -137,11 +143,12 @@ class Updates:
             self._begun.begin()
             journal.iteration = progress.iteration
         journal.enter("end of the iteration")
-        result, losses, layer_losses, (exit_wanted, save_due), finite, expert_load = reading.wait()
+        result, losses, layer_losses, (exit_wanted, save_due), ordinary, load = reading.wait()
         if not all(map(math.isfinite, losses.values())):  # no loss scale can be the reason
             result = replace(result, found_nonfinite=True, overflow=False)
         if result.applied:
             progress.scheduled_samples += samples
+        spike = _watch_spikes(run, result, losses)
         return StepOutcome(
             **vars(result),
             losses=losses,
@@ -152,9 +159,10 @@ class Updates:
             loss_scale=loss_scale,
             exit_wanted=exit_wanted,
             save_due=save_due,
+            spike=spike,
             sample_ids=passes.sample_ids,
-            finite=finite,
-            expert_load=expert_load,
+            ordinary=ordinary,
+            expert_load=load,
         )
 
     def _work(self, samples: int, length: int | None) -> dict[str, Any]:
@@ -171,6 +179,17 @@ class Updates:
         texts = samples * self._run.recipe.head.sequences
         tokens = texts * (sequence + data.decoder_tokens)
         return {"tokens": tokens, "flops": tokens * self._flops_per_token[sequence]}
+
+
+def _watch_spikes(run: Run, result: StepResult, losses: Mapping[str, float]) -> str:
+    """Add the numbers of an applied update to the running medians, or describe its spike."""
+    if run.spikes is None:
+        return ""
+    name = run.recipe.loss_names(run.config)[0]
+    values = {name: losses[name], NORM: result.grad_norm}
+    if result.applied and not result.found_nonfinite:
+        run.spikes.add(values)
+    return run.spikes.describe(values) if result.found_spike else ""
 
 
 def skip_iteration(run: Run) -> None:
@@ -217,8 +236,8 @@ def _may_look_ahead(run: Run) -> bool:
     """Return whether the next forward pass may start before this update's result is known.
 
     It may not if this is the last update, if the pass depends on another pipeline stage, or if the
-    loss scale can still change. It also may not if parts of an update are timed, because each
-    update must be timed separately.
+    loss scale can still change, or if this update may bring back the weights of a checkpoint. It
+    also may not if parts of an update are timed, because each update must be timed separately.
     """
     return (
         not run.finished
@@ -227,6 +246,7 @@ def _may_look_ahead(run: Run) -> bool:
         and len(run.parts) == 1
         and run.forward.may_run_ahead
         and not run.optimizer.scale_may_change
+        and run.config.training.on_spike != "rewind"
         and run.config.logging.timing_log_level == 0
     )
 
@@ -234,16 +254,34 @@ def _may_look_ahead(run: Run) -> bool:
 class _Reading:
     """The values that the host reads from an update, in one read because each read waits."""
 
-    def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
+    def __init__(self, run: Run, passes: Passes) -> None:
+        """Add up the losses over the ranks. Collective."""
         self._run = run
         flags = (run.exit.wanted, run.save_clock.is_due)
         others = router_losses(run, len(passes.sample_ids))
         load = expert_load_part(run)
         self._others_size, self._load_size = others.numel(), load.numel()
-        packed = pack_losses(passes, flags, run, torch.cat((others, load)))
-        parts = [ended, packed, _finite(passes, ended)]
+        self._packed = pack_losses(passes, flags, run, torch.cat((others, load))).double()
+        self._ordinary = _ordinary(passes, run)
+
+    def loss_is_spike(self) -> Tensor | None:
+        """Return whether the first loss, on which others may only comment, exceeds its limit.
+
+        It is 0 or 1, fp64, or `None` without limits.
+        """
+        watch, config = self._run.spikes, self._run.config
+        if watch is None:
+            return None
+        names, loss = self._run.recipe.loss_names(config), self._packed[0]
+        if config.training.calculate_per_token_loss:
+            loss = loss / self._packed[len(names)].clamp(min=_NOTHING)
+        return (loss > watch.limit(names[0])).double()
+
+    def start(self, ended: Tensor) -> None:
+        """Start reading, with the numbers of the optimizer's step."""
+        parts = [ended, self._packed, self._ordinary.double()]
         self._sizes = [part.numel() for part in parts]
-        self._reading = Reading(torch.cat([part.double() for part in parts]))
+        self._reading = Reading(torch.cat(parts))
 
     def wait(
         self,
@@ -254,18 +292,18 @@ class _Reading:
 
         The losses are the losses in the log and the losses of each layer's router. The first list
         says whether some rank wants to exit, and whether one has a checkpoint due. The second list
-        says whether each micro-batch of this rank had a finite loss. The experts' load is `None` if
-        no log line is due.
+        says whether each micro-batch of this rank had an ordinary loss. The experts' load is `None`
+        if no log line is due.
         """
         numbers = iter(self._reading.wait())
-        ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)
+        ended, packed, ordinary = (list(islice(numbers, size)) for size in self._sizes)
         end = len(packed) - self._load_size
         start = end - self._others_size
         losses, _, flags = unpack_losses(packed[:start], self._run)
         means, of_layers = unpack_router_losses(packed[start:end], self._run)
         load = ExpertLoad.of(self._run.plan, packed[end:]) if self._load_size else None
         result = self._run.optimizer.end_step(ended)
-        return result, losses | means, of_layers, flags, [x > 0 for x in finite], load
+        return result, losses | means, of_layers, flags, [x > 0 for x in ordinary], load
 
 
 def reduce_gradients(run: Run) -> None:
@@ -289,12 +327,18 @@ def counted_share(passes: Passes, run: Run) -> Tensor:
     return (counted / labels).clamp(min=_NOTHING)
 
 
-def _finite(passes: Passes, like: Tensor) -> Tensor:
-    """Return 1 for each micro-batch with a finite loss, or whose loss is computed elsewhere."""
-    if not passes.losses:
-        return like.new_ones(len(passes.sample_ids))
-    totals = torch.stack([torch.stack(values) for values in passes.losses.values()]).sum(dim=0)
-    return torch.isfinite(totals)
+def _ordinary(passes: Passes, run: Run) -> Tensor:
+    """Return whether each micro-batch's losses are finite and no spikes.
+
+    They are if they are computed on another process.
+    """
+    ordinary = torch.ones(len(passes.sample_ids), dtype=torch.bool, device=run.device.torch_device)
+    for name, values in passes.losses.items():
+        losses = torch.stack(values)
+        ordinary &= torch.isfinite(losses)
+        if run.spikes is not None:
+            ordinary &= losses.double() <= run.spikes.limit(name)  # inf except for the first loss
+    return ordinary
 
 
 def any_rank(flag: bool, run: Run) -> bool:

@@ -253,6 +253,22 @@ _LINES = [
     ),
     # running
     (
+        "--check-weight-hash-across-dp-replicas-interval 10 --zero-stage 3",
+        "--check-weight-hash-across-dp-replicas-interval 10 with --zero-stage 3: each process "
+        "holds its own shard of the weights, so there are no copies to compare: use --zero-stage "
+        "0, 1 or 2, or drop the flag",
+    ),
+    (
+        "--on-spike rewind",
+        "--on-spike rewind goes back to the last checkpoint: give --save and --save-interval, or "
+        "use --on-spike skip",
+    ),
+    (
+        "--on-spike rewind --save here --save-interval 5 --no-save-optim",
+        "--on-spike rewind with --no-save-optim: the checkpoints hold no optimizer state to go "
+        "back to: drop --no-save-optim, or use --on-spike skip",
+    ),
+    (
         "--on-nonfinite skip --no-check-for-nan-in-loss-and-grad",
         "--on-nonfinite skip requires the check that --no-check-for-nan-in-loss-and-grad turns "
         "off: drop one of them",

@@ -137,6 +137,7 @@ def toy_outcome(iteration: int = 1, **changes: Any) -> StepOutcome:
         applied=True,
         grad_norm=1.0,
         found_nonfinite=False,
+        found_spike=False,
         overflow=False,
         zeros=None,
         losses={"lm loss": 2.0},
@@ -148,8 +149,9 @@ def toy_outcome(iteration: int = 1, **changes: Any) -> StepOutcome:
         loss_scale=1.0,
         exit_wanted=False,
         save_due=False,
+        spike="",
         sample_ids=[[first + i] for i in range(4)],
-        finite=[True] * 4,
+        ordinary=[True] * 4,
         expert_load=None,
     )
     return replace(usual, **changes)

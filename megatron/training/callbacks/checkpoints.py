@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import time
 from datetime import timedelta
+from pathlib import Path
 
 from megatron.checkpoint.background import BackgroundSaver, Saved
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.checkpoint.find import scan
 from megatron.command import say
 from megatron.errors import ConfigError, StorageError
 from megatron.training import checkpointing
@@ -37,11 +40,16 @@ class Checkpoints(Callback):
         """
         self._scalars = scalars
         self._background: BackgroundSaver | None = None
+        self._newest: tuple[Path, int] | None = None  # published
+        self._saving: int | None = (
+            None  # the iteration of the background save, until it is waited for
+        )
         self._step_began = 0.0
         self._is_advised = False
 
     def on_start(self, run: Run) -> None:
         """Prepare to save in the background, and start the clock. Collective."""
+        self._newest = _continued(run)
         if run.config.checkpoint.async_save:
             self._background = _background_saver(run)
         run.save_clock.restart()
@@ -71,6 +79,7 @@ class Checkpoints(Callback):
         with run.timers.measure("save-checkpoint"):
             if not self._settle(run) or is_last or self._background is None:
                 checkpointing.save_run(run)
+                self._newest = Path(str(run.config.checkpoint.save)), run.progress.iteration
                 how = f"saved in {time.perf_counter() - since:.2f} s"
             else:
                 self._background.start(
@@ -79,6 +88,7 @@ class Checkpoints(Callback):
                     checkpointing.meta_of(run),
                     since=since,
                 )
+                self._saving = run.progress.iteration
                 how = "saving in the background"
         self._scalars.event(run, "checkpoint", how)
         if not self._is_advised and not is_last and run.layout.world.rank == 0:
@@ -103,8 +113,20 @@ class Checkpoints(Callback):
             self._background.wait()
         except StorageError:  # `_report` has said why
             self._scalars.event(run, "failed checkpoint", "the previous one remains the newest")
+            self._saving = None
             return False
+        if self._saving is not None:
+            self._newest, self._saving = (Path(str(run.config.checkpoint.save)), self._saving), None
         return True
+
+    def newest(self, run: Run) -> tuple[Path, int] | None:
+        """Wait for any background save, and return the newest checkpoint that this run continues.
+
+        Collective. It is a folder of checkpoints and an iteration, or `None` if the run has neither
+        saved nor loaded a checkpoint with an optimizer state.
+        """
+        self._settle(run)
+        return self._newest
 
     def on_failure(self, run: Run) -> None:
         """Wait for any background save: its state predates the error and is worth keeping."""
@@ -112,6 +134,24 @@ class Checkpoints(Callback):
             self._settle(run)
         except Exception as error:  # the error that ended training must remain the one reported
             say(f"WARNING: {error}")
+
+
+def _continued(run: Run) -> tuple[Path, int] | None:
+    """Return the folder and the iteration of the durable checkpoint that a run continues.
+
+    Collective. It is `None` if the run starts afresh, even if only its optimizer does.
+    """
+    options, start = run.config.checkpoint, run.progress.iteration
+    if options.load is None or options.finetune or options.no_load_optim or not start:
+        return None
+    root = Path(options.load)
+    # The run may continue a newer checkpoint that is not durable.
+    newest = JsonExchange(run.layout.world).on_main(
+        lambda: max(
+            (one.iteration for one in scan(root)[0] if one.iteration <= start), default=start
+        )
+    )
+    return root, newest
 
 
 def is_save_due(run: Run, outcome: StepOutcome, leave: Leave | None) -> bool:

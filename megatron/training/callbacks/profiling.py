@@ -117,7 +117,7 @@ class PipelineBubble(Callback):
         stages = all_gather(self._clock.read(len(run.parts)).unsqueeze(0), run.layout.pipeline)
         if not run.is_log_rank:
             return
-        bubble = compare_with_prediction(stages, schedule_of(run, len(outcome.finite)))
+        bubble = compare_with_prediction(stages, schedule_of(run, len(outcome.ordinary)))
         self._bubbles.append(bubble)
         scalars = {
             "pipeline-bubble": bubble.measured,

@@ -341,7 +341,9 @@ class Scalars(Callback):
             self._write_to_all(lambda writer, *when: writer.write_expert_load(load, *when), run)
         if not outcome.applied:
             reason = "the loss or the gradients were not finite"
-            if outcome.overflow:
+            if outcome.found_spike:
+                reason = outcome.spike
+            elif outcome.overflow:
                 reason = f"the loss scale {outcome.loss_scale:g} was too high"
             self.event(run, "skipped update", reason)
         if run.timers.resets != self._resets:

@@ -6,14 +6,15 @@ import pytest
 
 from megatron.errors import NumericsError
 from megatron.parallel.layout import Layout
-from megatron.training.callbacks.small import NonFinitePolicy
+from megatron.training.callbacks.scalars import Scalars
+from megatron.training.callbacks.skipped_updates import SkippedUpdates
 from tests.training.toy import build_toy, toy_outcome
 
 _SKIPS = "--on-nonfinite skip --max-nonfinite-skips 2".split()
 
 
 def test_as_many_updates_in_a_row_as_the_flag_says_are_skipped() -> None:
-    run, policy = build_toy(Layout.single(), _SKIPS), NonFinitePolicy()
+    run, policy = build_toy(Layout.single(), _SKIPS), SkippedUpdates(Scalars([]), None)
     fine = toy_outcome()
     overflow = toy_outcome(applied=False, found_nonfinite=True, overflow=True)
     bad = toy_outcome(applied=False, found_nonfinite=True, losses={"lm loss": float("nan")})

@@ -1,0 +1,137 @@
+"""Updates that were skipped: what is printed, when the run goes back, and when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.command import say
+from megatron.errors import NumericsError
+from megatron.parallel.collectives import all_gather
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.checkpoints import Checkpoints
+from megatron.training.callbacks.scalars import Scalars
+from megatron.training.checkpointing import rewind_run
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+
+_SHOWN_IDS = 64  # in a message
+
+
+@dataclass(frozen=True)
+class _SkipReason:
+    """A reason for skipping updates.
+
+    Attributes:
+        what: What is wrong, with the iteration.
+        skips: Whether the flags ask to skip such updates and continue.
+        remedy: The remedy if they do not.
+        limit: The number of such updates in a row that the flags allow.
+        flag: The flag that sets the limit.
+    """
+
+    what: str
+    skips: bool
+    remedy: str
+    limit: int
+    flag: str
+
+
+class SkippedUpdates(Callback):
+    """A callback that reports skipped updates, and ends the run if there are too many in a row.
+
+    The update itself has changed no parameter if its gradients were not finite or if it was a spike
+    (`--on-spike`). With a dynamic fp16 loss scale, overflowing gradients are not an error: they
+    only lower the scale. A non-finite loss is always an error.
+
+    With `--on-spike rewind` it also brings back the weights of the last checkpoint.
+    """
+
+    def __init__(self, scalars: Scalars, checkpoints: Checkpoints | None) -> None:
+        """Start with no skipped updates.
+
+        Args:
+            scalars: The callback that records events.
+            checkpoints: The callback that saves, if there is one.
+        """
+        self._scalars, self._checkpoints = scalars, checkpoints
+        self._in_a_row = 0
+        self._rewinds: dict[int, int] = {}  # how often the run went back to a checkpoint
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """End the run, go back, or count the skipped update.
+
+        Raises:
+            NumericsError: The policy ends the run.
+        """
+        is_bad = outcome.found_nonfinite and not outcome.overflow
+        if not is_bad and not outcome.found_spike:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        if is_bad and not run.config.training.check_for_nan_in_loss_and_grad:
+            return
+        reason = _reason_of(run, outcome)
+        if reason.skips and self._in_a_row <= reason.limit:
+            if outcome.found_spike and run.config.training.on_spike == "rewind":
+                self._rewind(run, reason)
+            elif run.is_log_rank:
+                say(f" skipped the update: {reason.what}")
+            return
+        remedy = reason.remedy
+        if reason.skips:
+            limit = f"{reason.flag} {reason.limit}"
+            remedy = f"{self._in_a_row} such iterations in a row exceed {limit}"
+        raise NumericsError(f"{reason.what}. The parameters are unchanged; {remedy}")
+
+    def _rewind(self, run: Run, reason: _SkipReason) -> None:
+        """Go back to the last checkpoint, or only report the skipped update if there is none."""
+        found = self._checkpoints.newest(run) if self._checkpoints is not None else None
+        if found is None:
+            if run.is_log_rank:
+                say(f" skipped the update: {reason.what}; there is no checkpoint yet to go back to")
+            return
+        root, iteration = found
+        count = self._rewinds[iteration] = self._rewinds.get(iteration, 0) + 1
+        if count > reason.limit:
+            raise NumericsError(
+                f"{reason.what}. The run has gone back to the checkpoint of iteration {iteration} "
+                f"{reason.limit} times ({reason.flag}): resume from an older one with --ckpt-step"
+            )
+        samples = rewind_run(run, root, iteration)
+        self._scalars.event(run, "rewind", f"to the weights of iteration {iteration}")
+        if run.is_log_rank:
+            say(
+                f" went back to the weights of iteration {iteration}: {reason.what}; the "
+                f"{samples} samples read since then are not trained on again"
+            )
+
+
+def _reason_of(run: Run, outcome: StepOutcome) -> _SkipReason:
+    """Return why an update was skipped and what the flags say about it. Collective."""
+    options, ids = run.config.training, _suspects(run, outcome)
+    shown = ", ".join(map(str, ids[:_SHOWN_IDS])) + (", ..." if len(ids) > _SHOWN_IDS else "")
+    at, samples = f"iteration {run.progress.iteration}", f"(training sample ids {shown})"
+    if outcome.found_spike:
+        what, limit = f"{at}: {outcome.spike} {samples}", options.max_spikes
+        return _SkipReason(what, skips=True, remedy="", limit=limit, flag="--max-spikes")
+    losses = ", ".join(f"{name} {value}" for name, value in outcome.losses.items())
+    return _SkipReason(
+        f"{at}: {losses}, grad norm {outcome.grad_norm} are not all finite {samples}",
+        skips=options.on_nonfinite == "skip",
+        remedy="--on-nonfinite skip skips such updates and continues",
+        limit=options.max_nonfinite_skips,
+        flag="--max-nonfinite-skips",
+    )
+
+
+def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
+    """Return the sample ids of all micro-batches with an odd loss, or of the whole batch."""
+    width = run.batches.micro_batch
+    mine = torch.tensor(outcome.sample_ids).reshape(-1, width)
+    bad = ~torch.tensor(outcome.ordinary).reshape(-1, 1)
+    table = torch.cat([mine, bad.long().expand(-1, 1)], dim=1)
+    rows = all_gather(table, run.layout.world)  # the last stage may be on another rank
+    chosen = rows[rows[:, -1] > 0] if bool((rows[:, -1] > 0).any()) else rows
+    return sorted(set(chosen[:, :-1].flatten().tolist()))

@@ -1,0 +1,103 @@
+"""What has changed since the checkpoint that a run continues: its settings and its data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.checkpoint.reader import Reader
+from megatron.config import RunConfig
+from megatron.config.run import field_at
+from megatron.config.run import flatten as flatten_options
+from megatron.config.yaml_file import from_dict
+
+_LOST = "the order of samples changes, and some are seen again"
+_PATHS = ("data.data_path", "data.train_data_path")
+_LENGTHS = ("training.train_iters", "training.train_samples", "training.train_tokens")
+# Settings that determine which sample is the k-th of a run. A checkpoint's position in the data is
+# only a count.
+_ORDER = (
+    *_PATHS,
+    "training.seed",
+    "data.mock_data",
+    "data.split",
+    "data.seq_length",
+    "data.decoder_seq_length",
+    "data.dataloader_type",
+    "data.data_sharding",
+    "data.mask_prob",
+    "data.short_seq_prob",
+)
+
+# Flags of the schedule's section that a saved schedule does not replace.
+_NOT_OF_SCHEDULES = (
+    "schedule.lr_warmup_init",
+    "schedule.override_opt_param_scheduler",
+    "schedule.use_checkpoint_opt_param_scheduler",
+)
+
+
+def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
+    """Yield a log line for each setting that may change and has changed since the checkpoint.
+
+    Megatron-LM's checkpoints have some flags that we lack. For these checkpoints, and for those
+    converted from them, only the settings that decide the order of samples are compared. A Hugging
+    Face model was not trained by a run, so it yields no lines.
+    """
+    here, meta = flatten_options(config), reader.meta
+    # Whether the schedules continue as they were saved (`Schedules.resumed`).
+    fresh = config.checkpoint.no_load_optim or config.training.skip_train
+    keeps_schedule = config.schedule.use_checkpoint_opt_param_scheduler and not fresh
+    if not meta.get("iteration") and not meta.get("consumed_train_samples"):
+        return
+    if reader.format == "native" and "legacy_args" not in meta:
+        old = from_dict(reader.meta["config"], str(reader.path))
+        old = dataclasses.replace(
+            old,
+            checkpoint=config.checkpoint,
+            logging=config.logging,
+            profiling=config.profiling,
+            reliability=config.reliability,
+        )
+        saved = flatten_options(old)
+    else:
+        args = meta.get("legacy_args") or {}
+        named = {path: args.get(path.partition(".")[2]) for path in (*_ORDER, *_LENGTHS)}
+        known = ((path, value) for path, value in named.items() if value is not None)
+        saved = {path: tuple(v) if isinstance(v, list) else v for path, v in known}
+    for path, value in saved.items():
+        if here[path] == value:
+            continue
+        field = field_at(path)
+        ours, theirs = field.spell(here[path]), field.spell(value)
+        is_rate = path.startswith("schedule.") and path not in _NOT_OF_SCHEDULES
+        change = f"changed since the checkpoint: {ours} instead of {theirs}"
+        if keeps_schedule and (is_rate or "weight_decay" in path):
+            yield f"  --use-checkpoint-opt_param-scheduler: continues with {theirs}, not {ours}"
+        elif path in _ORDER and not (path in _PATHS and _moved(value, here[path])):
+            yield f"WARNING: {change}: {_LOST}"
+        else:
+            yield f"  {change}"
+        if path in _LENGTHS:
+            yield f"  if the corpus is read more than once, {_LOST}"
+
+
+def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
+    """Yield a warning if the content of the training data has changed.
+
+    Args:
+        corpus: The fingerprint of the run's data, or `None` if it is unknown.
+        reader: The checkpoint.
+    """
+    saved = reader.meta.get("corpus")
+    if None not in (corpus, saved) and corpus != saved:
+        yield (
+            "WARNING: changed since the checkpoint: the training data itself (fingerprint "
+            f"{corpus} instead of {saved}): {_LOST}"
+        )
+
+
+def _moved(old: tuple[str, ...] | None, new: tuple[str, ...] | None) -> bool:
+    """Return whether only the folders of files differ, probably because the files were moved."""
+    return [Path(one).name for one in old or ()] == [Path(one).name for one in new or ()]
