@@ -18,6 +18,7 @@ _DELTA = Need(
     lambda run: run.model.experimental_attention_variant == "gated_delta_net",
     "--experimental-attention-variant gated_delta_net",
 )
+_LONG_ROPE = Need(lambda run: run.model.rope_type == "longrope", "--rope-type longrope")
 # Sizes of latent attention.
 LATENT_FIELDS = (
     "q_lora_rank",
@@ -45,6 +46,13 @@ YARN_FIELDS = (
     "yarn_correction_range_round_to_int",
     "mscale",
     "mscale_all_dim",
+)
+# Fields that set the frequencies of LongRoPE.
+LONGROPE_FIELDS = (
+    "longrope_original_max_position_embeddings",
+    "longrope_short_factor",
+    "longrope_long_factor",
+    "longrope_attention_factor",
 )
 _NUMBER = re.compile(r"[1-9][0-9]{0,4}")
 _SIZES = re.compile(r"\(?([0-9]{1,9}),(-1|0)\)?")
@@ -94,7 +102,8 @@ class SelfAttentionOptions:
         no_rope_freq: The layers without rotary positions: a number N means every Nth layer, and a
             pattern such as ([0]*3+[1])*6 has a 1 for each of them. Default: none.
         rope_type: How rotary positions extend beyond the trained context. yarn: low frequencies are
-            divided by --rotary-scaling-factor (Peng et al., 2023).
+            divided by --rotary-scaling-factor (Peng et al., 2023). longrope: each frequency is
+            divided by its own number (Phi-3, Phi-4).
         rotary_scaling_factor: YaRN's factor: the desired context length divided by the trained
             context length.
         yarn_original_max_position_embeddings: The context that the model was trained with.
@@ -107,6 +116,12 @@ class SelfAttentionOptions:
             0.1 x ln(--rotary-scaling-factor) + 1.
         mscale_all_dim: See --mscale. Latent attention multiplies its scores by the square of
             m(--mscale-all-dim).
+        longrope_original_max_position_embeddings: The context that the model was trained with.
+            Sequences of up to this many tokens have the short divisors, longer ones the long ones.
+        longrope_short_factor: LongRoPE's divisors of the frequencies in short sequences, one for
+            every two channels that rotate.
+        longrope_long_factor: The same in long sequences.
+        longrope_attention_factor: LongRoPE multiplies queries and keys by this number.
     """
 
     multi_latent_attention: bool = flag(False, only_for=("gpt",), requires=_ROTARY)
@@ -143,7 +158,7 @@ class SelfAttentionOptions:
     attn_logit_softcapping: float | None = flag(None, above=0, only_for=("gpt",))
     window_rotary_base: float | None = flag(None, above=0, requires=_ROTARY, needs=_WINDOW)
     no_rope_freq: str | None = flag(None, requires=_ROTARY)
-    rope_type: str = flag("rope", choices=("rope", "yarn"), requires=_ROTARY)
+    rope_type: str = flag("rope", choices=("rope", "yarn", "longrope"), requires=_ROTARY)
     rotary_scaling_factor: float = flag(1.0, at_least=1, requires=_YARN)
     yarn_original_max_position_embeddings: int | None = flag(
         None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_YARN
@@ -153,6 +168,12 @@ class SelfAttentionOptions:
     yarn_correction_range_round_to_int: bool = flag(True, requires=_YARN)
     mscale: float = flag(1.0, at_least=0, requires=_YARN)
     mscale_all_dim: float = flag(0.0, at_least=0, requires=_YARN)
+    longrope_original_max_position_embeddings: int | None = flag(
+        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_LONG_ROPE
+    )
+    longrope_short_factor: tuple[float, ...] = flag((), above=0, requires=_LONG_ROPE)
+    longrope_long_factor: tuple[float, ...] = flag((), above=0, requires=_LONG_ROPE)
+    longrope_attention_factor: float = flag(1.0, above=0, requires=_LONG_ROPE)
 
     @property
     def latent_head_size(self) -> int:

@@ -8,6 +8,7 @@ from megatron.config.adapters import AdapterOptions
 from megatron.config.attention import (
     DELTA_FIELDS,
     LATENT_FIELDS,
+    LONGROPE_FIELDS,
     YARN_FIELDS,
     SelfAttentionOptions,
 )
@@ -379,6 +380,7 @@ ROTARY_SPEED = (
     "use_rope_scaling",
     "rope_scaling_factor",
     *YARN_FIELDS,
+    *LONGROPE_FIELDS,
 )
 # Fields of attention's heads.
 _OF_HEADS = (
@@ -406,6 +408,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
     of_rope = ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor")
     has_effect = {
         **dict.fromkeys(YARN_FIELDS, model.rope_type == "yarn"),
+        **dict.fromkeys(LONGROPE_FIELDS, model.rope_type == "longrope"),
         **dict.fromkeys(LATENT_FIELDS, model.multi_latent_attention),
         **dict.fromkeys(DELTA_FIELDS, model.experimental_attention_variant is not None),
         **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), positions == "rope"),

@@ -144,6 +144,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
             model.hybrid_layer_pattern is not None,
         ),
         ("--embed-layernorm", model.embed_layernorm),
+        ("--rope-type longrope", model.rope_type == "longrope"),
         ("--moe-router-bias", bool(model.num_experts) and model.moe_router_bias),
     ):
         if on:

@@ -172,6 +172,8 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
         yield from _yarn(model)
     if model.attention_output_gate:
         yield from excluded(config, "--attention-output-gate", _NOT_WITH_OUTPUT_GATE)
+    if model.rope_type == "longrope":
+        yield from _long_rope(model)
     parallel, bound = config.parallel, model.attn_logit_softcapping
     positions = model.position_embedding_type
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p":
@@ -276,26 +278,50 @@ def multi_token(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
+def _long_rope(model: ModelOptions) -> Iterator[str]:
+    shown = "--rope-type longrope"
+    if model.architecture != "gpt":
+        yield f"{shown} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
+    if model.longrope_original_max_position_embeddings is None:
+        yield (
+            f"{shown} requires --longrope-original-max-position-embeddings: give the context that "
+            "the model was trained with"
+        )
+    yield from _slowed_twice(model)
+    size = model.qk_pos_emb_head_dim
+    if not model.multi_latent_attention:
+        size = int((model.kv_channels or 0) * model.rotary_percent)
+    for name in ("short", "long"):
+        count = len(getattr(model, f"longrope_{name}_factor"))
+        if size and count != size // 2:
+            yield (
+                f"--longrope-{name}-factor has {count} numbers: {shown} needs one for every two of "
+                f"the {size} channels that rotate: give {size // 2}"
+            )
+
+
 def _yarn(model: ModelOptions) -> Iterator[str]:
     if model.yarn_original_max_position_embeddings is None:
         yield (
             "--rope-type yarn requires --yarn-original-max-position-embeddings: give the context "
             "that the model was trained with"
         )
-    if model.use_rope_scaling or (model.rotary_seq_len_interpolation_factor or 1) > 1:
-        other = (
-            "--use-rope-scaling"
-            if model.use_rope_scaling
-            else (
-                f"--rotary-seq-len-interpolation-factor {model.rotary_seq_len_interpolation_factor}"
-            )
-        )
-        yield f"--rope-type yarn with {other}: both lower the frequencies: use one of them"
+    yield from _slowed_twice(model)
     if model.yarn_beta_fast <= model.yarn_beta_slow:
         yield (
             f"--yarn-beta-fast {model.yarn_beta_fast:g} is not above --yarn-beta-slow "
             f"{model.yarn_beta_slow:g}: swap them"
         )
+
+
+def _slowed_twice(model: ModelOptions) -> Iterator[str]:
+    """Yield an error if another flag lowers the frequencies of --rope-type yarn or longrope too."""
+    factor = model.rotary_seq_len_interpolation_factor or 1
+    if model.use_rope_scaling or factor > 1:
+        other = f"--rotary-seq-len-interpolation-factor {factor}"
+        other = "--use-rope-scaling" if model.use_rope_scaling else other
+        shown = f"--rope-type {model.rope_type} with {other}"
+        yield f"{shown}: both lower the frequencies: use one of them"
 
 
 def experts(config: RunOptions, world_size: int) -> Iterator[str]:

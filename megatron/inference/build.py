@@ -124,15 +124,7 @@ def build_engine(
     reads_states = speculation is not None and speculation.method == "mtp"
     check_speculation(loaded.config.model, speculation)
     memory = make_cache(loaded, options, paged, device)
-    without = ""  # reason for not using graphs
-    if not options.graphs:
-        without = "turned off"
-    elif not is_asynchronous(device):
-        without = f"not available on {device.type}"
-    elif not paged.can_capture:
-        without = "the attention kernels cannot be recorded"
-    elif copy.size > 1:
-        without = f"the model is split over {copy.size} processes"
+    without = _why_no_graphs(options, device, paged, copy)
     channel = PipelineChannel(layout, device=where, dtype=precision.stream_dtype)
     most, size = options.max_sequences, options.block_size
     vocab_size = loaded.tokenizer.vocab_size
@@ -161,6 +153,7 @@ def build_engine(
             max_sequences=most,
             max_tokens=max(most, options.max_step_tokens),
             has_states=loaded.config.model.has_states,
+            trained_context=plan.trained_context,
         ),
         EngineLimits(
             vocab_size=vocab_size,
@@ -186,6 +179,19 @@ def build_engine(
         ],
         drafter=None if speculation is None else new_drafter(executor, speculation),
     )
+
+
+def _why_no_graphs(
+    options: EngineOptions, device: Device, paged: PagedAttention, copy: Axis
+) -> str:
+    """Return why steps are not recorded as CUDA graphs, or "" if they are."""
+    if not options.graphs:
+        return "turned off"
+    if not is_asynchronous(device):
+        return f"not available on {device.type}"
+    if not paged.can_capture:
+        return "the attention kernels cannot be recorded"
+    return f"the model is split over {copy.size} processes" if copy.size > 1 else ""
 
 
 def check_speculation(model: ModelConfig, speculation: Speculation | None) -> None:

@@ -210,6 +210,7 @@ class Executor:
         cache = StepCache(
             memory=self.memory,
             positions=send(np.concatenate(places)),
+            lengths=send(np.repeat([len(row.sequence.tokens) for row in plan], np.diff(firsts))),
             slots=self._slots(plan, places),
             outputs=send(np.array(outputs_at, dtype=np.int64)),
             singles=singles,
@@ -381,6 +382,7 @@ class DecodeGraphs:
         cache = StepCache(
             memory=self._memory,
             positions=positions,
+            lengths=lengths,
             slots=slots,
             outputs=torch.arange(count, device=tokens.device),
             singles=Singles(self._tables[:count], lengths.int(), longest, self._memory.block_size),

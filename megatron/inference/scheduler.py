@@ -35,6 +35,8 @@ class SchedulerSettings:
             sequence can go on.
         has_states: Whether the model has layers with states. Blocks then do not suffice to go on
             from, so each sequence is computed from its first token.
+        trained_context: Length beyond which all tokens of a sequence have other keys and values, so
+            that a sequence that grows beyond it is computed again (LongRoPE). `None` for none.
     """
 
     blocks: int
@@ -42,6 +44,7 @@ class SchedulerSettings:
     max_sequences: int
     max_tokens: int
     has_states: bool = False
+    trained_context: int | None = None
 
     def __post_init__(self) -> None:
         """Check that the sizes leave room for every sequence in a step."""
@@ -75,6 +78,8 @@ class Sequence:
         limit: Number of tokens beyond which no drafts are made (`speculation`); 0 for no drafts at
             all.
         drafts: Guesses of the tokens that follow `tokens`, for the next step.
+        is_long: Whether the computed tokens are those of a sequence longer than the trained
+            context (`SchedulerSettings`).
     """
 
     request: str
@@ -91,6 +96,7 @@ class Sequence:
     adapter: int = 0
     limit: int = 0
     drafts: tuple[int, ...] = ()
+    is_long: bool = False
 
     def __post_init__(self) -> None:
         """Count all tokens as the prompt unless `prompt` is given."""
@@ -104,7 +110,7 @@ class Sequence:
 
     def next_key(self, keys: list[BlockKey], block_size: int) -> BlockKey:
         """Return the key of the full block that follows the blocks with these keys."""
-        return next_key(keys, self.tokens, block_size, self.adapter)
+        return next_key(keys, self.tokens, block_size, self.adapter, is_long=self.is_long)
 
 
 class Row(NamedTuple):
@@ -186,6 +192,7 @@ class Scheduler:
             is_new=False,
             prompt=parent.prompt,
             adapter=parent.adapter,
+            is_long=parent.is_long,
         )
         is_full = len(self.running) >= self.settings.max_sequences
         if is_full or self.settings.has_states or parent not in self.running:
@@ -211,6 +218,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Return the next step, which is empty if there is nothing to do."""
         step = _OpenPlan(self.settings.max_tokens)
+        self._restart_grown()
         # Drafts use the budget that is left after one token for every sequence.
         room = step.budget - len(self.running)
         # Sequences that need only their next token come first.
@@ -218,6 +226,8 @@ class Scheduler:
             count = min(sequence.missing, step.budget)
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
                 drafts = sequence.drafts[: max(0, room)] if sequence.missing == 1 else ()
+                if self.settings.trained_context is not None and not sequence.is_long:
+                    drafts = drafts[: self.settings.trained_context - len(sequence.tokens)]
                 if drafts and not self._grow(sequence, count + len(drafts)):
                     drafts = ()  # no sequence is preempted for guesses
                 step.put(sequence, count, drafts)
@@ -258,6 +268,20 @@ class Scheduler:
                 self.pool.publish(int(sequence.blocks[index]), key)
                 sequence.keys.append(key)
 
+    def _restart_grown(self) -> None:
+        """Put sequences that have grown beyond the trained context at the head of the queue.
+
+        They give up their blocks and are computed again. Tokens that a step under way computes for
+        them stay right: they were chosen while the sequence was short.
+        """
+        most = self.settings.trained_context
+        if most is None:
+            return
+        grown = [one for one in self.running if not one.is_long and len(one.tokens) > most]
+        for sequence in reversed(grown):
+            self._preempt(sequence)
+            self._waiting.appendleft(sequence)
+
     def _make_room(self, sequence: Sequence, count: int, step: _OpenPlan) -> bool:
         """Give a sequence blocks for more tokens, and take them from later sequences if necessary.
 
@@ -278,6 +302,8 @@ class Scheduler:
         size = self.settings.block_size
         while self._waiting and step.budget and len(self.running) < self.settings.max_sequences:
             sequence = self._waiting[0]
+            most = self.settings.trained_context
+            sequence.is_long = most is not None and len(sequence.tokens) > most
             first = None  # key of the first block, if other sequences can reuse it
             if self._reuses(sequence) and len(sequence.tokens) > size:
                 first = sequence.next_key([], size)

@@ -143,6 +143,28 @@ class Yarn(NamedTuple):
         return frequency * (1 - slowed + slowed / self.factor)
 
 
+class LongRope(NamedTuple):
+    """LongRoPE: a divisor for each frequency (Ding et al., 2024, arXiv:2402.13753).
+
+    Attributes:
+        original: The trained context in tokens. Sequences of up to this many tokens have the short
+            divisors, longer ones the long divisors, at all of their positions.
+        short: The short divisors, [r/2].
+        long: The long divisors, [r/2].
+        concentration: Factor applied to cosines and sines, and so to queries and keys.
+    """
+
+    original: int
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    concentration: float
+
+    @property
+    def both(self) -> Tensor:
+        """The short and the long divisors, fp64 [2, r/2]."""
+        return torch.tensor((self.short, self.long), dtype=torch.float64)
+
+
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, fp32 [s, 1, 1, r]
 
 
@@ -154,9 +176,12 @@ def rotation_table(
     interpolation: int | None = None,
     scaling: float | None = None,
     yarn: Yarn | None = None,
+    long_rope: LongRope | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
     """Return cosines and sines of every position: fp32 [2, positions, r].
+
+    With `long_rope`, [2, 2 positions, r]: those of short sequences, then those of long ones.
 
     Args:
         positions: The number of positions, counted from 0.
@@ -166,6 +191,7 @@ def rotation_table(
             2023).
         scaling: The factor by which low frequencies are divided, as in Llama 3.1.
         yarn: YaRN's changes to the frequencies.
+        long_rope: LongRoPE's divisors of the frequencies.
         device: The device of the table.
     """
     assert rotary_size % 2 == 0, rotary_size
@@ -176,9 +202,15 @@ def rotation_table(
         frequency = scale_frequencies(frequency, scaling)
     if yarn is not None:
         frequency = yarn.slow_down(frequency, base)
-    angle = torch.outer(place, frequency).repeat(1, 2)
+    if long_rope is None:
+        angle = torch.outer(place, frequency)
+    else:
+        frequencies = frequency / long_rope.both.to(frequency.device)  # [2, r/2]
+        angle = (place[:, None] * frequencies[:, None]).flatten(0, 1)
+    angle = angle.repeat(1, 2)
     table = torch.stack((angle.cos(), angle.sin()))
-    return (table if yarn is None else table * yarn.concentration).float()
+    scaled = yarn or long_rope
+    return (table if scaled is None else table * scaled.concentration).float()
 
 
 def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:

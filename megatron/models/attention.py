@@ -40,6 +40,11 @@ class KeyValueCache(Protocol):
         ...
 
     @property
+    def lengths(self) -> Tensor:
+        """Known tokens of each token's sequence, int64 [s], which choose LongRoPE's divisors."""
+        ...
+
+    @property
     def outputs(self) -> Tensor:
         """Indices of the k tokens whose logits are wanted, int64 [k]."""
         ...

@@ -173,12 +173,22 @@ class RotaryTable(nn.Module):
             interpolation=plan.interpolation,
             scaling=plan.scaling,
             yarn=plan.yarn,
+            long_rope=plan.long_rope,
             device=device,
         )
+        self.positions = plan.positions
+        self.trained = None if plan.long_rope is None else plan.long_rope.original
         self.register_buffer("table", table[:, :, None, None], persistent=False)
         self.table: Tensor
 
-    def forward(self, positions: Tensor) -> Rotation:
-        """Return the rotation of positions [s]: cosines and sines, [s, 1, 1, r] each."""
+    def forward(self, positions: Tensor, length: int | Tensor) -> Rotation:
+        """Return the rotation of positions [s]: cosines and sines, [s, 1, 1, r] each.
+
+        Args:
+            positions: The positions, int64 [s].
+            length: The length of the sequence, or of each position's sequence, int64 [s].
+        """
+        if self.trained is not None:
+            positions = positions + self.positions * (length > self.trained)
         cosine, sine = self.table[:, positions]
         return cosine, sine

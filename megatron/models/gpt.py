@@ -145,7 +145,8 @@ class GPTModel(Network):
         """
         assert self.mtp is not None, "the model predicts one token"
         vectors = self.embed(tokens, cache.positions)
-        rotation = self.rotation_in(self.plan.layers[-1], self.rotation(cache.positions))
+        rotations = self.rotation(cache.positions, cache.lengths)
+        rotation = self.rotation_in(self.plan.layers[-1], rotations)
         states: Tensor = self.mtp[depth](hidden, vectors, None, rotation, cache)
         return states
 
@@ -164,16 +165,17 @@ class GPTModel(Network):
         cache: KeyValueCache | None,
     ) -> tuple[Tensor, tuple[Rotation, ...]]:
         """Return hidden states, normalized in the model's last part, and the rotations used."""
+        sequence: int | Tensor
         if cache is None:
             sequence = tokens.shape[1] * self.layout.context.size
             positions = local_positions(sequence, self.layout.context, tokens.device)
             if isinstance(mask, Segments) and mask.positions is not None:
                 positions = mask.positions
         else:
-            positions = cache.positions
+            sequence, positions = cache.lengths, cache.positions
         if hidden is None:
             hidden = self.embed(tokens, positions if position_ids is None else position_ids)
-        rotations = self.rotation(positions)
+        rotations = self.rotation(positions, sequence)
         stream = self.layers.run(Stream(hidden), mask, rotations, cache)
         if self.final_norm is None:
             return stream.join(), rotations

@@ -49,9 +49,18 @@ class Network(nn.Module):
         vectors: Tensor = self.embedding(tokens, places, token_types, site=site)
         return vectors
 
-    def rotation(self, positions: Tensor) -> tuple[Rotation, ...]:
-        """Return the rotation of positions [s] for each kind of rotary positions in the model."""
-        return tuple(table(positions) for table in self.rotary)
+    def rotation(
+        self, positions: Tensor, length: int | Tensor | None = None
+    ) -> tuple[Rotation, ...]:
+        """Return the rotation of positions [s] for each kind of rotary positions in the model.
+
+        Args:
+            positions: The positions, int64 [s].
+            length: The length of the sequence, or of each position's sequence, int64 [s]. `None`
+                means that all positions belong to one whole sequence.
+        """
+        lengths = len(positions) if length is None else length
+        return tuple(table(positions, lengths) for table in self.rotary)
 
     def rotation_in(self, layer: LayerPlan, rotations: tuple[Rotation, ...]) -> Rotation | None:
         """Return a layer's rotation from the result of `rotation`, or `None` if it has none."""

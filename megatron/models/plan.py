@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.stages import ModelPart
-from megatron.kernels.rope import Yarn
+from megatron.kernels.rope import LongRope, Yarn
 from megatron.parallel.parameter import Init
 
 
@@ -108,6 +108,7 @@ class RotaryPlan:
         interpolation: Number by which positions are divided; `None` leaves them unchanged.
         scaling: Factor that divides the lowest frequencies (Llama 3.1); `None` for no scaling.
         yarn: YaRN's changes to the frequencies; `None` for none.
+        long_rope: LongRoPE's changes to the frequencies; `None` for none.
     """
 
     positions: int
@@ -116,6 +117,7 @@ class RotaryPlan:
     interpolation: int | None = None
     scaling: float | None = None
     yarn: Yarn | None = None
+    long_rope: LongRope | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -576,6 +578,12 @@ class ModelPlan:
         (found,) = {layer.mixer for layer in self.layers}
         assert isinstance(found, AttentionPlan), "the layers' mixer is not attention"
         return found
+
+    @property
+    def trained_context(self) -> int | None:
+        """Length beyond which sequences have LongRoPE's long divisors; `None` without LongRoPE."""
+        found = [r.long_rope.original for r in rotaries(self.layers) if r.long_rope is not None]
+        return max(found, default=None)
 
     @property
     def head_size(self) -> int:

@@ -11,7 +11,7 @@ from megatron.config.experts import layer_experts
 from megatron.config.hybrid import ATTENTION, MAMBA, layer_symbols
 from megatron.config.model import ModelConfig
 from megatron.config.retro import retro_layers
-from megatron.kernels.rope import Yarn
+from megatron.kernels.rope import LongRope, Yarn
 from megatron.models.mixture_plan import GatingPlan, MixturePlan, RouterPlan
 from megatron.models.plan import (
     LANGUAGE_MODEL_HEAD,
@@ -184,6 +184,7 @@ def rotary_plan(model: ModelConfig, *, in_window: bool) -> RotaryPlan:
         interpolation=model.rotary_seq_len_interpolation_factor,
         scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
         yarn=yarn(model) if model.rope_type == "yarn" else None,
+        long_rope=long_rope(model) if model.rope_type == "longrope" else None,
     )
     if in_window and model.window_rotary_base is not None:
         return RotaryPlan(plan.positions, plan.channels, model.window_rotary_base)
@@ -239,6 +240,18 @@ def yarn(model: ModelConfig) -> Yarn:
         slow=model.yarn_beta_slow,
         rounds=model.yarn_correction_range_round_to_int,
         concentration=(strength * model.mscale + 1) / (strength * model.mscale_all_dim + 1),
+    )
+
+
+def long_rope(model: ModelConfig) -> LongRope:
+    """Return the record of LongRoPE's changes to the rotary frequencies."""
+    original = model.longrope_original_max_position_embeddings
+    assert original is not None, "a rule asks for it"
+    return LongRope(
+        original,
+        model.longrope_short_factor,
+        model.longrope_long_factor,
+        model.longrope_attention_factor,
     )
 
 

@@ -58,6 +58,17 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         ),
         (f"{YARN} --use-rope-scaling", "--rope-type yarn with --use-rope-scaling"),
         (f"{YARN} --yarn-beta-fast 1", "--yarn-beta-fast 1 is not above --yarn-beta-slow 1"),
+        (
+            f"{ROPE} --rope-type longrope",
+            "--rope-type longrope requires --longrope-original-max-position-embeddings",
+        ),
+        (
+            f"{ROPE} --rope-type longrope --longrope-short-factor 1 2",
+            "--longrope-short-factor has 2 numbers: --rope-type longrope needs one for every two",
+        ),
+        (f"{ROPE} --rope-type longrope --use-rope-scaling", "longrope with --use-rope-scaling"),
+        (f"{ROPE} --longrope-long-factor 1", "--longrope-long-factor 1 requires --rope-type long"),
+        ("--ckpt-format torch_dist --save a --rope-type longrope", "--rope-type longrope"),
         ("--window-size 7", "--window-size 7: expected the number of earlier tokens and 0"),
         ("--window-size 7,7", "--window-size 7,7: expected"),
         ("--window-size=-1,0", "--window-size -1,0: expected"),

@@ -1,13 +1,17 @@
 """Text of models with other kinds of attention: that of plain forward passes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron.config.generation import Speculation
 from megatron.config.run import ModelRun, narrow
 from megatron.device import Device
+from megatron.inference import build
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.load import Loaded
 from megatron.inference.request import Request
@@ -22,7 +26,13 @@ NEW, VOCAB = 50, 100
 OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=12, cache_tokens=512, block_size=4)
 
 
+LONG_ROPE = (
+    "--position-embedding-type rope --rope-type longrope --init-method-std 0.3 "
+    "--longrope-original-max-position-embeddings 20 --longrope-short-factor 1 1.1 1.3 1.5 "
+    "--longrope-long-factor 1.5 2 3 5 --longrope-attention-factor 1.2"
+)
 NETWORKS = {
+    "longrope": LONG_ROPE,
     "latent": LATENT,
     "delta nets": f"{DELTA} --init-method-std 0.3",
     "gated": "--attention-output-gate --position-embedding-type rope --group-query-attention "
@@ -39,12 +49,28 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-def test_greedy_tokens_are_those_of_a_model_without_a_cache(network: str) -> None:
-    words = LayoutCase(1, network=f"{NETWORKS[network]} --max-position-embeddings 72").words()
+def toy(network: str) -> Loaded:
+    """A trained toy model, as an engine takes it."""
+    words = LayoutCase(1, network=f"{network} --max-position-embeddings 72").words()
     _, run = train_toy(Layout.single(), words)
     model, tokenizer = run.parts[0].eval(), SimpleNamespace(vocab_size=VOCAB)
     loaded: Any = Loaded(model, tokenizer, narrow(run.config, ModelRun), 0, Layout.single())
+    return loaded
+
+
+def without_cache(model: Any, prompt: tuple[int, ...]) -> list[int]:
+    """Greedy tokens, each from a pass over the whole text."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW):
+            scores = model(torch.tensor([tokens]))[0, -1]
+            tokens.append(scores[:VOCAB].argmax().item())
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_greedy_tokens_are_those_of_a_model_without_a_cache(network: str) -> None:
+    loaded = toy(NETWORKS[network])
     requests = [Request(str(i), prompt, greedy(NEW)) for i, prompt in enumerate(PROMPTS)]
     built = build_engine(loaded, Device.cpu(), OPTIONS)
     events = drain(built, requests)
@@ -52,9 +78,31 @@ def test_greedy_tokens_are_those_of_a_model_without_a_cache(network: str) -> Non
         tensors = built.executor.memory.layers.values()
         assert {tuple(memory.shape) for memory in tensors} == {(1, 516, 1, 20 + 6)}
     for key, prompt in enumerate(PROMPTS):
-        tokens = list(prompt)
-        with torch.no_grad():
-            for _ in range(NEW):
-                scores = model(torch.tensor([tokens]))[0, -1]
-                tokens.append(scores[:VOCAB].argmax().item())
-        assert tokens_of(events[str(key)]) == tokens[len(prompt) :]
+        assert tokens_of(events[str(key)]) == without_cache(loaded.model, prompt)
+
+
+def test_texts_grow_beyond_the_trained_context() -> None:
+    """Their keys are computed again with the long divisors; prompts of one length share blocks.
+
+    With drafts, with steps queued ahead, in chunks of few tokens, and after texts were preempted.
+    """
+    loaded = toy(LONG_ROPE)
+    shared = tuple(range(40, 60))  # as long as the trained context
+    asked = [*PROMPTS, shared, (*shared, 3), (*shared[:-1], 9), (*shared, 3, 8), *PROMPTS]
+    requests = [Request(str(i), prompt, greedy(40)) for i, prompt in enumerate(asked)]
+    expected = [without_cache(loaded.model, prompt)[:40] for prompt in asked]
+    ngram = Speculation(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+    for changes, ahead in (
+        ({}, False),
+        ({}, True),
+        ({"max_step_tokens": 9}, True),
+        ({"speculation": ngram}, False),
+        ({"cache_tokens": 160}, True),
+    ):
+        with patch.object(build, "is_asynchronous", lambda device, ahead=ahead: ahead):
+            engine = build_engine(loaded, Device.cpu(), replace(OPTIONS, **changes))
+        events = drain(engine, requests)
+        found = [tokens_of(events[str(i)]) for i in range(len(asked))]
+        assert found == expected, (changes, ahead)
+    short = toy(LONG_ROPE.replace("position-embeddings 20", "position-embeddings 72"))
+    assert without_cache(short.model, PROMPTS[0]) != expected[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,35 @@ def test_what_is_written_is_not_shared_as_if_it_had_been_read() -> None:
     scheduler.add(one_left)
     (row,) = (row for row in scheduler.plan() if row.sequence is one_left)
     assert (row.start, row.size, row.goes_on) == (4, 1, False)
+
+
+def test_a_sequence_that_outgrows_the_trained_context_begins_again() -> None:
+    scheduler = Scheduler(replace(SETTINGS, trained_context=6))
+    first = Sequence("r", [1, 2, 3, 4, 5, 6])
+    scheduler.add(first)
+    assert carry_out(scheduler) == [(0, 6)]
+    first.tokens.append(7)
+    assert carry_out(scheduler) == [(0, 7)]
+    assert first.is_long
+    first.tokens.append(8)
+    assert carry_out(scheduler) == [(7, 1)]
+    alike = [Sequence("r", [1, 2, 3, 4, 5, 6, 9]), Sequence("r", [1, 2, 3, 4, 5])]
+    scheduler.add(*alike)
+    scheduler.remove(first)
+    assert carry_out(scheduler) == [(4, 3), (4, 1)]  # a block of long texts, and one of short ones
+    assert [one.is_long for one in alike] == [True, False]
+    assert alike[0].blocks[0] != alike[1].blocks[0]
+
+
+def test_drafts_do_not_reach_beyond_the_trained_context() -> None:
+    scheduler = Scheduler(replace(SETTINGS, trained_context=6))
+    sequence = Sequence("r", [1, 2, 3])
+    scheduler.add(sequence)
+    carry_out(scheduler)
+    sequence.tokens.append(4)
+    sequence.drafts = (5, 6, 7, 8)
+    (row,) = scheduler.plan()
+    assert row.tokens == (4, 5, 6)
 
 
 def test_sequences_that_begin_alike_share_full_blocks() -> None:

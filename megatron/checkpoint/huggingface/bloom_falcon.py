@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
-from megatron.checkpoint.huggingface.llama import read_rope
+from megatron.checkpoint.huggingface.llama import read_rope, write_rope
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
@@ -206,9 +206,6 @@ class Falcon(_Ours):
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
-        factor, scaling = model.rotary_seq_len_interpolation_factor or 1, None
-        if factor > 1:
-            scaling = {"rope_type": "linear", "factor": float(factor)}
         parallel, heads = model.parallel_residual, model.num_attention_heads
         shares = parallel and model.shared_parallel_norm
         is_new = parallel and not (shares and model.kv_heads in (1, heads))
@@ -223,7 +220,7 @@ class Falcon(_Ours):
             "new_decoder_architecture": is_new,
             "num_kv_heads": model.kv_heads,
             "parallel_attn": parallel,
-            "rope_scaling": scaling,
+            "rope_scaling": write_rope(model),
             "rope_theta": model.rotary_base,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }

@@ -176,14 +176,6 @@ class LlamaLike(rules.Family):
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json with the older keys, which all versions of `transformers` read."""
-        scaling: dict[str, Any] | None = None
-        factor = model.rotary_seq_len_interpolation_factor or 1
-        if model.use_rope_scaling:
-            scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
-        elif factor > 1:
-            scaling = {"rope_type": "linear", "factor": float(factor)}
-        elif model.rope_type == "yarn":
-            scaling = _write_yarn(model)
         score: dict[str, Any] = {}
         if model.reward_head:  # a model with a single label
             score = {"architectures": [self.reward_model], "num_labels": 1}
@@ -195,7 +187,7 @@ class LlamaLike(rules.Family):
             "hidden_act": "silu",
             "max_position_embeddings": model.max_position_embeddings,
             "rope_theta": model.rotary_base,
-            "rope_scaling": scaling,
+            "rope_scaling": write_rope(model),
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
             **({} if self.qkv_bias else {"attention_bias": False}),
             **score,
@@ -218,6 +210,18 @@ class LlamaLike(rules.Family):
         yield "final_norm", ["model.norm"]
         yield "output", ["lm_head"]
         yield _SCORE, ["score"]
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the keys that say how rotary frequencies are changed, or `None` if they are not."""
+    factor = model.rotary_seq_len_interpolation_factor or 1
+    if model.use_rope_scaling:
+        return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
+    if factor > 1:
+        return {"rope_type": "linear", "factor": float(factor)}
+    if model.rope_type == "yarn":
+        return _write_yarn(model)
+    return None
 
 
 def _write_yarn(model: ModelConfig) -> dict[str, Any]:

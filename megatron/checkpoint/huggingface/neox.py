@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
-from megatron.checkpoint.huggingface.llama import read_rope
+from megatron.checkpoint.huggingface.llama import read_rope, write_rope
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
@@ -67,16 +67,13 @@ class NeoX(rules.Family):
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
-        factor, scaling = model.rotary_seq_len_interpolation_factor or 1, None
-        if factor > 1:
-            scaling = {"rope_type": "linear", "factor": float(factor)}
         return {
             **super().write(model, vocab),
             "attention_bias": True,
             "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
             "rotary_emb_base": model.rotary_base,
             "rotary_pct": model.rotary_percent,
-            "rope_scaling": scaling,
+            "rope_scaling": write_rope(model),
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from megatron.checkpoint.huggingface.llama import LAYER, LlamaLike, read_rope
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.model import ModelConfig
 
+_TRAINED = "original_max_position_embeddings"
+_LONG = ("longrope", "su")  # the second in Phi-3's first files
 _MODULES = {
     **LAYER,
     "attention.qkv": ("self_attn.qkv_proj",),
@@ -35,6 +38,43 @@ def joined_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
     )
 
 
+def _strength(factor: float, original: int) -> float:
+    """Return the factor of queries and keys if config.json does not give it.
+
+    Args:
+        factor: The extended context divided by the trained one.
+        original: The trained context.
+    """
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _read_long_rope(rope: Settings, settings: Settings, share: float) -> dict[str, Any]:
+    """Return the flags of LongRoPE. Without factors, `transformers` compares two lengths.
+
+    Args:
+        rope: The keys that say how frequencies are changed.
+        settings: All keys of config.json.
+        share: The part of a head's channels that rotates.
+    """
+    positions = settings.size("max_position_embeddings")
+    original = rope.size(_TRAINED, settings.size(_TRAINED, positions))
+    strength = _strength(rope.number("factor", positions / original), original)
+    size = settings.size("hidden_size") // settings.size("num_attention_heads")
+    planes = int(settings.size("head_dim", size) * share) // 2
+    for key in ("rope_type", "type"):
+        rope.must_be(key, rope.values.get(key))
+    rope.must_be("partial_rotary_factor", share)
+    flags = {
+        "rope_type": "longrope",
+        "longrope_original_max_position_embeddings": original,
+        "longrope_short_factor": rope.numbers("short_factor", planes),
+        "longrope_long_factor": rope.numbers("long_factor", planes),
+        "longrope_attention_factor": rope.number("attention_factor", strength),
+    }
+    rope.refuse_the_rest()
+    return flags
+
+
 @dataclass(frozen=True)
 class Phi(LlamaLike):
     """Phi-3 and Phi-4, some of which rotate only a part of each head."""
@@ -44,7 +84,7 @@ class Phi(LlamaLike):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        settings.size("original_max_position_embeddings", 1)  # a key of longrope, which is refused
+        settings.size(_TRAINED, 1)  # without effect unless frequencies are LongRoPE's
         settings.must_be("auto_map", settings.values.get("auto_map"))  # nothing of it is run
         settings.share("embd_pdrop", 0.0)
         dropout = settings.share("resid_pdrop", 0.0)
@@ -58,6 +98,10 @@ class Phi(LlamaLike):
         base = settings.number("rope_theta", self.rotary_base)
         flags = {"rotary_base": new.number("rope_theta", base), "rotary_percent": share}
         for rope in (new, old):
+            kind = rope.values.get("rope_type", rope.values.get("type"))
+            if kind in _LONG:
+                flags |= _read_long_rope(rope, settings, share)
+                continue
             for key in ("rope_type", "type"):  # transformers reads other kinds as longrope
                 rope.must_be(key, "default")
             flags |= read_rope(rope, settings, share)
@@ -65,9 +109,19 @@ class Phi(LlamaLike):
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
+        keys: dict[str, Any] = {"rope_scaling": None}
+        original = model.longrope_original_max_position_embeddings
+        if model.rope_type == "longrope" and original is not None:
+            keys = {_TRAINED: original, "rope_scaling": {"type": "longrope"}}
+            scaling = keys["rope_scaling"]
+            scaling["short_factor"] = list(model.longrope_short_factor)
+            scaling["long_factor"] = list(model.longrope_long_factor)
+            strength = _strength(model.max_position_embeddings / original, original)
+            if model.longrope_attention_factor != strength:
+                scaling["attention_factor"] = model.longrope_attention_factor
         return {
             **super().write(model, vocab),
-            "rope_scaling": None,
+            **keys,
             "partial_rotary_factor": model.rotary_percent,
         }
 

@@ -143,6 +143,14 @@ class Settings:
             raise self.error(key, f"expected a list of integers in [0, {end})")
         return value
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """Take a list of this many numbers above 0."""
+        value = self._take(key, None)
+        fits = isinstance(value, list) and len(value) == count
+        if not fits or not all(type(one) in (int, float) and 0 < one < MOST for one in value):
+            raise self.error(key, f"expected a list of {count} numbers above 0")
+        return tuple(map(float, value))
+
     def part(self, key: str) -> Settings:
         """Take a nested object, or an empty one if the key is absent."""
         value = self._take(key, {})

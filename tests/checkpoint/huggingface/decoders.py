@@ -39,11 +39,14 @@ def turn(
     stretch: float = 1.0,
     share: float = 1.0,
     yarn: Mapping[str, Any] | None = None,
+    divisors: Tensor | None = None,
 ) -> Tensor:
     """Turn the first channels of [b, s, n, d], i and i + half together."""
     turning = int(x.shape[-1] * share)
     places = torch.arange(x.shape[1], dtype=x.dtype) / stretch
     frequencies = base ** -(torch.arange(0, turning, 2, dtype=x.dtype) / turning)
+    if divisors is not None:
+        frequencies = frequencies / divisors
     if yarn is not None:
         frequencies = frequencies * _slowed(turning, base, yarn)
         x = x * (0.1 * math.log(yarn["factor"]) + 1)
@@ -306,13 +309,23 @@ def phi(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
     eps, size = config["rms_norm_eps"], config["hidden_size"] // config["num_attention_heads"]
     counts = [config["num_attention_heads"], *[config["num_key_value_heads"]] * 2]
     base, share = config["rope_theta"], config["partial_rotary_factor"]
+    scaling, divisors, strength = config.get("rope_scaling"), None, 1.0
+    if scaling is not None:
+        original = config["original_max_position_embeddings"]
+        kind = "long_factor" if tokens.shape[1] > original else "short_factor"
+        divisors = torch.tensor(scaling[kind], dtype=torch.float64)
+        longer = config["max_position_embeddings"] / original
+        strength = (1 + math.log(longer) / math.log(original)) ** 0.5
     x = w["model.embed_tokens.weight"][tokens]
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         normal = rms(x, w[f"{at}.input_layernorm.weight"], eps)
         heads = linear(w, normal, f"{at}.self_attn.qkv_proj").unflatten(-1, (-1, size))
         query, key, value = heads.split(counts, dim=2)
-        query, key = (turn(part, base, share=share) for part in (query, key))
+        query, key = (turn(part, base, share=share, divisors=divisors) for part in (query, key))
+        turning = int(size * share)
+        for part in (query, key):
+            part[..., :turning] *= strength
         context = attend(query, key, value, window=config["sliding_window"])
         x = x + linear(w, context, f"{at}.self_attn.o_proj")
         normal = rms(x, w[f"{at}.post_attention_layernorm.weight"], eps)

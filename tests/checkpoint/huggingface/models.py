@@ -143,7 +143,6 @@ _NEOX: dict[str, Any] = {
     "vocab_size": VOCAB,
 }
 _BLOOM: dict[str, Any] = {
-    "apply_residual_connection_post_layernorm": False,
     "architectures": ["BloomForCausalLM"],
     "hidden_size": HIDDEN,
     "layer_norm_epsilon": 1e-5,
@@ -154,17 +153,13 @@ _BLOOM: dict[str, Any] = {
     "vocab_size": VOCAB,
 }
 _FALCON: dict[str, Any] = {
-    "activation": "gelu",
-    "alibi": False,
+    **dict.fromkeys(("alibi", "bias", "new_decoder_architecture"), False),
     "architectures": ["FalconForCausalLM"],
-    "bias": False,
     "ffn_hidden_size": FFN,
     "hidden_size": HIDDEN,
     "layer_norm_epsilon": 1e-5,
     "max_position_embeddings": POSITIONS,
     "model_type": "falcon",
-    "multi_query": True,
-    "new_decoder_architecture": False,
     "num_attention_heads": HEADS,
     "num_hidden_layers": LAYERS,
     "num_kv_heads": 1,
@@ -326,6 +321,21 @@ CASES: dict[str, Case] = {
     ),
     "phi 3": Case(
         _like_llama("phi3", "Phi3", partial_rotary_factor=0.75, sliding_window=6, pad_token_id=0)
+    ),
+    "phi 3 with longrope": Case(
+        _like_llama(
+            "phi3",
+            "Phi3",
+            original_max_position_embeddings=9,
+            pad_token_id=0,
+            partial_rotary_factor=0.75,
+            rope_scaling={
+                "type": "longrope",
+                "long_factor": [1.5, 4.0, 6.5],
+                "short_factor": [1.0, 1.1, 1.4],
+            },
+            sliding_window=None,
+        )
     ),
     "neox": Case(_NEOX),
     "neox, one after the other": Case(

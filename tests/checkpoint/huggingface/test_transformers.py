@@ -71,6 +71,7 @@ def test_transformers_computes_what_our_second_model_computes(name: str, tmp_pat
         "olmo 2",
         "olmo 3",
         "phi 3",
+        "phi 3 with longrope",
         "deepseek v2",
         "deepseek v3",
         "deepseek v3 with yarn",
@@ -111,6 +112,19 @@ _GEMMA: dict[str, object] = {
     "sliding_window": 7,
 }
 _PARTLY: dict[str, object] = {"rope_type": "default", "rope_theta": 900.0}
+# Beyond 30 tokens, which the loss's texts have and generated texts grow to, long_factor holds.
+_LONG_ROPE: dict[str, object] = {
+    "hidden_size": 48,
+    "original_max_position_embeddings": 30,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "long_factor": [1.5, 3.25, 6.0],
+        "partial_rotary_factor": 0.75,
+        "rope_theta": 900.0,
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.2, 1.7],
+    },
+}
 _WITHOUT = {"intermediate_size": None, "num_key_value_heads": None}
 DENSE: dict[str, dict[str, object]] = {
     "bloom": {**_WITHOUT, "max_position_embeddings": None},
@@ -170,6 +184,8 @@ DENSE: dict[str, dict[str, object]] = {
         "num_hidden_layers": 4,
         "ssm_state_size": 9,
     },
+    "phi3, longrope": _LONG_ROPE,
+    "phi3, longrope, short": {**_LONG_ROPE, "original_max_position_embeddings": 60},
     "gemma": {"head_dim": 10},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
     "gemma3_text": {
