@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command("serve a model: two APIs and a web page", "megatron.cli.main:serve"),
     "convert": Command("convert checkpoints", "megatron.cli.main:convert"),
     "find-lr": Command("plot the loss over learning rates", "megatron.training.find_lr"),
+    "coordinate-check": Command("check muP at several widths", "megatron.tools.coordinate_check"),
     "submit": Command("write and submit the job file for a cluster", "megatron.submit.command"),
     "report": Command("write or serve a page about runs", "megatron.report.__main__"),
     "plot": Command("draw the loss curve of a run", "megatron.tools.plot_loss"),

@@ -109,6 +109,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.wsd_branch,
     rules_training.weight_decay,
     rules_training.muon,
+    rules_training.mup,
     rules_training.state_formats,
     rules_training.averages,
     rules_training.recomputation,

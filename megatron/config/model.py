@@ -38,6 +38,7 @@ _PLAIN_SCORES = Need(
     "attention scores in memory, which --use-flash-attn avoids",
 )
 _QK_NORM = Need(lambda run: run.model.qk_layernorm, "--qk-layernorm")
+_MUP = Need(lambda run: run.model.use_mup, "--use-mup")
 _LOAD = Need(lambda run: run.checkpoint.load is not None, "--load")
 _RELATIVE = Need(
     lambda run: run.model.position_embedding_type == "relative",
@@ -264,6 +265,31 @@ class DenseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WidthOptions:
+    """Maximal update parametrization (muP; Yang et al., 2022).
+
+    Attributes:
+        use_mup: Scale initial weights, learning rates, attention scores and logits with
+            --hidden-size, so that the best learning rate of a narrow model is that of a wide one.
+        mup_base_hidden_size: --hidden-size of the narrow model whose learning rate and initial
+            weights are given. Default: --hidden-size itself.
+        mup_embedding_mult: Factor of the word embeddings.
+        mup_output_mult: Factor of the logits. 1 stands for --mup-base-hidden-size / --hidden-size.
+        mup_base_head_dim: --kv-channels of the narrow model. The attention scores then have its
+            usual scale there. Default: 1.
+        mup_attn_scale_power: Power p of --kv-channels in the factor of the attention scores, the
+            square root of --mup-base-head-dim divided by --kv-channels ** p.
+    """
+
+    use_mup: bool = flag(False, only_for=("gpt",))
+    mup_base_hidden_size: int | None = flag(None, at_least=1, at_most=MOST_WIDTH, requires=_MUP)
+    mup_embedding_mult: float = flag(1.0, above=0, requires=_MUP)
+    mup_output_mult: float = flag(1.0, above=0, requires=_MUP)
+    mup_base_head_dim: float | None = flag(None, above=0, requires=_MUP)
+    mup_attn_scale_power: float = flag(1.0, at_least=0, requires=_MUP)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions(
     AdapterOptions,
     RetroOptions,
@@ -271,6 +297,7 @@ class ModelOptions(
     MultiTokenOptions,
     HybridOptions,
     SelfAttentionOptions,
+    WidthOptions,
     DenseOptions,
 ):
     """Network."""
@@ -291,6 +318,25 @@ class ModelConfig(ModelOptions):
     num_attention_heads: int = field()
     kv_channels: int = field()
     max_position_embeddings: int = field()
+
+    @property
+    def width_ratio(self) -> float:
+        """The width in multiples of muP's base width; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor of the attention scores; `None` means 1 / sqrt(kv_channels)."""
+        if not self.use_mup:
+            return self.softmax_scale
+        return (self.mup_base_head_dim or 1.0) ** 0.5 / self.kv_channels**self.mup_attn_scale_power
+
+    @property
+    def logit_factor(self) -> float | None:
+        """MuP's factor of the logits; `None` without muP."""
+        if not self.use_mup:
+            return None
+        return self.mup_output_mult if self.mup_output_mult != 1 else 1 / self.width_ratio
 
     @property
     def decoder_layers(self) -> int:
@@ -405,6 +451,8 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         return positions != "relative"
     if name.startswith("retro_"):
         return model.architecture != "retro"
+    if name.startswith("mup_"):
+        return not model.use_mup
     of_rope = ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor")
     has_effect = {
         **dict.fromkeys(YARN_FIELDS, model.rope_type == "yarn"),

@@ -364,6 +364,76 @@ def muon(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
+def mup(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting for which muP has no rule here."""
+    model, optimizer, shown = config.model, config.optimizer, "--use-mup"
+    if not model.use_mup:
+        return
+    parallel = config.parallel
+    by_ring = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p"
+    for given, why, remedy in (
+        (
+            "--optimizer sgd" * (optimizer.optimizer == "sgd"),
+            "its learning rates would have to grow with the width",
+            "use --optimizer adam",
+        ),
+        (
+            f"--muon-scale-mode {optimizer.muon_scale_mode}"
+            * (optimizer.optimizer == "muon" and optimizer.muon_scale_mode != "unit_rms_norm"),
+            "its updates grow with the width",
+            "use --muon-scale-mode unit_rms_norm",
+        ),
+        (
+            "--init-method-xavier-uniform" * model.init_method_xavier_uniform,
+            "it has a standard deviation of its own",
+            "use --init-method-std",
+        ),
+        (
+            f"--softmax-scale {model.softmax_scale}" * (model.softmax_scale is not None),
+            "muP has its own scale",
+            "use --mup-attn-scale-power and --mup-base-head-dim",
+        ),
+        (
+            "--multi-latent-attention" * model.multi_latent_attention,
+            "the sizes of its latent vectors do not follow the width",
+            "drop one of the two",
+        ),
+        (
+            "--hybrid-layer-pattern" * (model.hybrid_layer_pattern is not None),
+            "Mamba has parameters without a rule",
+            "drop one of the two",
+        ),
+        (
+            f"--experimental-attention-variant {model.experimental_attention_variant}"
+            * (model.experimental_attention_variant is not None),
+            "gated delta nets have parameters without a rule",
+            "drop one of the two",
+        ),
+        (
+            "--cp-comm-type p2p" * by_ring,
+            "a ring has no scale of the attention scores",
+            "use --cp-comm-type a2a",
+        ),
+        (
+            f"--ckpt-format {config.checkpoint.ckpt_format}"
+            * (config.checkpoint.save is not None and config.checkpoint.ckpt_format != "native"),
+            "its files do not hold muP's settings",
+            "use --ckpt-format native",
+        ),
+        (
+            f"--mup-embedding-mult {model.mup_embedding_mult:g}"
+            * (
+                model.mup_embedding_mult != 1
+                and model.position_embedding_type == "learned_absolute"
+            ),
+            "it multiplies words, but not learned positions",
+            "use --position-embedding-type rope, or drop the factor",
+        ),
+    ):
+        if given:
+            yield f"{shown} with {given}: {why}: {remedy}"
+
+
 def state_formats(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each optimizer state that cannot have the format that flags ask for."""
     optimizer, numbers = config.optimizer, config.precision

@@ -3,8 +3,7 @@
 `plans.model_plan` makes a `ModelPlan` from the resolved configuration. Models are built from it;
 parameters, FLOPs, memory and pipeline balance are counted from it. Every record is immutable,
 printable and hashable, and consecutive layers may have records of different kinds. The tables
-`block.MIXERS`, `block.MLPS` and `arithmetic.HEADS` name the class that implements each `kind` of
-record.
+`block.MIXERS`, `block.MLPS` and `arithmetic.HEADS` name the class that implements each `kind`.
 """
 
 from __future__ import annotations
@@ -59,12 +58,14 @@ class InitPlan:
         layers: Number of layers that add their outputs to the residual stream.
         xavier: Whether to use Xavier's uniform distribution instead.
         outputs: Number of outputs that each layer adds.
+        rate: Factor of the learning rate of the weights (muP).
     """
 
     std: float
     layers: int
     xavier: bool = False
     outputs: int = 2
+    rate: float = 1.0
 
     def weight(self, fan_in: int, fan_out: int, *, into_residual: bool = False) -> Init:
         """Return the initial distribution of a matrix.
@@ -73,13 +74,12 @@ class InitPlan:
             fan_in: Inputs of the whole matrix.
             fan_out: Outputs of the whole matrix.
             into_residual: Whether the output is added to the residual stream. The standard
-                deviation is then divided by the square root of the number of such outputs, which
-                add up (GPT-2).
+                deviation is then divided by the root of the number of such outputs (GPT-2).
         """
         if self.xavier:
             return Init("uniform", math.sqrt(6 / (fan_in + fan_out)))
         added = self.outputs * self.layers if into_residual else 1
-        return Init("normal", self.std / math.sqrt(added))
+        return Init("normal", self.std / math.sqrt(added), rate=self.rate)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def layer_plan(
         is_delta: Whether the layer has a gated delta net instead of attention.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels
-    init, norm = init_plan(model), norm_plan(model)
+    init, norm = hidden_init_plan(model), norm_plan(model)
     rotary = None
     if model.position_embedding_type == "rope" and rotates:
         rotary = rotary_plan(model, in_window=window is not None)
@@ -79,7 +79,7 @@ def layer_plan(
         kv_heads=model.kv_heads,
         head_size=head_size,
         dropout=model.attention_dropout,
-        scale=model.softmax_scale,
+        scale=model.attention_scale,
         output_gate=model.attention_output_gate,
         qkv_bias=model.add_qkv_bias,
         qk_norm=norm if model.qk_layernorm else None,
@@ -152,7 +152,7 @@ def mamba_plan(model: ModelConfig) -> MambaPlan:
     assert model.mamba_num_heads is not None, "resolve fills it in"
     return MambaPlan(
         hidden=model.hidden_size,
-        init=init_plan(model),
+        init=hidden_init_plan(model),
         heads=model.mamba_num_heads,
         head_size=model.mamba_head_dim,
         groups=model.mamba_num_groups,
@@ -325,6 +325,15 @@ def init_plan(model: ModelConfig) -> InitPlan:
     return InitPlan(model.init_method_std, model.num_layers, xavier, outputs)
 
 
+def hidden_init_plan(model: ModelConfig) -> InitPlan:
+    """Return the distribution of matrices whose inputs and outputs both grow with the width.
+
+    With muP, the sum over the inputs has the same size at every width, before and after an update.
+    """
+    plan, ratio = init_plan(model), model.width_ratio
+    return replace(plan, std=plan.std / math.sqrt(ratio), rate=1 / ratio)
+
+
 def norm_plan(model: ModelConfig) -> NormPlan:
     """Return the record that all normalizations share."""
     return NormPlan(model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
@@ -342,6 +351,8 @@ def embedding_plan(
         calls: Number of lookups per pass: an encoder and a decoder make one each.
     """
     learned = model.position_embedding_type == "learned_absolute"
+    scale = math.sqrt(model.hidden_size) if model.scale_embeddings else 1.0
+    scale *= model.mup_embedding_mult
     return EmbeddingPlan(
         vocabulary=vocabulary,
         hidden=model.hidden_size,
@@ -350,7 +361,7 @@ def embedding_plan(
         token_types=token_types,
         calls=calls,
         dropout=model.hidden_dropout,
-        scale=math.sqrt(model.hidden_size) if model.scale_embeddings else None,
+        scale=None if scale == 1 else scale,
         norm=norm_plan(model) if model.embed_layernorm else None,
     )
 
@@ -370,7 +381,7 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
         vocabulary=vocabulary,
         tied=not model.untie_embeddings_and_output_weights,
         bias=bias,
-        scale=hidden**-0.5 if model.scale_decoder_outputs else None,
+        scale=hidden**-0.5 if model.scale_decoder_outputs else model.logit_factor,
         softcap=model.final_logit_softcapping,
     )
 
@@ -406,7 +417,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     layers, depths = tuple(made[choice] for choice in choices), model.mtp_num_layers or 0
     ahead = MultiTokenPlan(  # its layers are like the last one, as in Megatron Core
         hidden=model.hidden_size,
-        init=init_plan(model),
+        init=hidden_init_plan(model),
         layers=layers[-1:] * depths,
         norm=norm_plan(model),
         output=output_plan(model, vocabulary),

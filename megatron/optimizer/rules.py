@@ -33,11 +33,18 @@ class AdamW:
 
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  with bias-corrected m', v':
     w = w - lr (m' / (sqrt(v') + eps) + weight_decay w).
+
+    Attributes:
+        beta1: The decay rate b1.
+        beta2: The decay rate b2.
+        eps: The number added to the root.
+        rate: A factor of the learning rate.
     """
 
     beta1: float
     beta2: float
     eps: float
+    rate: float = 1.0
 
     state_names = ("exp_avg", "exp_avg_sq")
     needs_whole = False
@@ -56,7 +63,7 @@ class AdamW:
     ) -> None:
         adam(
             AdamNumbers(
-                lr=step.lr,
+                lr=step.lr * self.rate,
                 beta1=self.beta1,
                 beta2=self.beta2,
                 eps=self.eps,
@@ -116,7 +123,7 @@ def _everywhere(rule: UpdateRule) -> RuleChoice:
 
 def _muon(c: OptimizerConfig) -> RuleChoice:
     """Return Muon for matrices that layers multiply by, and AdamW for all other parameters."""
-    adam = AdamW(c.adam_beta1, c.adam_beta2, c.adam_eps)
+    adam = _adam(c)
     muon = Muon(
         momentum=c.muon_momentum,
         nesterov=c.muon_use_nesterov,
@@ -128,7 +135,21 @@ def _muon(c: OptimizerConfig) -> RuleChoice:
         precision=c.muon_fp32_matmul_prec,
         tensor_mode=c.muon_tp_mode,
     )
-    return lambda name, parameter: muon if has_matrices(parameter) else adam
+    return lambda name, parameter: muon if has_matrices(parameter) else adam(name, parameter)
+
+
+def _adam(c: OptimizerConfig) -> RuleChoice:
+    """Return AdamW, with each parameter's factor of the learning rate (muP).
+
+    Gradients shrink with the width like the rate. Epsilon does so too, to keep its share.
+    """
+
+    def choose(name: str, parameter: nn.Parameter) -> UpdateRule:
+        spec = getattr(parameter, "spec", None)
+        rate = 1.0 if spec is None else spec.init.rate
+        return AdamW(c.adam_beta1, c.adam_beta2, c.adam_eps * rate, rate)
+
+    return choose
 
 
 def has_matrices(parameter: nn.Parameter) -> bool:
@@ -138,7 +159,7 @@ def has_matrices(parameter: nn.Parameter) -> bool:
 
 
 RULES: dict[str, Callable[[OptimizerConfig], RuleChoice]] = {
-    "adam": lambda c: _everywhere(AdamW(c.adam_beta1, c.adam_beta2, c.adam_eps)),
+    "adam": _adam,
     "sgd": lambda c: _everywhere(SGD(c.sgd_momentum)),
     "muon": _muon,
 }

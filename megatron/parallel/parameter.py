@@ -33,11 +33,13 @@ class Init:
         scale: The standard deviation of "normal"; the bound of "uniform" on both sides of 0; the
             lower bound of the number of "log_uniform", and of the softplus of "time_step".
         most: The upper bound of that number or softplus.
+        rate: The factor of the learning rate that belongs to this distribution (muP).
     """
 
     kind: str
     scale: float = 0.0
     most: float = 0.0
+    rate: float = 1.0
 
 
 ZEROS = Init("zeros")

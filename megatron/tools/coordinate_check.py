@@ -1,0 +1,247 @@
+r"""Check that muP works: train one network at several widths and compare the sizes of activations.
+
+    python tools/coordinate_check.py --widths 64 128 256 512 --output runs/coordinates -- \
+        --num-layers 2 --seq-length 32 --micro-batch-size 4 --lr 3e-3 --use-mup
+
+The words after `--` are flags of pretrain_gpt.py, without --hidden-size and --num-attention-heads.
+With --use-mup, the first width is --mup-base-hidden-size unless it is given. Each width trains for
+a few iterations on generated tokens, in this process, on the CPU. The table shows how much each
+activation of a fixed batch has changed since the start. With muP the changes are equally large at
+every width; without it they grow. The folder receives coordinates.json and coordinates.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
+from megatron.config.parser import parse_config
+from megatron.durable import PICTURES, expect_no_file, replace_file, writing_to
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from megatron.config import RunConfig
+
+Changes = dict[str, float]
+_FLAT = 0.3  # largest power of the width in a change that counts as independent of it
+_OURS = ("--hidden-size", "--num-attention-heads", "--train-iters")
+# A valid run without any flags, which the given ones override.
+_START = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --seq-length 32 --num-layers 2
+    --micro-batch-size 4 --lr 3e-3 --lr-decay-style constant --clip-grad 0 --hidden-dropout 0
+    --attention-dropout 0 --num-workers 0 --eval-iters 0 --no-exit-signal-handler
+""".split()
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("coordinate_check.py", __doc__)
+    add = parser.add_argument
+    add("--widths", type=int, nargs="+", required=True, help="Values of --hidden-size, rising.")
+    add("--output", type=Path, required=True, help="Folder for the results.")
+    add("--overwrite", action="store_true", help="Replace the results of an earlier check.")
+    add("--steps", type=int, default=4, help="Iterations (default: %(default)s).")
+    add("--seeds", type=int, default=2, help="Runs to average over (default: %(default)s).")
+    text = "Channels of a head, so that heads are added (default: %(default)s)."
+    add("--head-size", type=int, default=16, help=text)
+    add("--heads", type=int, help="Number of heads instead, so that heads grow.")
+    add("words", nargs="*", metavar="-- FLAGS", help="Flags of pretrain_gpt.py.")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train all widths, write the results and print what they show.
+
+    Returns:
+        The exit code: 0 if no activation changes more or less with the width, otherwise 1.
+
+    Raises:
+        ConfigError: A flag is out of range.
+    """
+    _check(options)
+    folder: Path = options.output
+    files = [folder / name for name in ("coordinates.json", "coordinates.png")]
+    expect_no_file("--output", files, overwrite=options.overwrite)
+    with writing_to("--output", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    found: dict[int, Changes] = {}
+    for width in options.widths:
+        seeds = [
+            changes_after(config_of(options, width, seed), options.steps)
+            for seed in range(1, options.seeds + 1)
+        ]
+        found[width] = {name: sum(s[name] for s in seeds) / len(seeds) for name in seeds[0]}
+        print(f"width {width}: done", flush=True)
+    powers = powers_of(found)
+    print("\n".join(table(found, powers)))
+    content = {"flags": options.words, "changes": found, "powers": powers}
+    with writing_to("--output", folder):
+        replace_file(files[0], json.dumps(content, indent=1).encode() + b"\n")
+    draw(found, files[1])
+    print(f"wrote {files[1]} and {files[0]}")
+    return int(any(abs(power) > _FLAT for power in powers.values()))
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    widths = options.widths
+    if len(widths) < 2 or sorted(set(widths)) != widths or widths[0] < 1:
+        problems.append(
+            f"--widths {' '.join(map(str, widths))}: give at least two, in rising order"
+        )
+    unit = options.heads or options.head_size
+    flag = "--head-size" if options.heads is None else "--heads"
+    if unit < 1:
+        problems.append(f"{flag} {unit}: must be at least 1")
+    else:
+        problems += [
+            f"--widths {width}: not divisible by {flag} {unit}" for width in widths if width % unit
+        ]
+    for name in ("steps", "seeds"):
+        if getattr(options, name) < 1:
+            problems.append(f"--{name} {getattr(options, name)}: must be at least 1")
+    for word in options.words:
+        if word.partition("=")[0] in _OURS:
+            problems.append(f"{word}: the check sets it: drop it")
+    if options.output.suffix.lower() in PICTURES:
+        problems.append(
+            f"--output {options.output}: give a folder; coordinates.png is written to it"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
+    """Return the configuration of a run with a width.
+
+    Args:
+        options: The command line.
+        width: Its --hidden-size.
+        seed: Its --seed.
+    """
+    heads = options.heads or width // options.head_size
+    words = [*_START, "--seed", str(seed), *options.words]
+    if "--use-mup" in words and "--mup-base-hidden-size" not in words:
+        words += ["--mup-base-hidden-size", str(options.widths[0])]
+    words += ["--hidden-size", str(width), "--num-attention-heads", str(heads)]
+    return parse_config([*words, "--train-iters", str(options.steps)], world_size=1).config
+
+
+def changes_after(config: RunConfig, steps: int) -> Changes:
+    """Return the mean magnitude of the change of each activation of a batch in some iterations.
+
+    Args:
+        config: The run.
+        steps: The number of iterations.
+    """
+    # Here, because the parser does not need them, and the script imports this package.
+    import torch
+
+    from megatron.device import Device
+    from megatron.parallel.layout import Layout
+    from megatron.training.build import build_run
+    from megatron.training.step import Updates
+    from pretrain_gpt import GPTRecipe
+
+    trained = build_run(config, GPTRecipe(), Device.cpu(), Layout.single())
+    (model,) = trained.parts
+    generator = torch.Generator().manual_seed(0)
+    shape = config.training.micro_batch_size, config.data.seq_length
+    tokens = torch.randint(trained.tokenizer.vocab_size, shape, generator=generator)
+    before = activations(model, tokens)
+    updates = Updates(trained)
+    for _ in range(steps):
+        model.train()
+        updates.make(look_ahead=False)
+    trained.optimizer.wait_for_weights()
+    after = activations(model, tokens)
+    return {name: (after[name] - x).abs().mean().item() for name, x in before.items()}
+
+
+def activations(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """Return the outputs of the embedding, of each sublayer and of the output layer, in fp32.
+
+    Args:
+        model: The whole model.
+        tokens: [b, s].
+    """
+    import torch
+
+    seen: dict[str, Tensor] = {}
+    model.eval()
+    with torch.no_grad(), _recording(model, seen):
+        seen["logits"] = model(tokens).float()
+    return seen
+
+
+@contextmanager
+def _recording(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
+    handles = []
+    for name, module in model.named_modules():
+        if re.fullmatch(r"embedding|layers\.\d+\.(attention|mlp)", name):
+
+            def record(_: nn.Module, inputs: object, x: Tensor, name: str = name) -> None:
+                seen[name] = x.float()
+
+            handles.append(module.register_forward_hook(record))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def powers_of(found: Mapping[int, Changes]) -> dict[str, float]:
+    """Return the power of the width with which each change grows: a fit of logarithms."""
+    widths = [math.log(width) for width in found]
+    mean = sum(widths) / len(widths)
+    spread = sum((x - mean) ** 2 for x in widths)
+    return {
+        name: sum(
+            (x - mean) * math.log(max(changes[name], 1e-30))
+            for x, changes in zip(widths, found.values(), strict=True)
+        )
+        / spread
+        for name in next(iter(found.values()))
+    }
+
+
+def table(found: Mapping[int, Changes], powers: Mapping[str, float]) -> list[str]:
+    """Return the lines of the table: a row for each activation, a column for each width."""
+    lines = ["mean change of".ljust(22) + "".join(f"{width:>11}" for width in found) + "   power"]
+    for name, power in powers.items():
+        cells = "".join(f"{changes[name]:11.3e}" for changes in found.values())
+        word = "flat" if abs(power) <= _FLAT else "grows" if power > 0 else "shrinks"
+        lines.append(f"{name:22}{cells}{power:8.2f} {word}")
+    return lines
+
+
+def draw(found: Mapping[int, Changes], output: Path) -> None:
+    """Write a picture with a line for each activation."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name in next(iter(found.values())):
+        axes.plot(list(found), [changes[name] for changes in found.values()], "o-", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="--hidden-size", ylabel="Mean change")
+    axes.set_title("Changes of activations over the width")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    with writing_to("--output", output):
+        figure.savefig(output)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool with a command line and return its exit code."""
+    return run_command(lambda: run(build_parser().read(argv)))
