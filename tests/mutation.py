@@ -273,7 +273,7 @@ def run_tests(root: Path, tests: Sequence[str], limit: float) -> tuple[int | Non
             _end(process)
         output.seek(0)
         text = output.read()
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     return code, failed[0] if failed else (text.splitlines() or [""])[-1]
 
 
@@ -302,6 +302,7 @@ def try_mutation(mutation: Mutation, root: Path, limit: float) -> dict[str, obje
     outcome = {0: SURVIVED, None: SLOW}.get(code, KILLED)
     if outcome == KILLED and "::" in said:
         code, _ = run_tests(root, [said], limit)
+        assert code in (0, 1, None), f"{said} is not found"
         if code != 0:
             outcome, said = SURVIVED, f"{said} fails without the mutation too"
     return {**asdict(mutation), "outcome": outcome, "by": said, "tests": len(tests)}

@@ -83,8 +83,9 @@ def _small(root: Path) -> Path:
         "megatron/__init__.py": "",
         "megatron/toys/sums.py": _SUMS,
         "tests/toys/test_sums.py": (
-            "import os\nfrom megatron.toys.sums import add\n\n"
-            "def test_add():\n    assert add(1, 2) == 3\n"
+            "import os\nimport pytest\nfrom megatron.toys.sums import add\n\n"
+            '@pytest.mark.parametrize("three", [3], ids=["so many"])\n'
+            "def test_add(three):\n    assert add(1, 2) == three\n"
         ),
     }.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -98,14 +99,14 @@ def test_a_mutation_is_killed_by_a_test_that_passes_without_it(tmp_path: Path) -
     added, halved, *_ = mutations_of("megatron/toys/sums.py", before.decode())
     results = [try_mutation(one, root, 60.0) for one in (added, halved)]
     assert [result["outcome"] for result in results] == [KILLED, SURVIVED]
-    assert results[0]["by"] == "tests/toys/test_sums.py::test_add"
+    assert results[0]["by"] == "tests/toys/test_sums.py::test_add[so many]"
     assert (root / "megatron/toys/sums.py").read_bytes() == before
     broken = root / "tests/toys/test_sums.py"
     broken.write_text(broken.read_text() + "    assert not os\n")
     third = try_mutation(added, root, 60.0)
     assert (third["outcome"], third["by"]) == (
         SURVIVED,
-        "tests/toys/test_sums.py::test_add fails without the mutation too",
+        "tests/toys/test_sums.py::test_add[so many] fails without the mutation too",
     )
     lines = table(json.loads(json.dumps([*results, third]))).splitlines()
     assert lines[2:4] == ["| toys | 3 | 1 (33%) | 2 | 0 |", "| all | 3 | 1 (33%) | 2 | 0 |"]

@@ -5,6 +5,7 @@ import json
 import random
 import re
 
+import numpy as np
 import pytest
 
 from megatron.corpora.overlaps import TaskNgrams, cut_out, read_tasks
@@ -57,6 +58,23 @@ def test_a_cut_reaches_to_the_ends_of_sentences() -> None:
     short = "leaked test answer"
     assert cut_out(short, ngrams.find([short])[0], step) == []
     assert cut_out("short", [], step) == ["short"]
+
+
+def test_only_the_parts_of_a_divided_document_are_numbered(tmp_path) -> None:
+    pytest.importorskip("datatrove")
+    from datatrove.data import Document
+
+    from megatron.corpora.blocks import OverlapCutter
+
+    ngrams = TaskNgrams.of_texts(["leaked test answer"], 3, 3)
+    np.savez(tmp_path / "ngrams.npz", **{str(n): found for n, found in ngrams.hashes.items()})
+    step = TasksStep(margin=5, min_characters=10, max_ngram=3, min_ngram=3)
+    leak, around = "Second goes: leaked test answer, all of it.", "A sentence that stays here."
+    texts = {"none": around, "end": f"{around} {leak}", "middle": f"{around} {leak} {around}"}
+    documents = [Document(text, name) for name, text in texts.items()]
+    found = list(OverlapCutter(tmp_path / "ngrams.npz", step).run(documents))
+    assert [one.id for one in found] == ["none", "end", "middle#0", "middle#1"]
+    assert [one.text.strip() for one in found] == [around] * 4
 
 
 def test_a_run_across_the_end_of_a_cut_is_cut_whole() -> None:
