@@ -3,7 +3,7 @@
 
 Without that flag, this is `pretrain_gpt.py --sft` with the defaults of finetuning.
 
-python finetune.py --help                                             all flags
+python finetune.py --help-all                                         all flags
 python finetune.py --load Qwen3-0.6B --data-path chats.jsonl ...      one process
 torchrun --nproc-per-node 8 finetune.py --data-path chats.jsonl ...   eight processes
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a BERT model. This script defines what to train; `megatron/training` does the training.
 
-python pretrain_bert.py --help                                all flags
+python pretrain_bert.py --help-all                            all flags
 python pretrain_bert.py --mock-data ...                       one process
 torchrun --nproc-per-node 8 pretrain_bert.py --data-path ...  eight processes
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a GPT model. This script defines what to train; `megatron/training` does the training.
 
-python pretrain_gpt.py --help                                all flags
+python pretrain_gpt.py --help-all                            all flags
 python pretrain_gpt.py --mock-data ...                       one process
 torchrun --nproc-per-node 8 pretrain_gpt.py --data-path ...  eight processes
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a retrieval bi-encoder with the inverse cloze task: find a sentence's block of text.
 
-python pretrain_ict.py --help                                  all flags
+python pretrain_ict.py --help-all                              all flags
 python pretrain_ict.py --mock-data ...                         one process
 torchrun --nproc-per-node 8 pretrain_ict.py --data-path TEXT --titles-data-path TITLES \
     --bert-load BERT ...                                       eight processes

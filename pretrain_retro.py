@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a Retro model. This script defines what to train; `megatron/training` does the training.
 
-python pretrain_retro.py --help                                    all flags
+python pretrain_retro.py --help-all                                all flags
 python pretrain_retro.py --retro-workdir FOLDER ...                one process
 torchrun --nproc-per-node 8 pretrain_retro.py --retro-workdir ...  eight processes
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a T5 model. This script defines what to train; `megatron/training` does the training.
 
-python pretrain_t5.py --help                                all flags
+python pretrain_t5.py --help-all                            all flags
 python pretrain_t5.py --mock-data ...                       one process
 torchrun --nproc-per-node 8 pretrain_t5.py --data-path ...  eight processes
 """

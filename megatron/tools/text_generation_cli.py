@@ -28,7 +28,7 @@ from megatron.environment import module_command, private_cache
 from megatron.errors import CheckpointError, ConfigError, UserError
 
 _HELP = """\
-Write a text, and the model continues it. With --chat, write a message, and it answers.
+Write a text, and the model continues it. In a chat, write a message, and it answers.
   /tokens N        max new tokens                 /seed N    repeat the same answers
   /temperature X   0: the most likely token       /clear     forget the conversation
   /top_k N, /top_p X                              /model M   another of the server's models
@@ -120,17 +120,37 @@ class Server:
         Raises:
             UserError: The server cannot be reached, or it refuses the request, with its message.
         """
+        with self._response("POST", path, _encoded(body)) as response:
+            yield from _objects(response)
+
+    def chats(self) -> bool:
+        """Return whether the server's model has a chat template.
+
+        Raises:
+            UserError: The server cannot be reached, or it refuses the request, with its message.
+        """
+        with self._response("GET", "/v1/models") as response:
+            try:
+                models = json.loads(response.read())["data"]
+                return any(model.get("chat") is True for model in models)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                return False  # another program's server
+
+    @contextlib.contextmanager
+    def _response(
+        self, method: str, path: str, data: bytes | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a request, and yield the response to read."""
         kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self._timeout)
-        data = _encoded(body)
         where = f"{self._host}:{self._port}"
         with contextlib.closing(connection):
             try:
-                connection.request("POST", path, data, self._headers)
+                connection.request(method, path, data, self._headers)
                 response = connection.getresponse()
                 if response.status != http.HTTPStatus.OK:
                     raise UserError(f"{where}: {_message(response)}")
-                yield from _objects(response)
+                yield response
             except TimeoutError as error:
                 raise UserError(
                     f"{where} sent nothing for {self._timeout:g} seconds: give a larger --timeout"
@@ -385,7 +405,15 @@ def chat(words: Sequence[str]) -> int:
     parser.prog = "megatron chat"
     parser.description = (
         "Talk to a model. Instead of HOST:PORT, name a folder of checkpoints: a server for it runs "
-        "on this machine until you leave."
+        "on this machine until you leave. A model with a chat template answers messages, and any "
+        "other one continues texts."
+    )
+    parser.set_defaults(chat=None)  # depends on the model
+    parser.add_argument(
+        "--no-chat",
+        dest="chat",
+        action="store_false",
+        help="continue texts; the default for a model without a chat template",
     )
     parser.add_argument(
         "--serve-adapter",
@@ -396,6 +424,12 @@ def chat(words: Sequence[str]) -> int:
         "may be given several times",
     )
     options = parser.read(words)
+
+    def talk() -> None:
+        if options.chat is None:
+            server = Server(options.server, options.auth_token_file, options.timeout)
+            options.chat = server.chats()
+        run(options)
 
     def work() -> None:
         folder = Path(options.server)
@@ -410,10 +444,10 @@ def chat(words: Sequence[str]) -> int:
                     f"--serve-adapter is for a folder of checkpoints, and {options.server} is a "
                     "server: choose one of its adapters with --model"
                 )
-            run(options)
+            talk()
             return
         with serving(folder, options.serve_adapter) as options.server:
-            run(options)
+            talk()
 
     return run_command(work)
 

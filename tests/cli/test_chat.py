@@ -73,7 +73,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_exported_chat_model_answers_on_a_terminal(exported: Path, tmp_path: Path) -> None:
-    words = ["chat", str(exported), "--chat", "--temperature", "0", "--tokens", "20"]
+    words = ["chat", str(exported), "--temperature", "0", "--tokens", "20"]
     command = [sys.executable, "-m", "megatron", *words]
     with on_terminal(command, tmp_path) as (process, terminal):
         for question, answer in TAUGHT.items():  # the second one follows the first
@@ -86,7 +86,9 @@ def test_an_exported_chat_model_answers_on_a_terminal(exported: Path, tmp_path: 
         assert process.wait(timeout=60) == 0
 
 
-def test_an_exported_chat_model_answers_behind_the_server(exported: Path, tmp_path: Path) -> None:
+def test_an_exported_chat_model_answers_behind_the_server(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [sys.executable, TOOL, "--load", str(exported)]
     with server_process(command, tmp_path) as (_, url):
         messages = []
@@ -100,7 +102,5 @@ def test_an_exported_chat_model_answers_behind_the_server(exported: Path, tmp_pa
             assert choice["finish_reason"] == "stop"
             messages.append({"role": "assistant", "content": answer})
         address = url.removeprefix("http://")
-        words = ["chat", address, "--chat", "--temperature", "0", "--prompt", "Hello"]
-        command = [sys.executable, "-m", "megatron", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert done.stdout == "one two three\n"
+        assert chat.chat([address, "--temperature", "0", "--prompt", "Hello"]) == EXIT_OK
+        assert capsys.readouterr().out == "one two three\n"

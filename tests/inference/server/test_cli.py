@@ -44,6 +44,20 @@ def test_flags_reach_the_engine(live: Live) -> None:
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 3, 9)
 
 
+def test_megatron_chat_depends_on_the_template_unless_told(
+    tokenizer_folder: Path, chatty: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(cli, "run", lambda options: found.append(options.chat))
+    engine = FakeEngine()
+    settings = make_settings(tokenizer_folder, engine, chat_template=None)
+    with running(engine, settings) as plain:
+        for server, words in ((chatty, []), (plain, []), (chatty, ["--no-chat"])):
+            assert cli.chat([_address(server), *words]) == 0
+        assert cli.chat([_address(plain), "--chat"]) == 0
+    assert found == [True, False, False, True]
+
+
 def test_a_model_is_chosen_by_its_name(chatty: Live, capsys: pytest.CaptureFixture[str]) -> None:
     words = [_address(chatty), "--prompt", "x", "--tokens", "1", "--model"]
     assert cli.main([*words, "sql"]) == 0
