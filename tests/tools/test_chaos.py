@@ -104,10 +104,10 @@ def test_a_run_is_killed_until_it_is_done(
 ) -> None:
     monkeypatch.setitem(os.environ, "PYTHONPATH", str(ROOT))
     save = str(tmp_path / "save")
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TOY, "--train-iters", "4000"]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TOY, "--train-iters", "400"]
     command += ["--save", save, "--load", save, "--save-interval", "100", "--keep-latest", "2"]
     command += ["--metrics-jsonl", str(tmp_path / "metrics"), "--log-interval", "1000"]
-    words = ["--mtbf", "6s", "--hours", "0.004", "--seed", "2", "--faults", "kill", "pause", "disk"]
+    words = ["--mtbf", "3s", "--hours", "0.003", "--seed", "2", "--faults", "kill", "pause", "disk"]
     code = chaos.main([*words, "--log", str(tmp_path / "log"), "--", *command])
     told = json.loads(capsys.readouterr().out)
     assert (code, told["failed"], told["codes"][-1]) == (0, [], 0), told

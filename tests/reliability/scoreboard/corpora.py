@@ -11,9 +11,12 @@ from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.tokenizer.fast_bpe import byte_of_character
 from megatron.tools import preprocess_data
+from megatron.training.pretrain import main
+from pretrain_gpt import GPTRecipe
 from tests.data.corpus import write_corpus
 from tests.reliability.scoreboard.commands import run_training, run_words
 from tests.reliability.scoreboard.score import Trials, expect
+from tests.training.toy import TOY
 
 _SECONDS = 5.0
 _REFUSALS = (CheckpointError.exit_code, ConfigError.exit_code, DataError.exit_code)
@@ -55,9 +58,10 @@ def cut_corpora(folder: Path, count: int) -> Trials:
                 raise AssertionError("it was opened")
             expect(time.monotonic() - began < _SECONDS, "too late")
             if number < 2:  # the whole program
-                words = ("--no-mock-data", "--vocab-size", "1000", "--data-path", str(prefix))
-                ended = run_training(folder / "out", *words)
-                expect(ended.code == DataError.exit_code, f"ended with {ended.code}")
+                words = [word for word in TOY if word != "--mock-data"]
+                words += ["--vocab-size", "1000", "--train-iters", "2", "--data-path", str(prefix)]
+                ended = run_words(folder / "out", lambda given: main(GPTRecipe(), given), *words)
+                expect(ended.code == DataError.exit_code, f"{ended.code}: {ended.output}")
                 expect("iteration        1/" not in ended.output, "it trained")
         path.write_bytes(good)
         trials.note(path.suffix)
@@ -154,7 +158,7 @@ def other_settings(folder: Path, count: int) -> Trials:
         with trials.trial(" ".join(change)):
             ended = run_training(folder / "out", *flags, *change)
             expect(ended.code in _REFUSALS, f"ended with {ended.code}: {ended.output[-300:]}")
-            told = next((line for line in ended.output.splitlines() if "error: " in line), "")
+            told = ended.output.partition("error: ")[2]
             named = change[0].removeprefix("--").removeprefix("disable-").split("-")[0]
             expect(named in told.replace("_", "-"), f"the difference is not named: {told}")
             expect("iteration        3/" not in ended.output, "it trained")

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from tests.reliability.scoreboard.caches import attacked_caches
+from tests.reliability.scoreboard.corpora import (
+    bad_lines,
+    changed_indexes,
+    cut_corpora,
+    other_settings,
+)
 from tests.reliability.scoreboard.damage import damaged_files, torn_trackers
 from tests.reliability.scoreboard.disks import failing_disk, full_disk, shared_folders
 from tests.reliability.scoreboard.forgery import forged_tables
@@ -17,6 +23,13 @@ from tests.reliability.scoreboard.layouts import all_layouts
 from tests.reliability.scoreboard.limits import merely_large
 from tests.reliability.scoreboard.malice import malicious_files
 from tests.reliability.scoreboard.mute import mute_store
+from tests.reliability.scoreboard.recovery import (
+    killed_ranks,
+    leaks,
+    not_finite,
+    soaked,
+    verification,
+)
 from tests.reliability.scoreboard.runs import (
     fresh_runs,
     jumping_clock,
@@ -36,6 +49,16 @@ from tests.reliability.scoreboard.source import banned_calls
 from tests.reliability.scoreboard.untrusted import hostile_checkpoints
 
 ROWS: tuple[Row, ...] = (
+    Row(
+        1,
+        "SIGKILL to one of two ranks at a random time of training, under `torchrun --max-restarts`:"
+        " the run resumes by itself, the next step follows within 15 s, no more than the steps "
+        "since the last checkpoint are repeated, and all losses are those of an undisturbed run, "
+        "bit for bit",
+        killed_ranks,
+        full=20,
+        quick=0,  # tests/reliability/test_restarts.py tries it
+    ),
     Row(
         2,
         "SIGKILL to one of two ranks at a random time during a save: the newest complete "
@@ -133,6 +156,13 @@ ROWS: tuple[Row, ...] = (
         quick=0,
     ),
     Row(
+        14,
+        "the digests of half a gigabyte are verified at 1 GB/s or more, on one rank (CPU)",
+        verification,
+        full=10,
+        quick=0,
+    ),
+    Row(
         15,
         "SIGTERM or SIGINT at a random time, during an iteration, an evaluation or a save: exit"
         " code 3, a checkpoint of the last iteration, and the next run continues after it",
@@ -148,6 +178,49 @@ ROWS: tuple[Row, ...] = (
         hanging_ranks,
         full=40,
         quick=0,  # tests/reliability/test_faults.py tries it
+    ),
+    Row(
+        19,
+        "NaN in the loss or its gradient, on one of two ranks in four layouts, with "
+        "`--on-nonfinite skip`: weights and moments are those of a run that leaves the samples "
+        "out, bit for bit; three times in a row, with a limit of two: code 7, and the samples are "
+        "named",
+        not_finite,
+        full=20,
+        quick=1,
+    ),
+    Row(
+        22,
+        "each file of a dataset, cut at random places: refused by name within 5 s when it is "
+        "opened, and before the first step",
+        cut_corpora,
+        full=1000,
+        quick=4,
+    ),
+    Row(
+        23,
+        "a byte of a dataset's index is changed: refused by name, or every sequence has the tokens "
+        "that it had",
+        changed_indexes,
+        full=2000,
+        quick=40,
+    ),
+    Row(
+        24,
+        "corpora in which one line in a hundred is bad, preprocessed by 1, 2 and 4 workers: "
+        "exactly those lines are skipped, and the output has the bytes that the others alone give; "
+        "without `--on-error skip`, the first of them is named, and no output is left",
+        bad_lines,
+        full=10000,
+        quick=200,
+    ),
+    Row(
+        25,
+        "a run that resumes with another network, vocabulary or optimizer: refused, with the "
+        "setting named, before the first step, and the checkpoints are left as they were",
+        other_settings,
+        full=12,
+        quick=2,
     ),
     Row(
         26,
@@ -221,6 +294,24 @@ ROWS: tuple[Row, ...] = (
         guarded_server,
         full=1003,
         quick=0,  # tests/inference/server/test_guard.py tries it
+    ),
+    Row(
+        34,
+        "200 starts that resume, with a data loading process, and 300 saves in a process, half of "
+        "them in the background: no process, file descriptor or file in /dev/shm is left, and from "
+        "the 50th save on a process's memory grows by at most 5%",
+        leaks,
+        full=200,
+        quick=4,
+    ),
+    Row(
+        35,
+        "half an hour with a SIGKILL to one of four ranks about every minute, with non-persistent "
+        "checkpoints every 25 iterations: goodput is at least 80%, at most 50 steps are repeated "
+        "at a time, and the losses are those of an undisturbed run, bit for bit",
+        soaked,
+        full=30,
+        quick=0,
     ),
     Row(
         36,
