@@ -47,6 +47,7 @@ _CPU_CACHE_BYTES = 2**30
 _GPU_CACHE_SHARE = 0.9  # fraction of the memory left after loading the model
 # GPU memory kept free for a step's logits and activations.
 _GPU_STEP_BYTES = 3 * 2**30
+_SEQUENCES_PER_SNAPSHOT = 4  # states of running sequences for each snapshot of states
 _UNUSED_HEAD = 64  # size of heads for the choice of kernels in a model without attention
 
 
@@ -152,7 +153,8 @@ def build_engine(
             block_size=size,
             max_sequences=most,
             max_tokens=max(most, options.max_step_tokens),
-            has_states=loaded.config.model.has_states,
+            has_states=bool(loaded.config.model.has_states),
+            snapshots=_snapshots(options) if loaded.config.model.has_states else 0,
             trained_context=plan.trained_context,
         ),
         EngineLimits(
@@ -304,7 +306,8 @@ def make_cache(
         if device.is_gpu:
             size = max(0, int((device.free_memory() - _GPU_STEP_BYTES) * _GPU_CACHE_SHARE))
         tokens = options.max_sequences * model.plan.positions
-        left = size - options.max_sequences * _state_bytes(states, dtype)
+        places = options.max_sequences + _snapshots(options)
+        left = size - places * _state_bytes(states, dtype)
         if left <= 0:
             raise ConfigError(
                 f"the states of {options.max_sequences} sequences need more than the "
@@ -322,8 +325,13 @@ def make_cache(
     return CacheMemory(
         *(shapes, paged, count, options.block_size, device.torch_device, dtype),
         recurrent=states,
-        places=options.max_sequences,
+        places=options.max_sequences + _snapshots(options),
     )
+
+
+def _snapshots(options: EngineOptions) -> int:
+    """Return how many snapshots of states are kept, for prompts that begin like an earlier one."""
+    return -(-options.max_sequences // _SEQUENCES_PER_SNAPSHOT)
 
 
 def _state_bytes(states: Mapping[int, tuple[StateSpec, ...]], dtype: torch.dtype) -> int:

@@ -121,6 +121,39 @@ class BlockPool:
             self._kept[block] = key
 
 
+class Snapshots:
+    """Copies of sequences' states at the end of blocks, and their places. It holds no tensors.
+
+    A new snapshot takes the place of the one that has been unused longest.
+    """
+
+    def __init__(self, places: Iterable[int]) -> None:
+        """Start without snapshots.
+
+        Args:
+            places: Where states can be copied to.
+        """
+        self._empty = list(places)
+        self._places: OrderedDict[BlockKey, int] = OrderedDict()  # the one unused longest is first
+
+    def __contains__(self, key: BlockKey) -> bool:
+        """Return whether there is a snapshot at the end of the block with this key."""
+        return key in self._places
+
+    def use(self, key: BlockKey) -> int:
+        """Return the place of a snapshot that exists."""
+        self._places.move_to_end(key)
+        return self._places[key]
+
+    def take(self, key: BlockKey) -> int | None:
+        """Return the place for a new snapshot, or `None` if it exists or there are no places."""
+        if key in self._places or not (self._empty or self._places):
+            return None
+        place = self._empty.pop() if self._empty else self._places.popitem(last=False)[1]
+        self._places[key] = place
+        return place
+
+
 @dataclass(eq=False)
 class CacheMemory:
     """Keys and values or latent vectors, and states, of this process's layers and heads.
@@ -133,7 +166,8 @@ class CacheMemory:
         device: Device of the memory.
         dtype: Number format of keys and values.
         recurrent: States of one sequence in each recurrent layer, by layer index from 0.
-        places: Number of sequences whose states are kept. One more is allocated for padding.
+        places: Number of places for the states of a sequence, snapshots included. One more is
+            allocated for padding.
         layers: Keys and values [2, slots, g, d], or latent vectors [1, slots, 1, w], by layer
             number, from 1.
         states: States [places + 1, ...] by layer number, from 1.
@@ -169,6 +203,15 @@ class CacheMemory:
         }
         held = [*self.layers.values(), *(one for each in self.states.values() for one in each)]
         self.size_bytes = sum(memory.nbytes for memory in held)
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the states in all layers from one place to another, for each pair of places."""
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs, device=self.device).unbind(1)
+        for states in self.states.values():
+            for state in states:
+                state.index_copy_(0, target, state.index_select(0, source))
 
 
 @dataclass(frozen=True)

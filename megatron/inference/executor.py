@@ -127,6 +127,9 @@ class Executor:
             A function that waits for the device, and returns what was chosen for each of `wanted`.
         """
         logits = None
+        self.memory.copy_states(
+            [(row.restored, row.sequence.place) for row in plan if row.restored >= 0]
+        )
         # A token is chosen after each token of the step, and no prompt is computed.
         if self.graphs is not None and plan[-1].goes_on and len(wanted) == sum(map(_size, plan)):
             singles = tuple(single for row in plan for single in row.one_by_one())
@@ -135,6 +138,7 @@ class Executor:
                 logits, self.states = found
         if logits is None:
             logits = self._through_stages(*self.inputs(plan, [each[:2] for each in wanted]))
+        self.memory.copy_states([(row.sequence.place, row.kept) for row in plan if row.kept >= 0])
         if not wanted:
             return list
         choices = [each.choice for each in wanted]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.inference.cache import BlockKey, BlockPool, next_key
+from megatron.inference.cache import BlockKey, BlockPool, Snapshots, next_key
 
 Integers = NDArray[np.int64]
 
@@ -33,8 +33,9 @@ class SchedulerSettings:
         max_sequences: Maximum number of sequences in a step.
         max_tokens: Maximum number of tokens in a step, at least `max_sequences`, so that every
             sequence can go on.
-        has_states: Whether the model has layers with states. Blocks then do not suffice to go on
-            from, so each sequence is computed from its first token.
+        has_states: Whether the model has layers with states. A sequence can then begin with blocks
+            of others only up to a snapshot of these states.
+        snapshots: Number of snapshots that are kept.
         trained_context: Length beyond which all tokens of a sequence have other keys and values, so
             that a sequence that grows beyond it is computed again (LongRoPE). `None` for none.
     """
@@ -44,6 +45,7 @@ class SchedulerSettings:
     max_sequences: int
     max_tokens: int
     has_states: bool = False
+    snapshots: int = 0
     trained_context: int | None = None
 
     def __post_init__(self) -> None:
@@ -124,6 +126,8 @@ class Row(NamedTuple):
             the same object until the blocks change.
         is_last: Whether this row has the last known token, so that the next can be chosen.
         drafts: Number of tokens at the end that are guesses, after the last known token.
+        restored: Place of the snapshot whose states the sequence starts from; -1 for none.
+        kept: Place for a snapshot of the states after the row; -1 for none.
     """
 
     sequence: Sequence
@@ -132,6 +136,8 @@ class Row(NamedTuple):
     blocks: Integers
     is_last: bool
     drafts: int = 0
+    restored: int = -1
+    kept: int = -1
 
     @property
     def size(self) -> int:
@@ -171,7 +177,11 @@ class Scheduler:
         self.pool = BlockPool(settings.blocks)
         self.preempted = 0
         self.running: list[Sequence] = []  # sequences in the batch, in the order they began
-        self._places = list(range(settings.max_sequences))  # those that no running sequence has
+        # Places of states that no running sequence has. Those of snapshots follow.
+        self._places = list(range(settings.max_sequences))
+        self._snapshots = Snapshots(
+            range(settings.max_sequences, settings.max_sequences + settings.snapshots)
+        )
         self._waiting: deque[Sequence] = deque()
 
     def add(self, *sequences: Sequence) -> None:
@@ -223,7 +233,7 @@ class Scheduler:
         room = step.budget - len(self.running)
         # Sequences that need only their next token come first.
         for sequence in sorted(self.running, key=lambda sequence: sequence.missing > 1):
-            count = min(sequence.missing, step.budget)
+            count = self._count(sequence, step.budget)
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
                 drafts = sequence.drafts[: max(0, room)] if sequence.missing == 1 else ()
                 if self.settings.trained_context is not None and not sequence.is_long:
@@ -241,7 +251,8 @@ class Scheduler:
             self._preempt(last)
             self._waiting.append(last)
             self._begin_waiting(step)
-        return tuple(sorted(step.rows.values(), key=lambda row: not row.goes_on))
+        rows = map(self._with_snapshot, step.rows.values())
+        return tuple(sorted(rows, key=lambda row: not row.goes_on))
 
     def begun(self, plan: StepPlan) -> None:
         """Record that later steps will find the plan's tokens in the cache."""
@@ -305,17 +316,21 @@ class Scheduler:
             most = self.settings.trained_context
             sequence.is_long = most is not None and len(sequence.tokens) > most
             first = None  # key of the first block, if other sequences can reuse it
-            if self._reuses(sequence) and len(sequence.tokens) > size:
+            reuses = sequence.reuses and not self.settings.has_states
+            if reuses and len(sequence.tokens) > size:
                 first = sequence.next_key([], size)
-            if first in step.coming or not self._begin(sequence):
+            if first in step.coming:
+                return
+            restored = self._begin(sequence)
+            if restored is None:
                 return
             if first is not None and not sequence.computed:
                 step.coming.add(first)
             self._waiting.popleft()
             self._run(sequence)
-            count = min(sequence.missing, step.budget)
+            count = self._count(sequence, step.budget)
             self._grow(sequence, count)
-            step.put(sequence, count)
+            step.put(sequence, count, restored=restored)
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Give a sequence free blocks for more tokens, and return whether there were enough."""
@@ -327,32 +342,64 @@ class Scheduler:
             sequence.blocks = np.append(sequence.blocks, taken)
         return True
 
-    def _begin(self, sequence: Sequence) -> bool:
-        """Give a sequence its computed blocks if there is room for the rest of its tokens too."""
+    def _begin(self, sequence: Sequence) -> int | None:
+        """Give a sequence its computed blocks if there is room for the rest of its tokens too.
+
+        Returns:
+            The place of the snapshot that it starts from, or -1 for none. `None` if there is no
+            room.
+        """
         size, tokens = self.settings.block_size, sequence.tokens
         blocks: list[int] = []
         keys: list[BlockKey] = []
         # The last token is always computed, because the next token is chosen from its logits.
-        while self._reuses(sequence) and (len(keys) + 1) * size < len(tokens):
+        while sequence.reuses and (len(keys) + 1) * size < len(tokens):
             key = sequence.next_key(keys, size)
             block = self.pool.find(key)
             if block is None:
                 break
             blocks.append(block)
             keys.append(key)
+        while self.settings.has_states and keys and keys[-1] not in self._snapshots:
+            keys.pop()
+            blocks.pop()
         needed = self.settings.blocks_for(len(tokens)) - len(blocks)
         if needed > self.pool.available - sum(map(self.pool.is_unused, blocks)):
-            return False
+            return None
         self.pool.share(blocks)
         sequence.blocks, sequence.keys = np.array(blocks, np.int64), keys
         sequence.computed = len(blocks) * size
         if sequence.is_new:
             sequence.cached, sequence.is_new = sequence.computed, False
-        return True
+        return self._snapshots.use(keys[-1]) if self.settings.has_states and keys else -1
 
-    def _reuses(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may begin with blocks that others have computed."""
-        return sequence.reuses and not self.settings.has_states
+    def _last_block(self, sequence: Sequence) -> int:
+        """Return the position after the last block of a prompt that another one may begin with."""
+        size = self.settings.block_size
+        return (sequence.prompt - 1) // size * size
+
+    def _count(self, sequence: Sequence, budget: int) -> int:
+        """Return how many tokens of a sequence to compute. A snapshot needs a row that ends there.
+
+        Args:
+            sequence: The sequence.
+            budget: The largest number.
+        """
+        count = min(sequence.missing, budget)
+        left = self._last_block(sequence) - sequence.computed
+        return min(count, left) if self.settings.snapshots and left > 0 else count
+
+    def _with_snapshot(self, row: Row) -> Row:
+        """Return the row with a place for a snapshot if it ends where one is worth keeping."""
+        sequence, size = row.sequence, self.settings.block_size
+        end = row.start + row.size
+        if not self.settings.snapshots or not 0 < end == self._last_block(sequence):
+            return row
+        keys = list(sequence.keys)
+        while len(keys) < end // size:
+            keys.append(sequence.next_key(keys, size))
+        place = self._snapshots.take(keys[end // size - 1])
+        return row if place is None else row._replace(kept=place)
 
     def _run(self, sequence: Sequence) -> None:
         """Put a sequence in the batch."""
@@ -391,12 +438,16 @@ class _OpenPlan:
     preempted: set[Sequence] = field(default_factory=set)
     coming: set[BlockKey | None] = field(default_factory=set)
 
-    def put(self, sequence: Sequence, count: int, drafts: tuple[int, ...] = ()) -> None:
+    def put(
+        self, sequence: Sequence, count: int, drafts: tuple[int, ...] = (), *, restored: int = -1
+    ) -> None:
         """Add a row that computes this many more tokens of a sequence, and then its drafts."""
         start = sequence.computed
         tokens = (*sequence.tokens[start : start + count], *drafts)
         is_last = start + count == len(sequence.tokens)
-        self.rows[sequence] = Row(sequence, start, tokens, sequence.blocks, is_last, len(drafts))
+        self.rows[sequence] = Row(
+            sequence, start, tokens, sequence.blocks, is_last, len(drafts), restored
+        )
         self.budget -= len(tokens)
 
     def drop(self, sequence: Sequence) -> None:

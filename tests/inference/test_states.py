@@ -14,6 +14,7 @@ from megatron.config.generation import Speculation
 from megatron.errors import ConfigError
 from megatron.inference import build
 from megatron.inference.build import EngineOptions
+from megatron.inference.engine import BatchEngine
 from megatron.inference.request import Event, Request, Token
 from megatron.kernels.paged_attention import PagedAttention
 from megatron.parallel.layout import Layout
@@ -67,14 +68,47 @@ def test_chunks_and_preemption_change_nothing(folder: Path, expected: dict[str, 
     assert engine.stats.preempted > 5
 
 
-def test_a_prompt_is_not_taken_from_the_cache_without_its_states(
-    folder: Path, expected: dict[str, list[int]]
-) -> None:
-    engine, longest = toy_engine(folder), max(REQUESTS, key=lambda each: len(each.prompt))
-    for _ in range(2):
-        events = drain(engine, [longest])[longest.id]
-        assert tokens_of(events) == expected[longest.id]
-        assert end_of(events).cached_tokens == 0
+TEXT = tuple(range(3, 3 + 22))
+
+
+def cached(engine: BatchEngine, *asked: tuple[int, ...], new: int = 2) -> list[int]:
+    """How many tokens of each prompt, one after another, were taken from the cache."""
+    found = []
+    for prompt in asked:
+        events = drain(engine, [Request("a", prompt, greedy(new))])["a"]
+        assert tokens_of(events) == expected_greedy(NAME, prompt, new)
+        found.append(end_of(events).cached_tokens)
+    return found
+
+
+def test_a_prompt_goes_on_from_a_snapshot_of_states(folder: Path) -> None:
+    """Blocks have 4 tokens, and the last token is always computed."""
+    engine = toy_engine(folder, replace(OPTIONS, max_sequences=32))
+    assert cached(engine, TEXT[:13], TEXT[:13], TEXT[:12], TEXT[:20]) == [0, 12, 0, 12]
+    assert cached(engine, TEXT[:20], TEXT[:9], TEXT[:11]) == [16, 8, 8]
+
+
+def test_blocks_without_a_snapshot_are_not_used(folder: Path) -> None:
+    engine = toy_engine(folder)
+    other = (*TEXT[:12], *TEXT[15:19])  # shares three blocks, of which only the last has states
+    assert cached(engine, TEXT[:20], other, TEXT[:20]) == [0, 0, 16]
+
+
+def test_a_new_snapshot_takes_the_place_of_the_oldest(folder: Path) -> None:
+    engine = toy_engine(folder)  # 8 sequences, hence two snapshots
+    first, second, third = TEXT[:9], TEXT[4:13], TEXT[8:17]
+    assert cached(engine, first, second, first, third, second, first) == [0, 0, 8, 0, 0, 0]
+
+
+def test_snapshots_survive_preemption_and_chunks(folder: Path) -> None:
+    small = EngineOptions(max_sequences=5, max_step_tokens=6, cache_tokens=28, block_size=2)
+    engine, asked = toy_engine(folder, small), [TEXT[: 3 + i % 7] for i in range(12)]
+    requests = [Request(str(i), prompt, greedy(NEW)) for i, prompt in enumerate(asked)]
+    found = texts(drain(engine, requests))
+    assert engine.stats.preempted
+    assert engine.stats.cached_tokens
+    for request in requests:
+        assert found[request.id] == expected_greedy(NAME, request.prompt, NEW)
 
 
 def test_log_probabilities_are_the_models(folder: Path) -> None:
