@@ -135,11 +135,15 @@ class GatedDeltaNet(nn.Module):
         wide = 0
         if "core_attn" not in batch.recomputed:
             keys, values, chunk = plan.key_size, plan.value_size, min(plan.chunk, batch.length)
-            # Rows of weights, system and scores; both sides of the system; three scalings of keys;
-            # updates, outputs and their normalization; a state for each chunk.
-            head = 5 * chunk + 5 * keys + 8 * values + keys * values // chunk
-            wide = plan.value_heads * head + 4 * plan.keys
-            wide += (plan.convolution + 1) * plan.convolved
+            # Of a value head: decays in three forms and the scores; two scalings of the key; both
+            # sides of the system; updates; a state for each chunk; four tensors of the gated
+            # normalization; scalars. Of a key head: products of queries and keys, which are kept
+            # in three forms, and their lengths.
+            head = 4 * chunk + 2 * keys + 2 * (keys + values) + values + keys * values / chunk
+            head += 4 * values + 5
+            wide = int(plan.value_heads * head)
+            wide += plan.key_heads * (2 * chunk + 6 * keys + 2)
+            wide += 3 * plan.convolved  # inputs and results of the convolution and of its SiLU
         projected = batch.width * (sum(plan.widths) + plan.values)
         return batch.tokens * (projected + _FP32 * wide) // batch.tensor
 

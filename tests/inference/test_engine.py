@@ -192,7 +192,7 @@ def _in_layout(layout: Layout, folder: Path, requests: list[Request]) -> dict[st
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3 next"])
 def test_every_layout_says_the_same(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
     folder = write_model(name, tmp_path)
     requests = [

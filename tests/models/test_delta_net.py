@@ -9,12 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.kernels.attention import Segments
 from megatron.models.attention import SelfAttention
 from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.delta_net import GatedDeltaNet
+from megatron.models.plan import InitPlan
 from megatron.models.recurrent_plan import GatedDeltaNetPlan
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import initialize
 from tests.models.small import LLAMA, SEQUENCE, batch, gpt
 
 HIDDEN, KEY_HEADS, SERVES, KEYS, VALUES, TAPS = 16, 2, 3, 5, 7, 4
@@ -130,10 +135,31 @@ def test_parameters_and_work_are_counted() -> None:
     assert isinstance(plan, GatedDeltaNetPlan)
     once, twice = (GatedDeltaNet.work(plan, 64 * times, 0) for times in (1, 2))
     assert twice == tuple(2 * part for part in once)  # linear in the length
-    sizes = MicroBatch(sequences=1, length=256)
-    forgotten = replace(sizes, recomputed=frozenset({"core_attn"}))
-    kept, again = (GatedDeltaNet.activation_bytes(plan, one) for one in (sizes, forgotten))
-    assert kept > 3 * again > 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activation_bytes_are_about_those_that_autograd_keeps(recompute: bool) -> None:
+    sizes = {"key_heads": 2, "value_heads": 8, "key_size": 16, "value_size": 24, "chunk": 32}
+    plan = GatedDeltaNetPlan(hidden=64, init=InitPlan(0.02, 2), epsilon=1e-6, **sizes)
+    layer = GatedDeltaNet(plan, BuildContext(Layout.single()), 1, recompute_core=recompute)
+    initialize(layer.named_parameters(), 1)
+    weights = {parameter.data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        memory = x.untyped_storage()
+        if memory.data_ptr() not in weights:
+            kept[memory.data_ptr()] = memory.nbytes()
+        return x
+
+    x = torch.randn(128, 2, 64, requires_grad=True)
+    with saved_tensors_hooks(pack, lambda x: x):
+        out = layer(x, None, None)
+    assert out.requires_grad
+    parts = frozenset({"core_attn"} if recompute else ())
+    batch = MicroBatch(sequences=2, length=128, recomputed=parts)
+    held = sum(kept.values()) - x.nbytes  # the normalization's result is counted there
+    assert GatedDeltaNet.activation_bytes(plan, batch) == pytest.approx(held, rel=0.03)
 
 
 @pytest.mark.parametrize("qk_layernorm", [False, True])
