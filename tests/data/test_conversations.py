@@ -274,8 +274,22 @@ def test_a_preference_is_two_examples_with_one_prompt(folder: Path, tmp_path: Pa
     for pair in range(5):
         chosen, rejected = found[2 * pair], found[2 * pair + 1]
         assert np.array_equal(chosen[0][~chosen[1]], rejected[0][~rejected[1]])
-    with pytest.raises(ConfigError, match="separate the two answers"):
-        _encoder(folder, preferences=True, truncation="split")
+    for kind in ("preferences", "labels"):
+        with pytest.raises(ConfigError, match="cut answers that are compared as a whole"):
+            _encoder(folder, truncation="split", **{kind: True})
+
+
+def test_labelled_answers_say_on_their_first_token_whether_they_are_desirable(
+    folder: Path, tmp_path: Path
+) -> None:
+    encoder = _encoder(folder, labels=True)
+    good = {"prompt": [USER], "completion": [ANSWER], "label": True}
+    found = _load(tmp_path, encoder, [good, {**good, "label": False}, PREFERENCE])
+    assert [bool(found[i][1][0]) for i in range(4)] == [True, False, True, False]
+    for i in range(4):
+        ids, trained = found[i]
+        answer = encoder.tokenizer.detokenize(ids[1:][trained[1:]].tolist())
+        assert answer == ("No.<|endoftext|>" if i == 3 else "Hi there.<|endoftext|>")
 
 
 def test_ids_are_collected_in_a_file_not_in_memory(folder: Path, tmp_path: Path) -> None:
