@@ -32,6 +32,11 @@ from megatron.planner.machine import Machine
 from megatron.planner.memory import MemoryEstimate, largest_process
 from megatron.planner.pipeline_balance import Costs, Pipeline
 
+# Bytes that ZeRO stage 3 reads and writes per weight and micro-batch, besides its messages. For all
+# weights: two copies out of gathered buffers in 16 bits, and one of gradients into an fp32 buffer.
+# For a process's shard: two casts to 16 bits, and an addition to the sum of gradients.
+_COPIED_WHOLE, _COPIED_SHARD = 14, 24
+
 # When --cuda-graph-impl auto records passes:
 _LEAST_HOST = 0.7  # at this share of the device's time, the host begins to limit the speed
 _MOST_MEMORY = 0.5  # share of the GPU, because recordings keep memory that others may need
@@ -357,6 +362,9 @@ def _update(
                 beside = IN_BUCKETS * size_in_bytes / machine.link.bandwidth
                 time = max(time - window, 0.0) + min(beside, time)
             messages += time
+        if stage == 3:
+            copied = _COPIED_WHOLE + _COPIED_SHARD / size
+            messages += micro_batches * held * copied / machine.copy
     # With fp8, every update casts the weights again.
     optimizer = (updated * OPTIMIZER_BYTES + cast * FP8_CAST) / machine.copy
     return messages, optimizer, launches * machine.launch
