@@ -13,7 +13,7 @@ from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.unpickler import Namespace, Opaque
 from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import FORMAT_FIELDS, OptimizerConfig
 from megatron.config.run import ModelRun, evaluations_until
 from megatron.config.stages import chunks_of, plan_model
 from megatron.config.yaml_file import to_dict
@@ -118,7 +118,10 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
     if isinstance(hidden, int) and isinstance(heads, int):  # these were not flags in v1
         model.setdefault("kv_channels", hidden // heads)
         model.setdefault("ffn_hidden_size", 4 * hidden)
-    optimizer = {field.name: args.get(field.name) for field in fields(OptimizerConfig)}
+    # Files hold states in fp32, whatever format they had in the run.
+    packed = ("use_precision_aware_optimizer", *FORMAT_FIELDS)
+    names = (field.name for field in fields(OptimizerConfig) if field.name not in packed)
+    optimizer = {name: args.get(name) for name in names}
     return {
         section: {name: value for name, value in values.items() if value is not None}
         for section, values in (("model", model), ("optimizer", optimizer))
