@@ -176,26 +176,12 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
         yield from _long_rope(model)
     parallel, bound = config.parallel, model.attn_logit_softcapping
     positions = model.position_embedding_type
-    if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p":
-        for name, value, missing in (
-            (
-                "--position-embedding-type",
-                positions if positions == "alibi" else None,
-                "biases of the scores",
-            ),
-            ("--window-size", model.window_size, "windows"),
-            (
-                "--softmax-scale",
-                model.softmax_scale,
-                "scale except 1 / square root of --kv-channels",
-            ),
-            ("--attn-logit-softcapping", bound, "bound of the scores"),
-        ):
-            if value is not None:
-                yield (
-                    f"{name} {value} with --cp-comm-type p2p: a ring has no {missing}: use "
-                    "--cp-comm-type a2a, in which each rank holds whole sequences"
-                )
+    is_ring = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p"
+    if is_ring and bound is not None:
+        yield (
+            f"--attn-logit-softcapping {bound} with --cp-comm-type p2p: a ring has no bound of the "
+            "scores: use --cp-comm-type a2a, in which each rank holds whole sequences"
+        )
     if positions == "alibi" and model.use_flash_attn:
         yield (
             "--position-embedding-type alibi with --use-flash-attn: no flash kernel adds biases to "

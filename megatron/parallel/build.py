@@ -322,4 +322,11 @@ def attention_over(
     if not model.use_flash_attn and not model.masked_softmax_fusion:
         block = plain_block("--no-masked-softmax-fusion")
     reason = f"{block.reason}; ring of {axis.size} context ranks"
+    plain = {
+        "--window-size": model.window_size is not None,
+        "--position-embedding-type alibi": model.position_embedding_type == "alibi",
+    }
+    special = [name for name, is_used in plain.items() if is_used]
+    if special and block.name != "plain":
+        reason = f"{reason}; plain in layers with {' or '.join(special)}"
     return AttentionChoice(block.name, reason, partial(ring_attention, axis=axis, block=block))

@@ -159,16 +159,8 @@ def test_each_layer_learns_a_sink_for_every_head():
     assert any("--softmax-type" in line and "off-by-one" in line for line in told), told
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--window-size 7,0",
-        "--softmax-scale 0.5",
-        "--attn-logit-softcapping 50.0",
-        "--position-embedding-type alibi",
-    ],
-)
-def test_a_ring_has_neither_windows_nor_other_scores(flag):
+def test_a_ring_has_no_bound_of_the_scores():
+    flag = "--attn-logit-softcapping 50.0"
     told = problems(f"{flag} --context-parallel-size 2", world_size=2)
     assert any(line.startswith(flag) and "use --cp-comm-type a2a" in line for line in told)
     assert parse(f"{flag} --context-parallel-size 2 --cp-comm-type a2a", world_size=2)

@@ -28,6 +28,14 @@ NETWORKS = {
         "longrope_long_factor": (3.0, 5.0),
     },
     "sinks": {**LLAMA, **BASE, "softmax_type": "learnable"},
+    "windows": {
+        **LLAMA,
+        **BASE,
+        "window_size": "3,0",
+        "window_attn_skip_freq": "2",
+        "softmax_type": "learnable",
+        "softmax_scale": 0.7,
+    },
     "alibi": {**LLAMA, **BASE, "position_embedding_type": "alibi", "window_size": "5,0"},
     "latent sinks": {**LATENT, **BASE, "softmax_type": "learnable"},
 }
@@ -45,6 +53,8 @@ CASES = {
     "sinks and tensor": ("sinks", "p2p", "selective", {"context": 2, "tensor": 2}),
     "sinks a2a": ("sinks", "a2a", None, {"context": 2}),
     "alibi and windows a2a": ("alibi", "a2a", None, {"context": 2}),
+    "alibi and windows": ("alibi", "p2p", "selective", {"context": 2, "tensor": 2}),
+    "windows in some layers": ("windows", "p2p", None, {"context": 4}),
     "latent sinks": ("latent sinks", "p2p", None, {"context": 2}),
     "tensor and a2a": ("groups", "a2a", None, {"context": 2, "tensor": 2}),
 }

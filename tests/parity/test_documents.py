@@ -56,7 +56,8 @@ _SAME_MEANS = tuple(
     for case in LAYOUTS
     if MULTI_TOKEN not in case.network or case.processes == case.tensor * case.context
 )
-CASES = (*_SAME_MEANS, _BIASED, *(replace(case, network=ROPE) for case in _ROTARY))
+_IN_A_RING = replace(_BIASED, flags="")
+CASES = (*_SAME_MEANS, _BIASED, _IN_A_RING, *(replace(case, network=ROPE) for case in _ROTARY))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.shown_flags}")

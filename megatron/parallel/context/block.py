@@ -6,7 +6,8 @@ the whole row. Dropout does not change the log-sum-exp, because it drops weights
 been divided by their sum.
 
 Documents may divide a block (`BlockDocuments`). A query whose document has no key in the block gets
-the result 0 and the log-sum-exp -inf, which change nothing in the merge.
+the result 0 and the log-sum-exp -inf, which change nothing in the merge. Windows and ALiBi's biases
+(`ScoreRules`) are computed in plain PyTorch, because a block's queries need not be consecutive.
 
 Shapes: b micro-batch, n query heads, g key-value heads (each serves n/g consecutive query heads),
 q and k tokens in a block, d head size.
@@ -70,6 +71,24 @@ class BlockDocuments(NamedTuple):
         return (*ends, min(self.longest, queries), min(self.longest, keys))
 
 
+class ScoreRules(NamedTuple):
+    """What decides the scores of a block, besides queries, keys and documents.
+
+    Attributes:
+        scale: The factor of the scores; `None` means 1 / sqrt(d).
+        window: The largest number of earlier tokens that a query attends to; `None` for all.
+        slopes: ALiBi's slope of each query head, [n]; `None` for none (`AttentionOptions`).
+        query_places: The positions of the queries in their sequences, int64 [q].
+        key_places: The positions of the keys, int64 [k].
+    """
+
+    scale: float | None
+    window: int | None
+    slopes: Tensor | None
+    query_places: Tensor
+    key_places: Tensor
+
+
 class BlockForward(Protocol):
     """The forward function of one implementation of attention within a block."""
 
@@ -82,6 +101,7 @@ class BlockForward(Protocol):
         causal: bool,
         dropout: float,
         documents: BlockDocuments | None = None,
+        rules: ScoreRules | None = None,
     ) -> tuple[Tensor, Tensor, Drawn]:
         """Compute attention within the block. Dropout draws from the device's default generator.
 
@@ -93,6 +113,7 @@ class BlockForward(Protocol):
             dropout: The dropout probability of attention weights.
             documents: The documents within which queries attend; `None` means one document per
                 sample.
+            rules: What else decides the scores; `None` means the usual factor only.
 
         Returns:
             The result [b, n, q, d], the log-sum-exp of the scaled scores, fp32 [b, n, q], and the
@@ -113,6 +134,7 @@ class BlockBackward(Protocol):
         dropout: float,
         drawn: Drawn,
         documents: BlockDocuments | None = None,
+        rules: ScoreRules | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's part of the gradients.
 
@@ -124,6 +146,7 @@ class BlockBackward(Protocol):
             dropout: The same as in the forward pass.
             drawn: The values that this block's forward pass returned for redrawing the mask.
             documents: The same as in the forward pass.
+            rules: The same as in the forward pass.
 
         Returns:
             The gradients of query, key and value.
@@ -168,10 +191,11 @@ def reference_forward(
     causal: bool,
     dropout: float,
     documents: BlockDocuments | None = None,
+    rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Drawn]:
     """Compute attention in fp32 or wider, materializing the block's scores."""
     query, key, value = _widen(query), _widen(key), _widen(value)
-    scores = _scores(query, key, causal, documents)  # [b, g, n/g * q, k]
+    scores = _scores(query, key, causal, documents, rules)  # [b, g, n/g * q, k]
     logsumexp = scores.logsumexp(dim=-1)
     # A row without keys subtracts a finite number instead of -inf, so that its weights are 0.
     finite = logsumexp.clamp(min=torch.finfo(logsumexp.dtype).min)
@@ -193,6 +217,7 @@ def reference_backward(
     dropout: float,
     drawn: Drawn,
     documents: BlockDocuments | None = None,
+    rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients in fp32 or wider.
 
@@ -202,7 +227,7 @@ def reference_backward(
     """
     logsumexp, groups = rows.logsumexp, key.shape[1]
     grad, query, out, key, value = (_widen(x) for x in (*rows[:3], key, value))
-    scores = _scores(query, key, causal, documents)
+    scores = _scores(query, key, causal, documents, rules)
     weights = (scores - _by_group(logsumexp, groups).unsqueeze(-1)).exp()
     grad_rows = _by_group(grad, groups)
     row_sums = _by_group((grad * out).sum(-1), groups).unsqueeze(-1)
@@ -213,7 +238,7 @@ def reference_backward(
         factors = _factors(weights, dropout, generator)
         grad_weights, kept = grad_weights * factors, weights * factors
     grad_value = kept.transpose(2, 3) @ grad_rows
-    grad_scores = weights * (grad_weights - row_sums) * _scale(query)
+    grad_scores = weights * (grad_weights - row_sums) * _scale(query, rules)
     grad_key = grad_scores.transpose(2, 3) @ _by_group(query, groups)
     return (grad_scores @ key).view_as(query), grad_key, grad_value
 
@@ -226,6 +251,7 @@ def flash_forward(
     causal: bool,
     dropout: float,
     documents: BlockDocuments | None = None,
+    rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Drawn]:
     """Compute attention with the flash kernel. The result keeps the 16-bit type of the inputs.
 
@@ -239,14 +265,14 @@ def flash_forward(
         places, debug = documents.places(length, key.shape[2]), False
         # PyTorch's public interface to this variant (`torch.nn.attention.varlen`) has no dropout.
         flat, sums, *drawn, _ = torch.ops.aten._flash_attention_forward(
-            *tensors, *places, dropout, causal, debug, scale=_scale(query)
+            *tensors, *places, dropout, causal, debug, scale=_scale(query, rules)
         )  # [b q, n, d] and [n, b q]
         logsumexp = sums.unflatten(1, (samples, length)).transpose(0, 1)
         if documents.has_keys is not None:  # the kernel returns inf for queries without keys
             logsumexp = logsumexp.masked_fill(~documents.has_keys.unsqueeze(1), -math.inf)
         return _by_sample(flat, samples), logsumexp, tuple(drawn) if dropout > 0 else ()
     out, logsumexp, _, _, _, _, *drawn, _ = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout, causal, scale=_scale(query)
+        query, key, value, dropout, causal, scale=_scale(query, rules)
     )
     return out, logsumexp, tuple(drawn) if dropout > 0 else ()
 
@@ -260,6 +286,7 @@ def flash_backward(
     dropout: float,
     drawn: Drawn,
     documents: BlockDocuments | None = None,
+    rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients, computed by the flash kernel from the rows' log-sum-exp."""
     if not drawn:
@@ -270,7 +297,7 @@ def flash_backward(
         sums = logsumexp.transpose(0, 1).flatten(1)  # [n, b q]
         places = documents.places(query.shape[2], key.shape[2])
         flat = torch.ops.aten._flash_attention_backward(
-            *joined, sums.contiguous(), *places, dropout, causal, *drawn, scale=_scale(query)
+            *joined, sums.contiguous(), *places, dropout, causal, *drawn, scale=_scale(query, rules)
         )
         of_query, of_key, of_value = (_by_sample(x, query.shape[0]) for x in flat)
         return of_query, of_key, of_value
@@ -278,7 +305,9 @@ def flash_backward(
     tensors = (grad, query, key, value, out, logsumexp.contiguous(), None, None)
     options = (query.shape[2], key.shape[2], dropout, causal, *drawn)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    gradients: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *options, scale=_scale(query))
+    gradients: tuple[Tensor, Tensor, Tensor] = backward(
+        *tensors, *options, scale=_scale(query, rules)
+    )
     return gradients
 
 
@@ -298,8 +327,9 @@ def _by_sample(x: Tensor, samples: int) -> Tensor:
     return x.unflatten(0, (samples, -1)).transpose(1, 2)
 
 
-def _scale(query: Tensor) -> float:
-    return 1 / math.sqrt(query.shape[-1])
+def _scale(query: Tensor, rules: ScoreRules | None) -> float:
+    given = None if rules is None else rules.scale
+    return 1 / math.sqrt(query.shape[-1]) if given is None else given
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -315,11 +345,23 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, documents: BlockDocuments | None) -> Tensor:
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    causal: bool,
+    documents: BlockDocuments | None,
+    rules: ScoreRules | None,
+) -> Tensor:
     """Return the scores [b, g, n/g * q, k], with -inf for masked pairs."""
     samples, _, length, _ = query.shape
-    scores = _by_group(query * _scale(query), key.shape[1]) @ key.transpose(2, 3)
+    scores = _by_group(query * _scale(query, rules), key.shape[1]) @ key.transpose(2, 3)
     by_head = scores.unflatten(2, (-1, length))  # [b, g, n/g, q, k]
+    if rules is not None:
+        distance = rules.query_places[:, None] - rules.key_places
+        if rules.slopes is not None:
+            by_head -= rules.slopes.view(key.shape[1], -1, 1, 1) * distance
+        if rules.window is not None:
+            by_head.masked_fill_(distance > rules.window, -math.inf)
     if causal:
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
         by_head.masked_fill_(future, -math.inf)

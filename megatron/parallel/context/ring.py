@@ -12,6 +12,8 @@ of each block is within a document. Only that part is computed. If two ranks are
 the longest document, nothing is launched for their block. All keys and values still travel, because
 they pass through every rank to reach the neighbor on the other side.
 
+Windows: blocks are pairs of chunks, and those that are further apart than the window are skipped.
+
 DeepSpeed-Ulysses (Jacobs et al., 2023): outside attention, a rank has some tokens and all heads.
 One all-to-all turns this into all tokens, in their global order, and some heads. Ordinary attention
 then runs over whole sequences, and another all-to-all restores the layout.
@@ -22,8 +24,10 @@ key-value heads, d head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -41,21 +45,31 @@ from megatron.kernels.attention import (
     sink_gradient,
 )
 from megatron.parallel.collectives import all_to_all
-from megatron.parallel.context.block import BlockAttention, BlockDocuments, Drawn, QueryRows, merge
+from megatron.parallel.context.block import (
+    BlockAttention,
+    BlockDocuments,
+    Drawn,
+    QueryRows,
+    ScoreRules,
+    merge,
+    plain_block,
+)
 from megatron.parallel.context.split import join_sequence, split_for_all, split_segments
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
+_PLAIN = plain_block("windows and biases")
+
 
 @dataclass(frozen=True)
 class RingStep:
-    """A step in which this rank's tokens `queries` attend to tokens `keys` of a rank.
+    """A block: this rank's tokens `queries` attend to tokens `keys` of a rank.
 
     Attributes:
         source: The rank whose keys and values are used.
         causal: Whether the block is masked; otherwise every query attends to every key.
-        is_empty: Whether no document can have both a query and a key in the block, so that nothing
-            is computed.
+        is_empty: Whether no document or no window can have both a query and a key in the block, so
+            that nothing is computed.
     """
 
     source: int
@@ -66,9 +80,14 @@ class RingStep:
 
 
 def ring_plan(
-    axis: Axis, length: int, *, causal: bool, longest: int | None = None
+    axis: Axis,
+    length: int,
+    *,
+    causal: bool,
+    longest: int | None = None,
+    window: int | None = None,
 ) -> list[RingStep]:
-    """Return this rank's steps in order. Together they compute the attention of its queries.
+    """Return this rank's blocks in order. Together they compute the attention of its queries.
 
     Ranks hold an early and a late half (see `split`) with `length` tokens in total. A lower rank's
     early half comes before all our tokens and its late half after them; a higher rank's two halves
@@ -76,7 +95,13 @@ def ring_plan(
 
     Documents have at most `longest` tokens, and between the chunks of two ranks at distance n there
     are at least n - 1 other chunks.
+
+    With a window, which requires a causal mask, a step has a block for each pair of chunks, those
+    on the diagonal first.
     """
+    if window is not None:
+        assert causal, "windows are for causal attention"
+        return _pairs_of_chunks(axis, length // 2, window, longest)
     everything, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     steps = []
     for step in range(axis.size):
@@ -92,14 +117,36 @@ def ring_plan(
     return steps
 
 
+def _pairs_of_chunks(axis: Axis, chunk: int, window: int, longest: int | None) -> list[RingStep]:
+    """Return this rank's blocks, each of two chunks of `chunk` tokens."""
+    halves = slice(0, chunk), slice(chunk, 2 * chunk)
+    blocks = []
+    for step in range(axis.size):
+        source = (axis.rank - step) % axis.size
+        ours, theirs = ((one, 2 * axis.size - 1 - one) for one in (axis.rank, source))
+        pairs = [
+            (ours[i] - theirs[j], halves[i], halves[j])
+            for i in range(2)
+            for j in range(2)
+            if ours[i] >= theirs[j]
+        ]
+        for chunks, queries, keys in sorted(pairs, key=lambda pair: pair[0]):
+            nearest = (chunks - 1) * chunk + 1  # the distance of a query's last key
+            is_empty = chunks > 0 and (
+                window < nearest or (longest is not None and longest <= nearest)
+            )
+            blocks.append(RingStep(source, queries, keys, chunks == 0, is_empty))
+    return blocks
+
+
 def documents_of(
     segments: Segments, plan: list[RingStep], axis: Axis, length: int
 ) -> list[BlockDocuments]:
-    """Return the documents of each step's block.
+    """Return the documents of each block.
 
     Args:
         segments: The documents of whole sequences.
-        plan: The steps of this rank.
+        plan: The blocks of this rank.
         axis: The context axis.
         length: The number of tokens of a sequence that this rank holds.
     """
@@ -114,10 +161,10 @@ def documents_of(
 
     samples, longest = segments.shape[0], segments.longest or segments.shape[1]
     documents = []
-    for index, step in enumerate(plan):
+    for step in plan:
         query_ends, key_ends = chosen(step.queries)[axis.rank], chosen(step.keys)[step.source]
         has_keys = None
-        if index > 0:  # in the first step, every query has its own key
+        if (step.source, step.queries) != (axis.rank, step.keys):  # or every query has its own
             queries = step.queries.stop - step.queries.start
             number = number_segments(query_ends, (samples, queries))
             has_keys = (key_ends.diff() > 0)[number]
@@ -140,31 +187,45 @@ def ring_attention(
         query: The queries [l, b, n, d] of this rank's part of the sequence (`split_sequence`).
         key: The keys [l, b, g, d].
         value: The values [l, b, g, d].
-        options: The attention options. A mask must be the `Segments` of whole sequences. Scores are
-            in fp32, so scaling by layer is not needed. Dropout draws from the device's default
-            generator, which must have a different seed on every rank of the axis.
+        options: The attention options, without `softcap`. A mask must be the `Segments` of whole
+            sequences. Scores are in fp32, so scaling by layer is not needed. Dropout draws from the
+            device's default generator, which must have a different seed on every rank of the axis.
         axis: The context axis.
-        block: The implementation of attention within a block.
+        block: The implementation of attention within a block. Layers with windows or biases use
+            plain PyTorch.
 
     Returns:
         The result [l, b, n * d], in the type of `query`.
     """
     segments = options.mask
     assert not isinstance(segments, Tensor), "a rule refuses padding masks"
-    refused = (options.scale, options.softcap, options.window, options.slopes)
-    assert all(one is None for one in refused), "a rule refuses a ring with these"
+    assert options.softcap is None, "a rule refuses a ring with bounded scores"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     length = query.shape[2]
+    window = options.window if options.is_limited(axis.size * length) else None
     documents: Sequence[BlockDocuments | None]
     if segments is None:
-        steps = ring_plan(axis, length, causal=options.causal)
+        steps = ring_plan(axis, length, causal=options.causal, window=window)
         documents = [None] * len(steps)
     else:
-        steps = ring_plan(axis, length, causal=segments.causal, longest=segments.longest)
+        longest = segments.longest
+        steps = ring_plan(axis, length, causal=segments.causal, longest=longest, window=window)
         documents = segments.shared(
-            ("ring", axis.ranks, axis.rank), lambda: documents_of(segments, steps, axis, length)
+            ("ring", axis.ranks, axis.rank, window is None),
+            lambda: documents_of(segments, steps, axis, length),
         )
-    ring = _Ring(axis, block, steps, documents, options.dropout)
+    rules: list[ScoreRules | None] = [None] * len(steps)
+    given = (options.scale, window, options.slopes)
+    if any(one is not None for one in given):
+        everywhere = torch.arange(axis.size * length, device=query.device)
+        places = split_for_all(everywhere, axis.size, dim=0)
+        rules = [
+            ScoreRules(*given, places[axis.rank][step.queries], places[step.source][step.keys])
+            for step in steps
+        ]
+    if window is not None or options.slopes is not None:
+        block = _PLAIN
+    ring = _Ring(axis, block, steps, documents, rules, options.dropout)
     out: Tensor = _RingAttention.apply(query, key, value, options.sinks, ring)  # [b, n, l, d]
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -204,13 +265,19 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Ring:
-    """A ring of context ranks, and the steps of this rank with the documents of each step."""
+    """A ring of context ranks, and the blocks of this rank with documents and rules of each."""
 
     axis: Axis
     block: BlockAttention
     steps: list[RingStep]
     documents: Sequence[BlockDocuments | None]
+    rules: list[ScoreRules | None]
     dropout: float
+
+    def by_source(self) -> list[list[tuple[int, RingStep]]]:
+        """Return the blocks with their indices, those with the keys of one rank together."""
+        sources = groupby(enumerate(self.steps), key=lambda one: one[1].source)
+        return [list(blocks) for _, blocks in sources]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -219,26 +286,33 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ring: _Ring
     ) -> Tensor:
         """Return the result [b, n, l, d] and keep the values needed to redraw the masks."""
-        axis, steps, documents = ring.axis, ring.steps, ring.documents
+        axis, length = ring.axis, query.shape[2]
         pair = torch.stack((key, value))  # [2, b, g, l, d]: one message carries both
         out, logsumexp = query.new_empty(0), query.new_empty(0)  # fp32 or wider
         ctx.ring, ctx.drawn = ring, []
-        for index, step in enumerate(steps):
-            transfer = _Transfer.start(pair, axis) if index + 1 < len(steps) else None
-            drawn: Drawn = ()
-            if not step.is_empty:
-                some_keys, some_values = pair[:, :, :, step.keys]
-                part, part_sum, drawn = ring.block.forward(
-                    *(query[:, :, step.queries], some_keys, some_values),
-                    causal=step.causal,
-                    dropout=ring.dropout,
-                    documents=documents[index],
-                )
-                if index == 0:  # this rank's own block includes every query
-                    out, logsumexp = part.to(part_sum.dtype), part_sum
-                else:
-                    merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)
-            ctx.drawn.append(drawn)
+        groups = ring.by_source()
+        for number, group in enumerate(groups, 1):
+            transfer = _Transfer.start(pair, axis) if number < len(groups) else None
+            for index, step in group:
+                drawn: Drawn = ()
+                if not step.is_empty:
+                    some_keys, some_values = pair[:, :, :, step.keys]
+                    part, part_sum, drawn = ring.block.forward(
+                        *(query[:, :, step.queries], some_keys, some_values),
+                        causal=step.causal,
+                        dropout=ring.dropout,
+                        documents=ring.documents[index],
+                        rules=ring.rules[index],
+                    )
+                    if index == 0 and part.shape[2] == length:
+                        out, logsumexp = part.to(part_sum.dtype), part_sum
+                    else:
+                        if index == 0:  # a half; its rows' own keys come before all others
+                            out = torch.zeros_like(query, dtype=part_sum.dtype)
+                            logsumexp = out.new_full(query.shape[:3], -math.inf)
+                        rows = (out[:, :, step.queries], logsumexp[:, :, step.queries])
+                        merge(*rows, part, part_sum)
+                ctx.drawn.append(drawn)
             if transfer is not None:
                 pair = transfer.wait()
         if sinks is not None:
@@ -263,24 +337,30 @@ class _RingAttention(torch.autograd.Function):
         grad_query = torch.zeros_like(query, dtype=logsumexp.dtype)
         grad_pair = torch.zeros_like(pair, dtype=logsumexp.dtype)
         following = None
-        for index, (step, drawn) in enumerate(zip(ring.steps, ctx.drawn, strict=True)):
-            transfer = _Transfer.start(pair, ring.axis) if index + 1 < len(ring.steps) else None
-            of_pair: Sequence[Tensor] = ()
-            if not step.is_empty:
+        groups = ring.by_source()
+        for number, group in enumerate(groups, 1):
+            transfer = _Transfer.start(pair, ring.axis) if number < len(groups) else None
+            of_pairs: list[tuple[slice, Sequence[Tensor]]] = []
+            for index, step in group:
+                if step.is_empty:
+                    continue
                 rows = QueryRows(*(x[:, :, step.queries] for x in (grad, query, out, logsumexp)))
                 some_keys, some_values = pair[:, :, :, step.keys]
                 of_query, *of_pair = ring.block.backward(
                     *(rows, some_keys, some_values),
                     causal=step.causal,
                     dropout=ring.dropout,
-                    drawn=drawn,
+                    drawn=ctx.drawn[index],
                     documents=ring.documents[index],
+                    rules=ring.rules[index],
                 )
                 grad_query[:, :, step.queries] += of_query
+                of_pairs.append((step.keys, of_pair))
             if following is not None:
                 grad_pair = following.wait()
-            for place, part in enumerate(of_pair):
-                grad_pair[place, :, :, step.keys] += part
+            for keys, parts in of_pairs:
+                for place, part in enumerate(parts):
+                    grad_pair[place, :, :, keys] += part
             following = _Transfer.start(grad_pair, ring.axis)
             if transfer is not None:
                 pair = transfer.wait()

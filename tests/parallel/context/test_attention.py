@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.kernels.attention import AttentionOptions, fused_attention
+from megatron.kernels.attention import (
+    AttentionOptions,
+    Segments,
+    attention_reference,
+    fused_attention,
+)
 from megatron.parallel.context.block import choose_block
 from megatron.parallel.context.ring import ring_attention, ring_plan, ulysses_attention
 from megatron.parallel.context.split import join_sequence, local_positions, split_sequence
@@ -51,6 +56,84 @@ def test_attention_equals_one_process(size):
                 atol=1e-5,
                 msg=lambda text, case=(comm_type, groups, causal): f"{case}: {text}",
             )
+
+
+SLOPES = torch.tensor([0.7, 0.3, 0.1, 0.01])
+# Windows that end in the first chunk and in the middle of another, that hide nothing, and one that
+# leaves each token alone; documents, and other scores.
+RULES = {
+    "alone": {"window": 0},
+    "near": {"window": 1},
+    "three": {"window": 3},
+    "half": {"window": 7},
+    "all but one": {"window": S - 2},
+    "everything": {"window": S - 1},
+    "documents": {"window": 3, "documents": True},
+    "biases": {"slopes": SLOPES},
+    "biases in documents": {"slopes": SLOPES, "documents": True},
+    "all at once": {"window": 5, "slopes": SLOPES, "scale": 0.9, "documents": True, "sinks": True},
+    "scale": {"scale": 0.2},
+}
+
+
+def _options(name):
+    given = dict(RULES[name])
+    mask = None
+    if given.pop("documents", False):
+        ends = torch.tensor([0, 1, 11, 16, 22, 22, 27, 32])
+        mask = Segments(ends.int(), (2, S), longest=int(ends.diff().max()))
+    if given.pop("sinks", False):
+        given["sinks"] = torch.tensor([-1.0, 0.0, 1.0, 2.0])
+    return AttentionOptions(mask, **given)
+
+
+def _by_rules(layout):
+    results = []
+    for name in RULES:
+        inputs = [split_sequence(x, layout.context, 0).requires_grad_() for x in heads(S, 2)]
+        out = ring_attention(*inputs, _options(name), axis=layout.context, block=BLOCK)
+        out.backward(split_sequence(weights_of(torch.empty(S, 2, 32)), layout.context, 0))
+        results.append([out.detach(), *(x.grad for x in inputs)])
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_windows_and_biases_in_a_ring_are_those_of_one_process(size):
+    for name, *parts in zip(RULES, *run_distributed(size, _by_rules, context=size), strict=True):
+        inputs = [x.double().requires_grad_() for x in heads(S, 2)]
+        out = attention_reference(*inputs, _options(name), softmax_in_fp32=False)
+        out.backward(weights_of(out).double())
+        expected = [out.detach(), *(x.grad for x in inputs)]
+        for theirs, *ours in zip(expected, *parts, strict=True):
+            found = join_sequence(ours, 0).double()
+            torch.testing.assert_close(
+                found, theirs, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+@pytest.mark.parametrize("longest", [None, 3, 9])
+@pytest.mark.parametrize("window", [0, 1, 3, 4, 9, 30])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_blocks_of_a_window_cover_its_pairs_once_and_skip_the_rest(size, window, longest):
+    length, s = 4, 4 * size
+    seen = torch.zeros(s, s)
+    axes = [Axis(size=size, rank=rank, ranks=tuple(range(size))) for rank in range(size)]
+    places = [local_positions(s, axis) for axis in axes]
+    for axis in axes:
+        plan = ring_plan(axis, length, causal=True, window=window, longest=longest)
+        sources = list(dict.fromkeys(step.source for step in plan))
+        assert sources == [(axis.rank - i) % size for i in range(size)]
+        own = [step.source == axis.rank and step.causal for step in plan[:2]]
+        assert own == [True, True]  # a query's own key comes before all others
+        for step in plan:
+            rows, columns = places[axis.rank][step.queries], places[step.source][step.keys]
+            distance = rows[:, None] - columns
+            block = (distance >= 0) & (distance <= window) & (distance < (longest or s))
+            assert step.causal == bool((distance < 0).any())
+            assert step.is_empty == (not block.any())
+            seen[rows[:, None], columns] += block.float()
+    reach = min(window, (longest or s) - 1)
+    assert torch.equal(seen, torch.ones(s, s).tril().triu(-reach))
 
 
 def _change_the_future(layout, comm_type):
