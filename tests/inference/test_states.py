@@ -100,7 +100,9 @@ def test_a_new_snapshot_takes_the_place_of_the_oldest(folder: Path) -> None:
     assert cached(engine, first, second, first, third, second, first) == [0, 0, 8, 0, 0, 0]
 
 
-def test_snapshots_survive_preemption_and_chunks(folder: Path) -> None:
+@pytest.mark.parametrize("name", [NAME, "qwen3 next"])
+def test_snapshots_survive_preemption_and_chunks(name: str, tmp_path: Path) -> None:
+    folder = write_model(name, tmp_path)
     small = EngineOptions(max_sequences=5, max_step_tokens=6, cache_tokens=28, block_size=2)
     engine, asked = toy_engine(folder, small), [TEXT[: 3 + i % 7] for i in range(12)]
     requests = [Request(str(i), prompt, greedy(NEW)) for i, prompt in enumerate(asked)]
@@ -108,7 +110,7 @@ def test_snapshots_survive_preemption_and_chunks(folder: Path) -> None:
     assert engine.stats.preempted
     assert engine.stats.cached_tokens
     for request in requests:
-        assert found[request.id] == expected_greedy(NAME, request.prompt, NEW)
+        assert found[request.id] == expected_greedy(name, request.prompt, NEW)
 
 
 def test_log_probabilities_are_the_models(folder: Path) -> None:
