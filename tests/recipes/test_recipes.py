@@ -152,3 +152,13 @@ def test_a_file_of_one_s_own_is_a_recipe(tmp_path: Path) -> None:
 )
 def test_numbers_of_the_table(number: object, text: str) -> None:
     assert catalog.short(number) == text
+
+
+def test_a_word_is_a_recipe_if_it_is_a_name_a_yaml_file_or_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert not catalog.is_recipe(str(folder))
+    (folder / "config.json").write_text("{}")
+    words = ["gpt-tiny", "mine.yaml", "mine.yml", str(folder), str(folder / "config.json")]
+    assert all(map(catalog.is_recipe, words))
+    assert not any(map(catalog.is_recipe, ["gpt-huge", "mine.txt", "gpt-tiny/"]))
