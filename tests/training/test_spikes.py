@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.shard import memory_of
@@ -22,10 +21,9 @@ from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
 from megatron.training.spikes import NORM, SpikeWatch
 from megatron.training.step import Updates
-from pretrain_gpt import GPTRecipe
 from tests.distributed import run_distributed
 from tests.training import toy
-from tests.training.toy import build_toy, fingerprint, train_toy
+from tests.training.toy import SpoiledRecipe, build_toy, fingerprint, train_toy
 
 _ON = "--spike-window 4 --train-iters 12 --eval-iters 0 --log-interval 1".split()
 
@@ -70,26 +68,12 @@ def test_a_window_that_was_saved_goes_on() -> None:
     assert shorter.state() == {"lm loss": [7.0, 7.5]}
 
 
-class _Spiky(GPTRecipe):
-    """The loss of some samples is several times as large as it should be."""
-
-    bad: frozenset[int] = frozenset()
-
-    def forward(self, part: Any, batch: Any, *rest: Any) -> Any:
-        result = super().forward(part, batch, *rest)
-        if isinstance(result, Tensor) or self.bad.isdisjoint(batch["id"].tolist()):
-            return result
-        return {name: 8 * value for name, value in result.items()}
-
-
 @pytest.fixture(name="spoil")
 def _spoil(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Spoils samples, which trainings read in their order: iteration i reads 4 (i - 1) and on."""
 
     def spoil(samples: Iterable[int]) -> None:
-        recipe = _Spiky()
-        recipe.bad = frozenset(samples)
-        monkeypatch.setitem(toy.RECIPES, "gpt", recipe)
+        monkeypatch.setitem(toy.RECIPES, "gpt", SpoiledRecipe(frozenset(samples)))
 
     return spoil
 

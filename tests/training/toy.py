@@ -43,6 +43,21 @@ RECIPES: dict[str, Recipe] = {
     "ict": ICTRecipe(),
     "retro": RetroRecipe(),
 }
+
+
+class SpoiledRecipe(GPTRecipe):
+    """A GPT's training in which the loss of some samples is several times as large as it is."""
+
+    def __init__(self, samples: frozenset[int]) -> None:
+        self._samples = samples
+
+    def forward(self, part: Any, batch: Any, *rest: Any) -> Any:
+        result = super().forward(part, batch, *rest)
+        if isinstance(result, torch.Tensor) or self._samples.isdisjoint(batch["id"].tolist()):
+            return result
+        return {name: 8 * value for name, value in result.items()}
+
+
 OF_KIND: dict[str, list[str]] = {
     "gpt": [],
     "bert": [],

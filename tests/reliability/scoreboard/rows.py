@@ -23,6 +23,7 @@ from tests.reliability.scoreboard.layouts import all_layouts
 from tests.reliability.scoreboard.limits import merely_large
 from tests.reliability.scoreboard.malice import malicious_files
 from tests.reliability.scoreboard.mute import mute_store
+from tests.reliability.scoreboard.numbers import flipped_bits, spoiled_batches
 from tests.reliability.scoreboard.recovery import (
     killed_ranks,
     leaks,
@@ -188,6 +189,23 @@ ROWS: tuple[Row, ...] = (
         not_finite,
         full=20,
         quick=1,
+    ),
+    Row(
+        20,
+        "a sample whose loss is eight times too large, at a random iteration, with `--on-spike "
+        "skip`: a spike in that iteration and in no other; a clean run of 1,000 iterations: none",
+        spoiled_batches,
+        full=20,
+        quick=0,  # tests/training/test_spikes.py tries it
+    ),
+    Row(
+        21,
+        "a random bit of a random weight flips on one of three replicas, which are compared every "
+        "1 to 10 iterations: the next comparison ends the run on all ranks, and names the rank "
+        "and the weight",
+        flipped_bits,
+        full=20,
+        quick=0,  # tests/training/test_replica_hashes.py tries it
     ),
     Row(
         22,

@@ -1,0 +1,110 @@
+"""Rows 20 and 21: spikes, and bits that flip."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from megatron.errors import NumericsError
+from megatron.parallel.layout import Layout
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.loop import standard_callbacks, train
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+from tests.distributed import run_distributed
+from tests.reliability.scoreboard.score import Trials, expect
+from tests.training.toy import RECIPES, SpoiledRecipe, build_toy
+
+_WINDOW = 16  # updates
+_CLEAN = 50  # iterations of the clean run for each trial
+_REPLICAS = 3
+
+
+class _Outcomes(Callback):
+    """Keeps which iterations had a spike."""
+
+    def __init__(self) -> None:
+        self.spikes: dict[int, str] = {}
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        if outcome.found_spike:
+            self.spikes[run.progress.iteration] = outcome.spike
+
+
+def _spikes(iterations: int, *flags: str, spoiled: frozenset[int] = frozenset()) -> dict[int, str]:
+    """The iterations of a toy run that it takes for spikes."""
+    before, outcomes = RECIPES["gpt"], _Outcomes()
+    RECIPES["gpt"] = SpoiledRecipe(spoiled)
+    try:
+        words = ["--train-iters", str(iterations), "--eval-iters", "0", "--log-interval", "1000"]
+        run = build_toy(Layout.single(), [*words, "--on-spike", "skip", *flags])
+        train(run, [outcomes, *standard_callbacks(run, [])[0]])
+    finally:
+        RECIPES["gpt"] = before
+    return outcomes.spikes
+
+
+def spoiled_batches(folder: Path, count: int) -> Trials:
+    """Try row 20: a batch with a sample whose loss is too large, and a run without one."""
+    trials = Trials.with_seeds(count)
+    for seed in range(count):
+        draw = random.Random(seed)
+        iteration = draw.randrange(_WINDOW + 1, 2 * _WINDOW)
+        sample, form = 4 * (iteration - 1) + draw.randrange(4), draw.choice(("--bf16", "--fp16"))
+        with trials.trial(f"seed {seed}, sample {sample}, {form}"):
+            flags = (form, "--initial-loss-scale", "64", "--seed", str(seed + 1))
+            window = ("--spike-window", str(_WINDOW))
+            found = _spikes(2 * _WINDOW, *flags, *window, spoiled=frozenset({sample}))
+            expect(list(found) == [iteration], f"spikes at {found}, not at {iteration}")
+    with trials.trial("a clean run"):
+        found = _spikes(_CLEAN * count)
+        expect(not found, f"spikes without a cause: {found}")
+    trials.note("iterations of the clean run", _CLEAN * count)
+    return trials
+
+
+class _Flip(Callback):
+    """Flips a bit of a weight on one rank before an update."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self.iteration, self.rank = self._draw.randrange(1, 10), self._draw.randrange(_REPLICAS)
+        self.name = ""
+
+    def before_step(self, run: Run) -> None:
+        if run.progress.iteration + 1 != self.iteration:
+            return
+        self.name, weight = self._draw.choice(sorted(run.named_parameters()))
+        place, bit = self._draw.randrange(weight.numel()), self._draw.randrange(32)
+        if run.layout.world.rank == self.rank:
+            data = weight.detach().view(-1).view(torch.uint8)
+            data[4 * place + bit // 8] ^= 1 << bit % 8
+
+
+def _flipped(layout: Layout, seed: int, interval: int) -> tuple[int, int, str, str]:
+    """The rank, the iteration and the weight of a flipped bit, and what was said of it."""
+    words = ["--check-weight-hash-across-dp-replicas-interval", str(interval), "--on-nonfinite"]
+    size = ["--global-batch-size", str(_REPLICAS), "--eval-iters", "0", "--train-iters", "20"]
+    run, flip = build_toy(layout, [*words, "skip", *size]), _Flip(seed)
+    told = ""
+    try:
+        train(run, [flip, *standard_callbacks(run, [])[0]])
+    except NumericsError as error:
+        told = str(error)
+    return flip.rank, flip.iteration, flip.name, told
+
+
+def flipped_bits(folder: Path, count: int) -> Trials:
+    """Try row 21: a bit of a weight flips on one of three replicas."""
+    trials = Trials.with_seeds(count)
+    for seed in range(count):
+        interval = random.Random(seed).randrange(1, 11)
+        with trials.trial(f"seed {seed}, every {interval} iterations"):
+            for rank, flipped, name, told in run_distributed(_REPLICAS, _flipped, seed, interval):
+                due = -(-flipped // interval) * interval
+                begins = f"iteration {due}: replicas differ: "
+                expect(told.startswith(begins), f"after {flipped}: {told or 'nothing was found'}")
+                expect(f"{name} of rank {rank}, unlike 2 others" in told, f"{name}, {rank}: {told}")
+    return trials
