@@ -14,7 +14,7 @@ from megatron.checkpoint.huggingface.gpt_oss import GptOss
 from megatron.checkpoint.huggingface.llama import LlamaLike
 from megatron.checkpoint.huggingface.mamba import Mamba2, NemotronH
 from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
-from megatron.checkpoint.huggingface.neox import NeoX
+from megatron.checkpoint.huggingface.neox import NeoX, StableLm
 from megatron.checkpoint.huggingface.olmo import Olmo
 from megatron.checkpoint.huggingface.phi import Phi
 from megatron.checkpoint.huggingface.qwen_next import QwenNext
@@ -47,6 +47,7 @@ FAMILIES: list[Family] = [
     Olmo("olmo3", "Olmo3ForCausalLM", has_windows=True, rotary_base=500000.0),
     Phi("phi3", "Phi3ForCausalLM"),
     NeoX("gpt_neox", "GPTNeoXForCausalLM"),
+    StableLm("stablelm", "StableLmForCausalLM"),
     Bloom("bloom", "BloomForCausalLM"),
     Falcon("falcon", "FalconForCausalLM"),
     GptOss("gpt_oss", "GptOssForCausalLM"),

@@ -1,13 +1,13 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side, LayerNorm, biases, partly rotated heads."""
+"""GPT-NeoX, Pythia and StableLM: LayerNorm, partly rotated heads, parallel attention and MLP."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
-from megatron.checkpoint.huggingface.llama import read_rope, write_rope
+from megatron.checkpoint.huggingface.llama import LLAMA_KEYS, LlamaLike, read_rope, write_rope
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
@@ -88,3 +88,54 @@ class NeoX(rules.Family):
     def form(self, layer: Any, module: str, tensors: int) -> rules.TensorForm:
         """Return the conversion for a layer's module: every tensor is as ours."""
         return rules.SAME
+
+
+_STABLE_KEYS = (
+    *(key for key in LLAMA_KEYS if key.field != "norm_epsilon"),
+    rules.Key("layer_norm_eps", "norm_epsilon", "number", 1e-5),
+)
+
+
+@dataclass(frozen=True)
+class StableLm(LlamaLike):
+    """StableLM, which is Llama with LayerNorm. Side by side, attention and MLP share a norm."""
+
+    keys: tuple[rules.Key, ...] = _STABLE_KEYS
+    old_files: bool = True
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        settings.must_be("qk_layernorm", False)
+        parallel = settings.switch("use_parallel_residual", False)
+        return replace(
+            super().network(settings, flags),
+            normalization="LayerNorm",
+            parallel_residual=parallel,
+            shared_parallel_norm=parallel,
+            add_qkv_bias=settings.switch("use_qkv_bias", False),
+            hidden_dropout=settings.share("hidden_dropout", 0.0),
+        )
+
+    def _read_rotation(self, settings: Settings) -> dict[str, Any]:
+        """Return the flags of the rotary positions."""
+        new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
+        share = settings.number("partial_rotary_factor", 0.25)
+        share = new.number("partial_rotary_factor", share)
+        base = settings.number("rope_theta", self.rotary_base)
+        flags = {"rotary_base": new.number("rope_theta", base), "rotary_percent": share}
+        for rope in (new, old):
+            flags |= read_rope(rope, settings, share)
+        return flags
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json for a network."""
+        keys = super().write(model, vocab)
+        del keys["attention_bias"]
+        return {
+            **keys,
+            "hidden_dropout": model.hidden_dropout,
+            "partial_rotary_factor": model.rotary_percent,
+            "qk_layernorm": False,
+            "use_parallel_residual": model.parallel_residual,
+            "use_qkv_bias": model.add_qkv_bias,
+        }

@@ -214,6 +214,21 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         1_414_647_808,
     ),
+    "stablelm-2-1.6b": (
+        {
+            **CASES["llama"].config,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "model_type": "stablelm",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": None,
+            "use_qkv_bias": True,
+            "vocab_size": 100352,
+        },
+        1_644_515_328,
+    ),
     "bloom-560m": (
         {
             **CASES["bloom"].config,

@@ -29,6 +29,14 @@ from tests.inference.toy import drain, greedy, tokens_of, toy_engine
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 
+def config_of(name: str) -> dict[str, object]:
+    """A family without a second model of ours is Llama's but for this."""
+    if name != "stablelm":
+        return CASES[name].config
+    biased = dict.fromkeys(("use_qkv_bias", "use_parallel_residual"), True)
+    return {**CASES["llama"].config, "model_type": "stablelm", "rms_norm_eps": None, **biased}
+
+
 def attention_of(name: str) -> str:
     """The eager form of transformers 5 adds the biases of Falcon twice."""
     return "sdpa" if name == "falcon with alibi" else "eager"
@@ -72,6 +80,7 @@ def test_transformers_computes_what_our_second_model_computes(name: str, tmp_pat
         "olmo 3",
         "phi 3",
         "phi 3 with longrope",
+        "stablelm",
         "deepseek v2",
         "deepseek v3",
         "deepseek v3 with yarn",
@@ -85,7 +94,7 @@ def test_a_random_model_comes_in_verified_and_goes_out_as_it_was(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = transformers.AutoConfig.for_model(
-        **{k: deepcopy(value) for k, value in CASES[name].config.items() if value is not None}
+        **{k: deepcopy(value) for k, value in config_of(name).items() if value is not None}
     )
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -186,6 +195,12 @@ DENSE: dict[str, dict[str, object]] = {
     },
     "phi3, longrope": _LONG_ROPE,
     "phi3, longrope, short": {**_LONG_ROPE, "original_max_position_embeddings": 60},
+    "stablelm": {"hidden_size": 48, "use_qkv_bias": True},
+    "stablelm, parallel": {
+        "hidden_size": 48,
+        "rope_parameters": {**_PARTLY, "partial_rotary_factor": 0.5},
+        "use_parallel_residual": True,
+    },
     "gemma": {"head_dim": 10},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
     "gemma3_text": {
