@@ -1,4 +1,4 @@
-r"""Run a training command under random faults, and judge by what it leaves whether it survived.
+r"""Run a training command under random faults, and judge from its outputs whether it survived.
 
     python tools/chaos.py --mtbf 60s --hours 1 --against calm/metrics.jsonl -- \
         torchrun --nproc-per-node 4 --max-restarts 1000 pretrain_gpt.py --config run.yaml \
@@ -17,8 +17,8 @@ until it ends with 0. Faults strike one rank, at random times, until --hours are
     disk      the rank's files cannot grow, as on a full disk (RLIMIT_FSIZE)
     damage    one byte of the newest checkpoint is changed, and the rank is killed
 
-Only the command's exit codes, checkpoints and metrics are looked at. Every fault and every choice
-follows from --seed, but what it meets also depends on the speed of the machine.
+The verdict uses only the command's exit codes, checkpoints and metrics. --seed determines every
+fault and its time, but what a fault hits also depends on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Outcome:
         codes: The exit codes of its starts, in order. A signal's number is negative.
         strikes: The faults.
         seconds: The time from the first start to the last end.
-        orphans: The number of processes that had not ended a minute after their launcher.
+        orphans: The number of processes still running a minute after their launcher ended.
     """
 
     codes: list[int] = field(default_factory=list)
@@ -150,7 +150,7 @@ class Job:
         return sorted(pid for pid in ranks if processes[pid][0] not in ranks)
 
     def end(self) -> tuple[int, int]:
-        """Wait for the launcher and all others. Return its code and the number that stayed."""
+        """Wait for the launcher and its processes. Return its code and the number still running."""
         code = self.process.wait()
         deadline = time.monotonic() + _LEAVE
         while (left := self.processes()) and time.monotonic() < deadline:
@@ -205,7 +205,7 @@ KINDS = (*STRIKES, "launcher", "damage")
 
 
 def strike(kind: str, job: Job, save: Path, draw: random.Random) -> Strike | None:
-    """Let a fault strike a random rank, and return it; `None` if there is no rank."""
+    """Inject a fault into a random rank and return the fault; `None` if there is no rank."""
     ranks = job.ranks()
     if not ranks:
         return None
@@ -221,7 +221,7 @@ def strike(kind: str, job: Job, save: Path, draw: random.Random) -> Strike | Non
 
 
 def run_under_faults(plan: Plan, seed: int) -> Outcome:
-    """Run the command until it ends with 0, and let faults strike meanwhile."""
+    """Run the command until it exits with 0, and inject faults meanwhile."""
     draw, outcome, started = random.Random(seed), Outcome(), time.monotonic()
     due = started + draw.expovariate(1.0 / plan.mtbf)
     while len(outcome.codes) < plan.starts:
@@ -304,7 +304,7 @@ def lost_steps(lines: Sequence[dict[str, Any]]) -> list[int]:
 def judge(
     save: Path, metrics: Path, outcome: Outcome, against: Path | None = None
 ) -> tuple[list[str], dict[str, Any]]:
-    """Judge a run by what it left.
+    """Judge a run by its outputs.
 
     Args:
         save: Its folder of checkpoints.
@@ -313,7 +313,7 @@ def judge(
         against: The metrics of an undisturbed run.
 
     Returns:
-        What did not hold, one line each, and numbers about the run.
+        The failed checks, one line each, and numbers about the run.
     """
     lines, problems = read_metrics(metrics), []
     steps = list(steps_of(lines))
@@ -391,7 +391,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command under faults and print the judgment. Return 1 if something did not hold.
+    """Run the command under faults and print the verdict. Return 1 if a check failed.
 
     Raises:
         ConfigError: A fault is unknown or not possible here, or the command lacks a flag.
@@ -417,7 +417,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command. Exit codes: 0 everything held, 1 not everything, 9 bad flags."""
+    """Run the command. Exit codes: 0 all checks passed, 1 a check failed, 9 bad flags."""
     return run_command(lambda: run(build_parser().read(words)))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints read with other weights: with adapters merged into them, or their averages."""
+"""Checkpoints read with other weights: merged with adapters, or replaced by their averages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WEIGHT = ".weight"
 
 
 class AveragedReader(Reader):
-    """A checkpoint whose averages of the weights are presented as the weights.
+    """A checkpoint that presents the averages of the weights as the weights.
 
     Weights that were not averaged, because they are frozen or buffers, are presented as they are.
     There are no optimizer states, because those in the files belong to the other weights.

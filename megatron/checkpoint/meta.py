@@ -52,7 +52,7 @@ class OptimizerScalars(TypedDict):
 
 
 class SavedAverage(TypedDict):
-    """The state of an average of the weights apart from its tensors."""
+    """The state of an average of the weights, apart from its tensors."""
 
     kind: Literal["ema", "lawa"]
     count: Size

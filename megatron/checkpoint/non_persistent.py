@@ -1,10 +1,10 @@
 """Frequent checkpoints on the machines' own disks or in their memory, or in a shared folder.
 
-A machine may be lost with its folder. Each machine holds, in a native checkpoint's folder, the
-files of its ranks and copies of those of other ranks, but the manifest of all. The files are
-digested like those of every checkpoint. When a run starts, the processes tell each other which
-files they have. The newest checkpoint of which all files exist somewhere is completed on every
-machine, and is then read like any other.
+A machine may be lost together with its folder. Each machine holds a native checkpoint folder with
+the files of its own ranks, copies of some other ranks' files, and the manifest of the whole
+checkpoint. The files have digests like those of every checkpoint. When a run starts, the processes
+tell each other which files they have. The newest checkpoint whose files all exist somewhere is
+completed on every machine, and is then read like any other.
 
     DIR/iter_0000120/manifest.json               of the whole checkpoint, the same on all machines
     DIR/iter_0000120/rank_00003.safetensors      of a rank of this machine, or a copy
@@ -44,7 +44,7 @@ _PIECE = 64 << 20  # bytes sent at a time
 
 
 class NonPersistentStore:
-    """The non-persistent checkpoints of a run. Everything here is collective.
+    """The non-persistent checkpoints of a run. All methods are collective.
 
     Args:
         root: This process's folder of these checkpoints, created if it is missing.

@@ -74,19 +74,18 @@ class SelfAttentionOptions:
         v_head_dim: Channels of each head's values.
         attention_output_gate: Multiply the output of each attention head by the sigmoid of a gate
             that is computed with its query (Qwen3-Next).
-        experimental_attention_variant: Another mixer than attention in the layers that
-            --linear-attention-freq chooses. gated_delta_net: a recurrent state for each head, from
-            which the delta rule erases what a new key replaces (Yang et al., 2024).
-        linear_attention_freq: The layers with --experimental-attention-variant: a number N leaves
-            every Nth layer its attention, and a pattern such as ([1]*3+[0])*4 has a 1 for each of
-            them.
-        linear_conv_kernel_dim: Tokens that the causal convolution of a gated delta net reads: each
-            token and those before it.
+        experimental_attention_variant: Mixer that replaces attention in the layers that
+            --linear-attention-freq chooses. gated_delta_net: a recurrent state for each head, in
+            which the delta rule overwrites the value of a key (Yang et al., 2024).
+        linear_attention_freq: The layers with --experimental-attention-variant: a number N means
+            all layers except every Nth, which keeps its attention; a pattern such as ([1]*3+[0])*4
+            has a 1 for each of them.
+        linear_conv_kernel_dim: Kernel size of the causal convolution of a gated delta net.
         linear_key_head_dim: Channels of a query and a key of a gated delta net.
         linear_value_head_dim: Channels of a value of a gated delta net.
         linear_num_key_heads: Number of query and key heads of a gated delta net.
-        linear_num_value_heads: Number of value heads of a gated delta net. Equally many consecutive
-            ones share a query and a key.
+        linear_num_value_heads: Number of value heads of a gated delta net. Consecutive value heads
+            share a query and a key head, in groups of equal size.
         window_size: Limit self-attention to a sliding window: 511,0 lets a token attend to itself
             and the 511 tokens before it. The second number is for encoders and must be 0 or -1.
         window_attn_skip_freq: The layers with --window-size: a number N gives every Nth layer full
@@ -102,8 +101,8 @@ class SelfAttentionOptions:
         no_rope_freq: The layers without rotary positions: a number N means every Nth layer, and a
             pattern such as ([0]*3+[1])*6 has a 1 for each of them. Default: none.
         rope_type: How rotary positions extend beyond the trained context. yarn: low frequencies are
-            divided by --rotary-scaling-factor (Peng et al., 2023). longrope: each frequency is
-            divided by its own number (Phi-3, Phi-4).
+            divided by --rotary-scaling-factor (Peng et al., 2023). longrope: each frequency has its
+            own divisor (Phi-3, Phi-4).
         rotary_scaling_factor: YaRN's factor: the desired context length divided by the trained
             context length.
         yarn_original_max_position_embeddings: The context that the model was trained with.
@@ -117,9 +116,10 @@ class SelfAttentionOptions:
         mscale_all_dim: See --mscale. Latent attention multiplies its scores by the square of
             m(--mscale-all-dim).
         longrope_original_max_position_embeddings: The context that the model was trained with.
-            Sequences of up to this many tokens have the short divisors, longer ones the long ones.
+            Sequences of up to this many tokens use the short divisors, longer ones the long
+            divisors.
         longrope_short_factor: LongRoPE's divisors of the frequencies in short sequences, one for
-            every two channels that rotate.
+            each pair of rotated channels.
         longrope_long_factor: The same in long sequences.
         longrope_attention_factor: LongRoPE multiplies queries and keys by this number.
     """

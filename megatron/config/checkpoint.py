@@ -79,18 +79,21 @@ class CheckpointConfig:
             to --keep-latest.
         mean_hours_between_failures: Mean time between failures of the whole job, used to suggest
             how often to save. Default: 50,000 GPU hours, as in Llama 3's training.
-        non_persistent_save_interval: Iterations between non-persistent checkpoints: the two newest
-            are kept, and a run that resumes itself from --save prefers them if they are newer.
-        non_persistent_ckpt_type: Where non-persistent checkpoints are: in a folder that all
-            processes see (global), or on each machine's own disk or in its memory (local).
-        non_persistent_global_ckpt_dir: Folder for global ones. Default: non_persistent in --save.
-        non_persistent_local_ckpt_dir: Folder for local ones, for example in /dev/shm.
+        non_persistent_save_interval: Iterations between non-persistent checkpoints. The two newest
+            are kept, and a run that resumes from its own --save folder prefers them if they are
+            newer.
+        non_persistent_ckpt_type: Where non-persistent checkpoints are kept: in a folder shared by
+            all processes (global), or on each machine's own disk or in its memory (local).
+        non_persistent_global_ckpt_dir: Folder for global non-persistent checkpoints. Default:
+            non_persistent in --save.
+        non_persistent_local_ckpt_dir: Folder for local non-persistent checkpoints, for example in
+            /dev/shm.
         replication: Copy each process's local checkpoint to the folder of other processes, so that
             it survives the loss of a machine.
         replication_jump: Distance in ranks between a process and the one that keeps its copy.
             Default: the processes per machine, so that the copy is on the next machine.
-        replication_factor: Number of machines that hold each process's local checkpoint, its own
-            included.
+        replication_factor: Number of machines that hold each process's local checkpoint, including
+            its own.
         no_save_optim: Leave the optimizer out of checkpoints.
         no_save_rng: Leave random states out of checkpoints.
         load: Folder to load the newest checkpoint from.

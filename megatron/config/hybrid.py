@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.fields import MAX_LAYERS, MOST_WIDTH, Need, flag
 
 MAMBA, ATTENTION, MLP, MIXTURE = "M", "*", "-", "E"
-# What each symbol of a pattern stands for.
+# The meaning of each symbol of a pattern.
 SYMBOLS = {
     MAMBA: "Mamba-2",
     ATTENTION: "attention",
@@ -26,8 +26,8 @@ class HybridOptions:
 
     Attributes:
         hybrid_layer_pattern: The layers of a hybrid model, one symbol each: M Mamba-2, * attention,
-            - an MLP, E a mixture of experts. Each layer has this one part and its normalization. A
-            | begins the next part of the pipeline. Default: every layer has attention and an MLP.
+            - an MLP, E a mixture of experts. Each layer has only this part and its normalization. A
+            | begins the next pipeline part. Default: every layer has attention and an MLP.
         mamba_state_dim: Size of the vectors B and C of Mamba-2: the values that its state holds for
             each channel.
         mamba_head_dim: Channels of a Mamba-2 head.

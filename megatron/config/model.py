@@ -74,9 +74,9 @@ class DenseOptions:
         max_position_embeddings: Longest sequence the position embedding covers. Default:
             --seq-length.
         position_embedding_type: How the network encodes positions. relative adds learned biases to
-            the attention scores (T5 only). alibi subtracts the distance of query and key from the
-            scores, times a fixed slope for each head (GPT only).
-        scale_alibi: Multiply the biases of --position-embedding-type alibi by the factor of the
+            the attention scores (T5 only). alibi subtracts the distance between query and key,
+            times a fixed slope for each head, from the scores (GPT only).
+        scale_alibi: Scale the biases of --position-embedding-type alibi by the same factor as the
             attention scores (Falcon-RW).
         relative_attention_num_buckets: Distance buckets of --position-embedding-type relative. Each
             has one bias per head.
@@ -271,12 +271,12 @@ class WidthOptions:
     Attributes:
         use_mup: Scale initial weights, learning rates, attention scores and logits with
             --hidden-size, so that the best learning rate of a narrow model is that of a wide one.
-        mup_base_hidden_size: --hidden-size of the narrow model whose learning rate and initial
-            weights are given. Default: --hidden-size itself.
+        mup_base_hidden_size: --hidden-size of the narrow model for which the learning rate and
+            initial weights were tuned. Default: --hidden-size itself.
         mup_embedding_mult: Factor of the word embeddings.
-        mup_output_mult: Factor of the logits. 1 stands for --mup-base-hidden-size / --hidden-size.
-        mup_base_head_dim: --kv-channels of the narrow model. The attention scores then have its
-            usual scale there. Default: 1.
+        mup_output_mult: Factor of the logits. 1 means --mup-base-hidden-size / --hidden-size.
+        mup_base_head_dim: --kv-channels of the narrow model, in which attention scores then have
+            their usual scale. Default: 1.
         mup_attn_scale_power: Power p of --kv-channels in the factor of the attention scores, the
             square root of --mup-base-head-dim divided by --kv-channels ** p.
     """
@@ -321,7 +321,7 @@ class ModelConfig(ModelOptions):
 
     @property
     def width_ratio(self) -> float:
-        """The width in multiples of muP's base width; 1 without muP."""
+        """The width relative to muP's base width; 1 without muP."""
         return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
 
     @property

@@ -81,20 +81,20 @@ class OptimizerConfig:
             duplicated gathers the matrix on every process. distributed adds up matrix products over
             the processes.
         muon_scalar_optimizer: Optimizer of the parameters that are not matrices.
-        use_precision_aware_optimizer: Allow Adam's moments, master weights and gradients in fewer
-            bits than fp32, as the next four flags say.
+        use_precision_aware_optimizer: Allow fewer bits than fp32 for Adam's moments, master weights
+            and gradients, as set by the next four flags.
         exp_avg_dtype: Number format of Adam's first moment. fp16 and fp8 have a scale for every 256
             elements.
         exp_avg_sq_dtype: Number format of Adam's second moment. fp8 suits --adam-beta2 up to 0.95.
         main_params_dtype: Number format of the master weights of 16-bit weights. fp16 has a scale
             for every 256 elements.
-        main_grads_dtype: Number format in which gradients are summed with --bf16.
-        ema_decay: Keep an exponential moving average of the weights in fp32, of which each update
-            keeps this share, for example 0.999. Checkpoints hold it beside the weights.
+        main_grads_dtype: Number format in which gradients are accumulated and reduced with --bf16.
+        ema_decay: Keep an exponential moving average of the weights in fp32 with this decay rate,
+            for example 0.999. Checkpoints hold it along with the weights.
         lawa_interval: Keep the mean of the latest --lawa-window snapshots of the weights, taken
-            after every so many updates (LAWA). Checkpoints hold it beside the weights.
-        lawa_window: Snapshots in the mean of --lawa-interval. Each takes 4 bytes per parameter that
-            a process updates.
+            once in this many updates (LAWA). Checkpoints hold it along with the weights.
+        lawa_window: Number of snapshots in the mean of --lawa-interval. Each takes 4 bytes for
+            every parameter that a process updates.
         optimizer_cpu_offload: Keep fp32 weights and optimizer states in host memory and compute the
             update there.
     """
@@ -165,9 +165,9 @@ class ScheduleConfig:
         lr_wsd_decay_iters: With --lr-decay-style WSD: length of the decay at the end.
         lr_wsd_decay_samples: With --lr-decay-style WSD: length of the decay at the end.
         lr_wsd_branch_from: With --lr-decay-style WSD: start this run as a branch of another one. It
-            continues from the newest checkpoint in this folder, begins the final decay there, and
-            ends with it, so that no length is given. If the run is started again, it continues from
-            --save.
+            continues from the newest checkpoint in this folder and begins the final decay there. It
+            ends with the decay, so no length is given. If the run is started again, it continues
+            from --save.
         lr_wsd_branch_step: Iteration of the checkpoint in --lr-wsd-branch-from. Default: the
             newest.
         lr_range_test_min_lr: First learning rate of a range test, which keeps raising the rate to

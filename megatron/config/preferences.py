@@ -37,9 +37,9 @@ class PreferenceConfig:
 
     Attributes:
         preference_loss: Train on pairs of a chosen and a rejected answer with this loss: DPO, IPO,
-            the hinge loss of SLiC, robust DPO, SimPO or ORPO. kto trains on single answers that are
-            desirable or not. bradley-terry trains a reward model, whose output layer gives each
-            answer a reward.
+            the hinge loss of SLiC, robust DPO, SimPO or ORPO. kto trains on single answers, each
+            labeled desirable or undesirable. bradley-terry trains a reward model, whose output
+            layer gives each answer a reward.
         preference_beta: Factor that turns log-probabilities into rewards (TRL's beta). It
             determines how closely the policy follows the reference. In IPO it is tau, in ORPO
             lambda. SimPO's authors use 2 to 10.
@@ -47,9 +47,9 @@ class PreferenceConfig:
             mistake (TRL's label_smoothing). With dpo this is conservative DPO.
         simpo_gamma: The margin by which the reward of the chosen answer should exceed the reward of
             the rejected one, in SimPO (TRL's simpo_gamma).
-        kto_desirable_weight: Weight of desirable answers in the loss of kto (TRL's
-            desirable_weight). If one kind is rarer, its weight should be higher.
-        kto_undesirable_weight: Weight of undesirable answers in the loss of kto (TRL's
+        kto_desirable_weight: Weight of desirable answers in the kto loss (TRL's desirable_weight).
+            Give the rarer kind of answers the higher weight.
+        kto_undesirable_weight: Weight of undesirable answers in the kto loss (TRL's
             undesirable_weight).
         center_rewards_coefficient: Factor of the squared sum of a pair's rewards, added to the loss
             of a reward model so that rewards are 0 on average (TRL's

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.config.fields import Need, flag, suggestion
 
 POINTS = ("load", "step", "data", "forward", "backward", "optimizer", "save")
-# The kinds of faults, and the points at which each can strike. None stands for all of them.
+# The kinds of faults, and the points at which each can strike. `None` means all of them.
 KINDS: dict[str, tuple[str, ...] | None] = {
     "kill": None,
     "stop": None,
@@ -105,7 +105,7 @@ class ReliabilityConfig:
         on_crash_loop: Action when torchrun or SLURM restarts a run that has failed twice in the
             same way at the same iteration: stop, or skip the samples of that iteration.
         fault_inject: Faults to inject, to test how a run survives them: POINT:RANK:STEP:KIND, for
-            example forward:1:20:kill. Repeat the flag for several. By default there are none.
+            example forward:1:20:kill. Repeat the flag for several faults. Default: none.
     """
 
     on_crash_loop: str = flag("stop", choices=("stop", "skip"), needs=_SAVES)

@@ -84,19 +84,19 @@ class TrainingOptions:
         check_for_nan_in_loss_and_grad: Check the loss and gradients every iteration. Off:
             non-finite updates are skipped without limit.
         on_spike: Action when a loss or the gradient norm is far above its running median: none;
-            skip the update; or rewind, which goes back to the weights and the optimizer of the last
+            skip the update; or rewind, which restores the weights and the optimizer from the last
             checkpoint and continues with the next samples. The sample ids are printed.
-        spike_window: With --on-spike, the updates that the running medians cover. Earlier in the
-            run there are no spikes.
+        spike_window: With --on-spike, number of updates that the running medians cover. Nothing
+            counts as a spike until this many updates have been made.
         spike_loss_threshold: With --on-spike, a loss is a spike if it exceeds its running median by
-            this many standard deviations, and by this many percent of the median.
-        spike_grad_norm_threshold: The same for the gradient norm.
+            more than this many standard deviations, and by more than this many percent.
+        spike_grad_norm_threshold: Like --spike-loss-threshold, for the gradient norm.
         max_spikes: With --on-spike, stop after this many skipped updates in a row, or after going
             back to the same checkpoint this many times.
         check_weight_hash_across_dp_replicas_interval: Compare hashes of the weights, and of
-            optimizer states that are not sharded, over the processes that hold copies, at this
-            interval and before each checkpoint. Stop and name the rank and the tensor if they
-            differ. Default: no comparison.
+            optimizer states that are not sharded, between replicas, at this interval and before
+            each checkpoint. If they differ, stop and name the rank and the tensor. Default: no
+            comparison.
         manual_gc: Run Python's garbage collector at the same fixed iterations on all ranks.
         manual_gc_interval: Iterations between garbage collections. 0 disables them until the run
             ends.

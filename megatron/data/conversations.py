@@ -75,8 +75,8 @@ class ConversationOptions(NamedTuple):
         train_on_inputs: Whether to train on every token rather than only on the assistant's.
         last_turn_only: Whether to train only on the assistant's last turn of a conversation.
         preferences: Whether records are preferences, each of which becomes two examples.
-        labels: Whether records say which answers are desirable. This flag of an example takes the
-            place of whether to train on its first token, which is never a label.
+        labels: Whether records say which answers are desirable. In an example, this is stored as
+            the loss mask of the first token, which is never a label.
         special: The texts of the special tokens that the template may write, by name. `None` takes
             them from the tokenizer_config.json next to the tokenizer.
     """

@@ -1,11 +1,11 @@
-"""Rows of packed pairs, each a chosen and a rejected answer to the same prompt.
+"""Packed rows of pairs: a chosen and a rejected answer to the same prompt.
 
 Example 2i of a file is the chosen answer of pair i with its prompt, and example 2i + 1 is the
 rejected one. Both answers of a pair are in the same row, so a row has everything that its losses
 need.
 
-KTO compares nothing, but its loss also needs the log-probability of answers to other prompts. Its
-rows hold each answer and, in place of the rejected one, the same prompt with another answer.
+KTO compares no answers, but its loss needs the log-probability of answers to other prompts. Its
+rows hold each answer and, in place of a rejected one, the same prompt with an answer to another.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class FittedPairs:
         return np.asarray(self._examples.lengths).reshape(-1, 2)
 
     def desirable(self, i: int) -> bool:
-        """Return whether the first answer of a pair is desirable, which a chosen one always is."""
+        """Return whether the first answer of a pair is desirable. A chosen answer always is."""
         return True
 
     def digest(self) -> str:
@@ -154,7 +154,7 @@ class FittedAnswers(FittedPairs):
                 f"{self.prefix}: one answer, but KTO compares answers with those to other "
                 "prompts: give at least two"
             )
-        # What is trained is the end of an example; its first token is never a label.
+        # Only the end of an example is trained on; its first token is never a label.
         counts = np.add.reduceat(np.asarray(examples.trained), examples.starts, dtype=np.int64)
         labels = np.asarray(examples.trained)[examples.starts]
         self._prompts = lengths - (counts - labels)

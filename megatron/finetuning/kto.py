@@ -3,8 +3,8 @@
 Kahneman-Tversky optimization, arXiv:2402.01306, needs no pairs. Its loss compares the reward of an
 answer with the mean reward of answers to other prompts, an estimate of the divergence of the policy
 from the reference. A row therefore holds each answer, followed by the same prompt with another
-answer (`data.preferences.FittedAnswers`). The estimate is the mean over a micro-batch of all
-data-parallel processes, like TRL's, and has no gradient.
+answer (`data.preferences.FittedAnswers`). The estimate is the mean over the micro-batches of all
+data-parallel processes, as in TRL, and has no gradient.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from megatron.training.recipe import Batch
 
 _DESIRABLE, _UNDESIRABLE = "rewards/chosen", "rewards/rejected"  # TRL's names
 _MARGINS, _SHARE = "rewards/margins", "desirable"
-# In the log, the numbers of each kind of answer are means over the answers of this kind.
-_NOTHING = 1e-6  # the share of a kind that a batch does not have, rounded
+# The logged numbers of each kind of answer are means over the answers of that kind.
+_NOTHING = 1e-6  # a smaller share means that a batch has no answers of a kind
 _OF_KIND = {
     _DESIRABLE: True,
     "logps/chosen": True,
@@ -141,7 +141,7 @@ class KTORecipe(PreferenceRecipe):
         return means_over_pairs(values, is_answer)
 
     def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers to log: those of a kind of answers as means over this kind."""
+        """Return the numbers to log; those of a kind of answer are means over that kind."""
         shares = {True: losses[_SHARE], False: 1 - losses[_SHARE]}
         found = dict(losses)
         for name, kind in _OF_KIND.items():

@@ -208,12 +208,12 @@ def check_speculation(model: ModelConfig, speculation: Speculation | None) -> No
     if model.architecture == "retro":
         raise ConfigError(
             "--speculative-config: a Retro looks up neighbors for each chunk that it completes, "
-            "which guessed tokens may not be: drop it"
+            "and draft tokens may be rejected: drop it"
         )
     if model.has_states:
         raise ConfigError(
-            "--speculative-config: the states of recurrent layers cannot go back behind a wrong "
-            "draft: drop it"
+            "--speculative-config: the states of recurrent layers cannot be rolled back past "
+            "a rejected draft token: drop it"
         )
     if speculation.method != "mtp":
         return

@@ -5,7 +5,7 @@ tokens and all tokens before them. Sequences with the same beginning share it. A
 its content until the block is needed. The block that has been unused longest is reused first.
 
 The states of a recurrent layer have a constant size for each sequence. Every sequence in the batch
-has a place of its own, which it writes to after each step.
+has its own place, to which its new states are written after each step.
 """
 
 from __future__ import annotations

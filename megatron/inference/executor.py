@@ -241,7 +241,7 @@ class Executor:
         return Chunks(starts, sizes, self.device.send(ends), slots)
 
     def _state_rows(self, plan: StepPlan, singles: int) -> StateRows:
-        assert not any(row.drafts for row in plan), "states cannot go back behind a wrong draft"
+        assert not any(row.drafts for row in plan), "states cannot be rolled back past a draft"
         chunks = tuple((row.size, row.start == 0) for row in plan[singles:])
         return StateRows(self.device.send(_places(plan)), singles, chunks)
 

@@ -1,8 +1,8 @@
 """An executor for a Retro, and construction of an engine for a GPT or a Retro.
 
 A block of a Retro's cache holds a chunk of the text: the keys and values of its tokens, as for a
-GPT, and those of its neighbors in the layers that read them. The neighbors are looked up and
-encoded once, in the step that computes the chunk's last token.
+GPT, and those of its neighbors in the layers that read them. Neighbors are looked up and encoded
+once, in the step that computes the chunk's last token.
 
 Shapes: s new tokens, C chunks that end among them; chunks of m tokens, each with k neighbors of r
 tokens; h hidden, n heads, d head size.
@@ -56,7 +56,7 @@ class ChunkMemory:
     Attributes:
         sizes: Sizes of chunks and neighbors.
         inputs: Inputs of the first Retro layer's cross-attention, [blocks, m, h]. The encoder of
-            neighbors reads those of the whole chunk, which may come in several steps.
+            neighbors reads the inputs of a whole chunk, which may be computed over several steps.
         layers: Keys and values of the chunks' neighbors by layer number, [2, blocks r k, n, d].
         size_bytes: Size of all tensors in bytes.
     """
@@ -186,7 +186,7 @@ class RetroExecutor(Executor):
         """Return the passages of the chunks that a plan completes, or finds in the cache."""
         m, found = self.chunk_memory.sizes.chunk, []
         for row in plan:
-            # A sequence that was preempted computes chunks again that have been reported.
+            # A preempted sequence recomputes chunks that have already been reported.
             first = self._reported.get(row.sequence, 0)
             end = (row.start + row.size) // m
             self._reported[row.sequence] = max(first, end)
@@ -221,7 +221,7 @@ class RetroExecutor(Executor):
             neighbors[place] = self._read(self._chunk(row, index))[0][0]
         count = sum(row.goes_on for row in plan)
         # The chunk that each token reads ended at or before it. The first m - 1 tokens of a text
-        # read none: what they get from the first block is not used.
+        # read none, so what they get from the first block is discarded.
         reads = [
             np.maximum(np.arange(row.start + 1, row.start + row.size + 1) // m - 1, 0)
             for row in plan

@@ -37,7 +37,7 @@ class SchedulerSettings:
             of others only up to a snapshot of these states.
         snapshots: Number of snapshots that are kept.
         trained_context: Length beyond which all tokens of a sequence have other keys and values, so
-            that a sequence that grows beyond it is computed again (LongRoPE). `None` for none.
+            that a sequence that outgrows it is recomputed (LongRoPE). `None` for no such length.
     """
 
     blocks: int
@@ -280,10 +280,10 @@ class Scheduler:
                 sequence.keys.append(key)
 
     def _restart_grown(self) -> None:
-        """Put sequences that have grown beyond the trained context at the head of the queue.
+        """Move sequences that have grown beyond the trained context to the head of the queue.
 
-        They give up their blocks and are computed again. Tokens that a step under way computes for
-        them stay right: they were chosen while the sequence was short.
+        They release their blocks and are recomputed. Tokens that a step in progress computes for
+        them remain valid, because they were chosen while the sequence was still short.
         """
         most = self.settings.trained_context
         if most is None:

@@ -152,8 +152,8 @@ class AttentionOptions(NamedTuple):
             for no bound.
         sinks: One logit for each query head, [n]. It enters the softmax of every query like the
             score of an additional key with the value zero. `None` for no sinks.
-        slopes: One number for each query head, [n]. It is subtracted from a score for every token
-            between the key and the query, itself among them (ALiBi). `None` for no such biases.
+        slopes: One number for each query head, [n]. It is subtracted from a score once for each
+            token of distance between query and key (ALiBi). `None` for no such biases.
     """
 
     mask: Mask | None = None

@@ -7,7 +7,7 @@ channels. A token with key k, value v, decay g <= 0 and rate b changes it and re
     S  = S' + k b (v - k S')
     o  = q S
 
-The rule therefore replaces what the state returns for k by v, as far as the rate says.
+The rule thus moves the value that the state returns for k toward v, by the fraction b.
 
 Shapes: s sequence, b samples, m key heads, n value heads, e key channels, d value channels. Each
 query and key serves n / m consecutive value heads.
@@ -39,8 +39,8 @@ def chunked_delta_rule(
     the states pass from chunk to chunk. Everything is computed in fp32 (fp64 for fp64 values).
 
     Args:
-        query: [s, b, m, e], before it is normalized.
-        key: [s, b, m, e], before it is normalized.
+        query: [s, b, m, e], before normalization.
+        key: [s, b, m, e], before normalization.
         value: [s, b, n, d].
         decay: Logarithm of each token's decay, at most 0, fp32 [s, b, n].
         rate: The rate of each token, 0 to 1, [s, b, n].
@@ -100,8 +100,8 @@ def delta_rule_step(
     """Apply the rule to one token of each sequence.
 
     Args:
-        query: [1, b, m, e], before it is normalized.
-        key: [1, b, m, e], before it is normalized.
+        query: [1, b, m, e], before normalization.
+        key: [1, b, m, e], before normalization.
         value: [1, b, n, d].
         decay: Logarithm of the decay, at most 0, fp32 [1, b, n].
         rate: The rate, 0 to 1, [1, b, n].
@@ -123,7 +123,7 @@ def delta_rule_step(
 
 
 def _normalized(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys of length 1 in fp32, with queries divided by the root of e."""
+    """Return queries and keys normalized to length 1 in fp32, with queries divided by sqrt(e)."""
     wide = torch.promote_types(key.dtype, torch.float32)
     query, key = (
         part * (part.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
@@ -135,8 +135,8 @@ def _normalized(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 def _in_chunks(x: Tensor, size: int) -> Tensor:
     """Return [s, b, ...] as [b, ..., chunks, size] or, with channels, [b, n, chunks, size, d].
 
-    Tokens are added at the end to fill the last chunk. They are zeros, which leave the state as it
-    is, or belong to the last document.
+    The last chunk is padded with tokens that are zeros, which leave the state as it is, or that
+    belong to the last document.
     """
     missing = -len(x) % size
     if missing:

@@ -260,7 +260,7 @@ def choose_paged_attention(
         head_size: The channels of a head.
         dtype: The number format of the cache.
         latent: The sizes of latent vectors, if they are cached instead of keys and values.
-        batch_invariant: Whether results must have the same bits as in training.
+        batch_invariant: Whether results must be bitwise identical to those of training.
         has_slopes: Whether scores get ALiBi's biases.
     """
     if batch_invariant:

@@ -147,8 +147,8 @@ class LongRope(NamedTuple):
     """LongRoPE: a divisor for each frequency (Ding et al., 2024, arXiv:2402.13753).
 
     Attributes:
-        original: The trained context in tokens. Sequences of up to this many tokens have the short
-            divisors, longer ones the long divisors, at all of their positions.
+        original: The trained context in tokens. Sequences of up to this many tokens use the short
+            divisors at all positions, longer ones the long divisors.
         short: The short divisors, [r/2].
         long: The long divisors, [r/2].
         concentration: Factor applied to cosines and sines, and so to queries and keys.

@@ -29,7 +29,7 @@ from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 
 ALL = "all-linear"  # PEFT's name for every layer
-# The networks that may have adapters, by architecture.
+# The architectures that support adapters.
 NETWORKS: dict[str, type[GPTModel | BertModel | T5Model]] = {
     "gpt": GPTModel,
     "bert": BertModel,

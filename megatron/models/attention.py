@@ -480,7 +480,7 @@ def alibi_slopes(heads: int) -> list[float]:
     """Return the slope of each head's biases, as Press et al. (2021) choose them.
 
     A power of two p of heads has the slopes 2^(-8 i / p), i from 1. The heads beyond the largest
-    power of two take every other slope of twice as many heads.
+    power of two take every other slope of the next power of two.
     """
     power = 1 << (heads.bit_length() - 1)
     first = [2 ** (-8 * i / power) for i in range(1, power + 1)]

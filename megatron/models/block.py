@@ -90,7 +90,7 @@ def class_of(plan: SublayerPlan) -> Sublayer:
 class Block(nn.Module):
     """A layer: a mixer, then an MLP, each with a normalization before it, after it or both.
 
-    A layer of a hybrid model has only one of the two.
+    A layer of a hybrid model has either a mixer or an MLP.
 
     A decoder layer has a third sublayer between the two: cross-attention to an encoder's
     output, or to a Retro's neighbors. The first layer that reads these also holds their

@@ -1,7 +1,8 @@
 """The gated delta net (Yang et al., 2024, arXiv:2412.06464), as in Qwen3-Next.
 
-Every head keeps a matrix that maps keys to values. A token lets it decay, replaces what it returns
-for the token's key, and reads it with the token's query. Its size does not grow with the sequence.
+Every head keeps a matrix that maps keys to values. Each token lets the matrix decay, replaces the
+value that it returns for the token's key, and reads it with the token's query. The size of the
+matrix does not grow with the sequence.
 
 Shapes: s sequence, b micro-batch, h hidden, m key heads, n value heads, e key channels, d value
 channels, t tensor-parallel size.
@@ -123,8 +124,8 @@ class GatedDeltaNet(nn.Module):
         each = GatedDeltaNet.matrices(plan, WeightSplit())
         products = 6 * length * sum(outputs * inputs for outputs, inputs in each)
         keys, values, chunk = plan.key_size, plan.value_size, min(plan.chunk, length)
-        # Of a token: its row of the triangular system and of the scores, and three products with
-        # the state.
+        # For each token: its row of the triangular system and of the scores, and three products
+        # with the state.
         head = chunk * (keys + values) + 2 * chunk * values + 6 * keys * values
         token = plan.value_heads * head + plan.key_heads * 4 * chunk * keys
         return Work(products, 3 * length * (token + 2 * plan.convolved * plan.convolution))

@@ -41,7 +41,7 @@ def matches(name: str, pattern: str) -> bool:
 def is_frozen(name: str, config: ModelConfig) -> bool:
     """Return whether the parameter with this global name is frozen.
 
-    A reward model's head is trained beside adapters, because it is new.
+    A reward model's head is trained along with adapters, because it is new.
     """
     is_new = is_of_adapter(name) or (config.reward_head and name.startswith("score."))
     if config.lora_rank is not None and not is_new:

@@ -1,9 +1,9 @@
 """The Mamba-2 mixer (Dao and Gu, "Transformers are SSMs", 2024, arXiv:2405.21060).
 
-Each head keeps a state [p, n]. A token multiplies it by a number between 0 and 1 and adds the outer
-product of its input x [p] and its vector B [n]. Its output is the product of the state and its
-vector C [n]. Sequences are computed in chunks: within a chunk as a masked product of Cs and Bs,
-like attention, and between chunks through the state. States and sums are fp32.
+Each head keeps a state [p, n]. Each token multiplies the state by a number between 0 and 1 and adds
+the outer product of its input x [p] and its vector B [n]. Its output is the product of the state
+and its vector C [n]. Sequences are computed in chunks: within a chunk as a masked product of Cs and
+Bs, like attention, and between chunks through the state. States and sums are fp32.
 
 Shapes: s sequence, b micro-batch, h hidden, g groups, r heads per group, p channels per head, n
 state size, c chunks, l tokens of a chunk, t tensor-parallel size, C context-parallel size.
@@ -116,7 +116,8 @@ class Mamba(nn.Module):
         """Count the operations of the projections, and those of the scan as scores.
 
         Within a chunk, the causal mask halves the products of Cs and Bs and their products with x.
-        Into and out of the state, each channel of a token meets its whole state once.
+        Writing to the state and reading from it take one multiplication each per state element and
+        token.
         """
         each = Mamba.matrices(plan, WeightSplit())
         products = 6 * length * sum(outputs * inputs for outputs, inputs in each)

@@ -581,7 +581,7 @@ class ModelPlan:
 
     @property
     def trained_context(self) -> int | None:
-        """Length beyond which sequences have LongRoPE's long divisors; `None` without LongRoPE."""
+        """Length beyond which sequences use LongRoPE's long divisors; `None` without LongRoPE."""
         found = [r.long_rope.original for r in rotaries(self.layers) if r.long_rope is not None]
         return max(found, default=None)
 

@@ -1,4 +1,4 @@
-"""Parts that all mixers with states share: the numbers of documents, and the causal convolution.
+"""Parts that all mixers with states share: document numbers and the causal convolution.
 
 A recurrent mixer writes one function, a `Recurrence`, that continues sequences from their states.
 Training calls it with whole sequences and no states. In inference, the cache calls it with each

@@ -1,8 +1,8 @@
 """Records of mixers that carry a state from token to token, such as Mamba-2.
 
 In training, a recurrent mixer starts each sequence without a state. In inference, the engine keeps
-the states of each sequence beside the KV cache (`inference.cache`), as the mixer's record describes
-them.
+the states of each sequence next to the KV cache (`inference.cache`). The mixer's record describes
+these states.
 """
 
 from __future__ import annotations

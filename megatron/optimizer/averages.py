@@ -1,10 +1,10 @@
 """Averages of the weights over updates, in fp32, for the weights that each process updates.
 
-Averaged weights are often better than the last ones, above all while the learning rate is high.
+Averaged weights are often better than the latest ones, especially while the learning rate is high.
 
-- An exponential moving average (EMA) moves towards the weights in each update. Until 1 / (1 -
-  decay) updates have passed, it is the plain mean of all of them, so that the initial weights have
-  no part in it.
+- An exponential moving average (EMA) moves toward the weights in each update. For the first
+  1 / (1 - decay) updates it is the plain mean of the weights after them, so that the initial
+  weights have no influence.
 - The latest weight average (LAWA; Kaddour, "Stop wasting my time!", 2022) is the mean of a few
   snapshots, taken at regular intervals.
 """
@@ -23,14 +23,14 @@ from megatron.optimizer.packed import PackedTensor, State, values_of
 
 
 class WeightAverage(Protocol):
-    """An average of weights, which follows the updates."""
+    """An average of the weights over updates."""
 
     kind: str
     count: int
     """Number of updates (EMA) or snapshots (LAWA) that the average has seen."""
 
     def follow(self, updates: int) -> None:
-        """Take over the weights of an update.
+        """Include the weights after an update.
 
         Args:
             updates: The updates so far, this one included.
@@ -40,16 +40,16 @@ class WeightAverage(Protocol):
         """Return the average of the weight with an index, in fp32."""
 
     def sets(self) -> dict[str, list[Tensor]]:
-        """Return the tensors to save, one for each weight, by the beginnings of their names.
+        """Return the tensors to save, one for each weight, by name prefix.
 
         The tensors of `AVERAGES` may be copies. Loading copies into the others in place.
         """
 
     def prepare(self, held: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
-        """Return the tensors to load from a checkpoint, by the beginnings of their names.
+        """Return the tensors to load from a checkpoint, by name prefix.
 
         Args:
-            held: Function that returns whether the checkpoint has tensors with a beginning.
+            held: Function that returns whether the checkpoint has tensors with a name prefix.
             count: The `count` of the saved run.
         """
 
@@ -73,7 +73,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def follow(self, updates: int) -> None:
-        """Move towards the weights."""
+        """Move the average toward the weights."""
         self.count += 1
         step = 1 - min(self._decay, 1 - 1 / self.count)
         if self._in_one_call and self._weights:
@@ -144,7 +144,7 @@ class LatestAverage:
         return means | self._by_age()
 
     def prepare(self, held: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
-        """Return the tensors to load: as many of the newest snapshots as are there and fit."""
+        """Return the tensors to load: the newest saved snapshots that fit into the window."""
         self.count, self._snapshots = 0, []
         while len(self._snapshots) < self._window and held(_snapshot(len(self._snapshots))):
             self._add()
@@ -170,7 +170,7 @@ def new_average(config: OptimizerConfig, weights: Sequence[State]) -> WeightAver
 
 
 def _snapshot(age: int) -> str:
-    """Return the beginning of the names of a snapshot's tensors; the newest has age 0."""
+    """Return the name prefix of a snapshot's tensors; the newest has age 0."""
     return f"{SNAPSHOTS}{age}."
 
 

@@ -377,8 +377,9 @@ class Optimizer:
             decoupled_lr: Learning rate of the decoupled groups; `None` means `lr`.
             divisor: Factor by which the gradients are too large, in addition to the loss scale: a
                 scalar fp64 on the device, the same on all ranks. `None` means 1.
-            norm_limit: Largest norm, before clipping, with which the update is made.
-            loss_is_spike: Whether the loss forbids the update, 0 or 1: a scalar fp64 on the device.
+            norm_limit: Largest norm, before clipping, with which the update is applied.
+            loss_is_spike: 1 if the loss is a spike, so that the update is skipped, otherwise 0: a
+                scalar fp64 on the device.
 
         Returns:
             The input of `end_step`, fp64 [4] on the device.
@@ -497,7 +498,7 @@ class Optimizer:
         """Return the tensors of the average with their names in a checkpoint.
 
         Args:
-            sets: A tensor for each weight, by the beginnings of their names.
+            sets: A tensor for each weight, by name prefix.
         """
         return {
             f"{prefix}{held.name}": (tensor, held.parameter)

@@ -3,16 +3,17 @@
 An update decodes a piece of these tensors to fp32, computes in fp32, and encodes the result.
 
 fp16 and fp8 values are scaled by a power of two for each block of `BLOCK` elements. Variances
-(`exp_avg_sq`) are stored as square roots, which need only half of the format's range: the small
-ones in a block do not become zero, by which Adam would divide.
+(`exp_avg_sq`) are stored as square roots, which need only half the exponent range: small ones in a
+block do not underflow to zero, by which Adam would divide.
 
-Encoding rounds up or down at random, with probabilities that make the expected value exact. An
-exponential average moves by 1 - beta of itself in each step. That is less than half a step of bf16
-if beta is above 0.996, so rounding to nearest would stop it. The random numbers are a function of
-an element's index in its parameter and of the update, so a resumed run draws the same ones.
+Encoding rounds stochastically, with probabilities that make the expected value exact. An
+exponential average changes by about 1 - beta of its value in each step. If beta is above 0.996,
+that is less than half the spacing of bf16 values, so rounding to nearest would freeze it. The
+random numbers are a function of an element's index in its parameter and of the update, so a resumed
+run draws the same ones.
 
-Encoding values that were decoded from the same blocks changes nothing. A checkpoint can therefore
-hold the decoded values, which have their place in the whole tensor and load in any layout.
+Encoding decoded values again gives the same codes. A checkpoint can therefore hold the decoded
+values, which load in any layout.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class PackedTensor:
         return self.values().to(self.form.saved).view(self.shape)
 
     def load(self, saved: Tensor) -> None:
-        """Take over values that a checkpoint was read into: a result of `saved`, changed."""
+        """Encode the result of `saved`, after a checkpoint was read into it."""
         if self._scales is not None:
             self.store(saved)
 
@@ -162,8 +163,8 @@ class PackedTensor:
         """Return the exponents of the blocks' scales, given the largest magnitudes."""
         assert self.form.top is not None
         fraction, exponent = torch.frexp(largest.sqrt() if self._roots else largest)
-        # A power of two is the largest code of its scale. If rounding down makes the maximum one,
-        # decoded values are encoded with half the scale, which is exact. Twice would not be.
+        # A maximum that is a power of two gets the largest code. If rounding down makes it one, the
+        # decoded values are encoded with half the scale, which is exact; twice would not be.
         exponent = exponent - (fraction == 0.5).int() - self.form.top
         return exponent.clamp_(self.form.least[self._roots], _BIAS - 1)
 
@@ -179,7 +180,7 @@ class PackedTensor:
         below = below.view(torch.float32) - shift
         if not self._roots:
             return torch.where(drawn * (above - below) < sizes - below, above, below)
-        # The expected square is exact. Nothing but 0 becomes 0.
+        # The expected square is exact. Only 0 becomes 0.
         low, high = below.square(), above.square()
         goes_up = (drawn * (high - low) < sizes - low) | ((sizes > 0) & (below == 0))
         return torch.where(goes_up, above, below)
@@ -214,7 +215,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """Elements [start, end) of the tensors at a place of their lists."""
+    """Elements [start, end) of the tensors at one index of their lists."""
 
     place: int
     start: int
@@ -228,7 +229,7 @@ def packed_adam(
     first: Sequence[State],
     second: Sequence[State],
 ) -> Callable[[AdamNumbers], None]:
-    """Return a function that updates tensors of which some are packed, with PyTorch's operations.
+    """Return a function that updates tensors, some of them packed, with PyTorch operations.
 
     Args:
         weights: The weights.
@@ -264,7 +265,8 @@ def _update(
                 state = states[part.place]
                 if isinstance(state, PackedTensor):
                     state.store(values, part.start, numbers.step)
-        # Copies follow what is stored, so that an update that is left out leaves them alone.
+        # The copies are made from the stored values, so that a skipped update leaves them
+        # unchanged.
         copy_weights(
             [_open(weights[part.place], part) for part in parts],
             [None if copies[p.place] is None else _open(copies[p.place], p) for p in parts],

@@ -141,7 +141,8 @@ def _muon(c: OptimizerConfig) -> RuleChoice:
 def _adam(c: OptimizerConfig) -> RuleChoice:
     """Return AdamW, with each parameter's factor of the learning rate (muP).
 
-    Gradients shrink with the width like the rate. Epsilon does so too, to keep its share.
+    Gradients shrink with the width as the learning rate does. Epsilon is scaled along with them, so
+    that its effect stays the same.
     """
 
     def choose(name: str, parameter: nn.Parameter) -> UpdateRule:

@@ -293,9 +293,9 @@ class Schedules:
         return other, samples
 
     def branched(self, saved: dict[str, Any]) -> tuple[Schedules, int]:
-        """Return the schedules of a WSD branch that begins its final decay in a checkpoint.
+        """Return the schedules of a WSD branch that begins its final decay at a checkpoint.
 
-        Peak and warm-up are those of the saved run, the decay and its end are these.
+        Peak and warm-up are taken from the saved run, the decay and its end from these schedules.
 
         Args:
             saved: The `to_dict` of the saved run.
@@ -346,7 +346,7 @@ class Schedules:
         return ours, samples
 
     def _with_decay(self, trunk: Schedules, decay: float) -> Schedules:
-        """Return another run's schedules with the end of these."""
+        """Return another run's schedules, with the decay and the end of these."""
         ours = self.learning_rate
         rate = replace(
             trunk.learning_rate,
@@ -499,7 +499,7 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
 
 
 def _check_branch(ours: Schedules, trunk: Schedules) -> None:
-    """Check what a branch has in common with the run that it branches off."""
+    """Check that a branch agrees with the run that it branches off."""
     kept = ("peak", "in_tokens")
     rate = replace(
         trunk.learning_rate, **{name: getattr(ours.learning_rate, name) for name in kept}

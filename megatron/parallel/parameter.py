@@ -32,7 +32,7 @@ class Init:
             number; "time_step" for a number whose softplus is log-uniform.
         scale: The standard deviation of "normal"; the bound of "uniform" on both sides of 0; the
             lower bound of the number of "log_uniform", and of the softplus of "time_step".
-        most: The upper bound of that number or softplus.
+        most: The upper bound of the number of "log_uniform", and of the softplus of "time_step".
         rate: The factor of the learning rate that belongs to this distribution (muP).
     """
 

@@ -346,7 +346,7 @@ def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[f
             ahead += sent / link.bandwidth + 2 * link.latency
             back += sent / link.bandwidth + 2 * link.latency
     if batch.context > 1 and isinstance(part, RecurrentPlan):
-        # All-to-all before and after the recurrence: of its inputs and of its results.
+        # All-to-all exchanges of the recurrence's inputs and of its results.
         link, matrices = setting.context_link, class_of(part).matrices(part, WeightSplit())
         width = sum(outputs for outputs, _ in matrices[:-1]) + matrices[-1][1]
         sent = batch.width * batch.tokens * width / batch.tensor * (1 - 1 / batch.context)

@@ -1,7 +1,7 @@
 """Failures of a run's attempts, recorded so that a crash loop ends.
 
-torchrun and SLURM restart a run after any failure. If the same failure follows at the same
-iteration, more restarts only repeat it.
+torchrun and SLURM restart a run after any failure. If it then fails in the same way at the same
+iteration, further restarts are useless.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class CrashLog:
             self._write(_Record([*held.crashes, verdict][-_KEPT:], held.skipped))
 
     def forget(self) -> None:
-        """Forget the failures, because a person has started the run anew."""
+        """Forget the failures, because the run was started by hand."""
         held = self._read()
         if held.crashes:
             self._write(_Record([], held.skipped))
 
     def loop(self) -> Verdict | None:
-        """Return the failure that ended the last two attempts in the same way, if there is one."""
+        """Return the failure that ended both of the last two attempts, if there is one."""
         crashes = self._read().crashes
         is_loop = len(crashes) > 1 and crashes[-1].is_like(crashes[-2])
         return crashes[-1] if is_loop else None
 
     def skip(self, iteration: int) -> bool:
-        """Skip an iteration, counted from 0, from here on. Return whether that is new."""
+        """Skip an iteration, counted from 0, from now on. Return whether it is newly skipped."""
         held = self._read()
         if iteration < 0 or iteration in held.skipped:
             return False
@@ -80,7 +80,7 @@ class CrashLog:
     def _read(self) -> _Record:
         """Return the record; an empty one if there is no file that this user or root has written.
 
-        A damaged file counts as empty, because a run must not fail over its own failures.
+        A damaged file counts as empty, because a run must not fail over its record of failures.
         """
         try:
             with open_trusted(self.path) as file:

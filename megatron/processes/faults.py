@@ -1,7 +1,7 @@
-"""Faults that strike a process on purpose (`--fault-inject`), to test how a run survives them.
+"""Faults injected into a process (`--fault-inject`), to test how a run survives them.
 
-Faults strike where the journal is told what the process does next, so a run without them has no
-code for them on its path. Numbers are damaged in hooks of the model's parts.
+Faults strike where the journal records what the process does next, so a run without faults executes
+no extra code. Hooks on the model's parts corrupt numbers.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class InjectedFaultError(Exception):
 
 
 class FaultyJournal(Journal):
-    """A journal whose process suffers faults at the places that it records.
+    """A journal that injects faults at the points that it records.
 
     Args:
-        marks: The marks that follow a GPU; `None` if the process itself computes.
+        marks: The marks that track a GPU's progress; `None` if the process itself computes.
         faults: The faults of this process in this attempt.
     """
 
@@ -77,12 +77,12 @@ class FaultyJournal(Journal):
         if point == "data":
             self._strike(point)
         elif point is not None and (self.iteration, text) != self._last:
-            # A process returns to its forward pass after the loading inside it.
+            # After loading data within a forward pass, the process is in that pass again.
             self._last = (self.iteration, text)
             self._strike(point)
 
     def attach(self, parts: list[nn.Module]) -> None:
-        """Let faults damage the numbers of these parts of the model."""
+        """Let faults corrupt numbers in these parts of the model."""
         self._parts = parts
         for part in parts:
             part.register_forward_hook(self._damage_output)
@@ -122,7 +122,7 @@ class FaultyJournal(Journal):
                 _end(fault.kind)
 
     def _damage_output(self, part: nn.Module, inputs: object, output: Any) -> Any:
-        """Damage the output of a forward pass, or the gradient that its backward pass receives."""
+        """Corrupt the output of a forward pass, or the gradient that its backward pass receives."""
         if not part.training:
             return None
         for _ in self._due("forward", in_hook=True):
@@ -134,20 +134,20 @@ class FaultyJournal(Journal):
 
 
 def attach_faults(journal: Journal, parts: list[nn.Module]) -> None:
-    """Let the faults of this process, if it has any, damage the numbers of its model."""
+    """Let the faults of this process, if it has any, corrupt numbers in its model."""
     if isinstance(journal, FaultyJournal):
         journal.attach(parts)
 
 
 def _end(kind: str) -> None:
-    """Kill, stop or leave this process, without a word to anybody."""
+    """Kill, stop or exit this process without any message."""
     if kind == "exit":
         os._exit(_EXIT_CODE)
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
 def flip_bit(tensor: Tensor) -> None:
-    """Flip one bit of one number of a tensor, the highest of its fraction, in place."""
+    """Flip one bit of one number of a tensor in place: the highest bit of its fraction."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     kind, bit = _FLIPPED[local.dtype]
     numbers = local.view(-1).view(kind)

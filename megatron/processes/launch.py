@@ -33,7 +33,7 @@ class Launch:
         local_rank: The index among those on this machine.
         local_world_size: Their number.
         restart_count: How often torchrun has restarted the processes of this machine.
-        is_restart: Whether torchrun or SLURM has started the run again, without a person.
+        is_restart: Whether torchrun or SLURM, not a person, has restarted the run.
     """
 
     rank: int = 0
@@ -167,8 +167,8 @@ def name_end_signal(number: signal.Signals) -> None:
 def end_launcher(launch: Launch) -> None:
     """Keep torchrun from restarting the processes of this machine, which are about to end.
 
-    torchrun has no exit code that means this, but a signal ends it. It passes the signal on, so
-    every process ignores it first. Our own launcher exits with the code of `CrashLoopError`.
+    torchrun has no exit code that means this, but a signal ends it. torchrun forwards the signal,
+    so every process first ignores it. Our own launcher exits with the code of `CrashLoopError`.
     """
     is_restarted = launch.restart_count < whole_number("TORCHELASTIC_MAX_RESTARTS", 0)
     number = whole_number(_END_SIGNAL_ENV, signal.SIGHUP)

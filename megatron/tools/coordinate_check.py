@@ -1,4 +1,4 @@
-r"""Check that muP works: train one network at several widths and compare the sizes of activations.
+r"""Check that muP works: train a network at several widths and compare changes of activations.
 
     python tools/coordinate_check.py --widths 64 128 256 512 --output runs/coordinates -- \
         --num-layers 2 --seq-length 32 --micro-batch-size 4 --lr 3e-3 --use-mup
@@ -200,7 +200,7 @@ def _recording(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
 
 
 def powers_of(found: Mapping[int, Changes]) -> dict[str, float]:
-    """Return the power of the width with which each change grows: a fit of logarithms."""
+    """Return the power of the width with which each change grows, from a log-log fit."""
     widths = [math.log(width) for width in found]
     mean = sum(widths) / len(widths)
     spread = sum((x - mean) ** 2 for x in widths)

@@ -1,4 +1,4 @@
-"""Branches of a run with a WSD schedule: each begins its final decay at one of its checkpoints."""
+"""Branches of a run with a WSD schedule. Each begins its decay at one of the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _starts_branch(config: RunConfig, reader: Reader) -> bool:
 
 
 def with_branch_length(config: RunConfig, reader: Reader | None) -> RunConfig:
-    """Return the configuration of a branch with its length, which the checkpoint decides.
+    """Return the configuration of a branch with its length, which depends on the checkpoint.
 
-    Other runs have their length already.
+    Other configurations are returned unchanged.
     """
     schedule = config.schedule
     if schedule.lr_wsd_branch_from is None:

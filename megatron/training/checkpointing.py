@@ -208,7 +208,7 @@ def _average_state(run: Run, sets: Mapping[str, Sequence[Tensor]], *, copies: bo
 
     Args:
         run: The run.
-        sets: The tensors by the beginnings of their names (`WeightAverage.sets`).
+        sets: The tensors by name prefix (`WeightAverage.sets`).
         copies: Include tied parameters whose original is on another stage.
     """
     return {
@@ -506,7 +506,7 @@ def _continue_updates(run: Run, reader: Reader) -> None:
 
 
 def rewind_run(run: Run, root: Path, iteration: int) -> int:
-    """Bring back the weights and the optimizer of a checkpoint in the middle of training.
+    """Restore the weights and the optimizer from a checkpoint in the middle of training.
 
     The iterations since then count as skipped: the run continues with the next samples, and its
     schedules continue where they were at the checkpoint. Collective.

@@ -25,11 +25,11 @@ _MAX_BYTES = 2**16
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What tells a run apart from others that use the same folders, and when it began.
+    """The identity of a run among others that use the same folders, and when it began.
 
     Attributes:
-        run: A random word. A run whose folder of checkpoints was deleted begins with another one,
-            and does not resume from non-persistent checkpoints of the old one.
+        run: A random word. If the folder of checkpoints is deleted, the next run gets another word
+            and does not resume from the old run's non-persistent checkpoints.
         began: When the run was first started, in seconds since 1970.
     """
 
@@ -90,8 +90,8 @@ def open_newest(
 ) -> Reader | None:
     """Open the newest sound checkpoint, non-persistent or not, from which a run resumes itself.
 
-    Collective. Non-persistent ones are left alone if the run does not resume itself, or if somebody
-    has moved the tracker back to an older checkpoint.
+    Collective. Non-persistent checkpoints are ignored if the run does not resume from its own
+    --save folder, or if the tracker was set back to an older checkpoint.
 
     Args:
         config: The run's configuration, which has --load.

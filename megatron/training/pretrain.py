@@ -184,7 +184,7 @@ def pretrain(
 def _end_crash_loop(
     config: RunConfig, crashes: CrashLog, launch: Launch, layout: Layout
 ) -> RunConfig:
-    """Return the configuration with the iterations to skip because the run failed there twice.
+    """Return the configuration, with the iterations to skip because the run failed there twice.
 
     Collective.
 

@@ -30,7 +30,7 @@ class CountsEpochs(Protocol):
 
 @runtime_checkable
 class ReportsMeans(Protocol):
-    """A recipe whose log shows other numbers than the means of what `Recipe.forward` returns."""
+    """A recipe that logs numbers other than the means of what `Recipe.forward` returns."""
 
     def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers to log under the same names.

@@ -112,7 +112,7 @@ class Run(ParallelModel):
     corpus: str | None = None
     """Fingerprint of the training data, on rank 0; None if tokens are generated."""
     record: RunRecord | None = None
-    """What tells the run apart, and when it was first started; None without --save."""
+    """The run's identity, and when it was first started; `None` without --save."""
     useful_seconds: float = 0.0
     """The time spent in the iterations so far. Those that a restart repeated count once."""
     was_resumed: bool = False

@@ -265,7 +265,7 @@ class _Reading:
         self._ordinary = _ordinary(passes, run)
 
     def loss_is_spike(self) -> Tensor | None:
-        """Return whether the first loss, on which others may only comment, exceeds its limit.
+        """Return whether the first loss exceeds its limit. The others are only logged.
 
         It is 0 or 1, fp64, or `None` without limits.
         """
@@ -328,9 +328,9 @@ def counted_share(passes: Passes, run: Run) -> Tensor:
 
 
 def _ordinary(passes: Passes, run: Run) -> Tensor:
-    """Return whether each micro-batch's losses are finite and no spikes.
+    """Return whether each micro-batch's losses are finite and not spikes.
 
-    They are if they are computed on another process.
+    Losses that another process computes count as ordinary.
     """
     ordinary = torch.ones(len(passes.sample_ids), dtype=torch.bool, device=run.device.torch_device)
     for name, values in passes.losses.items():

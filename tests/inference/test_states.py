@@ -180,7 +180,7 @@ def test_a_model_without_attention_needs_no_keys_and_values(tmp_path: Path) -> N
 def test_what_does_not_go_together_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="cannot go back behind a wrong draft"):
+    with pytest.raises(ConfigError, match="cannot be rolled back past a rejected"):
         toy_engine(folder, replace(OPTIONS, speculation=Speculation(num_speculative_tokens=2)))
     monkeypatch.setattr(build, "_CPU_CACHE_BYTES", 10_000)
     with pytest.raises(ConfigError, match="allow fewer sequences at once"):

@@ -98,12 +98,12 @@ class _Ours(rules.Family):
         yield "output", ["lm_head"]
 
     def form(self, layer: Any, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion for a layer's module: every tensor is as ours."""
+        """Return the conversion for a layer's module: every tensor is the same as ours."""
         return rules.SAME
 
 
 def _head_size(settings: Settings, flags: dict[str, Any]) -> int:
-    """Return the channels of a head, which together are the hidden size."""
+    """Return the channels of a head. All heads together have as many as the hidden size."""
     hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
     if hidden % heads:
         raise settings.error("hidden_size", f"is not divisible by {heads} heads")
@@ -160,7 +160,7 @@ class Falcon(_Ours):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        settings.must_be("auto_map", settings.values.get("auto_map"))  # nothing of it is run
+        settings.must_be("auto_map", settings.values.get("auto_map"))  # its code is never run
         settings.must_be("apply_residual_connection_post_layernorm", False)
         heads, is_new = (
             flags["num_attention_heads"],

@@ -68,7 +68,7 @@ _MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
-    """Return the form of projections that the files store one after another, and we by group.
+    """Return the form of projections that files store one after another, while we order by group.
 
     Args:
         groups: The number of groups.
@@ -108,7 +108,7 @@ def convolution(groups: int, widths: Sequence[int]) -> rules.TensorForm:
 
 @dataclass(frozen=True)
 class Mamba2(rules.Family):
-    """A family whose layers are all Mamba-2 mixers."""
+    """The Mamba-2 family, whose layers are all Mamba-2 mixers."""
 
     prefix: str = _PREFIX
     whole_names: tuple[str, ...] = (".A_log", ".D", ".dt_bias", "e_score_correction_bias")
@@ -189,7 +189,7 @@ class Mamba2(rules.Family):
 
 @dataclass(frozen=True)
 class NemotronH(Mamba2):
-    """A family whose layers are Mamba-2, attention without positions, MLPs or mixtures."""
+    """Nemotron-H, whose layers are Mamba-2, attention without positions, MLPs or mixtures."""
 
     keys: tuple[rules.Key, ...] = (
         rules.Key("hidden_size", "hidden_size"),

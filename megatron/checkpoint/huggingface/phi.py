@@ -39,7 +39,7 @@ def joined_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
 
 
 def _strength(factor: float, original: int) -> float:
-    """Return the factor of queries and keys if config.json does not give it.
+    """Return the factor of queries and keys for a config.json that does not give it.
 
     Args:
         factor: The extended context divided by the trained one.
@@ -49,7 +49,7 @@ def _strength(factor: float, original: int) -> float:
 
 
 def _read_long_rope(rope: Settings, settings: Settings, share: float) -> dict[str, Any]:
-    """Return the flags of LongRoPE. Without factors, `transformers` compares two lengths.
+    """Return the flags of LongRoPE, with the defaults that `transformers` has for missing factors.
 
     Args:
         rope: The keys that say how frequencies are changed.

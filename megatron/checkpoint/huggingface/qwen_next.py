@@ -137,7 +137,7 @@ class QwenNext(QwenMixture):
         }
 
     def layer_modules(self, model: ModelConfig) -> Sequence[Mapping[str, Sequence[str]]]:
-        """Return, for each layer, each of our modules with the Hugging Face modules of it."""
+        """Return, for each layer, our modules with the Hugging Face modules of each."""
         modules = self.modules(model)
         others = {name: them for name, them in modules.items() if not name.startswith("attention.")}
         tables = (modules, {**_DELTA_NET, **others})

@@ -2,10 +2,10 @@
 // bits on tensor cores. A vector is the key, and its first channels are the value.
 //
 // As in paged_attention.cu, keys or channels are the rows of a product and heads its columns, and a
-// lane reads 16 bytes at a time. A vector serves many heads, so a block first computes all weights of
-// its part, a warp for each 32 keys, and passes them on in shared memory. Then each warp computes its
-// own channels of the result, over all keys. The second reading of the vectors comes from the L2
-// cache.
+// lane reads 16 bytes at a time. A vector serves many heads, so a block first computes all weights
+// of its part, a warp for each 32 keys, and passes them on in shared memory. Then each warp
+// computes its own channels of the result, over all keys. The second read of the vectors hits the
+// L2 cache.
 #include "paged_attention.cuh"
 #include "tensor_cores.cuh"
 
@@ -34,8 +34,8 @@ __device__ __forceinline__ float reduce_rows(float value) {
   return value;
 }
 
-// Copies queries [heads, width] to shared memory, each padded with zeros to `padded` channels. The
-// heads that the last product lacks are zeros.
+// Copies queries [heads, width] to shared memory, each padded with zeros to `padded` channels.
+// Missing heads of the last product are zeros.
 template <typename T>
 __device__ __forceinline__ void copy_queries(T* to, const T* query, int heads, int columns,
                                              int width, int padded) {

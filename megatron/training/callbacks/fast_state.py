@@ -1,4 +1,4 @@
-"""Non-persistent checkpoints during a run, and the share of its time that was of use."""
+"""Non-persistent checkpoints during a run, and its goodput."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron.training.step import StepOutcome
 class NonPersistentCheckpoints(Callback):
     """A callback that saves every `--non-persistent-save-interval` iterations.
 
-    It leaves out iterations whose checkpoint is durable. A save that fails is reported, and
-    training continues, because a durable checkpoint will follow.
+    It skips iterations that have a durable checkpoint. A failed save is reported and training
+    continues, because a durable checkpoint will follow.
 
     Args:
         scalars: The callback that records events.
@@ -33,7 +33,7 @@ class NonPersistentCheckpoints(Callback):
         self._is_told = False
 
     def on_start(self, run: Run) -> None:
-        """Open the folders, and delete the checkpoints of iterations that follow. Collective."""
+        """Open the folders, and delete checkpoints of later iterations. Collective."""
         self._store = store_of(run.config, run.layout)
         assert self._store is not None
         self._store.forget_after(run.progress.iteration)
@@ -76,7 +76,7 @@ def _is_due(run: Run, iteration: int) -> bool:
 
 
 class Goodput(Callback):
-    """A callback that adds up the time of steps, and reports its share of the time since the start.
+    """A callback that reports goodput: the share of the time since the first start spent in steps.
 
     Checkpoints carry the sum, so a step that is repeated after a restart counts once.
     """

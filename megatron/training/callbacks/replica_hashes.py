@@ -1,7 +1,8 @@
-"""A comparison of the weights and moments that replicas hold, which finds a process that miscounts.
+"""A comparison of replicas' weights and moments, which finds processes with faulty hardware.
 
-Replicas begin with the same values and make the same updates, so their tensors are equal bit for
-bit. A bit that flips in one of them, in memory or in a faulty product, changes its hash.
+Replicas begin with the same values and apply the same updates, so their tensors are bitwise
+identical. A bit that flips in one of them, in memory or in a faulty matrix product, changes its
+hash.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _SHOWN = 5  # tensors in a message
 class ReplicaHashes(Callback):
     """A callback that compares replicas at an interval, and before every checkpoint.
 
-    It comes before the checkpoint, so that nothing is saved that replicas disagree about.
+    It runs before the checkpoint callback, so that nothing is saved on which replicas disagree.
     """
 
     def __init__(self) -> None:
-        """Start without a comparison."""
+        """Create the callback, before any comparison."""
         self._equal_at = 0
 
     def on_start(self, run: Run) -> None:
@@ -85,7 +86,7 @@ class ReplicaHashes(Callback):
 
 
 def _copies(run: Run) -> list[tuple[Axis, dict[str, Tensor]]]:
-    """Return this process's tensors that others hold too, by the axis of these processes.
+    """Return the tensors of this process that have replicas, by the axis of the replicas.
 
     They are the weights, the buffers and, unless an update is sharded (ZeRO), the optimizer's
     states. The order is the same on all processes of an axis.
@@ -118,7 +119,7 @@ def _differences(axis: Axis, tensors: Mapping[str, Tensor], device: torch.device
 
 
 def _odd_ones(ranks: Sequence[int], hashes: Sequence[int]) -> str:
-    """Return which ranks differ from most others, if most are equal."""
+    """Return which ranks differ from the majority, if there is one."""
     ((usual, count), *_) = Counter(hashes).most_common()
     if 2 * count <= len(ranks):
         return f"of ranks {', '.join(map(str, ranks))} (too few are equal to tell which is wrong)"
@@ -129,8 +130,9 @@ def _odd_ones(ranks: Sequence[int], hashes: Sequence[int]) -> str:
 def hash_of(tensor: Tensor) -> Tensor:
     """Return a hash of a tensor's bits: a scalar int64 on its device.
 
-    It is a sum of whole numbers, so its order does not matter and one pass over memory suffices. A
-    single flipped bit always changes it. An exchange of elements within 1024 neighbors does not.
+    It is a sum of integers, so the order of summation does not matter and one pass over memory
+    suffices. A single flipped bit always changes it. Swapping elements within a row of 1024 does
+    not.
     """
     flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     whole = flat.numel() // _ROW * _ROW

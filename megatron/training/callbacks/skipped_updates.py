@@ -1,4 +1,4 @@
-"""Updates that were skipped: what is printed, when the run goes back, and when it ends."""
+"""The policy on skipped updates: what is printed, and when the run rewinds or ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SkippedUpdates(Callback):
     (`--on-spike`). With a dynamic fp16 loss scale, overflowing gradients are not an error: they
     only lower the scale. A non-finite loss is always an error.
 
-    With `--on-spike rewind` it also brings back the weights of the last checkpoint.
+    With `--on-spike rewind`, it also restores the weights of the last checkpoint.
     """
 
     def __init__(self, scalars: Scalars, checkpoints: Checkpoints | None) -> None:
@@ -60,7 +60,7 @@ class SkippedUpdates(Callback):
         self._rewinds: dict[int, int] = {}  # how often the run went back to a checkpoint
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """End the run, go back, or count the skipped update.
+        """End the run, rewind, or count the skipped update.
 
         Raises:
             NumericsError: The policy ends the run.
@@ -127,7 +127,7 @@ def _reason_of(run: Run, outcome: StepOutcome) -> _SkipReason:
 
 
 def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
-    """Return the sample ids of all micro-batches with an odd loss, or of the whole batch."""
+    """Return the sample ids of the micro-batches with an abnormal loss, or of the whole batch."""
     width = run.batches.micro_batch
     mine = torch.tensor(outcome.sample_ids).reshape(-1, width)
     bad = ~torch.tensor(outcome.ordinary).reshape(-1, 1)
