@@ -439,6 +439,7 @@ _OF_HEADS = (
 )
 _OF_MLPS = (  # and of experts
     *("ffn_hidden_size", "openai_gelu", "squared_relu", "relu", "swiglu", "geglu", "quick_geglu"),
+    *("glu_linear_offset", "activation_func_clamp_value"),
 )
 # Position types without weights, for sequences of any length.
 WITHOUT_TABLE = ("rope", "alibi", "none")

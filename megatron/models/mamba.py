@@ -287,11 +287,14 @@ def scan(
     weighted = x * steps.unsqueeze(-1)
 
     # Pairs of tokens within a chunk: [c, b, g, r, l, l].
-    by_head = sums.movedim(1, 4)
+    # The logarithm of the decay from token m to token l is the sum of the terms after m, up to l.
+    # The difference of two sums from the chunk's start would be less exact.
     pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
+    terms = (steps * rates).movedim(1, 4).unsqueeze(5).expand(*[-1] * 5, chunk)
+    logarithms = terms.masked_fill(~pairs.tril(-1), 0).cumsum(4)
     if seen is not None:
         pairs = pairs & seen.same[:, :, None, None]
-    decay = (by_head.unsqueeze(5) - by_head.unsqueeze(4)).masked_fill(~pairs, -math.inf).exp()
+    decay = logarithms.masked_fill(~pairs, -math.inf).exp()
     scores = torch.einsum("clbgn,cmbgn->cbglm", c, b).unsqueeze(3)
     out = torch.einsum("cbgrlm,cmbgrp->clbgrp", scores * decay, weighted)
 

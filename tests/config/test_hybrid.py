@@ -77,6 +77,7 @@ def test_patterns_are_read_and_never_run() -> None:
             "--hybrid-layer-pattern M* --mtp-num-layers 1 --position-embedding-type none",
             "predict one token",
         ),
+        ("--hybrid-layer-pattern M* --use-mup", "muP has no rules for Mamba-2"),
         ("--hybrid-layer-pattern M* --parallel-residual", "a layer has only one part"),
         ("--hybrid-layer-pattern M* --save x --ckpt-format torch_dist", "in this format"),
         ("--hybrid-layer-pattern M* --bf16 --fp8-format hybrid", "not computed in 8 bits"),

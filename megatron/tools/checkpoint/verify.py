@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5
 TOLERANCE_HELP = f"Largest difference, as a share of the largest logit. Default: {TOLERANCE:g}."
 _RENAMED = ("backbone.", "embed_out.")  # tensors that transformers 5 renames during loading
+_SHORTEST_STEP = 1e-30
 _TOKENS = (2, 64)  # [b, s]; shorter if the model's context is shorter
 
 
@@ -270,6 +271,10 @@ def their_model(reader: HFReader) -> Any:
     values.pop("torch_dtype", None)
     # Our reader accepts only the default, which versions of `transformers` write differently.
     values.pop("time_step_limit", None)
+    if kind == "nemotron_h":
+        # transformers' prompts have no shorter time steps than this one, but its decoding does, and
+        # so does Megatron Core, which trained these models.
+        values["time_step_min"] = _SHORTEST_STEP
     config = transformers.AutoConfig.for_model(kind, **values)
     config._attn_implementation = config._experts_implementation = "eager"  # allows odd sizes
     if kind == "falcon":  # the eager form of transformers 5 adds ALiBi's biases twice

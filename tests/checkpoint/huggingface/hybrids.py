@@ -61,6 +61,7 @@ NEMOTRON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "ssm_state_size": 9,
+    "time_step_min": 1e-7,  # transformers raises shorter steps, but only in prompts
     "use_cache": False,  # transformers' cache needs a layer with attention
 }
 MIXTURE = {

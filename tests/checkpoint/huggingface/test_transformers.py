@@ -183,16 +183,6 @@ DENSE: dict[str, dict[str, object]] = {
         ),
         "num_key_value_heads": None,
     },
-    "nemotron_h": {
-        "chunk_size": 8,
-        "head_dim": 10,
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
-        "mamba_head_dim": 7,
-        "mamba_num_heads": 6,
-        "n_groups": 3,
-        "num_hidden_layers": 4,
-        "ssm_state_size": 9,
-    },
     "phi3, longrope": _LONG_ROPE,
     "phi3, longrope, short": {**_LONG_ROPE, "original_max_position_embeddings": 60},
     "stablelm": {"hidden_size": 48, "use_qkv_bias": True},
@@ -212,6 +202,28 @@ DENSE: dict[str, dict[str, object]] = {
     },
 }
 MIXTURES: dict[str, dict[str, object]] = {
+    "nemotron_h": {
+        "chunk_size": 8,
+        "head_dim": 10,
+        "layers_block_type": [
+            "linear_attention",
+            "moe",
+            "full_attention",
+            "mlp",
+            "linear_attention",
+        ],
+        "mamba_head_dim": 7,
+        "mamba_num_heads": 6,
+        "moe_intermediate_size": 13,
+        "moe_shared_expert_intermediate_size": 11,
+        "n_groups": 3,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 5,
+        "routed_scaling_factor": 1.75,
+        "ssm_state_size": 9,
+        "time_step_min": 1e-7,  # transformers raises shorter steps, but only in prompts
+    },
     "gpt_oss": {
         "head_dim": 10,
         "layer_types": _SLIDING,
