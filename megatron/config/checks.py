@@ -16,6 +16,7 @@ from megatron.config import (
     rules_hybrid,
     rules_legacy,
     rules_model,
+    rules_optimizer,
     rules_parallel,
     rules_retriever,
     rules_training,
@@ -108,10 +109,10 @@ RULES: tuple[Rule, ...] = (
     rules_training.wsd_decay,
     rules_training.wsd_branch,
     rules_training.weight_decay,
-    rules_training.muon,
-    rules_training.mup,
-    rules_training.state_formats,
-    rules_training.averages,
+    rules_optimizer.muon,
+    rules_optimizer.mup,
+    rules_optimizer.state_formats,
+    rules_optimizer.averages,
     rules_training.recomputation,
     rules_parallel.graphs,
     rules_training.per_token_loss,
@@ -176,7 +177,7 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     lines += rules_parallel.no_effect(config, world_size)
     lines += rules_curriculum.slow_lengths(config)
     lines += rules_training.range_test_only(config)
-    lines += rules_training.coarse_variance(config)
+    lines += rules_optimizer.coarse_variance(config)
     lines += rules_finetuning.dropout_of_preferences(config)
     lines += _no_effect(config, start)
     kind = config.tokenizer.tokenizer_type
