@@ -57,7 +57,22 @@ _SAME_MEANS = tuple(
     if MULTI_TOKEN not in case.network or case.processes == case.tensor * case.context
 )
 _IN_A_RING = replace(_BIASED, flags="")
-CASES = (*_SAME_MEANS, _BIASED, _IN_A_RING, *(replace(case, network=ROPE) for case in _ROTARY))
+_ONE_NORM = (
+    "--position-embedding-type alibi --embed-layernorm --parallel-residual --shared-parallel-norm"
+)
+_FORGETFUL = "--recompute-granularity selective --recompute-modules layernorm core_attn"
+_ALIBI = (
+    _BIASED,
+    _IN_A_RING,
+    LayoutCase(4, tensor=2, flags="--sequence-parallel --zero-stage 3", network=_ONE_NORM),
+    LayoutCase(
+        2,
+        pipeline=2,
+        flags=f"--num-layers-per-virtual-pipeline-stage 1 {_FORGETFUL}",
+        network=_ONE_NORM,
+    ),
+)
+CASES = (*_SAME_MEANS, *_ALIBI, *(replace(case, network=ROPE) for case in _ROTARY))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.shown_flags}")
