@@ -69,4 +69,4 @@ def test_a_page_without_a_place_is_refused_before_anything_is_tried(
         assert error.startswith(f"error: --out {page}: ")
         assert message in error
     assert scoreboard.main(["--rows", "33", "999"]) == 9
-    assert "error: --rows 999: choose from 2, 3, 4" in capsys.readouterr().err
+    assert "error: --rows 999: choose from 1, 2, 3" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from tests.training.toy import RECIPES, SpoiledRecipe, build_toy
 _WINDOW = 16  # updates
 _CLEAN = 50  # iterations of the clean run for each trial
 _REPLICAS = 3
+_LEAST = 1e-6  # a smaller change of a weight may vanish in the rounding of the next update
 
 
 class _Outcomes(Callback):
@@ -76,11 +77,14 @@ class _Flip(Callback):
     def before_step(self, run: Run) -> None:
         if run.progress.iteration + 1 != self.iteration:
             return
-        self.name, weight = self._draw.choice(sorted(run.named_parameters()))
-        place, bit = self._draw.randrange(weight.numel()), self._draw.randrange(32)
+        named, change = sorted(run.named_parameters()), 0.0
+        while change < _LEAST:  # not a number counts too: the loop ends
+            self.name, weight = self._draw.choice(named)
+            one = weight.data.view(-1)[self._draw.randrange(weight.numel()) :][:1]
+            flipped = (one.view(torch.int32) ^ (1 << self._draw.randrange(31))).view(torch.float32)
+            change = float((flipped - one).abs())
         if run.layout.world.rank == self.rank:
-            data = weight.detach().view(-1).view(torch.uint8)
-            data[4 * place + bit // 8] ^= 1 << bit % 8
+            one.copy_(flipped)  # through `data`, so autograd does not know
 
 
 def _flipped(layout: Layout, seed: int, interval: int) -> tuple[int, int, str, str]:
