@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.device import Device, StreamMarks, gpu_count
 from megatron.kernels.amax import Handover
+from megatron.models.mlp import MLP
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Axis, Layout
 from megatron.training.recorded_passes import RecordedPasses
@@ -126,6 +127,27 @@ def test_a_small_model_is_recorded_without_a_flag() -> None:
     excluded = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     _, run = _train([*auto, *excluded.split()], "gpt")
     assert not isinstance(run.forward, RecordedPasses)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_run_goes_on_if_recording_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that reads a number on the host, which no recording can do, runs as it is."""
+    plain = _results(["--bf16"], "gpt")
+    compute = MLP.forward
+
+    def read(gradient: Tensor) -> None:
+        gradient.sum().item()
+
+    def waits(self: MLP, x: Tensor) -> Tensor:
+        out: Tensor = compute(self, x)
+        if where == "forward":
+            out.sum().item()
+        elif out.requires_grad:
+            out.register_hook(read)
+        return out
+
+    monkeypatch.setattr(MLP, "forward", waits)
+    assert _results(["--bf16", "--cuda-graph-impl", "auto"], "gpt") == plain
 
 
 @pytest.fixture
