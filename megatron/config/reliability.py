@@ -17,6 +17,7 @@ KINDS: dict[str, tuple[str, ...] | None] = {
     "hang": None,
     "slow": None,
     "nan": ("forward", "backward"),
+    "spike": ("forward", "backward"),
     "flip": ("step", "backward"),
     "full": ("save",),
 }

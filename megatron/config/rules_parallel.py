@@ -67,6 +67,10 @@ _NOT_RECORDED: Exclusions = {
     "parallel.ddp_impl": (("local",), "it averages gradients during the backward pass"),
     "parallel.overlap_grad_reduce": ((False,), "a recorded backward pass cannot send gradients"),
     "parallel.overlap_param_gather": ((False,), "a recorded forward pass cannot wait for weights"),
+    "reliability.fault_inject": (
+        ((),),
+        "faults strike inside a pass, which is recorded as a whole",
+    ),
 }
 
 # The same for mixtures: every pass has the same number of rows only if this process has all

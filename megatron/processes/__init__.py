@@ -5,6 +5,8 @@
     process   one process from its start to its exit code, with its device and layout
     groups    process groups, formed once every device meets the requirements of the run
     ending    errors that end the run on all processes, and requests to exit early
+    crashes   the failures of a run, recorded so that a crash loop ends
+    faults    faults that strike a process on purpose
     watchdog  reports why a run hangs, and ends all processes when one hangs or fails
 
 Training, inference, tasks and tools start their processes here.

@@ -25,6 +25,8 @@ from megatron.errors import say_on_stderr
 from megatron.parallel.journal import Journal
 
 _EXIT_CODE = 1
+_SPIKE = 1000.0  # the factor of the fault "spike"
+_DAMAGES = ("nan", "spike", "flip")
 _FULL_BYTES = 4096  # the largest file that a process can write after the fault "full"
 _FOREVER = 1e9  # seconds
 # The journal's operations at each point. Others are those of a pipeline's schedule.
@@ -91,7 +93,7 @@ class FaultyJournal(Journal):
         """Return the faults that strike now, and forget those that strike once."""
         due = []
         for fault in list(self._faults):
-            is_slow, damages = fault.kind == "slow", fault.kind in ("nan", "flip")
+            is_slow, damages = fault.kind == "slow", fault.kind in _DAMAGES
             is_time = self.iteration == fault.step or (is_slow and self.iteration > fault.step)
             if fault.point != point or not is_time or in_hook != (damages and point != "step"):
                 continue
@@ -125,11 +127,10 @@ class FaultyJournal(Journal):
         """Corrupt the output of a forward pass, or the gradient that its backward pass receives."""
         if not part.training:
             return None
-        for _ in self._due("forward", in_hook=True):
-            output = _map(_with_nan, output)
+        for fault in self._due("forward", in_hook=True):
+            output = _map(_DAMAGED[fault.kind], output)
         for fault in self._due("backward", in_hook=True):
-            damage = _with_flipped_bit if fault.kind == "flip" else _with_nan
-            _map(methodcaller("register_hook", damage), output)
+            _map(methodcaller("register_hook", _DAMAGED[fault.kind]), output)
         return output
 
 
@@ -160,8 +161,11 @@ def _with_flipped_bit(gradient: Tensor) -> Tensor:
     return damaged
 
 
-def _with_nan(gradient: Tensor) -> Tensor:
-    return gradient * math.nan
+_DAMAGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "nan": lambda tensor: tensor * math.nan,
+    "spike": lambda tensor: tensor * _SPIKE,
+    "flip": _with_flipped_bit,
+}
 
 
 def _map(change: Callable[[Tensor], Any], output: Any) -> Any:

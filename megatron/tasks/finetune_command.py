@@ -18,6 +18,7 @@ from megatron.config import (
     parse_config,
     rules_data,
     rules_model,
+    rules_reliability,
     rules_training,
 )
 from megatron.config.checks import RULES, Rule, find_problems
@@ -54,7 +55,7 @@ PRETRAINING_RULES: tuple[Rule, ...] = (
     rules_data.tokenizer,
     rules_model.required,
     rules_training.per_token_loss,
-    rules_training.save_interval,  # if it is unset, the run saves after each epoch
+    rules_reliability.save_interval,  # if it is unset, the run saves after each epoch
 )
 # The fields that have no effect if nothing is trained.
 _OF_TRAINING: dict[str, tuple[str, ...]] = {

@@ -12,6 +12,7 @@ The modules, in the order in which a run uses them:
     generation     answers of the model in training to prompts
     find_lr        finds a learning rate by short training
     checkpointing  saves the state of a run and restores it
+    fast_state     the run's identity, and the newest checkpoint, non-persistent or not
     branches       starts a run as a branch of another one, to end it with a decay
     from_bert      starts a bi-encoder from a BERT
 

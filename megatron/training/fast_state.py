@@ -74,7 +74,7 @@ def store_of(config: RunConfig, layout: Layout) -> NonPersistentStore | None:
     root = options.non_persistent_local_ckpt_dir
     if is_shared:
         root = options.non_persistent_global_ckpt_dir or str(Path(options.save) / "non_persistent")
-    assert root is not None, "rules_training.non_persistent"
+    assert root is not None, "rules_reliability.non_persistent"
     return NonPersistentStore(
         root,
         RunRecord.of(options.save, layout).run,

@@ -98,6 +98,8 @@ def test_a_slow_rank_stays_slow(
     [
         ("forward:0:2:nan", lambda loss, gradient: loss.isnan() and gradient.isnan().all()),
         ("backward:0:2:nan", lambda loss, gradient: not loss.isnan() and gradient.isnan().all()),
+        ("backward:0:2:spike", lambda loss, gradient: gradient.eq(1000.0).all()),
+        ("forward:0:2:spike", lambda loss, gradient: loss == 6000.0 and gradient.eq(1000.0).all()),
         ("backward:0:2:flip", lambda loss, gradient: not torch.equal(gradient, torch.ones(2, 3))),
     ],
 )

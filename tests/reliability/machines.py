@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -36,8 +37,9 @@ class Machine:
         return (shutil.which("ip", path=_PATH) or "ip", "netns", "exec", self.namespace)
 
 
-@pytest.fixture
-def machines() -> Iterator[list[Machine]]:
+@contextmanager
+def two_machines() -> Iterator[list[Machine]]:
+    """Two machines and their cable; OSError where this user may not have them."""
     mark = os.getpid() % 10000
     both = [Machine(f"host{i}-{mark}", f"v{i}x{mark}", f"10.77.0.{i + 1}") for i in range(2)]
     try:
@@ -49,11 +51,29 @@ def machines() -> Iterator[list[Machine]]:
             ip(*inside, "addr", "add", f"{machine.address}/24", "dev", machine.interface)
             for name in ("lo", machine.interface):
                 ip(*inside, "link", "set", name, "up")
-    except OSError as error:
+        yield both
+    finally:
         _remove(both)
-        pytest.skip(f"no network namespaces here: {error}")
-    yield both
-    _remove(both)
+
+
+@pytest.fixture
+def machines() -> Iterator[list[Machine]]:
+    with ExitStack() as stack:
+        try:
+            both = stack.enter_context(two_machines())
+        except OSError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield both
+
+
+def launcher_flags(machine: Machine) -> list[str]:
+    """What torchrun needs on each of the two."""
+    first = machine.address.endswith(".1")
+    return [
+        *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
+        *("--rdzv-id", "test", "--rdzv-endpoint", "10.77.0.1:29500"),
+        *("--rdzv-conf", f"is_host={int(first)}", "--local-addr", machine.address),
+    ]
 
 
 def _remove(machines: list[Machine]) -> None:

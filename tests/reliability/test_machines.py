@@ -7,20 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.machines import Machine, ip, machines
+from tests.reliability.machines import Machine, ip, launcher_flags, machines
 from tests.reliability.processes import TIMEOUT, children, module, torchrun, until
 
 __all__ = ["machines"]  # a fixture
 
 
 def _words(machine: Machine, flags: list[str]) -> list[str]:
-    first = machine.address.endswith(".1")
-    return [
-        *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
-        *("--rdzv-id", "test", "--rdzv-endpoint", "10.77.0.1:29500"),
-        *("--rdzv-conf", f"is_host={int(first)}", "--local-addr", machine.address),
-        *module(*flags),
-    ]
+    return [*launcher_flags(machine), *module(*flags)]
 
 
 def _losses(text: str) -> list[float]:

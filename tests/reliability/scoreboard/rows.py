@@ -24,6 +24,7 @@ from tests.reliability.scoreboard.limits import merely_large
 from tests.reliability.scoreboard.malice import malicious_files
 from tests.reliability.scoreboard.mute import mute_store
 from tests.reliability.scoreboard.numbers import flipped_bits, spoiled_batches
+from tests.reliability.scoreboard.partition import cut_network
 from tests.reliability.scoreboard.recovery import (
     killed_ranks,
     leaks,
@@ -179,6 +180,15 @@ ROWS: tuple[Row, ...] = (
         hanging_ranks,
         full=40,
         quick=0,  # tests/reliability/test_faults.py tries it
+    ),
+    Row(
+        17,
+        "the network between two machines (namespaces) is cut at a random time, with a limit of 4 "
+        "s: both sides end within 10 s more and say why, what the tracker names is whole, and the "
+        "next start resumes from it and cleans up",
+        cut_network,
+        full=10,
+        quick=0,  # tests/reliability/test_machines.py tries it
     ),
     Row(
         19,

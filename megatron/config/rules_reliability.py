@@ -1,0 +1,87 @@
+"""Rules for saving, for what runs resume from, and for faults that are injected."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megatron.config.fields import near_multiples
+from megatron.config.run import RunOptions, flatten
+from megatron.environment import name_problem
+
+
+def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error if --save has no interval."""
+    checkpoint = config.checkpoint
+    intervals = (checkpoint.save_interval, checkpoint.save_interval_in_mins)
+    if checkpoint.save is not None and intervals == (None, None):
+        yield (
+            f"--save {checkpoint.save} needs --save-interval: give iterations between checkpoints, "
+            "or minutes as --save-interval-in-mins"
+        )
+
+
+def retention(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error if the checkpoints to retain would never be saved."""
+    checkpoint = config.checkpoint
+    retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
+    if checkpoint.save is None or not retained or retained < 1:
+        return
+    if interval is None:
+        yield (
+            f"--save-retain-interval {retained} requires --save-interval: use a divisor of "
+            f"{retained}"
+        )
+    elif interval > 0 and retained % interval:
+        yield (
+            f"--save-retain-interval {retained} is not divisible by --save-interval {interval}: "
+            f"use {near_multiples(retained, interval)}"
+        )
+
+
+def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each text that is not UTF-8, as indexes, logs and safetensors require.
+
+    For checkpoints, the whole path must be UTF-8, because safetensors opens it.
+    """
+    for name, value in flatten(config).items():
+        for text in value if isinstance(value, tuple) else (value,):
+            if not isinstance(text, str):
+                continue
+            of_checkpoint = name in ("checkpoint.save", "checkpoint.load")
+            path = os.path.abspath(text) if of_checkpoint and text else text
+            problem = name_problem(path)
+            if problem is not None:
+                flag = "--" + name.partition(".")[2].replace("_", "-")
+                yield f"{flag} {text!a}: the path {path!a} {problem}"
+
+
+def faults(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each fault of --fault-inject that could not strike."""
+    flags = {"load": ("--load", config.checkpoint.load), "save": ("--save", config.checkpoint.save)}
+    length = config.training.train_iters
+    for text, fault in zip(config.reliability.fault_inject, config.reliability.faults, strict=True):
+        shown = f"--fault-inject {text}"
+        if fault.rank >= world_size:
+            yield f"{shown}: there is no rank {fault.rank}: give one from 0 to {world_size - 1}"
+        if length is not None and fault.step > length:
+            yield f"{shown}: the run ends after --train-iters {length}: give an earlier step"
+        flag, value = flags.get(fault.point, ("", ""))
+        if value is None:
+            yield f"{shown}: nothing is done at {fault.point} without {flag}: add it"
+
+
+def non_persistent(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each mistake in the flags of non-persistent checkpoints."""
+    options = config.checkpoint
+    interval = options.non_persistent_save_interval
+    if interval is None:
+        return
+    shown = f"--non-persistent-save-interval {interval}"
+    if options.non_persistent_ckpt_type is None:
+        yield f"{shown}: give --non-persistent-ckpt-type local or global"
+    if options.non_persistent_ckpt_type == "local" and not options.non_persistent_local_ckpt_dir:
+        yield f"{shown}: give --non-persistent-local-ckpt-dir, for example a folder in /dev/shm"
+    if options.no_save_optim or options.no_save_rng:
+        flag = "--no-save-optim" if options.no_save_optim else "--no-save-rng"
+        yield f"{shown} cannot be combined with {flag}, because runs resume from them: drop one"
