@@ -47,7 +47,10 @@ _LINGER = 2 * BEAT  # from a verdict until its author exits, so that the others 
 _PATIENCE = _SILENCE + 5 * BEAT
 GRACE = 5.0  # from a verdict until the watchdog ends a process that has not exited by itself
 _PACKAGE = Path(__file__).parents[1]
+# PyTorch's code that communicates. Its data parallelism also does so outside of the hooks that tell
+# the journal: in the second forward pass, when it forms buckets anew.
 _TORCH_DISTRIBUTED = Path(dist.__file__).parent
+_TORCH_DDP = _TORCH_DISTRIBUTED.parent / "nn" / "parallel" / "distributed.py"
 # The functions that print. Output may go to another machine, where it may never be read.
 _OUTPUT = (_PACKAGE / "command.py", _PACKAGE / "errors.py")
 _PLUMBING = {"journal.py", "collectives.py", "layout.py", "exchange.py", "symmetric_memory.py"}
@@ -452,7 +455,7 @@ class Watchdog:
         transfer = self._journal.waits_for
         if transfer is not None:
             return Wait(transfer.kind, transfer.ranks, transfer.number)
-        if self._journal.device_is_behind or not self._main_is_in(_TORCH_DISTRIBUTED):
+        if self._journal.device_is_behind or not self._main_is_in(_TORCH_DISTRIBUTED, _TORCH_DDP):
             return None
         return Wait("communication", tuple(range(self._launch.world_size)), None)
 
