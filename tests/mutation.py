@@ -1,4 +1,4 @@
-"""Small mutations of the package, each of which some test should notice.
+"""Small mutations of the package, each of which some test should detect.
 
     python -m tests.mutation --count 400 --seed 1 --out mutations.jsonl
     python -m tests.mutation --out mutations.jsonl --table
@@ -6,8 +6,8 @@
 A mutation changes one operator, number, condition or statement of `megatron/`, kernels aside. It is
 tried in a copy of the repository, which has no `../shared` beside it, with the tests that cover its
 module: those that import it, then the others of its room. A mutation is killed by a test that fails
-with it and passes without it. All results are kept in the file, and a run that is started again
-with the same seed goes on where it was.
+with it and passes without it. All results are kept in the file, and a run with the same seed
+continues where an earlier one stopped.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Mutation:
 
 @cache
 def mutations_of(file: str, source: str) -> tuple[Mutation, ...]:
-    """Return every mutation of a file, in the order of their places."""
+    """Return every mutation of a file, in source order."""
     starts = [0]  # of each line, in bytes, as syntax trees count
     for line in source.encode().split(b"\n"):
         starts.append(starts[-1] + len(line) + 1)
@@ -176,7 +176,7 @@ def _become(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
 
 
 def _is_type(node: ast.expr) -> bool:
-    """Whether `a | b` is, as far as one can see, a type."""
+    """Whether `a | b` looks like a type."""
     text = ast.unparse(node)
     return re.fullmatch(r"[A-Za-z.\[\], |]+", text) is not None and "|" in text
 
@@ -237,7 +237,7 @@ def covering_files(mutation: Mutation, root: Path) -> list[str]:
 
 
 def copied(folder: Path) -> Path:
-    """Copy the repository into a folder of its own, so that nothing is beside it."""
+    """Copy the repository into a separate folder, so that nothing is next to it."""
     root = folder / "alone" / "repository"
     ignore = shutil.ignore_patterns("__pycache__", "built", ".venv", "runs")
     for name in _COPIED:
@@ -278,7 +278,7 @@ def run_tests(root: Path, tests: Sequence[str], limit: float) -> tuple[int | Non
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a session, with all that it has started there."""
+    """Kill a session leader and every process in its session."""
     try:
         os.killpg(process.pid, 9)
     except ProcessLookupError:
@@ -287,7 +287,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def try_mutation(mutation: Mutation, root: Path, limit: float) -> dict[str, object]:
-    """Try a mutation in a copy of the repository, which is afterwards as it was.
+    """Try a mutation in a copy of the repository, and restore the copy.
 
     Returns:
         The mutation, the outcome and the test that killed it.

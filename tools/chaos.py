@@ -310,7 +310,7 @@ def judge(
         save: Its folder of checkpoints.
         metrics: Its file of --metrics-jsonl.
         outcome: What happened to the command.
-        against: The metrics of an undisturbed run.
+        against: The metrics of an uninterrupted run.
 
     Returns:
         The failed checks, one line each, and numbers about the run.
@@ -320,7 +320,7 @@ def judge(
     known: dict[int, dict[str, Any]] = {}
     for iteration, values, _ in steps:
         if known.setdefault(iteration, values) != values:
-            problems.append(f"iteration {iteration} was repeated with another result")
+            problems.append(f"iteration {iteration} was repeated with a different result")
     last = max(known, default=0)
     if outcome.codes[-1:] != [0]:
         problems.append(f"the command ended with {outcome.codes[-1:]}, not 0")
@@ -339,10 +339,10 @@ def judge(
         problems.append(f"the newest checkpoint is damaged: {error}")
     else:
         if newest is None or newest.iteration != last:
-            problems.append(f"the newest checkpoint is not of the last iteration, {last}")
+            problems.append(f"the newest checkpoint is not from the last iteration, {last}")
     left = [path.name for path in save.glob(f"*{TEMPORARY}*")]
     if left:
-        problems.append(f"temporary files stayed: {', '.join(left)}")
+        problems.append(f"temporary files remain: {', '.join(left)}")
     waits, lost = recoveries(lines, outcome.strikes), lost_steps(lines)
     return problems, {
         "faults": len(outcome.strikes),
@@ -383,7 +383,7 @@ def build_parser() -> ToolParser:
     add("--mtbf", type=duration, default=60.0, metavar="TIME", help="Mean time between faults.")
     add("--hours", type=float, default=1.0, metavar="H", help="No fault strikes after this time.")
     add("--seed", type=int, default=0, help="Seed of all choices.")
-    add("--against", type=Path, metavar="FILE", help="Metrics of an undisturbed run.")
+    add("--against", type=Path, metavar="FILE", help="Metrics of an uninterrupted run.")
     add("--log", type=Path, default=Path("chaos.log"), metavar="FILE", help="Command's output.")
     add("--least-goodput", type=float, default=0.0, metavar="SHARE", help="Fail below this share.")
     add("command", nargs=argparse.REMAINDER, help="The training command, after --.")

@@ -81,7 +81,7 @@ class Fault:
         return cls(point, int(rank), int(step), kind, seconds, attempt)
 
     def __str__(self) -> str:
-        """Return the fault as the flag spells it, without its seconds and attempt."""
+        """Return the fault as it is written in the flag, without its seconds and attempt."""
         return f"{self.point}:{self.rank}:{self.step}:{self.kind}"
 
 

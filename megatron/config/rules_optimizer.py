@@ -57,7 +57,7 @@ def mup(config: RunOptions, world_size: int) -> Iterator[str]:
         ),
         (
             "--init-method-xavier-uniform" * model.init_method_xavier_uniform,
-            "it has a standard deviation of its own",
+            "it sets its own standard deviation",
             "use --init-method-std",
         ),
         (
@@ -118,10 +118,10 @@ def state_formats(config: RunOptions, world_size: int) -> Iterator[str]:
     if optimizer.main_params_dtype != "fp32":
         shown = f"--main-params-dtype {optimizer.main_params_dtype}"
         if not is_half:
-            yield f"{shown} requires --bf16 or --fp16: fp32 weights have no masters: drop the flag"
+            yield f"{shown} requires --bf16 or --fp16: fp32 weights need no masters: drop the flag"
         elif config.parallel.zero_stage == 3:
             yield (
-                f"{shown} with --zero-stage 3, whose shards are the weights in fp32: use "
+                f"{shown} with --zero-stage 3, whose shards already are the fp32 weights: use "
                 "--zero-stage 1 or 2, or drop the flag"
             )
         if optimizer.optimizer_cpu_offload:
@@ -166,6 +166,6 @@ def coarse_variance(config: RunOptions) -> Iterator[str]:
     optimizer = config.optimizer
     if optimizer.exp_avg_sq_dtype == "fp8" and optimizer.adam_beta2 > _FP8_BETA2:
         yield (
-            f"--exp-avg-sq-dtype fp8 with --adam-beta2 {optimizer.adam_beta2:g}: its rounding adds "
-            f"up over 1 / (1 - beta2) steps: use --adam-beta2 0.95 or --exp-avg-sq-dtype bf16"
+            f"--exp-avg-sq-dtype fp8 with --adam-beta2 {optimizer.adam_beta2:g}: rounding errors "
+            f"add up over 1 / (1 - beta2) steps: use --adam-beta2 0.95 or --exp-avg-sq-dtype bf16"
         )

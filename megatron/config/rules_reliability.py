@@ -68,7 +68,7 @@ def faults(config: RunOptions, world_size: int) -> Iterator[str]:
             yield f"{shown}: the run ends after --train-iters {length}: give an earlier step"
         flag, value = flags.get(fault.point, ("", ""))
         if value is None:
-            yield f"{shown}: nothing is done at {fault.point} without {flag}: add it"
+            yield f"{shown}: the run never reaches {fault.point} without {flag}: add it"
 
 
 def non_persistent(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Inputs and labels of multi-token prediction: a micro-batch, shifted by some places."""
+"""Inputs and labels of multi-token prediction: a micro-batch, shifted by a number of positions."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _CPU_CACHE_BYTES = 2**30
 _GPU_CACHE_SHARE = 0.9  # fraction of the memory left after loading the model
 # GPU memory kept free for a step's logits and activations.
 _GPU_STEP_BYTES = 3 * 2**30
-_SEQUENCES_PER_SNAPSHOT = 4  # states of running sequences for each snapshot of states
+_SEQUENCES_PER_SNAPSHOT = 4  # running sequences for each snapshot of states
 _UNUSED_HEAD = 64  # size of heads for the choice of kernels in a model without attention
 
 
@@ -330,7 +330,7 @@ def make_cache(
 
 
 def _snapshots(options: EngineOptions) -> int:
-    """Return how many snapshots of states are kept, for prompts that begin like an earlier one."""
+    """Return the number of state snapshots to keep, for prompts that share a prefix."""
     return -(-options.max_sequences // _SEQUENCES_PER_SNAPSHOT)
 
 

@@ -124,7 +124,7 @@ class BlockPool:
 class Snapshots:
     """Copies of sequences' states at the end of blocks, and their places. It holds no tensors.
 
-    A new snapshot takes the place of the one that has been unused longest.
+    A new snapshot replaces the least recently used one.
     """
 
     def __init__(self, places: Iterable[int]) -> None:

@@ -33,8 +33,8 @@ class SchedulerSettings:
         max_sequences: Maximum number of sequences in a step.
         max_tokens: Maximum number of tokens in a step, at least `max_sequences`, so that every
             sequence can go on.
-        has_states: Whether the model has layers with states. A sequence can then begin with blocks
-            of others only up to a snapshot of these states.
+        has_states: Whether the model has layers with states. A sequence can then reuse cached
+            blocks only up to a snapshot of these states.
         snapshots: Number of snapshots that are kept.
         trained_context: Length beyond which all tokens of a sequence have other keys and values, so
             that a sequence that outgrows it is recomputed (LongRoPE). `None` for no such length.
@@ -177,7 +177,7 @@ class Scheduler:
         self.pool = BlockPool(settings.blocks)
         self.preempted = 0
         self.running: list[Sequence] = []  # sequences in the batch, in the order they began
-        # Places of states that no running sequence has. Those of snapshots follow.
+        # Free places for the states of running sequences. The places of snapshots follow them.
         self._places = list(range(settings.max_sequences))
         self._snapshots = Snapshots(
             range(settings.max_sequences, settings.max_sequences + settings.snapshots)
@@ -343,7 +343,7 @@ class Scheduler:
         return True
 
     def _begin(self, sequence: Sequence) -> int | None:
-        """Give a sequence its computed blocks if there is room for the rest of its tokens too.
+        """Give a sequence its cached blocks if there is also room for the rest of its tokens.
 
         Returns:
             The place of the snapshot that it starts from, or -1 for none. `None` if there is no
@@ -374,7 +374,7 @@ class Scheduler:
         return self._snapshots.use(keys[-1]) if self.settings.has_states and keys else -1
 
     def _last_block(self, sequence: Sequence) -> int:
-        """Return the position after the last block of a prompt that another one may begin with."""
+        """Return the position after the last block of a prompt that other prompts may share."""
         size = self.settings.block_size
         return (sequence.prompt - 1) // size * size
 

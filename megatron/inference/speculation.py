@@ -37,7 +37,7 @@ class Drafter(Protocol):
 
 
 def room_of(row: Row, most: int) -> int:
-    """Return the number of drafts that the sequence of a computed row may get, at most `most`."""
+    """Return how many draft tokens the sequence of a computed row may get, at most `most`."""
     sequence = row.sequence
     if sequence.is_over or not row.is_last:
         return 0

@@ -240,7 +240,7 @@ class RowExchange:
         return None if axis is None else cls(places, axis)
 
     def __call__(self, parts: Sequence[Tensor], change: Callable[[list[Tensor]], None]) -> None:
-        """Gather whole parameters, let `change` change them, and send the rows back.
+        """Gather whole parameters, apply `change` to them, and send the rows back.
 
         Collective over the axis.
 

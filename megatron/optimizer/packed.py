@@ -274,7 +274,7 @@ def _update(
 
 
 def _open(state: Any, part: _Part) -> Tensor:
-    """Return a part of a tensor as a view, or of a packed one as decoded values."""
+    """Return a part of a tensor: a view, or the decoded values of a packed tensor."""
     if isinstance(state, PackedTensor):
         return state.values(part.start, part.end)
     view: Tensor = state.detach().view(-1)[part.start : part.end]

@@ -20,7 +20,7 @@ from megatron.parallel.layout import Axis
 
 
 class TopLogProbs(NamedTuple):
-    """The most likely next tokens in a teacher's distribution, equal on every tensor rank.
+    """The most likely next tokens in a teacher's distribution, the same on every tensor rank.
 
     Attributes:
         ids: Ids in the whole vocabulary, [..., k]; -1 stands for no entry.

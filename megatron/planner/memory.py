@@ -148,7 +148,7 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
 
 
 def exchange_bytes(config: RunConfig, layout: Layout, texts: int) -> int:
-    """Return the bytes that a process keeps on a GPU for overlapping messages with products."""
+    """Return the bytes that a process keeps on a GPU to overlap communication with products."""
     if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
         return 0
     return SLOTS * layout.tensor.size * largest_message(config, layout, texts)

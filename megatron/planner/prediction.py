@@ -32,9 +32,9 @@ from megatron.planner.machine import Machine
 from megatron.planner.memory import MemoryEstimate, largest_process
 from megatron.planner.pipeline_balance import Costs, Pipeline
 
-# Bytes that ZeRO stage 3 reads and writes per weight and micro-batch, besides its messages. For all
-# weights: two copies out of gathered buffers in 16 bits, and one of gradients into an fp32 buffer.
-# For a process's shard: two casts to 16 bits, and an addition to the sum of gradients.
+# Bytes that ZeRO stage 3 reads and writes per weight and micro-batch, besides communication. For
+# all weights: two copies out of gathered buffers in 16 bits, and one of gradients into an fp32
+# buffer. For a process's shard: two casts to 16 bits, and an addition to the sum of gradients.
 _COPIED_WHOLE, _COPIED_SHARD = 14, 24
 
 # When --cuda-graph-impl auto records passes:

@@ -198,7 +198,7 @@ class Embedder(ABC):
 
     @torch.no_grad()
     def _launch(self, piece: _Rows) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """Yield the places of each batch's texts, and their vectors, perhaps still in progress."""
+        """Yield the places of each batch's texts, and their vectors, possibly not computed yet."""
         row_unit, token_unit = self._units
         lengths = np.array([len(row) for row in piece.rows])
         padded = np.minimum(-(-lengths // token_unit) * token_unit, self.max_length)

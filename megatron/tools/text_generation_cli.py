@@ -28,7 +28,7 @@ from megatron.environment import module_command, private_cache
 from megatron.errors import CheckpointError, ConfigError, UserError
 
 _HELP = """\
-Write a text, and the model continues it. In a chat, write a message, and it answers.
+Enter a text, and the model continues it. In a chat, enter a message, and it replies.
   /tokens N        max new tokens                 /seed N    repeat the same answers
   /temperature X   0: the most likely token       /clear     forget the conversation
   /top_k N, /top_p X                              /model M   another of the server's models
@@ -264,7 +264,7 @@ class Talk:
             raise UserError(f"/{name} {text}: give a number") from None
 
     def choose(self, model: str) -> None:
-        """Change the model, for all answers from now on.
+        """Switch to another model for all further answers.
 
         Args:
             model: Name of a model or an adapter that the server has.

@@ -204,7 +204,7 @@ def _state_rows(config: RunConfig, plan: ModelPlan, world_size: int) -> list[Pan
     told = ", ".join(f"{name.removesuffix('_dtype')} in {form}" for name, form in packed.items())
     told += f": {amount(saved)} per process less than in fp32"
     if packed.keys() - {"main_grads_dtype"}:
-        told += "; PyTorch's operations update them, because the fused Adam kernel has only fp32"
+        told += "; PyTorch's operations update them, because the fused Adam kernel needs fp32"
     return [("optimizer states", told)]
 
 

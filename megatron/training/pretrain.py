@@ -203,10 +203,10 @@ def _end_crash_loop(
         if skips and crashes.skip(loop.iteration - 1):
             say(f"WARNING: {told}. --on-crash-loop skip: its samples are skipped from now on")
             return None, crashes.skipped
-        remedy = "correct the cause, and start the run again by hand"
+        remedy = "fix the cause, and start the run by hand"
         if not skips:
             remedy += ", or skip the samples of that iteration with --on-crash-loop skip"
-        return f"{told}: it is not restarted ({crashes.path} has the failures): {remedy}", []
+        return f"{told}: the run is not restarted ({crashes.path} lists the failures): {remedy}", []
 
     told, skipped = JsonExchange(layout.world).on_main(decide)
     if told is not None:

@@ -194,7 +194,7 @@ class RecordedPasses:
                 error.add_note("This pass could not be recorded: drop --cuda-graph-impl.")
                 raise
             logger.warning(
-                "--cuda-graph-impl auto: passes are not recorded, because it failed: %s", error
+                "--cuda-graph-impl auto: passes are not recorded, because that failed: %s", error
             )
             self._works = False
             return None

@@ -189,7 +189,7 @@ def test_latent_vectors_are_keys_and_their_beginnings_values(
 
 @pytest.mark.parametrize(("heads", "width", "rank"), [(128, 576, 512), (20, 576, 512)])
 def test_latent_vectors_of_published_sizes(kernels, heads, width, rank):
-    """DeepSeek's, with several blocks of heads, and in the bits that it has alone."""
+    """DeepSeek's sizes, with several blocks of heads; results do not depend on the batch."""
     library, device = kernels
     query, vectors, singles = latent_case([3, 0, PART + 9], heads, width, BF16, device)
     options = AttentionOptions(scale=width**-0.5)

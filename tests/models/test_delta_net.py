@@ -1,4 +1,4 @@
-"""Gated delta nets and gated attention: against their equations, and their counts."""
+"""Gated delta nets and gated attention, compared with their equations, and their counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer: its scan, its documents, its states, and what it says of its costs."""
+"""The Mamba-2 mixer: its scan, documents, states and counted costs."""
 
 from __future__ import annotations
 

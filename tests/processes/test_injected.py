@@ -50,8 +50,8 @@ def test_a_fault_is_read() -> None:
             ["forward:0:7:kill"],
             "--fault-inject forward:0:7:kill: the run ends after --train-iters 6",
         ),
-        (["save:0:2:full"], "nothing is done at save without --save: add it"),
-        (["load:0:0:kill"], "nothing is done at load without --load: add it"),
+        (["save:0:2:full"], "the run never reaches save without --save: add it"),
+        (["load:0:0:kill"], "the run never reaches load without --load: add it"),
     ],
 )
 def test_a_fault_that_cannot_strike_is_refused(

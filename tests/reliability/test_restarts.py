@@ -1,4 +1,4 @@
-"""torchrun restarts a run, which goes on as if nothing had happened; a crash loop ends."""
+"""torchrun restarts a run, which continues bitwise identically; a crash loop ends."""
 
 from __future__ import annotations
 

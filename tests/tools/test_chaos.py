@@ -1,4 +1,4 @@
-"""A run under faults is judged by what it leaves."""
+"""A run under faults is judged by its outputs."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def test_what_did_not_survive_is_told(tmp_path: Path) -> None:
     ]
     repeated = [*_KILLED, _line(4, 9.0, 1.0)]
     assert (
-        "iteration 4 was repeated with another result"
+        "iteration 4 was repeated with a different result"
         in _judged(tmp_path, repeated, Outcome([0]))[0]
     )
     assert "1 processes stayed" in _judged(tmp_path, _KILLED, Outcome([0], orphans=1))[0]
     (tmp_path / "save" / "iter_0000005.tmp-1").mkdir()
     assert (
-        "temporary files stayed: iter_0000005.tmp-1" in _judged(tmp_path, _KILLED, Outcome([0]))[0]
+        "temporary files remain: iter_0000005.tmp-1" in _judged(tmp_path, _KILLED, Outcome([0]))[0]
     )
 
 
 def test_an_older_or_damaged_checkpoint_is_told(tmp_path: Path) -> None:
-    told = "the newest checkpoint is not of the last iteration, 4"
+    told = "the newest checkpoint is not from the last iteration, 4"
     assert told in _judged(tmp_path, _KILLED, Outcome([0]), iteration=3)[0]
     shard = tmp_path / "save" / "iter_0000003" / "rank_00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")

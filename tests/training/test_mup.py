@@ -131,7 +131,7 @@ def test_no_family_of_hugging_face_has_it():
         ("--use-mup --optimizer muon", "--use-mup with --muon-scale-mode spectral: its updates"),
         (
             "--use-mup --init-method-xavier-uniform",
-            "--use-mup with --init-method-xavier-uniform: it has a standard deviation",
+            "--use-mup with --init-method-xavier-uniform: it sets its own standard",
         ),
         ("--use-mup --softmax-scale 0.1", "--use-mup with --softmax-scale 0.1: muP has its own"),
         (

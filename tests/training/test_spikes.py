@@ -1,4 +1,4 @@
-"""Spikes of the loss and the gradient norm: found by medians, skipped or gone back from."""
+"""Spikes of the loss and the gradient norm: found by medians, skipped or rewound."""
 
 from __future__ import annotations
 

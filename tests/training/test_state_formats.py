@@ -140,7 +140,7 @@ def test_the_planner_counts_the_bytes(name):
         (f"{AWARE} --main-params-dtype fp16", "--main-params-dtype fp16 requires --bf16 or --fp16"),
         (
             f"{AWARE} --main-params-dtype fp16 --bf16 --zero-stage 3",
-            "--main-params-dtype fp16 with --zero-stage 3, whose shards are the weights in fp32",
+            "--main-params-dtype fp16 with --zero-stage 3, whose shards already are the fp32",
         ),
         (
             f"{AWARE} --main-params-dtype fp16 --bf16 --optimizer-cpu-offload",

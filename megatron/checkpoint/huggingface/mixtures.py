@@ -111,7 +111,7 @@ class Olmoe(Mixtral):
 
 @dataclass(frozen=True)
 class QwenMixture(Mixtral):
-    """A family that may have dense layers among its mixtures, and an expert for all tokens.
+    """A family that may have dense layers among its mixtures, and a shared expert.
 
     Attributes:
         shared: Whether every token also passes through a shared expert with a gate.

@@ -98,7 +98,7 @@ _STABLE_KEYS = (
 
 @dataclass(frozen=True)
 class StableLm(LlamaLike):
-    """StableLM, which is Llama with LayerNorm. Side by side, attention and MLP share a norm."""
+    """StableLM: Llama with LayerNorm. Parallel attention and MLP share a normalization."""
 
     keys: tuple[rules.Key, ...] = _STABLE_KEYS
     old_files: bool = True

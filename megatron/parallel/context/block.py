@@ -72,7 +72,7 @@ class BlockDocuments(NamedTuple):
 
 
 class ScoreRules(NamedTuple):
-    """What decides the scores of a block, besides queries, keys and documents.
+    """What determines the scores of a block, besides queries, keys and documents.
 
     Attributes:
         scale: The factor of the scores; `None` means 1 / sqrt(d).
@@ -113,7 +113,7 @@ class BlockForward(Protocol):
             dropout: The dropout probability of attention weights.
             documents: The documents within which queries attend; `None` means one document per
                 sample.
-            rules: What else decides the scores; `None` means the usual factor only.
+            rules: What else determines the scores; `None` means only the usual factor.
 
         Returns:
             The result [b, n, q, d], the log-sum-exp of the scaled scores, fp32 [b, n, q], and the

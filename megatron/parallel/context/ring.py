@@ -12,7 +12,7 @@ of each block is within a document. Only that part is computed. If two ranks are
 the longest document, nothing is launched for their block. All keys and values still travel, because
 they pass through every rank to reach the neighbor on the other side.
 
-Windows: blocks are pairs of chunks, and those that are further apart than the window are skipped.
+With a window, blocks are pairs of chunks, and pairs further apart than the window are skipped.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023): outside attention, a rank has some tokens and all heads.
 One all-to-all turns this into all tokens, in their global order, and some heads. Ordinary attention

@@ -272,8 +272,8 @@ def their_model(reader: HFReader) -> Any:
     # Our reader accepts only the default, which versions of `transformers` write differently.
     values.pop("time_step_limit", None)
     if kind == "nemotron_h":
-        # transformers' prompts have no shorter time steps than this one, but its decoding does, and
-        # so does Megatron Core, which trained these models.
+        # transformers clamps time steps to at least this one in prefill. Its decode steps do not,
+        # and neither does Megatron Core, which trained these models.
         values["time_step_min"] = _SHORTEST_STEP
     config = transformers.AutoConfig.for_model(kind, **values)
     config._attn_implementation = config._experts_implementation = "eager"  # allows odd sizes

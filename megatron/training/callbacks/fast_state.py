@@ -94,7 +94,7 @@ class Goodput(Callback):
         run.useful_seconds += time.perf_counter() - self._began
 
     def on_end(self, run: Run, leave: Leave | None) -> None:
-        """Report the share if the run was restarted or may have been."""
+        """Report the goodput if the run was, or may have been, restarted."""
         share, record = run.goodput, run.record
         often = run.config.checkpoint.non_persistent_save_interval is not None
         if share is None or record is None or not run.is_log_rank or not (often or run.was_resumed):

@@ -75,7 +75,8 @@ class ReplicaHashes(Callback):
                 f"iteration {run.progress.iteration}: replicas differ: "
                 + "; ".join(lines[:_SHOWN])
                 + f"{more}. They were equal after iteration {self._equal_at}: test the machine of "
-                "the rank that differs, and resume without it from a checkpoint that is not newer"
+                "the rank that differs, and resume without it from a checkpoint of that iteration "
+                "or earlier"
             )
         self._equal_at = run.progress.iteration
 

@@ -71,7 +71,7 @@ def server_process(
 
 
 class Terminal:
-    """What comes out of one; what was waited for is behind us."""
+    """The output of a process, from which text that was waited for is removed."""
 
     def __init__(self, number: int) -> None:
         self._number, self._seen = number, ""
