@@ -74,7 +74,7 @@ def document_sums(losses: Tensor, trained: Tensor, ends: Tensor, axis: Axis) -> 
     bounds = torch.searchsorted(places, ends)
     counted = trained.double()
     local = _sums(-losses.double() * counted[:, positions], bounds)
-    # Each rank's gradient goes to all ranks, because each has the tokens of a part of its loss.
+    # Each rank's gradient goes to all ranks, because its loss depends on tokens of all of them.
     return DocumentSums(reduce_from(copy_to(local, axis), axis), _sums(counted, ends))
 
 

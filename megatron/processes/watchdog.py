@@ -47,8 +47,8 @@ _LINGER = 2 * BEAT  # from a verdict until its author exits, so that the others 
 _PATIENCE = _SILENCE + 5 * BEAT
 GRACE = 5.0  # from a verdict until the watchdog ends a process that has not exited by itself
 _PACKAGE = Path(__file__).parents[1]
-# PyTorch's code that communicates. Its data parallelism also does so outside of the hooks that tell
-# the journal: in the second forward pass, when it forms buckets anew.
+# PyTorch code that communicates. DistributedDataParallel also does so outside the hooks that inform
+# the journal: in the second forward pass, when it rebuilds its buckets.
 _TORCH_DISTRIBUTED = Path(dist.__file__).parent
 _TORCH_DDP = _TORCH_DISTRIBUTED.parent / "nn" / "parallel" / "distributed.py"
 # The functions that print. Output may go to another machine, where it may never be read.

@@ -222,7 +222,7 @@ def test_a_failing_disk_is_never_reported_as_saved(tmp_path, monkeypatch, step):
 
 
 def test_everything_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
-    """What was not flushed is lost when power fails, although the name that was given later stays.
+    """Data that was not flushed is lost in a power failure, even if a later rename survives.
 
     A killed process loses nothing that it has written, so only the order of the calls shows this.
     """

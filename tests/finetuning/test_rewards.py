@@ -63,7 +63,7 @@ class TinyRewards(ToyRewards):
 
 
 class LowRank(nn.Module):
-    """A weight with an adapter of rank 4 and alpha 8, that changes nothing at first."""
+    """A weight with an adapter of rank 4 and alpha 8, which changes nothing at first."""
 
     def __init__(self, a: Tensor, rows: int) -> None:
         super().__init__()

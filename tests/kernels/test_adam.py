@@ -83,7 +83,7 @@ def test_kernel_equals_float64(kernels, formats, step):
 
 
 def test_epsilon_is_added_to_the_corrected_root(kernels):
-    """It is as large as the root, whose correction by the step is far from 1."""
+    """Epsilon is as large as the root, and the bias correction is far from 1."""
     library, device = kernels
     for which in (library, None):
         tensors = problem(torch.float32, None, device)

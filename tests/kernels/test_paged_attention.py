@@ -167,7 +167,7 @@ def latent_case(lengths, heads, width, dtype, device):
 def test_latent_vectors_are_keys_and_their_beginnings_values(
     kernels, dtype, heads, width, rank, options
 ):
-    """Of sequences of one part and of several; the last product has heads to spare."""
+    """Sequences of one part and of several; the last product has unused heads."""
     library, device = kernels
     lengths = [1, 5, PART, 2 * PART + 3]
     query, vectors, singles = latent_case(lengths, heads, width, dtype, device)
@@ -212,7 +212,7 @@ def test_latent_vectors_of_published_sizes(kernels, heads, width, rank):
 @pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks"])
 @pytest.mark.parametrize("paged", [PagedAttention(), BatchInvariantPaged()], ids=lambda x: x.name)
 def test_biases_are_those_of_a_whole_sequence(paged, special):
-    """Without a kernel: the choice says so."""
+    """No kernel is used, and the choice says why."""
     chosen = choose_paged_attention(object(), 32, FP32, has_slopes=True)
     assert type(chosen) is PagedAttention
     assert "--position-embedding-type alibi" in chosen.name

@@ -37,7 +37,7 @@ def _packed(values, form, *, roots, count=None):
 @FORMS
 @ROOTS
 def test_encoding_what_was_decoded_changes_nothing(form, roots):
-    """Also from the type that a checkpoint holds. In another cut, small values may change."""
+    """This includes values in the checkpoint's type. With other blocks, small ones may change."""
     for spread in (0.1, 2.0, 6.0):
         for count in map(torch.tensor, (1.0, 2.0)):
             first = _packed(_drawn(roots=roots, spread=spread), form, roots=roots, count=count)
@@ -78,7 +78,7 @@ def test_no_variance_becomes_zero():
 
 @FORMS
 def test_an_average_follows_its_values(form):
-    """With nearest rounding, none of these formats would leave the first value."""
+    """With rounding to nearest, the average would stay at its first value in every format."""
     tensor = PackedTensor(torch.zeros(4096), FORMATS[form], roots=True)
     tensor.store(torch.full((4096,), 4.0))
     beta = 0.95 if form == "fp8" else 0.999

@@ -1,8 +1,8 @@
-"""`pretrain_gpt.py` with a fault: FAULT=kind:rank:iteration says whose, and when (from 1).
+"""`pretrain_gpt.py` with a fault, given by FAULT=kind:rank:iteration (iterations from 1).
 
-Only before the first restart. Kinds: lose (a sample that ends the worker that loads it), skip
-(leaves the reduction of gradients out), mistake (a UserError), bug (another exception), none.
-`--fault-inject` injects the others.
+It strikes only before the first restart. Kinds: lose (a sample that ends the worker that loads
+it), skip (leaves the reduction of gradients out), mistake (a UserError), bug (another exception),
+none. `--fault-inject` injects the others.
 """
 
 from __future__ import annotations

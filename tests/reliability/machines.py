@@ -39,7 +39,7 @@ class Machine:
 
 @contextmanager
 def two_machines() -> Iterator[list[Machine]]:
-    """Two machines and their cable; OSError where this user may not have them."""
+    """Two machines and their cable; OSError if this user may not create them."""
     mark = os.getpid() % 10000
     both = [Machine(f"host{i}-{mark}", f"v{i}x{mark}", f"10.77.0.{i + 1}") for i in range(2)]
     try:
@@ -67,7 +67,7 @@ def machines() -> Iterator[list[Machine]]:
 
 
 def launcher_flags(machine: Machine) -> list[str]:
-    """What torchrun needs on each of the two."""
+    """The flags that torchrun needs on each of the two machines."""
     first = machine.address.endswith(".1")
     return [
         *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),

@@ -4,7 +4,7 @@
     logging          the log line, timers and memory report on the terminal
     scalars          numbers for TensorBoard, Weights & Biases and JSON lines files
     checkpoints      saving, and background saves
-    fast_state       non-persistent checkpoints, and the share of time that was of use
+    fast_state       non-persistent checkpoints, and goodput
     skipped_updates  non-finite losses and spikes: skips, rewinds, the end of the run
     replica_hashes   copies of weights and moments that differ between replicas
     profiling        traces, and the pipeline bubble

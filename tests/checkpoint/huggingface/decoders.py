@@ -377,7 +377,7 @@ def neox(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
 
 
 def _slopes(heads: int) -> list[float]:
-    """The paper's recursion: of twice as many heads every other one, beyond a power of two."""
+    """The paper's recursion: beyond a power of two, every other slope of twice as many heads."""
     power = 2 ** math.floor(math.log2(heads))
     ratio = 2 ** -(8 / power)
     more = _slopes(2 * power)[::2][: heads - power] if power < heads else []
