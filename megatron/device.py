@@ -343,10 +343,16 @@ class Recorder:
             The result of the work, and a function that runs the kernels.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads (data loading, saving) may continue to run operations that are forbidden
-        # during a recording.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+        try:
+            # Other threads (data loading, saving) may continue to run operations that are forbidden
+            # during a recording.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = work()
+        except RuntimeError:
+            # PyTorch 2.11 leaves the random generator in the state of a recording.
+            generator = torch.cuda.default_generators[self._device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
         self._graphs.add(graph)
         return result, graph.replay
 
