@@ -44,8 +44,6 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.find import scan
-from megatron.checkpoint.loading import open_found
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.durable import TEMPORARY
@@ -178,6 +176,8 @@ def _pause(pid: int) -> None:
 
 def damage_newest(save: Path, draw: random.Random) -> None:
     """Change a byte of the newest checkpoint's largest file."""
+    from megatron.checkpoint.find import scan  # imports torch, which --help does without
+
     found = scan(save)[0]
     if not found:
         return
@@ -332,6 +332,9 @@ def judge(
         if wrong or not calm or set(calm) != set(known):
             where = wrong[0] if wrong else "none"
             problems.append(f"the losses differ from {against}, first at iteration {where}")
+    from megatron.checkpoint.find import scan  # imports torch, which --help does without
+    from megatron.checkpoint.loading import open_found
+
     found = scan(save)[0]
     try:
         newest = open_found(found[0]) if found else None

@@ -66,7 +66,10 @@ def show_notices(notices: Iterable[str], launch: Launch, tell: Callable[[str], N
 
 @contextmanager
 def processes(
-    config: RunConfig, launch: Launch, before_end: ExitStack | None = None
+    config: RunConfig,
+    launch: Launch,
+    before_end: ExitStack | None = None,
+    crashes: CrashLog | None = None,
 ) -> Iterator[tuple[Device, Layout]]:
     """Yield this process's device, and the layout that all processes form. Collective.
 
@@ -74,6 +77,7 @@ def processes(
         config: The run's configuration.
         launch: The ranks of this process, from the launcher.
         before_end: Callbacks to run before the process groups end (see `process_group`).
+        crashes: Records a failure of this process, if given.
 
     Raises:
         ConfigError: The device does not support a flag.
@@ -94,7 +98,6 @@ def processes(
         # This may compile for a minute; no process group is waiting yet.
         kernels = find_library(device.torch_device)
     at_end = before_end or ExitStack()
-    crashes = None if config.checkpoint.save is None else CrashLog(config.checkpoint.save)
     record = None if crashes is None else crashes.record
     faults = [
         fault

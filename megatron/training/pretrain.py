@@ -149,20 +149,21 @@ def pretrain(
     """
     extras = extras or Extras()
     at_end = ExitStack()  # callbacks for the end of the process groups
+    crashes = None if config.checkpoint.save is None else CrashLog(config.checkpoint.save)
     with (
-        processes(config, launch, at_end) as (device, layout),
+        processes(config, launch, at_end, crashes) as (device, layout),
         shortage_errors(_LESS_MEMORY),
         lost_workers(),
         ExitStack() as stack,
     ):
         if extras.replace_training(config, device, layout):
             return EXIT_OK
-        if config.checkpoint.save is not None:
+        if config.checkpoint.save is not None and crashes is not None:
             folder = Path(config.checkpoint.save)
             with writing_to("--save", folder):
                 if layout.world.rank == 0:
                     stack.enter_context(save_lock(folder))  # keeps other jobs out of the folder
-                config = _end_crash_loop(config, CrashLog(folder), launch, layout)
+                config = _end_crash_loop(config, crashes, launch, layout)
                 if layout.world.rank == 0:
                     replace_file(folder / "config.yaml", dump(config).encode())
         # Open writers before the model is built, so that an unwritable path is reported at once.

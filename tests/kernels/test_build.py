@@ -52,7 +52,7 @@ def test_the_list_of_kernels_is_that_of_the_sources():
 
 def test_every_operation_has_a_name_of_its_own():
     found = list(declared_kernels())
-    assert len(found) == len({kernel.name for kernel in found}) == 24
+    assert len(found) == len({kernel.name for kernel in found}) == 25
 
 
 def test_the_fields_of_a_record_are_the_arguments_of_its_operation():

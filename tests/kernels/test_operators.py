@@ -114,6 +114,8 @@ def cases():
     yield "unpack_weight", (codes, draw(2, 1), None)
     yield "fp8_transpose", (draw(32, 48).to(E4M3),)
     tables, lengths = torch.tensor([[2, 0], [1, 3]]).int(), torch.tensor([3, 10]).int()
+    vectors = (draw(2, 4, 24, dtype=BF16), draw(32, 1, 24, dtype=BF16))
+    yield "latent_attention", (*vectors, 16, tables, lengths, 10, 8)
     for dtype in (BF16, FP32):
         cache = (draw(32, 2, 16, dtype=dtype), draw(32, 2, 16, dtype=dtype))
         yield "paged_attention", (draw(2, 4, 16, dtype=dtype), *cache, tables, lengths, 10, 8)

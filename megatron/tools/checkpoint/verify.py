@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             saver="hf",
             hf_files=None,
             allow_foreign_checkpoints=trust,
+            load_averaged_weights=False,
         )
         source = formats.LOADERS[loader](load)
         line = verify(
