@@ -301,10 +301,10 @@ class StepCache:
         query = query.squeeze(1)
         (vectors,) = self.memory.layers[options.layer_number]  # [slots, 1, w]
         vectors.index_copy_(0, self.slots, latent)
+        paged = self.memory.paged
         parts, count = [], 0
         if self.singles is not None:
             count = self.singles.lengths.numel()
-            paged = self.memory.paged
             rows = paged.latent_singles(query[:count], vectors, heads, self.singles, options)
             parts.append(rows.flatten(1))
         if self.chunks is not None:
@@ -312,7 +312,6 @@ class StepCache:
             seen = latent[count:] if slots is None else vectors[slots]  # [l, 1, w]
             new, chunks = query[count:], replace(self.chunks, slots=None)
             key, value = heads.expanded(seen.squeeze(1))
-            paged = self.memory.paged
             parts.append(paged.chunks(new, key, value, (key, value), chunks, options))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.unsqueeze(1)
