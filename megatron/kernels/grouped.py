@@ -174,8 +174,28 @@ def spread(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None) 
         library: Compiled kernels, for the sum in the backward pass; `None` means PyTorch's
             operations.
     """
-    rows: Tensor = _Spread.apply(x, grouping, library)
+    rows: Tensor = _Spread.apply(x, Spreading(grouping, library))
     return rows
+
+
+class Spreading(NamedTuple):
+    """The map of `spread` with its gradient, for callers with their own backward pass.
+
+    Attributes:
+        grouping: The rows of the tokens.
+        library: Compiled kernels; `None` means PyTorch's operations.
+    """
+
+    grouping: Grouping
+    library: KernelLibrary | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Copy tokens to rows, [T, h] -> [n, h]."""
+        return x.index_select(0, self.grouping.tokens)
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """Add up the gradients of each token's rows, [n, h] -> [T, h]."""
+        return _sums(grad, self.grouping, self.library)
 
 
 def unite(rows: Tensor, grouping: Grouping, library: KernelLibrary | None = None) -> Tensor:
@@ -211,13 +231,13 @@ class _Unite(torch.autograd.Function):
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grouping: Grouping, library: KernelLibrary | None) -> Tensor:
-        ctx.grouping, ctx.library = grouping, library
-        return x.index_select(0, grouping.tokens)
+    def forward(ctx: Any, x: Tensor, spreading: Spreading) -> Tensor:
+        ctx.spreading = spreading
+        return spreading.forward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sums(grad, ctx.grouping, ctx.library), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.spreading.backward(grad), None
 
 
 def collect(

@@ -32,6 +32,7 @@ def run_context(
     device: Device,
     *,
     exchange: Exchange | None = None,
+    expert_exchange: Exchange | None = None,
     weight_gradients: WeightGradientQueue | None = None,
     registry: LayerRegistry | None = None,
 ) -> BuildContext:
@@ -46,6 +47,7 @@ def run_context(
         device: Device on which the model runs.
         exchange: Exchange that overlaps tensor-parallel communication with matrix products; `None`
             if overlap is off.
+        expert_exchange: Exchange that takes tokens to experts and back; `None` runs collectives.
         weight_gradients: Queue in which the backward pass leaves weight gradients for later; `None`
             computes them at once.
         registry: Registry in which layers record what they will need; `None` creates a new one.
@@ -64,6 +66,7 @@ def run_context(
         ),
         overlap=parallel.async_tensor_model_parallel_allreduce,
         exchange=exchange,
+        expert_exchange=expert_exchange,
         weight_gradients=weight_gradients,
         registry=registry or LayerRegistry(),
         frozen_format=frozen_format(config.model),

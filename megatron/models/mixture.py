@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.kernels.grouped import collect, spread
+from megatron.kernels.grouped import collect
 from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.mixture_plan import MixturePlan
 from megatron.models.mlp import MLP
@@ -39,7 +39,9 @@ class Mixture(nn.Module):
         super().__init__()
         self.router = Router(plan.router, context)
         router, library = plan.router, context.kernels.library
-        self._exchange = ExpertExchange(context.layout, router.experts, router.chosen, library)
+        self._exchange = ExpertExchange(
+            context.layout, router.experts, router.chosen, library, context.expert_exchange
+        )
         self._halves = context.halves_experts
         self.experts = Experts(plan.expert, plan.router.experts, context)
         self.shared = None if plan.shared is None else MLP(plan.shared, context)
@@ -215,8 +217,7 @@ class Experts(nn.Module):
 
     def forward(self, arrived: Arrived) -> Tensor:
         """Return the weighted sum of each token's experts on this process, [R, h]."""
-        tokens, grouping = arrived.group(self._local)
-        rows = spread(tokens, grouping, self._library)  # [n, h]
+        rows, grouping = arrived.rows(self._local, self._library)  # [n, h]
         before = self.up(rows, grouping, arrived.later)  # [n, f], or [n, 2 f] if gated
         inner = self.activation(before)  # [n, f]
         if self.recomputes_activation and torch.is_grad_enabled():

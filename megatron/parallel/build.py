@@ -101,6 +101,8 @@ class BuildContext:
         overlap: Whether to communicate while computing. The results are the same without it.
         exchange: The exchange through which split layers send rows part by part while they
             multiply; `None` runs collectives before and after the products.
+        expert_exchange: The exchange through which tokens travel to experts and back; `None` runs
+            collectives.
         weight_gradients: The queue in which the backward pass leaves weight gradients for later;
             `None` computes them at once.
         registry: The registry in which layers record what they will need.
@@ -120,6 +122,7 @@ class BuildContext:
     kernels: Kernels = Kernels()
     overlap: bool = True
     exchange: Exchange | None = None
+    expert_exchange: Exchange | None = None
     weight_gradients: WeightGradientQueue | None = None
     registry: LayerRegistry = field(default_factory=LayerRegistry)
     recomputed: frozenset[str] = frozenset()

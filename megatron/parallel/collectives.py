@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.exchange import Exchange, Use
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
@@ -118,20 +119,33 @@ def start_all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list
     return InTransit(x, Way(forth), Way(back))
 
 
-def start_gather_rows(x: Tensor, axis: Axis) -> InTransit:
+def start_gather_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> InTransit:
     """Start joining parts along dimension 0: [T, ...] -> [t T, ...].
 
     The backward pass adds up the ranks' gradients of a part in fp32, in the order of the ranks.
+
+    Args:
+        x: This rank's part.
+        axis: The ranks.
+        exchange: The exchange over the axis that sends the rows; `None` runs collectives.
     """
-    return InTransit(x, Way(partial(start_all_gather, axis=axis)), _way_of_sums(axis))
+    way = Way(partial(start_all_gather, axis=axis))
+    if exchange is not None and exchange.fits(x.numel(), x.dtype):
+        way = Way(partial(_start_spreading, exchange=exchange))
+    return InTransit(x, way, _way_of_sums(axis, exchange))
 
 
-def start_sum_rows(x: Tensor, axis: Axis) -> InTransit:
+def start_sum_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> InTransit:
     """Start summing over ranks in fp32, keeping one part: [t T, ...] -> [T, ...].
 
     The backward pass joins the gradients of the parts.
+
+    Args:
+        x: The terms of all parts.
+        axis: The ranks.
+        exchange: The exchange over the axis that sends the terms; `None` runs collectives.
     """
-    return InTransit(x, _way_of_sums(axis), Way(partial(start_all_gather, axis=axis)))
+    return InTransit(x, _way_of_sums(axis, exchange), Way(partial(start_all_gather, axis=axis)))
 
 
 class Way(NamedTuple):
@@ -142,7 +156,7 @@ class Way(NamedTuple):
         finish: Processes the received tensor.
     """
 
-    start: Callable[[Tensor], Pending]
+    start: Callable[[Tensor], Pending | LentRows]
     finish: Callable[[Tensor], Tensor] = lambda received: received
 
 
@@ -154,8 +168,22 @@ def _start_all_to_all(x: Tensor, axis: Axis, sent: list[int], received: list[int
     return Pending(into, axis.transfer("all-to-all", work))
 
 
-def _way_of_sums(axis: Axis) -> Way:
-    def start(x: Tensor) -> Pending:
+def _start_spreading(x: Tensor, exchange: Exchange) -> LentRows:
+    """Start sending the same rows to all ranks."""
+    x, use = x.contiguous(), exchange.open(x)
+    for step in range(1, exchange.axis.size):
+        use.send(step, x)
+    return LentRows(use, x, exchange.axis)
+
+
+def _way_of_sums(axis: Axis, exchange: Exchange | None) -> Way:
+    def start(x: Tensor) -> Pending | LentRows:
+        if exchange is not None and exchange.fits(x.numel() // axis.size, x.dtype):
+            parts = x.contiguous().chunk(axis.size)
+            use = exchange.open(parts[axis.rank])
+            for step in range(1, axis.size):
+                use.send(step, parts[(axis.rank + step) % axis.size])
+            return LentRows(use, parts[axis.rank], axis)
         sizes = [len(x) // axis.size] * axis.size
         return _start_all_to_all(x, axis, sizes, sizes)
 
@@ -183,21 +211,66 @@ class InTransit:
         """Start the communication."""
         self.later: list[Callable[[], None]] = []
         self.forth, self.back = forth, back
-        self.pending: Pending | None = None
+        self._pending: Pending | LentRows | None = None
+        self._then = _AS_RECEIVED
         self._handle: Tensor | None = _Send.apply(x, self)
         self.has_gradient = self._handle.requires_grad
 
-    def wait(self) -> Tensor:
-        """Return the received tensor. Call this only once."""
+    def wait(self, then: RowMap | None = None) -> Tensor:
+        """Return the received tensor. Call this only once.
+
+        Args:
+            then: What to do with the received rows; `None` returns them as they are, which takes a
+                copy if they are in the memory of an exchange.
+        """
+        self._then = then or _AS_RECEIVED
         handle, self._handle = self._handle, None  # its graph refers to this object
         received: Tensor = _Receive.apply(handle, self)
         return received
 
-    def arrived(self) -> Tensor:
-        """Wait for what was sent last."""
-        pending, self.pending = self.pending, None
+    def start_forth(self, x: Tensor) -> None:
+        """Start sending the tensor."""
+        self._pending = self.forth.start(x)
+
+    def arrive(self) -> Tensor:
+        """Wait for the tensor, and map its rows."""
+        return self._take(lambda received: self._then.forward(self.forth.finish(received)))
+
+    def start_back(self, grad: Tensor) -> None:
+        """Start sending the gradient back, and run what is to be done meanwhile."""
+        self._pending = self.back.start(self._then.backward(grad))
+        while self.later:
+            self.later.pop()()
+
+    def arrive_back(self) -> Tensor:
+        """Wait for the tensor's gradient."""
+        return self._take(self.back.finish)
+
+    def _take(self, read: Callable[[Tensor], Tensor]) -> Tensor:
+        pending, self._pending = self._pending, None
         assert pending is not None
-        return pending.wait()
+        return pending.read(read)
+
+
+class RowMap(Protocol):
+    """A linear map of received rows with its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the result."""
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """Return the gradient of the received rows, given the result's."""
+
+
+class _AsReceived:
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return grad
+
+
+_AS_RECEIVED: RowMap = _AsReceived()
 
 
 def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
@@ -211,27 +284,25 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transit: InTransit) -> Tensor:
         ctx.transit = transit
-        transit.pending = transit.forth.start(x)
+        transit.start_forth(x)
         return _placeholder(x, x.shape)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         transit: InTransit = ctx.transit
-        return transit.back.finish(transit.arrived()), None
+        return transit.arrive_back(), None
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, transit: InTransit) -> Tensor:
         ctx.transit, ctx.shape = transit, handle.shape
-        return transit.forth.finish(transit.arrived())
+        return transit.arrive()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         transit: InTransit = ctx.transit
-        transit.pending = transit.back.start(grad)
-        while transit.later:
-            transit.later.pop()()
+        transit.start_back(grad)
         return _placeholder(grad, ctx.shape), None
 
 
@@ -247,6 +318,37 @@ class Pending:
         if self.transfer is not None:
             self.transfer.wait()
         return self.result
+
+    def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what a function makes of the result."""
+        return read(self.wait())
+
+
+@dataclass(frozen=True)
+class LentRows:
+    """Rows in an exchange's memory, which belongs to the exchange again once they are read.
+
+    Attributes:
+        use: The use of the exchange, whose messages have been sent.
+        own: This rank's own rows.
+        axis: The ranks.
+    """
+
+    use: Use
+    own: Tensor
+    axis: Axis
+
+    def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what a function makes of all ranks' rows, joined along dimension 0."""
+        self.use.computing()
+        for step in range(1, self.axis.size):
+            self.use.receive(step)
+        rows = self.use.whole(self.own)
+        result = read(rows)
+        if result is rows:
+            result = rows.clone()
+        self.use.close()
+        return result
 
 
 def start_all_reduce(

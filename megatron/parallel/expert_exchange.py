@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.device import Reading
-from megatron.kernels.grouped import Grouping, spread, unite
+from megatron.kernels.grouped import Grouping, Spreading, spread, unite
 from megatron.kernels.library import KernelLibrary
 from megatron.parallel.collectives import (
     InTransit,
@@ -30,6 +30,7 @@ from megatron.parallel.collectives import (
     start_gather_rows,
     start_sum_rows,
 )
+from megatron.parallel.exchange import Exchange
 from megatron.parallel.layout import Axis, Layout
 
 # If at least this share of the tokens needs a process, all tokens are sent there.
@@ -64,17 +65,19 @@ class Arrived:
             return self.tokens.later
         return None
 
-    def group(self, experts: int) -> tuple[Tensor, Grouping]:
-        """Return the tokens, [R, h], and their rows. Call this only once.
+    def rows(self, experts: int, library: KernelLibrary | None) -> tuple[Tensor, Grouping]:
+        """Return the experts' rows of the tokens, [n, h], and their order. Call this only once.
 
         Args:
             experts: Number of experts on this process.
+            library: Compiled kernels; `None` means PyTorch's operations.
         """
         grouping = Grouping.of(self.choices, experts)  # while tokens are sent
         if self.count is not None:
             grouping = grouping.first(self.count())
-        tokens = self.tokens.wait() if isinstance(self.tokens, InTransit) else self.tokens
-        return tokens, grouping
+        if isinstance(self.tokens, InTransit):
+            return self.tokens.wait(Spreading(grouping, library)), grouping
+        return spread(self.tokens, grouping, library), grouping
 
 
 def share_reached(experts: int, chosen: int, ranks: int) -> float:
@@ -108,16 +111,23 @@ class ExpertExchange:
         experts: Total number of experts.
         chosen: Number of experts of a token.
         library: Compiled kernels; `None` means PyTorch's operations.
+        exchange: The exchange that sends rows if all processes have equally many; `None` runs
+            collectives.
 
     Attributes:
         local: Number of experts on each process.
     """
 
     def __init__(
-        self, layout: Layout, experts: int, chosen: int, library: KernelLibrary | None = None
+        self,
+        layout: Layout,
+        experts: int,
+        chosen: int,
+        library: KernelLibrary | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """Count the experts of a process, and choose how tokens travel."""
-        self._layout, self._library = layout, library
+        self._layout, self._library, self._exchange = layout, library, exchange
         self.local = experts // layout.expert.size
         self._share = layout.tensor.size / (layout.expert.size * layout.expert_tensor.size)
         self._gathers = gathers_all(experts, chosen, layout.expert.size)
@@ -181,11 +191,11 @@ class ExpertExchange:
         choices = self._here(choices, axis.rank)
         reading = Reading((choices >= 0).sum().view(1))
         return Arrived(
-            start_gather_rows(tokens, axis),
+            start_gather_rows(tokens, axis, self._exchange),
             choices,
             gather_rows_to(weights, axis),
             count=lambda: int(reading.wait()[0]),
-            send_back=lambda outputs: start_sum_rows(outputs, axis).wait,
+            send_back=lambda outputs: start_sum_rows(outputs, axis, self._exchange).wait,
         )
 
     def _send_where_needed(

@@ -17,7 +17,6 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from megatron.errors import ConfigError
 from megatron.parallel.exchange import SLOTS, Ledger, Use
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
@@ -47,7 +46,7 @@ class SymmetricExchange:
             ended by then.
 
     Raises:
-        ConfigError: The GPUs cannot map each other's memory.
+        RuntimeError: The GPUs cannot map each other's memory.
     """
 
     def __init__(
@@ -61,18 +60,12 @@ class SymmetricExchange:
         self.ledger = Ledger(SLOTS)
         self._slot_bytes = -(-axis.size * message_bytes // _ALIGNED) * _ALIGNED
         shape = (SLOTS, self._slot_bytes)
-        try:
-            self._memory = symmetric.empty(shape, dtype=torch.uint8, device=device)
-            self.handle = symmetric.rendezvous(self._memory, axis.group)
-            _MAPPED.append(self._memory)
-            self._mapped = [
-                self.handle.get_buffer(rank, shape, torch.uint8) for rank in range(axis.size)
-            ]
-        except RuntimeError as error:
-            raise ConfigError(
-                f"--tp-comm-overlap: the GPUs of tensor-parallel ranks {list(axis.ranks)} cannot "
-                f"map each other's memory ({error}): drop the flag"
-            ) from error
+        self._memory = symmetric.empty(shape, dtype=torch.uint8, device=device)
+        self.handle = symmetric.rendezvous(self._memory, axis.group)
+        _MAPPED.append(self._memory)
+        self._mapped = [
+            self.handle.get_buffer(rank, shape, torch.uint8) for rank in range(axis.size)
+        ]
         self.side = torch.Stream(device, priority=-1)
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:

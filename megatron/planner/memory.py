@@ -28,10 +28,12 @@ from megatron.models.arithmetic import (
 )
 from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.freezing import frozen_format, trained_share
+from megatron.models.mixture_plan import MixturePlan
 from megatron.models.plan import ModelPlan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.exchange import SLOTS
+from megatron.parallel.expert_exchange import gathers_all
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, loss_bound, schedule_kind
 from megatron.parallel.replicas import shares_weights
@@ -48,7 +50,7 @@ class MemoryEstimate:
         gradients: Gradients kept until the update.
         optimizer: Optimizer moments, master weights and averages of the weights.
         activations: Activations kept for the backward pass.
-        messages: Buffers that other processes write to while matrix products run.
+        messages: Buffers that other GPUs of the machine write to.
         host: Host memory that offloading uses.
         teacher: Weights of a teacher, and its logits and hidden states, which are kept until the
             student's are compared with them.
@@ -147,11 +149,34 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
     return width * rows * sequences * config.model.hidden_size
 
 
-def exchange_bytes(config: RunConfig, layout: Layout, texts: int) -> int:
-    """Return the bytes that a process keeps on a GPU to overlap communication with products."""
-    if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
+def largest_expert_message(config: RunConfig, plan: ModelPlan, layout: Layout) -> int:
+    """Return the size in bytes of the largest message between ranks that divide experts.
+
+    A message holds the hidden states of all tokens of a rank, if it sends all to all others; 0 if
+    it sends only those that need the others' experts, or halves micro-batches.
+
+    Args:
+        config: The run's configuration.
+        plan: The plan of the whole network.
+        layout: The grid of processes as this process sees it.
+    """
+    ranks, width = layout.expert.size, config.precision.weight_dtype.itemsize
+    routers = [layer.mlp.router for layer in plan.layers if isinstance(layer.mlp, MixturePlan)]
+    if ranks == 1 or config.parallel.overlap_moe_expert_parallel_comm:
         return 0
-    return SLOTS * layout.tensor.size * largest_message(config, layout, texts)
+    if not any(gathers_all(router.experts, router.chosen, ranks) for router in routers):
+        return 0
+    tokens = micro_batch(config, layout).expert_tokens * plan.head_spec.sequences
+    return width * tokens * plan.hidden
+
+
+def exchange_bytes(config: RunConfig, plan: ModelPlan, layout: Layout) -> int:
+    """Return the bytes that a process keeps for the messages of other GPUs of its machine."""
+    expert = layout.expert.size * largest_expert_message(config, plan, layout)
+    if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
+        return SLOTS * expert
+    texts = plan.head_spec.sequences
+    return SLOTS * (expert + layout.tensor.size * largest_message(config, layout, texts))
 
 
 def micro_batch(config: RunConfig, layout: Layout) -> MicroBatch:
@@ -206,7 +231,7 @@ def estimate_memory(
     return replace(
         _kept_for_weights(config, plan, layout, parts),
         activations=activations,
-        messages=exchange_bytes(config, layout, texts),
+        messages=exchange_bytes(config, plan, layout),
         teacher=_kept_for_teacher(config, plan.teacher, layout, batch, held),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from megatron.config import RunConfig
 from megatron.config.stages import parts_of_stage, plan_model
 from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
+from megatron.environment import local_world_size
 from megatron.errors import ConfigError
 from megatron.models.adapters import start_adapters
 from megatron.models.build import run_context
@@ -26,7 +28,7 @@ from megatron.optimizer.schedule import Schedules
 from megatron.parallel.exchange import Exchange, GroupExchange
 from megatron.parallel.fp8 import AmaxHistory, DelayedScaling
 from megatron.parallel.gradients import GradientBuffer
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import initialize, initialize_part, spec_of
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
@@ -35,7 +37,7 @@ from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients, TorchDataParallel, shares_weights
 from megatron.parallel.tied import unite_copies
 from megatron.planner.machine import like_device
-from megatron.planner.memory import largest_message
+from megatron.planner.memory import largest_expert_message, largest_message
 from megatron.planner.prediction import records_passes
 from megatron.processes.ending import ExitRequest
 from megatron.processes.groups import BACKSTOP
@@ -51,6 +53,9 @@ from megatron.training.recorded_passes import DirectForward, RecordedPasses, Tra
 from megatron.training.run import ParallelModel, Run
 from megatron.training.spikes import SpikeWatch
 from megatron.training.timers import OperationClock, SaveClock, Timers
+
+if TYPE_CHECKING:
+    from megatron.parallel.symmetric_memory import SymmetricExchange
 
 
 def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout) -> Run:
@@ -163,8 +168,10 @@ def parallelize(
     plan = model_plan(config.model, vocabulary, recipe.head)
     held = parts_of_stage(plan_model(config.model, parallel), pipeline.rank, pipeline.size)
 
-    # 1. Tensor-parallel exchange, which overlaps communication with the products of split layers.
+    # 1. Exchanges: one overlaps tensor-parallel communication with the products of split layers,
+    #    the other takes tokens to experts and back.
     exchange = new_exchange(config, layout, device, recipe.head.sequences)
+    expert_exchange = new_expert_exchange(config, plan, layout, device)
 
     # 2. The parts, whose layers are split as their constructors specify and recompute as the plan
     #    specifies. They ask their context for everything they need, now or later.
@@ -175,6 +182,7 @@ def parallelize(
         layout,
         device,
         exchange=exchange,
+        expert_exchange=expert_exchange,
         weight_gradients=queue if is_halved else None,
         registry=layers,
     )
@@ -275,13 +283,49 @@ def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) 
         return None
     if not device.is_gpu:
         return GroupExchange(layout.tensor)
+    message = largest_message(config, layout, texts)
+    try:
+        return _map_memory(config, layout.tensor, device, message)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--tp-comm-overlap: the GPUs of tensor-parallel ranks {list(layout.tensor.ranks)} "
+            f"cannot map each other's memory ({error}): drop the flag"
+        ) from error
+
+
+def new_expert_exchange(
+    config: RunConfig, plan: ModelPlan, layout: Layout, device: Device
+) -> Exchange | None:
+    """Return the exchange that takes tokens to experts and back between the GPUs of a machine.
+
+    Collective over the expert ranks. `None` means collectives, which CPUs and GPUs of several
+    machines need, and GPUs that cannot map each other's memory.
+
+    Args:
+        config: The run's configuration.
+        plan: The plan of the whole network.
+        layout: The grid of processes as this process sees it.
+        device: The device on which this process computes.
+    """
+    axis, message = layout.expert, largest_expert_message(config, plan, layout)
+    machines = {rank // local_world_size() for rank in axis.ranks}
+    if message == 0 or not device.is_gpu or len(machines) > 1:
+        return None
+    try:
+        return _map_memory(config, axis, device, message)
+    except RuntimeError:
+        return None
+
+
+def _map_memory(
+    config: RunConfig, axis: Axis, device: Device, message_bytes: int
+) -> SymmetricExchange:
     from megatron.parallel.symmetric_memory import SymmetricExchange  # slow to import
 
     # The same limit as the communication library's, which also ends without naming the missing
     # rank.
     seconds = 60 * config.parallel.distributed_timeout_minutes + BACKSTOP.total_seconds()
-    message = largest_message(config, layout, texts)
-    return SymmetricExchange(layout.tensor, device.torch_device, message, seconds=seconds)
+    return SymmetricExchange(axis, device.torch_device, message_bytes, seconds=seconds)
 
 
 def _connect(

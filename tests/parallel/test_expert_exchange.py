@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.kernels.grouped import collect, spread
+from megatron.kernels.grouped import collect
 from megatron.parallel.collectives import all_gather
+from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.expert_exchange import ExpertExchange, gathers_all
 from tests.distributed import run_sharing_memory
 
@@ -49,7 +50,7 @@ def _naive(tokens, choices, weights, factors):
     return torch.stack(rows)
 
 
-def _exchanged(layout, kind, sequence_parallel, equally_many):
+def _exchanged(layout, kind, sequence_parallel, way):
     """Outputs, gradients, and the number of tokens that came; with the replicas' division."""
     layout = replace(layout, sequence_parallel=sequence_parallel)
     # Without sequence parallelism tensor ranks have the same tokens.
@@ -58,19 +59,21 @@ def _exchanged(layout, kind, sequence_parallel, equally_many):
         rank -= layout.tensor.rank
     tokens, choices, weights = _inputs(rank, kind)
     tokens, weights = tokens.requires_grad_(), weights.requires_grad_()
-    exchange = ExpertExchange(layout, EXPERTS, CHOSEN)
-    arrived = exchange.send(tokens, choices, weights, equally_many=equally_many)
+    messages = (
+        GroupExchange(layout.expert) if way == "exchange" and layout.expert.size > 1 else None
+    )
+    exchange = ExpertExchange(layout, EXPERTS, CHOSEN, exchange=messages)
+    arrived = exchange.send(tokens, choices, weights, equally_many=way != "where needed")
     first = layout.expert.rank * exchange.local
     here = _factors()[first : first + exchange.local].requires_grad_()
-    tokens_here, grouping = arrived.group(exchange.local)
-    rows = spread(tokens_here, grouping)
+    received = len(arrived.choices)
+    rows, grouping = arrived.rows(exchange.local, None)
     # Of an expert that is split, each part gives a part of the sum.
     experts = grouping.expert_of_row().clamp(max=len(here) - 1)  # rows without one count nothing
     scale = here[experts] / layout.expert_tensor.size
     outputs = collect((rows * scale).float(), arrived.weights.float(), grouping).double()
     out = exchange.bring_back(outputs, arrived)()
     out.square().sum().backward()
-    received = len(tokens_here)
     return out.detach(), tokens.grad, weights.grad, here.grad, received, first
 
 
@@ -88,15 +91,13 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("equally_many", [False, True])
+@pytest.mark.parametrize("way", ["where needed", "to all", "exchange"])
 @pytest.mark.parametrize("kind", ["usual", "dropped", "one process", "nothing"])
 @pytest.mark.parametrize(("processes", "sizes", "sequence_parallel"), LAYOUTS, ids=str)
-def test_every_token_meets_its_experts(kind, processes, sizes, sequence_parallel, equally_many):
+def test_every_token_meets_its_experts(kind, processes, sizes, sequence_parallel, way):
     tensor = sizes.get("tensor", 1)
     parts = sizes.get("expert_tensor", tensor)
-    results = run_sharing_memory(
-        processes, _exchanged, kind, sequence_parallel, equally_many, **sizes
-    )
+    results = run_sharing_memory(processes, _exchanged, kind, sequence_parallel, way, **sizes)
     factors = _factors().requires_grad_()
     for rank, (out, tokens_grad, weights_grad, *_) in enumerate(results):
         source = rank if sequence_parallel else rank - rank % tensor

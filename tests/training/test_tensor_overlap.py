@@ -6,9 +6,11 @@ import torch
 
 from megatron.config.parser import parse_config
 from megatron.device import Device
+from megatron.models.plan import LANGUAGE_MODEL_HEAD
+from megatron.models.plans import model_plan
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.layout import Layout
-from megatron.planner.memory import exchange_bytes, largest_message
+from megatron.planner.memory import exchange_bytes, largest_expert_message, largest_message
 from megatron.training.build import new_exchange
 from tests.training.toy import OF_KIND, TOY, build_toy
 
@@ -24,11 +26,27 @@ def test_the_largest_message_is_a_part_of_the_longer_half():
     layout = Layout.at(0, 2, tensor=2)
     config = config_of("--bf16")
     assert largest_message(config, layout, 1) == 2 * (16 // 2) * 1 * 32
-    assert exchange_bytes(config, layout, 4) == 3 * 2 * largest_message(config, layout, 4)
-    assert exchange_bytes(config, Layout.single(), 1) == 0
+    four = replace(LANGUAGE_MODEL_HEAD, sequences=4)
+    plan = replace(model_plan(config.model, 128), head_spec=four)
+    assert exchange_bytes(config, plan, layout) == 3 * 2 * largest_message(config, layout, 4)
+    assert exchange_bytes(config, plan, Layout.single()) == 0
     both = config_of(kind="t5")
     longer = max(both.data.seq_length, both.data.decoder_seq_length)
     assert largest_message(both, layout, 1) == 4 * (longer // 2) * 32
+
+
+def test_experts_exchange_whole_micro_batches_where_all_tokens_go_to_all_ranks():
+    layout = Layout.at(0, 2, expert=2)
+    words = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
+
+    def message(*more):
+        given = [*TOY, *OF_KIND["gpt"], "--train-iters", "1", "--bf16", *words.split(), *more]
+        config = parse_config(given, world_size=2, architecture="gpt").config
+        return largest_expert_message(config, model_plan(config.model, 128), layout)
+
+    assert message() == 2 * 16 * 32
+    assert message("--moe-router-topk", "1") == 0  # half of the tokens
+    assert message("--overlap-moe-expert-parallel-comm") == 0
 
 
 def test_a_run_asks_for_room_for_all_texts_of_a_sample(monkeypatch):
