@@ -102,6 +102,16 @@ class Segments:
         ends = F.pad(ends, (1, 0)).int()
         return cls(ends, (1, samples * length), causal=False, longest=length)
 
+    def in_one_row(self) -> Segments:
+        """Return the same segments of one sample [1, b s], which keeps the tokens' positions."""
+        samples, length = self.shape
+        if samples == 1:
+            return self
+        positions = torch.arange(length, device=self.ends.device).repeat(samples)
+        return Segments(
+            self.ends, (1, samples * length), self.causal, self.longest or length, positions
+        )
+
     def shared(self, key: Hashable, make: Callable[[], Result]) -> Result:
         """Return a value that is computed by `make` at the first call with this key.
 

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron.config.stages import ModelPart
-from megatron.kernels.attention import Mask, Segments
+from megatron.kernels.attention import Mask, Segments, flash_misfit
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
 from megatron.models.head import Output, TokenScore
+from megatron.models.mixture_plan import MixturePlan
 from megatron.models.multi_token import Ahead, MultiToken, run_depths
 from megatron.models.network import Network
 from megatron.models.norm import Stream, new_norm
-from megatron.models.plan import ClassifierPlan, ModelPlan, multi_token_plan
+from megatron.models.plan import AttentionPlan, ClassifierPlan, ModelPlan, multi_token_plan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.context.split import local_positions
@@ -46,6 +47,7 @@ class GPTModel(Network):
         """Build the modules of the part that this process holds."""
         super().__init__(plan, context, part)
         self.layers = LayerStack(plan.layers, context, self.part.layers, recompute=recompute)
+        self.joins_samples = _may_join_samples(plan, context, self.part)
         self.final_norm = self.output = self.score = self.mtp = None
         if self.part.head:
             self.final_norm = new_norm(plan.final_norm, plan.hidden, context)
@@ -95,7 +97,15 @@ class GPTModel(Network):
             selects. A reward model returns a score for each token instead, fp32 [b, s]. With
             `ahead`, the weighted sums of the model's losses and of each depth's, [1 + depths].
         """
-        x, rotations = self._run_layers(tokens, position_ids, mask, hidden, cache)
+        length = tokens.shape[1]
+        documents = mask if self.joins_samples and isinstance(mask, Segments) else None
+        if documents is not None and labels is not None and loss_mask is not None:
+            # All samples in one row. The segments keep them apart, and the flash kernel then needs
+            # no copies of queries, keys, values and results.
+            mask = documents.in_one_row()
+            position_ids = mask.positions if position_ids is None else position_ids.reshape(1, -1)
+            tokens, labels, loss_mask = (x.reshape(1, -1) for x in (tokens, labels, loss_mask))
+        x, rotations = self._run_layers(tokens, position_ids, mask, hidden, cache, length)
         if self.final_norm is None:
             return x
         if self.score is not None:
@@ -130,7 +140,7 @@ class GPTModel(Network):
         Returns:
             Hidden states [s, 1, h] of all tokens, normalized in the last part of the model.
         """
-        return self._run_layers(tokens, None, None, hidden, cache)[0]
+        return self._run_layers(tokens, None, None, hidden, cache, tokens.shape[1])[0]
 
     def states_ahead(
         self, depth: int, tokens: Tensor, hidden: Tensor, cache: KeyValueCache
@@ -163,14 +173,19 @@ class GPTModel(Network):
         mask: Mask | None,
         hidden: Tensor | None,
         cache: KeyValueCache | None,
+        length: int,
     ) -> tuple[Tensor, tuple[Rotation, ...]]:
-        """Return hidden states, normalized in the model's last part, and the rotations used."""
+        """Return hidden states, normalized in the model's last part, and the rotations used.
+
+        The arguments are those of `forward`, and the number of this rank's tokens in a sequence.
+        """
         sequence: int | Tensor
         if cache is None:
-            sequence = tokens.shape[1] * self.layout.context.size
-            positions = local_positions(sequence, self.layout.context, tokens.device)
+            sequence = length * self.layout.context.size
             if isinstance(mask, Segments) and mask.positions is not None:
                 positions = mask.positions
+            else:
+                positions = local_positions(sequence, self.layout.context, tokens.device)
         else:
             sequence, positions = cache.lengths, cache.positions
         if hidden is None:
@@ -181,3 +196,27 @@ class GPTModel(Network):
             return stream.join(), rotations
         normal: Tensor = self.final_norm(stream)[1]  # [s, b, h]
         return normal, rotations
+
+
+def _may_join_samples(plan: ModelPlan, context: BuildContext, part: ModelPart) -> bool:
+    """Return whether a batch of samples with documents may run as one row.
+
+    Every layer must treat a token the same wherever it is in the batch, apart from its document.
+    """
+    return (
+        part.embedding
+        and part.head
+        and multi_token_plan(plan) is None
+        and plan.position_bias is None
+        and context.layout.context.size == 1
+        and not context.layout.sequence_parallel
+        and context.kernels.attention.name != "plain"
+        and all(
+            isinstance(layer.mixer, AttentionPlan)
+            and layer.mixer.alibi is None
+            and layer.mixer.softcap is None
+            and not flash_misfit(layer.mixer.head_size, context.dtype, context.device)
+            and not (isinstance(layer.mlp, MixturePlan) and layer.mlp.router.counts_by_sample)
+            for layer in plan.layers
+        )
+    )

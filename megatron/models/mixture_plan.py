@@ -78,6 +78,11 @@ class RouterPlan:
     drops_last: bool = False
     gating: GatingPlan | None = None
 
+    @property
+    def counts_by_sample(self) -> bool:
+        """Whether a load-balancing loss is computed for each sample of a batch."""
+        return any(kind == "seq_aux_loss" for kind, _ in self.balancing)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePlan(SublayerPlan):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.config.precision import PrecisionConfig
+from megatron.kernels.attention import Segments
 from megatron.kernels.library import LibraryChoice
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
@@ -138,6 +139,27 @@ def test_mask_and_position_ids_keep_documents_apart():
     together = model(tokens, positions, mask=mask[None, None])
     torch.testing.assert_close(together[:, :cut], model(tokens[:, :cut]))
     torch.testing.assert_close(together[:, cut:], model(tokens[:, cut:]))
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("flags", [NO_DROPOUT, {**LLAMA, **NO_DROPOUT}], ids=["gpt2", "llama"])
+def test_samples_with_documents_may_run_as_one_row(flags, resets):
+    """As they do on a GPU; the learned or rotary positions are those of each sample."""
+    model = gpt(flags)
+    tokens, labels = batch()
+    ends = torch.tensor([0, 5, SEQUENCE, *(SEQUENCE + torch.tensor([7, SEQUENCE]))])
+    segments = Segments.of(ends, tokens[:2])
+    weights = torch.rand(2, SEQUENCE)
+    places = torch.arange(2 * SEQUENCE)
+    starts = ends[torch.searchsorted(ends[1:], places, right=True)]
+    positions = (places - starts).view(2, -1) if resets else None
+    results = []
+    for model.joins_samples in (False, True):
+        model.zero_grad()
+        loss = model(tokens[:2], positions, labels[:2], segments, loss_mask=weights)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(*results)
 
 
 def test_dropout_follows_the_generator_and_ends_in_evaluation():
