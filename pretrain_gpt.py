@@ -150,7 +150,8 @@ class GPTRecipe:
         depths = config.model.mtp_num_layers
         if not depths:
             return GPTInputs(mine, documents, counted)
-        eod = None if TRAINED in batch else tokenizer.eod  # examples define what counts
+        # With --sft, the examples' masks decide which labels count.
+        eod = None if TRAINED in batch else tokenizer.eod
         numbers = None if documents is None else number_segments(documents.ends, documents.shape)
         ahead = tuple(batches_ahead(whole, depths, numbers, eod=eod))
         return GPTInputs(
@@ -174,7 +175,8 @@ class GPTRecipe:
         mine, documents, counted, *_ = inputs = self.inputs(batch, config, tokenizer, layout)
         is_taught = config.distillation.is_on and config.distillation.teacher_load is not None
         assert is_taught == (self.teacher is not None), "Distillation.begin loads the teacher"
-        theirs: Tensor | None = None  # the teacher's hidden states; at the end, its logits
+        # The teacher's hidden states or, on the last stage, its logits.
+        theirs: Tensor | None = None
         if self.teacher is not None:
             if hidden is not None:
                 hidden, theirs = split_message(hidden, self.teacher.hidden)
@@ -216,7 +218,7 @@ def losses_ahead(
 ) -> dict[str, Tensor]:
     """Return the loss of the next token and of each depth of multi-token prediction.
 
-    The values of the latter are not weighted, because they are logged. Their gradients are, by
+    The losses of the depths are logged, so their values are not weighted. Their gradients are, by
     --mtp-loss-scaling-factor / --mtp-num-layers. With --calculate-per-token-loss every label of the
     batch then has the same weight, as in Megatron Core.
 

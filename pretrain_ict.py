@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a retrieval bi-encoder with the inverse cloze task: find a sentence's block of text.
+"""Pretrain a retrieval bi-encoder with the inverse cloze task: find the text around a sentence.
 
 python pretrain_ict.py --help-all                              all flags
 python pretrain_ict.py --mock-data ...                         one process

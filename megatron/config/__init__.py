@@ -4,7 +4,7 @@
     run              `RunOptions` (asked) and `RunConfig` (resolved), with a section per concern:
                      `model`, `training`, `parallel` ...
     parser           reads command line and YAML into one checked `RunConfig`
-    resolve          derives what was not given
+    resolve          derives the values that were not given
     checks           the table of rules, which are functions in the modules `rules_*`
     stages           which layers each pipeline stage holds
     other_flags      flags without a field, old and new, with what to do instead

@@ -43,7 +43,7 @@ class AdapterOptions:
         load_adapter: Folder of an adapter to start from, written by PEFT or by `--saver peft`.
             --load names the model that the adapter was trained for.
         use_rslora: Multiply adapters' outputs by --lora-alpha / sqrt(--lora-rank) (rsLoRA).
-        use_dora: Train the length of each row of an adapted weight separately from its direction
+        use_dora: Train the magnitude of each row of an adapted weight separately from its direction
             (DoRA).
     """
 
@@ -78,7 +78,7 @@ ADAPTER_FIELDS = frozenset(
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return whether a network without adapters lacks the parameter of this name."""
+    """Return whether the parameter of this name belongs to an adapter."""
     return ".adapter." in name
 
 

@@ -92,8 +92,8 @@ class SelfAttentionOptions:
             attention and the others the window, and a pattern such as ([1]*5+[0])*4 has a 1 for
             each layer with the window. Default: all layers.
         softmax_type: What a query's weights add up to. vanilla: 1. off-by-one: less than 1, as if
-            there were a further key with score 0 and no value. learnable: likewise, with a learned
-            score for each head (attention sinks, as in GPT-OSS).
+            there were an additional key with score 0 and value 0. learnable: likewise, with a
+            learned score for each head (attention sinks, as in GPT-OSS).
         attn_logit_softcapping: Bound c of the attention scores, which become c x tanh(score / c)
             (Gemma 2). Default: no bound.
         window_rotary_base: Base of the rotary frequencies in the layers with --window-size, which
@@ -120,7 +120,7 @@ class SelfAttentionOptions:
             divisors.
         longrope_short_factor: LongRoPE's divisors of the frequencies in short sequences, one for
             each pair of rotated channels.
-        longrope_long_factor: The same in long sequences.
+        longrope_long_factor: The same for long sequences.
         longrope_attention_factor: LongRoPE multiplies queries and keys by this number.
     """
 

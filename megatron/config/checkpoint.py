@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
-AVERAGES, SNAPSHOTS = "average.", "snapshot"  # begin the names of averaged weights in checkpoints
+AVERAGES, SNAPSHOTS = "average.", "snapshot"  # prefixes of averaged weights in checkpoints
 _OF_CORE = ("torch", "torch_dcp", "zarr", "fsdp_dtensor")
 
 

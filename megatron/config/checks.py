@@ -40,12 +40,12 @@ def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
 def requirements(
     config: RunOptions, world_size: int, among: Container[str] | None = None
 ) -> Iterator[str]:
-    """Yield a line for each flag whose requirement is not met or that is meant for other networks.
+    """Yield a line for each flag whose requirement is not met or that is for other networks.
 
     Args:
         config: The resolved run.
         world_size: The number of processes.
-        among: The fields to look at, by "section.field". `None` stands for all.
+        among: The fields to check, by "section.field". `None` means all.
     """
     kind = config.model.architecture
     for path, field, value in values_of(config):

@@ -94,8 +94,8 @@ class TokenizerConfig:
             .json.
         tokenizer_special_tokens: Special tokens for TikTokenizer. Default: <unk> <s> </s> for
             .json, otherwise <|endoftext|>.
-        chat_template: Jinja file with the template that writes conversations as text, in finetuning
-            and when a server answers. Default: the one next to the tokenizer.
+        chat_template: Jinja file with the template that turns conversations into text, for
+            finetuning and for the server's chats. Default: the one next to the tokenizer.
     """
 
     tokenizer_type: str | None = flag(None, choices=TOKENIZER_TYPES, required="required")
@@ -125,8 +125,8 @@ class DataOptions(RetroDataOptions):
             PREFIX ...
         text_key: The key of a document's text in JSON lines, or the column in parquet files, when
             --data-path names text files.
-        skip_bad_lines: Skip lines of text files that hold no document. The first bad lines of each
-            file are reported, and their total is printed at the end of the run.
+        skip_bad_lines: Skip lines of text files that do not contain a document. The first bad lines
+            of each file are reported, and their total is printed at the end of the run.
         blend_schedule: Weights of the training datasets that change during the run: for each phase
             START:WEIGHT,WEIGHT,... with a weight for each dataset. START counts iterations with
             --train-iters, otherwise samples.
@@ -167,7 +167,7 @@ class DataOptions(RetroDataOptions):
         fim_prefix_token: Token before the prefix.
         fim_middle_token: Token before the middle.
         fim_suffix_token: Token before the suffix.
-        fim_pad_token: Token that pads samples that rearranging made shorter.
+        fim_pad_token: Token that pads samples shortened by the rearrangement.
         fim_eod_token: Token that ends documents. Default: the tokenizer's end-of-document token.
         mask_prob: Fraction of tokens to mask for BERT and T5.
         short_seq_prob: Fraction of BERT and T5 samples that are shortened.
@@ -232,7 +232,7 @@ class DataConfig(DataOptions):
 
     @property
     def decoder_tokens(self) -> int:
-        """Number of tokens per sample that a T5's decoder reads. It is 0 for other networks."""
+        """Number of tokens per sample that T5's decoder reads. It is 0 for other networks."""
         return self.decoder_seq_length or 0
 
     @property

@@ -1,8 +1,8 @@
 """Data named in files: --data-args-path, --per-split-data-args-path and --retro-workdir.
 
-As soon as flags and YAML file are read, the words in the file become the values of the flags that
-it stands for. A saved config.yaml therefore names the corpora themselves, and caches, fingerprints
-and positions are the same as if the command line had named them.
+Once the flags and the YAML file are read, the words in such a file become the values of the flags
+that it replaces. A saved config.yaml therefore names the corpora themselves, and caches,
+fingerprints and positions are the same as if the command line had named them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.config.run import Findings, RunOptions, field_at, flatten
 from megatron.errors import ConfigError
 
 _WHOLE, _EACH = "data.data_args_path", "data.per_split_data_args_path"
-# The fields that name a file, and the fields that each file stands for.
+# The fields that name a file, and the fields that each file sets.
 DATA_FILES: Mapping[str, tuple[str, ...]] = {
     _WHOLE: ("data.data_path",),
     _EACH: tuple(f"data.{split}_data_path" for split in SPLIT_NAMES),
@@ -28,7 +28,7 @@ _REMEDY = {
     _EACH: 'give a JSON file such as {"train": ["0.3", "A", "0.7", "B"], "valid": "C", '
     '"test": null}, where null is no data',
 }
-# Settings that follow from the arguments of a Retro's working folder, with the arguments' names and
+# Settings that follow from the arguments of Retro's working folder, with the arguments' names and
 # types.
 _OF_RETRO = {
     "model.retro_chunk_length": ("retro_gpt_chunk_length", int),
@@ -81,7 +81,7 @@ def read_data_files(
 
 
 def _read(path: str, file: Path, shown: str, found: Findings) -> dict[str, Any]:
-    """Read a file, and return the values of the fields that it stands for.
+    """Read a file, and return the values of the fields that it sets.
 
     Raises:
         ValueError: The file is not usable. The message says why.

@@ -6,8 +6,8 @@
     honoured        keys that change nothing here, with the reason and DeepSpeed's default
     refused         keys for what is not supported, with what to do instead and DeepSpeed's default
 
-A value that is DeepSpeed's default, "auto" or null asks for nothing, and so does a part of the file
-whose "enabled" is false.
+DeepSpeed's defaults, "auto" and null have no effect, nor does a part of the file whose "enabled" is
+false.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ _SAME = {
     "curriculum_learning.schedule_config.difficulty": "curriculum.curriculum_lengths",
     "curriculum_learning.schedule_config.max_step": "curriculum.curriculum_until",
 }
-# Parts that are off unless "enabled" is true. --fp16 and --bf16 decide about the other parts.
+# Parts that are off unless "enabled" is true. For the other parts, --fp16 and --bf16 decide.
 _OFF_BY_DEFAULT = ("curriculum_learning", "flops_profiler", "tensorboard", "wandb")
-# Keys with true or false that are read in this module and are not the value of a field.
+# Boolean keys that are read in this module and are not the value of a field.
 _SWITCHES = ("wall_clock_breakdown", "activation_checkpointing.profile")
 # Values that DeepSpeed uses for the second key if a file has only the first one.
 _DEFAULTS = (
@@ -94,7 +94,7 @@ class KeyAnswer:
     is_refused: bool
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value asks for nothing."""
+        """Return whether a value is accepted because it has no effect."""
         is_off = isinstance(value, dict) and value.get("enabled", True) is False
         return value == self.default or is_off
 
@@ -114,8 +114,8 @@ class DeepSpeedFile:
     Attributes:
         path: The file.
         values: The values by "section.field".
-        origins: The key that sets each of them, as messages name it.
-        steps: The micro-batches of an update on each process, or `None` if they are not given.
+        origins: The key that sets each of them, as shown in messages.
+        steps: The number of micro-batches per update on each process, or `None` if it is not given.
     """
 
     path: Path
@@ -171,7 +171,7 @@ def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile
                 f"{where[key]}: expected true or false, got {json.dumps(keys.pop(key))}"
             )
     for first, second, default in _DEFAULTS:
-        # "auto" leaves a value to the flags. Values of reports have no flags, so they get the
+        # "auto" leaves a value to the flags. The reports' keys have no flags, so they get the
         # default.
         is_open = first.startswith(_OFF_BY_DEFAULT) and keys.get(second) is None
         if keys.get(first) and (second not in keys or is_open):
@@ -215,7 +215,7 @@ def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile
 def with_batch_sizes(
     asked: RunOptions, file: DeepSpeedFile, world_size: int, found: Findings
 ) -> RunOptions:
-    """Return the run with the batch size that follows from the other and from accumulation steps.
+    """Return the run with the batch size that follows from the other and the accumulation steps.
 
     Args:
         asked: The run, with the values of the file.
@@ -282,7 +282,7 @@ def _settings(
 def _precision(
     keys: Mapping[str, Any], where: Mapping[str, str], found: Findings
 ) -> Iterator[tuple[str, str, Any]]:
-    if keys.get("fp16.loss_scale"):  # 0 asks for a dynamic one
+    if keys.get("fp16.loss_scale"):  # 0 means a dynamic scale
         yield "fp16.loss_scale", "precision.loss_scale", keys["fp16.loss_scale"]
     elif (power := keys.get("fp16.initial_scale_power")) is not None:
         is_power = type(power) is int and 0 <= power < 128

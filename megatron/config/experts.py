@@ -56,8 +56,8 @@ class ExpertOptions:
         num_experts: Number of experts in each mixture layer, or one number for each of these
             layers, where 1 makes a layer dense. Default: all layers are dense.
         moe_layer_freq: The mixture layers: a number N makes every Nth layer a mixture, starting
-            with the first; last-of-N makes it the last of every N layers; a pattern of ones and
-            zeros such as ([0]*1+[1]*3) names them.
+            with the first; last-of-N makes it the last of every N layers; a pattern such as
+            ([0]*1+[1]*3) has a 1 for each of them.
         moe_ffn_hidden_size: Inner width of an expert. Default: --ffn-hidden-size.
         moe_shared_expert_intermediate_size: Total inner width of the shared experts, which every
             token passes through. Default: no shared experts.

@@ -101,7 +101,7 @@ class Field:
         optional: Whether None is a value too.
         many: Whether the value is a tuple, and the flag takes any number of values.
         default: The value if none is given.
-        info: Unit, spellings, bounds and the like.
+        info: Unit, spellings, bounds and other attributes.
         help: The help text: a few sentences, which name the off value if there is one.
     """
 
@@ -229,17 +229,17 @@ def _field(entry: dataclasses.Field[Any], hint: Any, help: str) -> Field:
 
 
 def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str | None:
-    """Return the known word that a misspelled or shortened word stands for, or None.
+    """Return the known word that a misspelled or shortened word probably means, or None.
 
     Whole parts of a long flag, as in `--tensor-parallel`, count more than similar spelling. A word
     that differs in a whole part means something else: `--train-epochs` is not `--train-iters`.
 
     Args:
         word: The word as it was written.
-        known: The words that it may stand for.
+        known: The words that it may mean.
         others: Further words, considered only if no known word is equally near.
     """
-    import difflib  # only mistakes need it
+    import difflib  # needed only for error messages
 
     parts = _parts(word)
 

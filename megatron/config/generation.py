@@ -58,8 +58,9 @@ class Speculation:
     """What --speculative-config asks for, under vLLM's names.
 
     Attributes:
-        method: "ngram" guesses that tokens follow again which followed the same tokens earlier in
-            the text; "mtp" asks the model's layers for further tokens (--mtp-num-layers).
+        method: "ngram" finds an earlier occurrence of the latest tokens in the text and guesses
+            that the same tokens follow again; "mtp" takes the guesses of the model's multi-token
+            prediction layers (--mtp-num-layers).
         num_speculative_tokens: Maximum number of guesses for each step.
         prompt_lookup_max: For ngram: length of the longest run of tokens to look for.
         prompt_lookup_min: For ngram: length of the shortest run.
@@ -134,9 +135,10 @@ class SpeculationOptions:
     """Speculative decoding.
 
     Attributes:
-        speculative_config: Guess tokens and check several at once, with the same text. A JSON
-            object with vLLM's keys, such as '{"method": "ngram", "num_speculative_tokens": 4}' or
-            '{"method": "mtp", "num_speculative_tokens": 1}'. Default: one token at a time.
+        speculative_config: Guess several tokens and check them in one pass, which does not change
+            the text. A JSON object with vLLM's keys, such as '{"method": "ngram",
+            "num_speculative_tokens": 4}' or '{"method": "mtp", "num_speculative_tokens": 1}'.
+            Default: one token at a time.
     """
 
     speculative_config: str | None = None
@@ -173,7 +175,7 @@ class ServerConfig(SpeculationOptions):
         request_timeout: Time limit for a single answer.
         log_requests: Write the body of every PUT /api request, with its prompts, to the log, unless
             the request has no_log.
-        bert_embedder_load: For a Retro: folder or name of the network that embeds chunks. Default:
+        bert_embedder_load: For Retro: folder or name of the network that embeds chunks. Default:
             the one that --retro-workdir was made with.
     """
 
@@ -240,7 +242,7 @@ class SamplesConfig(SpeculationOptions):
         max_batch_size: Maximum number of texts computed at once.
         serve_adapter: Adapter to use for all texts, as NAME=FOLDER. The folder has PEFT's files, or
             checkpoints of a run with --lora-rank.
-        bert_embedder_load: For a Retro: folder or name of the network that embeds chunks. Default:
+        bert_embedder_load: For Retro: folder or name of the network that embeds chunks. Default:
             the one that --retro-workdir was made with.
     """
 

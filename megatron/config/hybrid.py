@@ -28,8 +28,8 @@ class HybridOptions:
         hybrid_layer_pattern: The layers of a hybrid model, one symbol each: M Mamba-2, * attention,
             - an MLP, E a mixture of experts. Each layer has only this part and its normalization. A
             | begins the next pipeline part. Default: every layer has attention and an MLP.
-        mamba_state_dim: Size of the vectors B and C of Mamba-2: the values that its state holds for
-            each channel.
+        mamba_state_dim: Size of the vectors B and C of Mamba-2: the number of values that its state
+            holds for each channel.
         mamba_head_dim: Channels of a Mamba-2 head.
         mamba_num_groups: Number of groups of Mamba-2 heads. The heads of a group share B and C.
         mamba_num_heads: Number of Mamba-2 heads. Default: 2 x --hidden-size / --mamba-head-dim.

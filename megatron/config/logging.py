@@ -34,8 +34,8 @@ class LoggingConfig:
         timing_log_level: Detail of timers. 0: whole iterations, 1: parts of an iteration, 2: finer
             parts of those.
         barrier_with_l1_time: Synchronize ranks around level-1 timers.
-        timing_log_option: Statistic of timers over ranks: the maximum, minimum and maximum, or
-            every rank.
+        timing_log_option: Statistic of timers over ranks: the maximum (max), the minimum and the
+            maximum (minmax), or every rank's value (all).
         log_pipeline_bubble: Time every pipeline operation, and log the share of time that stages
             spend waiting, together with the share that the schedule predicts from the measured
             times.
@@ -112,7 +112,7 @@ class ProfilingConfig:
             iterations down considerably.
         profile_memory: Record every allocation of memory.
         profile_flops: Estimate the FLOPs of matrix products and convolutions.
-        profile_modules: Record the calls of every module, and call stacks, which they need.
+        profile_modules: Record the calls of every module. This also records call stacks.
     """
 
     profile: bool = False

@@ -109,8 +109,8 @@ class DenseOptions:
         geglu: Use gated GeLU in its tanh form (T5 1.1) instead of GeLU.
         quick_geglu: Use a GeGLU whose gate x becomes x times sigmoid(1.702 x) instead of GeLU.
         glu_linear_offset: Number added to the ungated part of a gated MLP (1 in GPT-OSS).
-        activation_func_clamp_value: Limit of a gated MLP: gates are cut off above it, and their
-            counterparts on both sides (7 in GPT-OSS).
+        activation_func_clamp_value: Limit of a gated MLP: gates are clamped from above, and the
+            values that they multiply on both sides (7 in GPT-OSS).
         onnx_safe: Use the exact (erf) GeLU, the form that ONNX exports.
         bias_gelu_fusion: Compute tanh GeLU and its bias in one kernel. Off: exact (erf) GeLU with
             PyTorch's operations.
@@ -123,7 +123,7 @@ class DenseOptions:
         scale_decoder_outputs: Divide the input of the T5 output layer by the square root of
             --hidden-size (original T5).
         add_output_bias: Add a bias for every vocabulary entry in the T5 output layer.
-        softmax_scale: Factor applied to the attention scores of a GPT or T5 (1.0 in Google's T5
+        softmax_scale: Factor applied to the attention scores of GPT and T5 (1.0 in Google's T5
             models). Default: 1 / square root of --kv-channels.
         add_bias_linear: Add biases to the linear layers.
         add_qkv_bias: Add biases to queries, keys and values, even with --disable-bias-linear.
@@ -270,7 +270,8 @@ class WidthOptions:
 
     Attributes:
         use_mup: Scale initial weights, learning rates, attention scores and logits with
-            --hidden-size, so that the best learning rate of a narrow model is that of a wide one.
+            --hidden-size, so that the best learning rate of a narrow model is also that of a wide
+            one.
         mup_base_hidden_size: --hidden-size of the narrow model for which the learning rate and
             initial weights were tuned. Default: --hidden-size itself.
         mup_embedding_mult: Factor of the word embeddings.
@@ -340,7 +341,7 @@ class ModelConfig(ModelOptions):
 
     @property
     def decoder_layers(self) -> int:
-        """Number of layers in the decoder of a T5; 0 for other networks."""
+        """Number of layers in T5's decoder; 0 for other networks."""
         return self.decoder_num_layers or 0
 
     @property
@@ -350,7 +351,7 @@ class ModelConfig(ModelOptions):
 
     @property
     def neighbor_length(self) -> int:
-        """Number of tokens in a neighbor of a Retro's chunk."""
+        """Number of tokens in a neighbor of one of Retro's chunks."""
         return self.chunk_length * self.retro_num_retrieved_chunks
 
     def neighbor_tokens(self, tokens: int) -> int:
@@ -403,7 +404,7 @@ _NOT_OF_THE_NETWORK = {
     "lora_dropout",
     "load_adapter",
     "frozen_weights_dtype",
-    # Settings of a retriever that may differ from those that its Retro was trained with.
+    # Settings of a retriever that may differ from those that the Retro model was trained with.
     "retro_add_retriever",
     "retro_freeze_gpt",
     "retro_encoder_hidden_dropout",

@@ -92,7 +92,7 @@ class OptimizerConfig:
         ema_decay: Keep an exponential moving average of the weights in fp32 with this decay rate,
             for example 0.999. Checkpoints hold it along with the weights.
         lawa_interval: Keep the mean of the latest --lawa-window snapshots of the weights, taken
-            once in this many updates (LAWA). Checkpoints hold it along with the weights.
+            once every this many updates (LAWA). Checkpoints hold it along with the weights.
         lawa_window: Number of snapshots in the mean of --lawa-interval. Each takes 4 bytes for
             every parameter that a process updates.
         optimizer_cpu_offload: Keep fp32 weights and optimizer states in host memory and compute the
@@ -185,7 +185,7 @@ class ScheduleConfig:
         lr_warmup_fraction: Length of the warm-up as a fraction of the decay length.
         lr_warmup_iters: Length of the warm-up.
         lr_warmup_samples: Length of the warm-up.
-        lr_warmup_tokens: Length of the warm-up, if the decay is in tokens, too.
+        lr_warmup_tokens: Length of the warm-up, if the decay is also in tokens.
         lr_warmup_init: Learning rate at the start of the warm-up.
         lr_warmup_style: Shape of the warm-up. A logarithm rises steeply first, as DeepSpeed's
             schedulers do by default.

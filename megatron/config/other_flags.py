@@ -4,12 +4,12 @@
 
     refused         Megatron's flags for what is not supported, with what to do instead
     honoured        Megatron's flags that change nothing here, with the reason
-    translated      flags of older versions, in today's words
+    translated      flags of older versions, translated into today's flags
     implied         today's flags for the defaults of a program, if its flags were translated
                     and the flag `with` is given
     gone            flags, or single values, of older versions that have no equivalent
-    other_programs  names that other programs use for what Megatron has a flag for
-    of_commands     flags of `megatron pretrain` and its kin, which scripts do not take
+    other_programs  other programs' names for Megatron's flags
+    of_commands     flags of `megatron pretrain` and similar commands, which scripts do not take
 
 An entry of `refused` or `honoured` says which values its flag takes:
 
@@ -54,9 +54,9 @@ class OldFlag:
         name: The spelling.
         era: The versions that had it.
         now: What it is called today, for the documentation.
-        becomes: Today's flags, each with the words of its value. `*` stands for the words of the
-            old flag or, within a word, for its only word. An entry with `unless` is left out if any
-            flag listed there is given.
+        becomes: Today's flags, each with the words of its value. `*` is replaced by the words of
+            the old flag or, within a word, by its only word. An entry with `unless` is left out if
+            any flag listed there is given.
         program: The program that takes it, identified by its file and by one of its flags. If
             empty, all programs take it.
     """

@@ -66,7 +66,7 @@ class Program:
         reads: For programs that do not train, a function that takes the values on the command line,
             by field name, and returns the fields that have an effect in the program or are refused
             by name, as "section.field". Other fields are accepted, and one notice names them.
-            `None` stands for all fields.
+            `None` means all fields.
         check_extra: A function that returns the mistakes in the instances of `extra`.
         elsewhere: Flags that belong to other tasks of the program, with the names of those tasks.
     """
@@ -101,7 +101,8 @@ class _CommandLine(Findings):
 
     Attributes:
         given: The values.
-        own: Names of the program's own fields, which run fields of the same name do not get.
+        own: Names of the program's own fields. Their values are not given to run fields of the same
+            name.
     """
 
     own: frozenset[str] = frozenset()
@@ -158,7 +159,7 @@ def parse_config(
     start = with_values(RunOptions(), {"model.architecture": architecture})
     if find_start is not None:
         start = with_values(start, flatten(line.ask(lambda: find_start(line.given))))
-        architecture = start.model.architecture  # that of the trained model
+        architecture = start.model.architecture  # the trained model's architecture
     asked = start
     if "config" in line.given:
         count = line.given.get("dry_run_world_size") if line.given.get("dry_run") else None

@@ -35,7 +35,7 @@ class Fault:
     Attributes:
         point: Where it strikes, one of `POINTS`.
         rank: The rank that it strikes.
-        step: The iteration in which it strikes, from 1; 0 while a checkpoint is loaded.
+        step: The iteration in which it strikes, counted from 1; 0 while a checkpoint is loaded.
         kind: What happens, one of `KINDS`.
         seconds: The delay of a signal or an exit, or the time that a slow rank loses each time.
         attempt: The number of restarts after which it strikes; `None` for every attempt.

@@ -45,8 +45,8 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
 def _of_pattern(config: RunOptions) -> dict[str, Any]:
     """Return the values that the symbols of a hybrid pattern give to other flags.
 
-    The bars of a pattern move to the flag of the pipeline's layout, so that the network's settings
-    are the same in every layout. A single stage needs none.
+    The bars of a pattern are moved to the flag for the pipeline's layout, so that the network's
+    settings are the same in every layout. A single stage needs none.
     """
     model, parallel = config.model, config.parallel
     symbols = layer_symbols(model.hybrid_layer_pattern)

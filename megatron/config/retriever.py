@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import flag
 
-# Names of a bi-encoder's towers, with which the names of their parameters begin, as in Megatron.
+# Names of a bi-encoder's towers. The names of their parameters begin with them, as in Megatron.
 SHARED, QUERY, CONTEXT = TOWERS = ("shared_model", "query_model", "context_model")
 
 
@@ -20,10 +20,10 @@ class RetrieverConfig:
         titles_data_path: Prefix of the dataset with the title of each document of --data-path.
         query_in_block_prob: Probability that the sentence that serves as the query also stays in
             its block.
-        use_one_sent_docs: Also use documents and blocks of a single sentence. If the sentence of
-            such a block does not stay, the block consists of its title only.
-        retriever_report_topk_accuracies: Report for these k how often the right block is among the
-            k with the highest scores, in percent.
+        use_one_sent_docs: Also use documents and blocks of a single sentence. If the sentence is
+            removed from such a block, only the block's title is left.
+        retriever_report_topk_accuracies: For each of these k, report the percentage of queries
+            whose block is among the k with the highest scores.
         retriever_score_scaling: Divide scores by the square root of --hidden-size.
     """
 

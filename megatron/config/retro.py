@@ -25,7 +25,7 @@ class RetroOptions:
 
     Attributes:
         retro_add_retriever: With --finetune, --load may name a GPT, to which a retriever with new
-            weights is added. Checkpoints of a Retro already have one.
+            weights is added. Retro's own checkpoints already have one.
         retro_freeze_gpt: Train only the retriever and the attention to neighbors, and leave the
             weights of the GPT as they are.
         retro_encoder_layers: Number of layers that encode the neighbors.
@@ -55,7 +55,7 @@ class RetroOptions:
     @property
     def chunk_length(self) -> int:
         """Number of tokens in a chunk."""
-        assert self.retro_chunk_length is not None, "a rule requires it of a Retro"
+        assert self.retro_chunk_length is not None, "a rule requires it for Retro"
         return self.retro_chunk_length
 
 
@@ -88,7 +88,7 @@ class RetroDataOptions:
 
 
 def is_of_retrieval(name: str) -> bool:
-    """Return whether a GPT with the same layers lacks the parameter of this name."""
+    """Return whether the parameter of this name belongs to retrieval, which a GPT does not have."""
     return any(f".{part}." in name for part in ("cross_norm", "cross_attention", "retriever"))
 
 

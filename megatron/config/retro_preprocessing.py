@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config.data import TOKENIZER_TYPES, TokenizerConfig
 from megatron.config.fields import MOST_IDS, fields_of, flag
 
-# The tasks that --retro-tasks takes, in their order, and those that some of them stand for.
+# The tasks that --retro-tasks takes, in their order, and the tasks that combined ones consist of.
 STAGES = ("db-build", "index-train", "index-add", "query-pretraining-neighbors")
 _TASKS: Mapping[str, tuple[str, ...]] = {
     "build": STAGES,
@@ -178,7 +178,7 @@ class RetroIndexConfig:
 
 @dataclass(frozen=True)
 class RetroPreprocessing:
-    """All options of the preprocessing that do not belong to the run of the BERT."""
+    """All options of the preprocessing except those of BERT's run."""
 
     stages: RetroStagesConfig = RetroStagesConfig()
     gpt: RetroGPTConfig = RetroGPTConfig()

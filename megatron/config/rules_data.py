@@ -43,7 +43,7 @@ def sources(config: RunOptions, world_size: int) -> Iterator[str]:
     data, given = config.data, _given(config.data)
     whole = [_spelt(data, field) for field in given if field == "data_path"]
     own = list(dict.fromkeys(_spelt(data, field) for field in given if field != "data_path"))
-    # A Retro reads the corpus of its working folder, which another rule requires.
+    # Retro reads the corpus of its working folder, which another rule requires.
     if not whole and not own and not data.mock_data and config.model.architecture != "retro":
         yield "no corpus: give --data-path PREFIX, or --mock-data to train on generated tokens"
     if (whole or own) and data.mock_data:
@@ -133,7 +133,7 @@ def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
 
 
 def sentinels(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if a T5's tokenizer has no sentinels."""
+    """Yield an error if T5's tokenizer has no sentinels."""
     kind, count = config.tokenizer.tokenizer_type, config.tokenizer.vocab_extra_ids
     if kind is None:
         return

@@ -22,7 +22,7 @@ _NOT_WITH_SFT = {
 }
 
 
-# Flags with which the model in training cannot generate, with the values that it can.
+# Flags that prevent the model in training from generating, with the values that do not.
 _NOT_WITH_SAMPLES: Exclusions = {
     "parallel.pipeline_model_parallel_size": ((1,), "generation does not run on pipeline stages"),
     "parallel.context_parallel_size": ((1,), "generation does not split an answer over processes"),
@@ -67,7 +67,7 @@ def batch_invariance(config: RunOptions, world_size: int) -> Iterator[str]:
         yield from excluded(config, "--batch-invariant-mode", _NOT_BATCH_INVARIANT)
 
 
-# Further flags with which a model cannot train on its own answers.
+# Additional flags that prevent a model from training on its own answers.
 _NOT_WITH_ROLLOUTS: Exclusions = {
     **_NOT_WITH_SAMPLES,
     "training.calculate_per_token_loss": ((False,), "every answer's tokens have their own weight"),
@@ -76,7 +76,7 @@ _NOT_WITH_ROLLOUTS: Exclusions = {
 }
 
 
-# Flags with which a reward model cannot be trained, with the values that it can.
+# Flags that prevent the training of a reward model, with the values that do not.
 _NOT_WITH_REWARDS: Exclusions = {
     "finetuning.sample_prompts": ((None,), "a reward model writes no text"),
     "checkpoint.ckpt_format": (("native",), "Megatron's formats have no name for its head"),
@@ -91,7 +91,7 @@ def samples(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def rollouts(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each flag with which a model cannot train on its own answers."""
+    """Yield an error for each flag that prevents a model from training on its own answers."""
     yield from excluded(config, "training on a model's own answers", _NOT_WITH_ROLLOUTS)
     model = config.model
     values = {"hidden": model.hidden_dropout, "attention": model.attention_dropout}

@@ -229,7 +229,7 @@ def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
     if keys > 0 and values % keys:
         yield (
             f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads "
-            f"{keys}: equally many value heads share a key: use a multiple of {keys}"
+            f"{keys}: each key serves the same number of value heads: use a multiple of {keys}"
         )
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if min(tensor, context) > 0 and keys % (tensor * context):
@@ -242,7 +242,7 @@ def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def multi_token(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that does not go together with multi-token prediction."""
+    """Yield an error for each setting that cannot be combined with multi-token prediction."""
     depths, layout = config.model.mtp_num_layers, config.parallel.pipeline_model_parallel_layout
     named = 0
     if layout is not None:
@@ -530,7 +530,7 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def t5(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that a T5 lacks or does not support."""
+    """Yield an error for each setting that T5 lacks or does not support."""
     if config.model.architecture != "t5":
         return
     length, parallel = config.data.decoder_seq_length, config.parallel
@@ -550,7 +550,7 @@ def t5(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def retro(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that a Retro lacks or does not support."""
+    """Yield an error for each setting that Retro lacks or does not support."""
     model, parallel, chunk = config.model, config.parallel, config.model.retro_chunk_length
     if model.architecture != "retro":
         return
@@ -564,7 +564,7 @@ def retro(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{retro_layers(layers).start + 1}: use at least that many layers, or pretrain_gpt.py"
         )
     if config.data.mock_data:
-        yield "--mock-data: a Retro's data is that of --retro-workdir: drop it"
+        yield "--mock-data: Retro's data comes from --retro-workdir: drop it"
     if not chunk or chunk < 1:
         return
     shown, tensor = f"chunks of {chunk} tokens", parallel.tensor_model_parallel_size

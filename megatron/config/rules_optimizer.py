@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.run import RunOptions
 
-_FP8_BETA2 = 0.98  # above it, rounding errors of an 8-bit variance exceed a fourth of it
+_FP8_BETA2 = 0.98  # above it, rounding errors of an 8-bit variance exceed a quarter of it
 
 
 def muon(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -83,7 +83,7 @@ def mup(config: RunOptions, world_size: int) -> Iterator[str]:
         ),
         (
             "--cp-comm-type p2p" * by_ring,
-            "a ring has no scale of the attention scores",
+            "a ring does not scale the attention scores",
             "use --cp-comm-type a2a",
         ),
         (

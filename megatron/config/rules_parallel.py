@@ -50,7 +50,7 @@ _NOT_WITH_OVERLAP: Exclusions = {
         "the overlap requires GPUs that map each other's memory",
     ),
 }
-# Flags with which a pass cannot be recorded, or a recorded pass would differ.
+# Flags that prevent the recording of a pass, or that would make a recorded pass differ.
 _NOT_RECORDED: Exclusions = {
     "training.recompute_granularity": (
         (None,),
@@ -109,7 +109,7 @@ def excluded(config: RunOptions, shown: str, exclusions: Exclusions) -> Iterator
 
 
 def layout(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield the reasons why the model and the number of processes do not fit each other."""
+    """Yield the reasons why the model does not fit the number of processes."""
     parallel, model = config.parallel, config.model
     tensor = max(parallel.tensor_model_parallel_size, 1)
     pipeline = max(parallel.pipeline_model_parallel_size, 1)
@@ -381,7 +381,7 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
-def device(config: RunOptions, device: Device, neighbours: int) -> Iterator[str]:
+def device(config: RunOptions, device: Device, neighbors: int) -> Iterator[str]:
     """Yield a line for each flag that the device does not support.
 
     This rule is not in `checks.RULES`, because those also apply to a dry run for other machines.
@@ -389,7 +389,7 @@ def device(config: RunOptions, device: Device, neighbours: int) -> Iterator[str]
     Args:
         config: The run.
         device: The device of one of its processes.
-        neighbours: The number of processes on this machine, this one included.
+        neighbors: The number of processes on this machine, including this one.
     """
     graphs, fp8 = config.training.cuda_graph_impl, config.precision.fp8_format
     tensor = config.parallel.tensor_model_parallel_size
@@ -411,9 +411,9 @@ def device(config: RunOptions, device: Device, neighbours: int) -> Iterator[str]
             f"--fp8-format {fp8} with --num-experts: PyTorch's grouped 8-bit products run only on "
             f"Hopper GPUs (H100, H200), and this is a {device.name}: drop --fp8-format"
         )
-    if config.parallel.tp_comm_overlap and neighbours % tensor:
+    if config.parallel.tp_comm_overlap and neighbors % tensor:
         yield (
             f"--tp-comm-overlap: --tensor-model-parallel-size {tensor} does not divide the "
-            f"{neighbours} process(es) of a machine, and only GPUs of one machine map each "
+            f"{neighbors} process(es) of a machine, and only GPUs of one machine map each "
             "other's memory: drop the flag"
         )

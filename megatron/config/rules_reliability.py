@@ -1,4 +1,4 @@
-"""Rules for saving, for what runs resume from, and for faults that are injected."""
+"""Rules for saving, resuming and injected faults."""
 
 from __future__ import annotations
 

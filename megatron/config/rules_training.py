@@ -60,7 +60,7 @@ def batch_size_ramp(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def length(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for lengths that exclude each other or are counted in different units."""
+    """Yield an error for lengths that cannot be combined or are counted in different units."""
     training, schedule = config.training, config.schedule
     iters, samples = training.train_iters, training.train_samples
     if iters is not None and samples is not None:

@@ -43,7 +43,7 @@ class ModelPart:
     head: bool
 
     def halves(self, encoder: int) -> tuple[range, range]:
-        """Return the encoder layers of a T5 in this part, and its decoder layers counted from 0.
+        """Return T5's encoder layers in this part, and its decoder layers counted from 0.
 
         Args:
             encoder: The number of layers of the whole encoder, which come first.
@@ -84,12 +84,12 @@ def possible_plan(model: ModelOptions, config: ParallelOptions) -> list[ModelPar
 def plan_parts(
     num_layers: int, config: ParallelOptions, *, decoder_layers: int = 0
 ) -> list[ModelPart]:
-    """Split the given number of layers into parts, as the flags ask.
+    """Split the given number of layers into parts, according to the flags.
 
     Args:
         num_layers: The total number of layers.
         config: The parallelism flags.
-        decoder_layers: The number of layers at the end that form a T5's decoder.
+        decoder_layers: The number of layers at the end that form T5's decoder.
 
     Raises:
         ConfigError: The layers do not fit the stages or leave one empty, the layout string cannot
@@ -123,7 +123,7 @@ def with_layout(config: Parallel, text: str) -> Parallel:
 
 
 def even_parts(num_layers: int, count: int) -> list[ModelPart]:
-    """Return parts with almost equally many layers, fewer in the last ones."""
+    """Return parts whose numbers of layers differ by at most one, with the smaller ones last."""
     return _parts_with([(num_layers + count - 1 - i) // count for i in range(count)])
 
 
@@ -158,8 +158,8 @@ def megatron_misfit(parts: list[ModelPart], stages: int, encoder: int | None) ->
     Args:
         parts: The parts of the model, first to last.
         stages: The number of pipeline stages that hold them.
-        encoder: The number of encoder layers of a T5, which come before its decoder layers, or
-            `None` for other networks.
+        encoder: The number of encoder layers of T5, which come before its decoder layers, or `None`
+            for other networks.
     """
     halves = [parts]
     if encoder is not None and len(parts) > 1:
@@ -329,9 +329,8 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
 
     `E` stands for the embedding, `t` for a layer and `L` for the loss. `|` starts the next part.
     The layers of multi-token prediction may be written as `m` before the loss, to which they belong
-    in any case.
-    `t*3` and `(tt|)*2` are repetitions. Parts are in the order of the model, with a T5's encoder
-    first.
+    in any case. `t*3` and `(tt|)*2` are repetitions. Parts are in the order of the model, with T5's
+    encoder first.
 
     Args:
         text: The layout string.

@@ -35,10 +35,10 @@ class LanguageModelTaskConfig:
             last token.
         detokenizer: How to undo a corpus's own tokenization. Default: chosen by `wiki`, `ptb` or
             `lambada` in the path of --valid-data, otherwise none.
-        retro_eval_samples: PERPLEXITY of a Retro: number of validation samples of --retro-workdir
-            to evaluate on. Default: all.
-        bert_embedder_load: PERPLEXITY of a Retro on --valid-data: folder or name of the network
-            that embeds chunks. Default: the one that --retro-workdir was made with.
+        retro_eval_samples: PERPLEXITY of Retro: number of validation samples of --retro-workdir to
+            evaluate on. Default: all.
+        bert_embedder_load: PERPLEXITY of Retro on --valid-data: folder or name of the network that
+            embeds chunks. Default: the one that --retro-workdir was made with.
     """
 
     overlapping_eval: int = flag(32, unit="tokens")

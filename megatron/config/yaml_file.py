@@ -18,8 +18,8 @@ from megatron.errors import ConfigError
 
 _ABOUT, _LAYOUTS = "recipe", "layouts"
 _MAX_SIZE = 2 << 20  # characters of a file, and of its values with each alias written out
-_NODE_SIZE = 64  # characters that each value counts for in addition: PyYAML takes 50 us for one
-_MAX_DEPTH = 20  # PyYAML takes time quadratic in it
+_NODE_SIZE = 64  # characters added for each value, because PyYAML takes 50 us for one
+_MAX_DEPTH = 20  # PyYAML's time is quadratic in the depth
 _MAX_DIGITS = 100  # per number, because numbers in base 60 take quadratic time
 
 

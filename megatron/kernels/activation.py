@@ -42,9 +42,9 @@ class _ActivationForward(NamedTuple):
     """A non-linearity after an added bias."""
 
     x: Pointer  # [rows, columns (SwiGLU: 2 columns)]
-    bias: Pointer | None  # like a row of x
+    bias: Pointer | None  # in the shape of a row of x
     out: Pointer  # [rows, columns]
-    amax: Pointer | None  # zero before; raised to the largest magnitude of out
+    amax: Pointer | None  # initially zero; raised to the largest magnitude of out
     rows: int
     columns: int
     kind: int
@@ -75,7 +75,7 @@ class _ActivationBackward(NamedTuple):
     grad_x: Pointer
     grad_bias: Pointer | None
     partials: Pointer | None  # scratch, fp32 [capacity, width of x]
-    amax: Pointer | None  # zero before; raised to the largest magnitude of grad_x
+    amax: Pointer | None  # initially zero; raised to the largest magnitude of grad_x
     capacity: int
     multiprocessors: int
     rows: int
@@ -194,7 +194,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
 _FORMULAS = {
     f.__name__: f for f in (gelu, gelu_tanh, relu, squared_relu, swiglu, geglu, quick_geglu)
 }
-# What gated activations do with the gate.
+# The function that each gated activation applies to the gate.
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": partial(F.gelu, approximate="tanh"),

@@ -45,7 +45,7 @@ _GPU_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# Those of these backends that compute the gradient of a bias added to the scores.
+# The backends among these that compute the gradient of a bias added to the scores.
 _BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _FLASH_DISTRIBUTION = "flash-attn-4"
@@ -146,7 +146,7 @@ Mask = Tensor | Segments
 
 
 class AttentionOptions(NamedTuple):
-    """Settings for how queries attend to keys.
+    """Settings that determine how queries attend to keys.
 
     Attributes:
         mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers [b
@@ -445,7 +445,7 @@ def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> st
 
 
 class _FlashCall(NamedTuple):
-    """A call of PyTorch's flash kernel, apart from its tensors.
+    """The arguments of a call of PyTorch's flash kernel, except for its tensors.
 
     Its public interfaces have no windows (`scaled_dot_product_attention`) and no dropout
     (`torch.nn.attention.varlen`), and no gradient for sinks.
@@ -589,7 +589,7 @@ class FlashPackage(NamedTuple):
     release: str
 
     def takes(self, query: Tensor, options: AttentionOptions) -> bool:
-        """Return whether the package is fast here: 16 bits, one sample, at most a window."""
+        """Return whether the package is fast here: 16 bits, one sample, no options but a window."""
         return (
             query.dtype in (torch.float16, torch.bfloat16)
             and not flash_head_misfit(query.shape[-1], largest=_LARGEST_FLASH_HEAD)

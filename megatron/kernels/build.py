@@ -183,7 +183,7 @@ def build(architecture: str, folder: Path, say: Say, say_waiting: Say, release: 
         release: The major version of PyTorch's CUDA, such as "13", or "" if it is unknown.
 
     Raises:
-        BuildError: There is no compiler or no place to write, or the compiler fails.
+        BuildError: There is no compiler, the folder cannot be written to, or the compiler fails.
     """
     compiler = find_compiler(release)
     stem = f"kernels-{architecture}-{digest()}-cuda{compiler.version}"

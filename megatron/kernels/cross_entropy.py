@@ -53,7 +53,7 @@ class _Gradient(NamedTuple):
     """result = upstream * (exp(logit - maximum) / sum - [is the label])."""
 
     logits: Pointer  # [rows, size]
-    result: Pointer  # like logits, perhaps the same memory
+    result: Pointer  # like logits, possibly the same memory
     labels: Pointer
     maxima: Pointer
     sums: Pointer

@@ -54,7 +54,7 @@ class Algorithm(ctypes.Structure):
 
 
 class Problem(NamedTuple):
-    """A matrix product of given shapes and formats. It exists as long as the process.
+    """A matrix product of given shapes and formats. It lives until the process ends.
 
     Attributes:
         operation: The description of the operation.

@@ -45,7 +45,7 @@ def chunked_delta_rule(
         decay: Logarithm of each token's decay, at most 0, fp32 [s, b, n].
         rate: The rate of each token, 0 to 1, [s, b, n].
         chunk: Number of tokens of a chunk.
-        documents: Number of each token's document, int64 [s, b]. Every document begins with an
+        documents: The index of each token's document, int64 [s, b]. Every document begins with an
             empty state. `None` means that each sample is a single document.
         state: The states before the first token, fp32 [b, n, e, d]; `None` for empty ones. Tokens
             of the first document continue them.

@@ -36,7 +36,7 @@ class _BiasDropoutAddForward(NamedTuple):
     out: Pointer
     rows: int
     columns: int
-    drop: int  # number of 65536 random values that drop an element
+    drop: int  # how many of 65536 random values drop an element
     x_dtype: int
     w_dtype: int
 

@@ -28,7 +28,7 @@ class _Amax(NamedTuple):
     """The largest magnitude of a tensor."""
 
     x: Pointer  # [size]
-    amax: Pointer  # zero before; raised to the largest magnitude of x
+    amax: Pointer  # initially zero; raised to the largest magnitude of x
     size: int
     dtype: int
 
@@ -50,8 +50,8 @@ class _AmaxBoth(NamedTuple):
     """The largest magnitudes of each matrix by row and by column."""
 
     x: Pointer  # [matrices, rows, columns]
-    of_rows: Pointer  # [matrices, rows], zero before
-    of_columns: Pointer  # [matrices, columns], zero before
+    of_rows: Pointer  # [matrices, rows], initially zero
+    of_columns: Pointer  # [matrices, columns], initially zero
     matrices: int
     rows: int
     columns: int
@@ -87,7 +87,7 @@ class _Cast(NamedTuple):
     y: Pointer  # [size] in fp8
     amax: Pointer
     inverse: Pointer  # the factor that restores x
-    found: Pointer | None  # zero before; raised to the largest magnitude of x
+    found: Pointer | None  # initially zero; raised to the largest magnitude of x
     size: int
     dtype: int
     fp8: int
@@ -128,7 +128,7 @@ class _CastRows(NamedTuple):
         held = 8 if SIZES[name] == 2 else 3  # kRowVectors in fp8.cu
         most = constant("fp8.cu", "kMostRowThreads") // WARP
         warps = min(divide_up(vectors, WARP * held), most)
-        turns = divide_up(vectors, warps * WARP)  # then use as few warps as this needs
+        turns = divide_up(vectors, warps * WARP)  # then use as few warps as possible
         block = (divide_up(vectors, turns * WARP) * WARP, _ROWS_OF_WARPS if warps == 1 else 1)
         kernel = instance("cast_rows_kernel", name, self.fp8)
         return [
@@ -160,7 +160,7 @@ class _CastTranspose(NamedTuple):
     amax_columns: Pointer | None
     inverse: Pointer
     inverse_columns: Pointer | None
-    found: Pointer | None  # with one scale: zero before; raised to the largest magnitude of x
+    found: Pointer | None  # with one scale: initially zero; raised to the largest magnitude of x
     matrices: int
     rows: int
     columns: int

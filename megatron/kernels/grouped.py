@@ -504,8 +504,8 @@ def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulat
 def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
     """Return each expert that has rows, with these rows. Waits for the device.
 
-    When text is generated for one request, a token uses 8 of perhaps 128 experts, and looping over
-    the others would take three times as long as the products.
+    When text is generated for one request, a token uses only a few experts, such as 8 of 128, and
+    looping over the others would take three times as long as the products.
     """
     stops = ends.tolist()
     spans = enumerate(zip([0, *stops], stops, strict=False))

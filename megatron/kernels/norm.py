@@ -52,7 +52,7 @@ class _AddNormForward(NamedTuple):
     normal: Pointer  # [rows, hidden] of w_dtype
     mean: Pointer | None  # fp32 [rows], like rstd
     rstd: Pointer
-    amax: Pointer | None  # zero before; raised to the largest magnitude of normal
+    amax: Pointer | None  # initially zero; raised to the largest magnitude of normal
     rows: int
     hidden: int
     x_dtype: int
@@ -90,7 +90,7 @@ class _AddNormBackward(NamedTuple):
     grad_weight: Pointer
     grad_bias: Pointer | None
     partials: Pointer  # scratch, fp32 [2 (or 1 without a bias), multiprocessors, hidden]
-    amax: Pointer | None  # zero before; raised to the largest magnitude of grad in w_dtype
+    amax: Pointer | None  # initially zero; raised to the largest magnitude of grad in w_dtype
     multiprocessors: int
     shared_memory: int  # bytes that a block may use
     rows: int

@@ -177,7 +177,7 @@ _JOIN_THREADS = 128  # of a block that merges parts of long results
 
 @dataclass(frozen=True)
 class Singles:
-    """The u sequences that add one token each. Sequences without tokens are padding of the batch.
+    """The u sequences that add one token each. Sequences without tokens pad the batch.
 
     Attributes:
         tables: The blocks of each sequence, int32 [u, m]. Entries after a sequence's last block are
@@ -229,11 +229,11 @@ class LatentHeads(Protocol):
         ...
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Return queries [s, n/t, w] that attend to vectors, from queries [s, n/t, d] to keys."""
+        """Return queries [s, n/t, w] to vectors, given queries [s, n/t, d] to keys."""
         ...
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Return weighted sums of values [s, n/t, d], from those of vectors [s, n/t, rank]."""
+        """Return weighted sums of values [s, n/t, d], given those of vectors [s, n/t, rank]."""
         ...
 
 

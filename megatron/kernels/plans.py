@@ -141,7 +141,7 @@ def row_shape(columns: int, weights: str, fewest: int) -> RowShape:
     Args:
         columns: The number of elements in a row.
         weights: The weights' type.
-        fewest: The number of elements per thread if there are enough threads, 8 or 16.
+        fewest: The number of elements per thread, 8 or 16, if there are enough threads.
 
     Raises:
         PlanError: The row is too long.

@@ -1,8 +1,8 @@
 """Weights in 8 or 4 bits, stored as codes and a scale for each block of 64 neighbors in a row.
 
 A block's scale is its largest magnitude, which is exact in the weights' number format. An element
-is represented by its level, a number between -1 and 1, times the scale. Its code stands for the
-nearest of 16 levels (nf4, two codes per byte), or for the nearest fp8 e4m3 number divided by the
+is represented by its level, a number between -1 and 1, times the scale. Its code represents the
+nearest of 16 levels (nf4, two codes per byte), or the nearest fp8 e4m3 number divided by the
 largest one. With bf16 scales, a weight takes 4.25 or 8.25 bits.
 
 Every block has an element with the level 1 or -1. Quantizing a matrix that was read back therefore
@@ -65,7 +65,7 @@ UNPACK = Kernel.of("unpack", _Unpack)
 def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the levels of nf4 in ascending order, [16].
 
-    The levels up to 0 are 8 evenly spaced quantiles up to the median, and those from 0 are 9.
+    The levels up to 0 are 8 evenly spaced quantiles up to the median, and those from 0 on are 9.
 
     Args:
         dtype: The number format.
@@ -115,7 +115,7 @@ def quantize(matrix: Tensor, form: FrozenFormat) -> tuple[Tensor, Tensor]:
     """
     blocks = matrix.unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
-    # A block of zeros has the scale 0. Its codes stand for 0, whatever the divisor is.
+    # A block of zeros has the scale 0. Its codes represent 0, whatever the divisor is.
     divisors = torch.where(scales > 0, scales, 1).float().unsqueeze(-1)
     values = (blocks.float() / divisors).flatten(-2)
     if form == "fp8":

@@ -39,7 +39,7 @@ _THREADS = 192  # per block with several rows, approximately
 
 
 class _SplitRotate(NamedTuple):
-    """The split of a fused projection into heads that are rotated, or the way back.
+    """The split of a fused projection into heads that are rotated, or its reverse.
 
     Without `others` there are only queries, and with neither cosine nor sine nothing rotates.
     Backward goes from heads to `fused` and rotates back.
@@ -51,7 +51,7 @@ class _SplitRotate(NamedTuple):
     query: Strided  # [positions, batch, groups * per_group, d]
     key: Strided | None  # [positions, batch, groups, d]
     value: Strided | None  # like key
-    amax: Pointer | None  # zero before; raised to the largest magnitude of fused
+    amax: Pointer | None  # initially zero; raised to the largest magnitude of fused
     query_position: int  # strides
     query_sample: int
     query_head: int

@@ -4,9 +4,10 @@ A library chooses its kernel by the sizes, and the kernel determines the order i
 products are added. The last bits of a generated text, and sometimes its words, then depend on the
 rest of the batch. However, all cuBLASLt kernels of a family add in the same order, whatever their
 tiles are. Only the number of parts into which k is split matters (measured on an H200:
-docs/benchmarks/generation.md). So each weight is assigned a family and a number of parts, and for
-each number of rows the fastest of these kernels is used. When a weight's shape is first used, the
-results are tested for equal bits. If they differ, PyTorch multiplies, and a warning says so.
+docs/benchmarks/generation.md). Each weight is therefore assigned a family and a number of parts,
+and for each number of rows the fastest of these kernels is used. When a weight's shape is first
+used, the results are tested for equal bits. If they differ, PyTorch multiplies, and a warning says
+so.
 """
 
 from __future__ import annotations

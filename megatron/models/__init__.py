@@ -10,7 +10,7 @@
     delta_net             gated delta nets (Qwen3-Next)
     latent_attention      multi-head latent attention (DeepSeek-V2)
     norm, position_bias   normalizations; T5's relative positions
-    multi_token           layers after the last one, which predict further tokens
+    multi_token           layers after the last one, which predict additional tokens
     embedding, head       embeddings before the layers; output and loss after them
     recompute             recomputation of activations in the backward pass
     adapters              adapters of linear layers, by name

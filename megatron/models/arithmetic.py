@@ -153,9 +153,7 @@ def part_activations(
         seq_length: Tokens of a sequence, or of the encoder's sequence.
         decoder_seq_length: Tokens of the decoder's sequence, if there is one.
     """
-    passing = replace(
-        batch, length=seq_length + (decoder_seq_length or 0)
-    )  # a T5 sends both states
+    passing = replace(batch, length=seq_length + (decoder_seq_length or 0))  # T5 sends both states
     boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
     known: dict[tuple[int, int, int], tuple[int, int]] = {}  # most layers are identical
     per_layer, again = [], [0]

@@ -46,13 +46,13 @@ class KeyValueCache(Protocol):
 
     @property
     def outputs(self) -> Tensor:
-        """Indices of the k tokens whose logits are wanted, int64 [k]."""
+        """Indices of the k tokens whose logits are needed, int64 [k]."""
         ...
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Store the new keys and values, then let each token attend to its sequence up to itself.
+        """Store the new keys and values, then let each token attend to itself and earlier tokens.
 
         Args:
             query: [s, 1, n/t, d].
@@ -263,7 +263,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count the operations. A causal mask halves the scores, and a window leaves fewer."""
+        """Count the operations. A causal mask halves the scores; a window reduces them further."""
         products = 6 * length * plan.hidden * (plan.qkv + plan.query)
         return Work(products, (6 if plan.causal else 12) * plan.pairs(length) * plan.query)
 

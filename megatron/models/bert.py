@@ -37,7 +37,7 @@ SHORTEST_IN_ONE = 256  # tokens per sample; with 128 the flash kernel is slower
 
 
 class BertResult(NamedTuple):
-    """The results of a BERT's heads.
+    """The results of BERT's heads.
 
     Attributes:
         tokens: If labels were given, the loss of each token, fp32 [b, s], or their weighted sum
@@ -113,7 +113,7 @@ class BertModel(Network):
             tokens: [b, s].
             padding: bool [b, s], True for a token; padding comes after the tokens.
             token_types: [b, s], the segment of each token; `None` puts all in the first segment.
-            labels: [b, s], the right token at each position.
+            labels: [b, s], the correct token at each position.
             hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
             loss_mask: [b, s], the weight of each token's loss (`Output`).
 
@@ -164,7 +164,7 @@ def _may_join_samples(plan: ModelPlan, context: BuildContext) -> bool:
 def padding_mask(padding: Tensor) -> Tensor:
     """Return the mask of keys to attend to, [b, 1, 1, s], from bool [b, s], True for a token.
 
-    Padding tokens attend too, but nothing reads their results.
+    Padding tokens also attend to other tokens, but nothing reads their results.
     """
     return padding[:, None, None, :]
 
@@ -269,7 +269,7 @@ class BertChooser(BertModel):
     """A BERT with a task head that chooses among classes or among several texts.
 
     It has BERT's layers and pooler, then dropout and a linear layer, but no pretraining heads. Its
-    parameters are a BERT's plus `HEAD.weight` [outputs, h] and `HEAD.bias` [outputs].
+    parameters are BERT's plus `HEAD.weight` [outputs, h] and `HEAD.bias` [outputs].
 
     Args:
         plan: The whole network, with a task head.

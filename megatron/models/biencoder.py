@@ -34,7 +34,7 @@ class Vectors(NamedTuple):
 
 
 class TextEncoder(BertModel):
-    """A tower: a BERT whose hidden state of [CLS], perhaps projected, stands for the whole text.
+    """A tower: a BERT whose hidden state of [CLS], optionally projected, represents the whole text.
 
     Its parameters are those of a BERT without heads and pooler. With a projection it also has
     `projection.weight` [e, h] and `projection.bias` [e].

@@ -92,14 +92,13 @@ class Block(nn.Module):
 
     A layer of a hybrid model has either a mixer or an MLP.
 
-    A decoder layer has a third sublayer between the two: cross-attention to an encoder's
-    output, or to a Retro's neighbors. The first layer that reads these also holds their
-    encoder. A normalization after a sublayer applies to its output, before the residual is
-    added. The residual of a sublayer is its input, or its normalized input with --apply-
-    residual-connection-post-layernorm. The sublayer's dropout adds its output to the residual;
-    without dropout the next normalization does (see `Stream`). An fp32 residual stream stays
-    fp32: 16-bit outputs are added to it. With sequence parallelism, all parts except the split
-    layers run on this rank's part of the sequence.
+    A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
+    to Retro's neighbors. The first layer that reads these also holds their encoder. A normalization
+    after a sublayer applies to its output, before the residual is added. The residual of a sublayer
+    is its input, or its normalized input with --apply-residual-connection-post-layernorm. The
+    sublayer's dropout adds its output to the residual; without dropout the next normalization does
+    (see `Stream`). An fp32 residual stream stays fp32: 16-bit outputs are added to it. With
+    sequence parallelism, all parts except the split layers run on this rank's part of the sequence.
 
     Args:
         plan: The record of the layer.
@@ -140,7 +139,7 @@ class Block(nn.Module):
             self.mlp_norm, self.mlp_output_norm = None, None
             if not plan.shares_norm:
                 self.mlp_norm, self.mlp_output_norm = _new_norms(plan, context)
-            # Parts of a recomputed MLP must not recompute on their own: what they keep for that
+            # Parts of a recomputed MLP must not recompute on their own: the tensors kept for that
             # would outlive the MLP's forward pass.
             parts = frozenset() if self.recomputes_mlp else context.recomputed
             self.mlp = MLPS[kind](plan.mlp, replace(context, layer=layer_number, recomputed=parts))
@@ -219,8 +218,8 @@ class Block(nn.Module):
             mask: Which keys a query of the mixer may attend to (`AttentionOptions`).
             rotation: Rotation of the mixer's queries and keys, if the model has rotary positions.
             cache: Keys and values of earlier tokens, in inference.
-            encoder: The input of the cross-attention: an encoder's output, a Retro's neighbors or,
-                in the encoder of neighbors, the sequences' hidden states [s, b, h].
+            encoder: The input of the cross-attention: an encoder's output, Retro's neighbors or, in
+                the encoder of neighbors, the sequences' hidden states [s, b, h].
 
         Returns:
             The stream after the layer, in the shape of `stream`.
@@ -314,7 +313,7 @@ class Block(nn.Module):
 
 
 def _new_norms(plan: LayerPlan, context: BuildContext) -> tuple[nn.Module, Norm | None]:
-    """Build the normalizations before and after a sublayer, as far as the plan has them."""
+    """Build the normalizations before and after a sublayer, if the plan has them."""
     hidden = plan.hidden
     before = new_norm(plan.norm, hidden, context) if plan.norms_input else Joining(context)
     return before, new_norm(plan.norm, hidden, context) if plan.norms_output else None
@@ -380,7 +379,7 @@ class LayerStack(nn.ModuleDict):
         """
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():
-                # The stream is joined so that a group keeps a single tensor.
+                # Join the stream, so that a group keeps a single tensor.
                 x = stream.join()
                 x = recompute(
                     self._joined,

@@ -37,8 +37,7 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.parameter import ONES, Init
 
-# A head's initial decay is the exponential of a number in this range, negative and multiplied by
-# the token's softplus.
+# A head's initial decay is minus a number in this range, multiplied by the token's softplus.
 _DECAY = (1.0, 16.0)
 _FP32 = 4  # bytes
 
@@ -159,7 +158,7 @@ class GatedDeltaNet(nn.Module):
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            mask: The ends of documents, at which states start anew; `None` for none.
+            mask: The ends of documents, where states are reset; `None` for none.
             rotation: Ignored, because states follow the order of tokens.
             cache: States of earlier tokens, in inference.
 
@@ -195,7 +194,7 @@ class GatedDeltaNet(nn.Module):
             projected: [s, b, m, (query, key, values, gates, rates and decays of a key head)].
             states: The last inputs of the convolution and the matrices of the heads; `None` means
                 zeros.
-            documents: Number of each token's document, [s, b]; `None` for a single document.
+            documents: The index of each token's document, [s, b]; `None` for a single document.
 
         Returns:
             The normalized outputs [s, b, m, (n / m) d] in the type of `projected`, and new states.

@@ -64,7 +64,7 @@ def freeze(named_parameters: Iterable[tuple[str, nn.Parameter]], config: ModelCo
 
 
 def frozen_format(config: ModelConfig) -> FrozenFormat | None:
-    """Return the format of linear layers' frozen weights, or `None` if it is the other weights'."""
+    """Return the format of linear layers' frozen weights, or `None` for the other weights'."""
     if config.lora_rank is None or config.frozen_weights_dtype is None:
         return None
     return "nf4" if config.frozen_weights_dtype == "nf4" else "fp8"
@@ -74,7 +74,7 @@ def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPar
     """Return the trained parameters in parts of a model as a share of all their parameters.
 
     Adapters count as trained, but not among all parameters. The share is 1 if nothing is frozen,
-    and always 1 for a Retro and a bi-encoder.
+    and always 1 for Retro and bi-encoders.
 
     Args:
         config: The network's flags.
@@ -97,7 +97,7 @@ def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPar
 def _trained_parameters(config: ModelConfig, vocabulary: int) -> Counter[str]:
     """Count the trained parameters of each layer, of the embedding and of everything else.
 
-    The layers of a T5's decoder are counted after those of its encoder.
+    The layers of T5's decoder are counted after those of its encoder.
     """
     counts: Counter[str] = Counter()
     for name, parameter in network_without_memory(config, vocabulary).named_parameters():

@@ -122,7 +122,8 @@ class GPTModel(Network):
             self.embed(one.tokens, one.position_ids, site=f"embedding {depth} ahead")
             for depth, one in enumerate(ahead, 1)
         ]
-        rotation = self.rotation_in(self.plan.layers[-1], rotations)  # the depths copy this layer
+        # The depths have layers like this one.
+        rotation = self.rotation_in(self.plan.layers[-1], rotations)
         further = run_depths(self.mtp, x, vectors, mask, rotation)
         sums = [self.output(x, labels, loss_mask)]
         for states, one in zip(further, ahead, strict=True):

@@ -119,7 +119,7 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def work(plan: LatentAttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count the operations. A causal mask halves the scores, and a window leaves fewer."""
+        """Count the operations. A causal mask halves the scores; a window reduces them further."""
         each = LatentAttention.matrices(plan, WeightSplit())
         products = 6 * length * sum(outputs * inputs for outputs, inputs in each)
         width = plan.heads * (plan.key_size + plan.value_size)
@@ -178,13 +178,13 @@ class LatentAttention(nn.Module):
         return key.squeeze(1), value.squeeze(1)
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Return queries [s, n/t, rank + turning] to cached vectors, from queries [s, n/t, d]."""
+        """Return queries [s, n/t, rank + turning] to cached vectors, given queries [s, n/t, d]."""
         still, turning, _ = query.tensor_split((self.plan.still, self.plan.key_size), dim=2)
         to_key, _ = self._by_head()  # [n/t, still, rank]
         return torch.cat((torch.bmm(still.transpose(0, 1), to_key).transpose(0, 1), turning), dim=2)
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Return weighted sums of values [s, n/t, d], from those of vectors [s, n/t, rank]."""
+        """Return weighted sums of values [s, n/t, d], given those of vectors [s, n/t, rank]."""
         _, to_value = self._by_head()  # [n/t, value_size, rank]
         out = torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2))
         return self._padded(out.transpose(0, 1))

@@ -153,7 +153,7 @@ class Mamba(nn.Module):
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            mask: The ends of documents, at which states start anew; `None` for none.
+            mask: The ends of documents, where states are reset; `None` for none.
             rotation: Ignored, because states follow the order of tokens.
             cache: States of earlier tokens, in inference.
 
@@ -190,7 +190,7 @@ class Mamba(nn.Module):
         Args:
             projected: [s, b, g, (z, x, B, C, time steps of a group)].
             states: The states of the convolution and of the heads; `None` means zeros.
-            documents: Number of each token's document, [s, b]; `None` for a single document.
+            documents: The index of each token's document, [s, b]; `None` for a single document.
 
         Returns:
             The normalized outputs [s, b, g, r p] in the type of `projected`, and new states.
@@ -234,7 +234,7 @@ class Mamba(nn.Module):
 def step(
     x: Tensor, steps: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute a single token of each sequence, as `scan` does. All sums are over one dimension.
+    """Compute a single token of each sequence, like `scan`. All sums are over one dimension.
 
     Args:
         x: [1, b, g, r, p].
@@ -272,8 +272,8 @@ def scan(
         b: fp32 [s, b, g, n].
         c: fp32 [s, b, g, n].
         state: States before the first token, fp32 [b, g, r, p, n]; `None` means zeros.
-        documents: Number of each token's document, [s, b]. States start at zero in each document.
-            `None` for a single document.
+        documents: The index of each token's document, [s, b]. States start at zero in each
+            document. `None` for a single document.
         chunk: Number of tokens that are computed together.
 
     Returns:
@@ -333,7 +333,7 @@ class _Seen:
     """
 
     def __init__(self, documents: Tensor, chunk: int) -> None:
-        """Compare the numbers of documents, [s, b]."""
+        """Compare the tokens' document indices, [s, b]."""
         missing = -len(documents) % chunk
         if missing:
             documents = torch.cat((documents, documents[-1:].expand(missing, -1)))

@@ -100,11 +100,11 @@ class Mixture(nn.Module):
         """Count the bytes of the scores and of each row's input, activation and output.
 
         A process receives `batch.imbalance` times as many rows as it sends. The factor is 1 if all
-        experts get equally many rows.
+        experts get the same number of rows.
         """
         router, forgotten = plan.router, batch.recomputed
         scores = 4 * batch.tokens // batch.sequence * 3 * router.experts
-        # The ranks that split an expert all hold the rows of all of them.
+        # Each of the ranks that split an expert holds the rows of all of them.
         rows = int(batch.expert_tokens * router.chosen * batch.imbalance)
         inner = plan.expert.up + (0 if "moe_act" in forgotten else plan.expert.inner)
         elements = inner // batch.expert_tensor + 2 * plan.hidden

@@ -1,4 +1,4 @@
-"""Records of a mixture of experts, as the other records of a network (`plan`)."""
+"""Records of a mixture of experts, like the other records of a network (`plan`)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RouterPlan:
         capacity: Largest number of tokens that an expert keeps, as a multiple of an even share;
             `None` keeps all.
         eval_capacity: The same in evaluation; `None` means `capacity`.
-        min_capacity: Number of tokens that an expert keeps in any case.
+        min_capacity: Smallest limit on the tokens that an expert keeps.
         drops_last: Whether the last tokens are dropped, rather than those with the lowest scores.
         gating: DeepSpeed's gating, with softmax over all experts; `None` means Megatron Core's.
     """

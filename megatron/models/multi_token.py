@@ -53,7 +53,7 @@ class Ahead(NamedTuple):
     """The inputs of a depth for a micro-batch, [b, s] each.
 
     Attributes:
-        tokens: For each position, the token that is `depth` places further on.
+        tokens: For each position, the token `depth` positions later.
         position_ids: The position of that token.
         labels: The token after it.
         loss_mask: The weight of the loss; 0 if the sequence or the document ends before the label.

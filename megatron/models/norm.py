@@ -42,7 +42,7 @@ class Stream(NamedTuple):
 
 
 class Norm(nn.Module):
-    """A normalization over the last dimension, LayerNorm or RMSNorm as its plan says.
+    """A normalization over the last dimension, LayerNorm or RMSNorm according to its plan.
 
     Args:
         plan: The record of the normalization.

@@ -233,7 +233,7 @@ class LatentAttentionPlan(AttentionPlan):
         query_rank: Size of the latent vector of queries; `None` if they are computed directly.
         rank: Size of the latent vector of keys and values.
         still: Channels of a query or key that never rotate.
-        turning: Additional channels with rotary positions. All heads share those of the key.
+        turning: Additional channels with rotary positions. All heads share the key's.
         value_size: Channels of a value.
         query_scale: Factor applied to queries. The core divides scores by sqrt(head_size), and this
             factor corrects them for the true size of a key and for YaRN.
@@ -259,7 +259,7 @@ class LatentAttentionPlan(AttentionPlan):
 
 @dataclass(frozen=True)
 class RetrievalPlan:
-    """The sizes of a Retro's chunks and of the neighbors retrieved for each chunk.
+    """The sizes of Retro's chunks and of the neighbors retrieved for each chunk.
 
     Attributes:
         chunk: Tokens per chunk, m.
@@ -325,7 +325,7 @@ class LayerPlan:
             is added to the residual stream), or "both".
         cross_attention: A decoder's attention to its encoder, between mixer and MLP; `None` for
             layers without one.
-        retriever: The encoder of a Retro's neighbors, which attends to the input of this layer's
+        retriever: The encoder of Retro's neighbors, which attends to the input of this layer's
             `cross_attention`. It is `None` in all layers but one.
         parallel: Whether mixer and MLP read the same input, and both outputs are added to it.
         shares_norm: Whether one normalization serves both sublayers of a parallel layer.
@@ -379,7 +379,7 @@ def rotaries(layers: Sequence[LayerPlan]) -> tuple[RotaryPlan, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RetrieverPlan:
-    """The encoder of a Retro's neighbors, whose first layer attends to the neighbors' chunk.
+    """The encoder of Retro's neighbors, whose first layer attends to the neighbors' chunk.
 
     Attributes:
         layers: Its layers.
@@ -404,7 +404,7 @@ class EmbeddingPlan:
         positions: Rows of the table of learned positions; 0 if there is none.
         token_types: Rows of the table of token types; 0 if there is none.
         calls: Number of lookups per pass: an encoder and a decoder make one each.
-        ahead: Number of further lookups in the last part of the model (`multi_token`).
+        ahead: Number of additional lookups in the last part of the model (`multi_token`).
         dropout: Dropout probability of the sum.
         scale: Factor applied to word embeddings; `None` leaves them unchanged.
         norm: Normalization of word embeddings; `None` for none.
@@ -508,7 +508,7 @@ class ClassifierPlan(HeadPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTokenPlan(HeadPlan):
-    """The layers that predict further tokens, one for each depth.
+    """The layers that predict additional tokens, one for each depth.
 
     Attributes:
         layers: The transformer layer of each depth.
@@ -525,7 +525,7 @@ class MultiTokenPlan(HeadPlan):
 
     @property
     def depths(self) -> int:
-        """The number of further tokens."""
+        """The number of additional tokens."""
         return len(self.layers)
 
 

@@ -40,7 +40,7 @@ from megatron.models.plan import (
 from megatron.models.recurrent_plan import GatedDeltaNetPlan, MambaPlan
 
 _JITTER = 0.01  # DeepSpeed's value for the policy Jitter
-_SEGMENTS = 2  # segments per BERT sample, hence token types and classes of the binary head
+_SEGMENTS = 2  # segments per BERT sample, and therefore token types and classes of the binary head
 
 
 def layer_plan(
@@ -133,7 +133,7 @@ def layer_plan(
 
 
 def hybrid_layer(model: ModelConfig, layer: LayerPlan, symbol: str) -> LayerPlan:
-    """Return the part of a layer that a symbol of --hybrid-layer-pattern stands for.
+    """Return the part of a layer that a symbol of --hybrid-layer-pattern selects.
 
     Args:
         model: Resolved network flags.
@@ -231,7 +231,7 @@ def delta_net_plan(model: ModelConfig) -> GatedDeltaNetPlan:
 def yarn(model: ModelConfig) -> Yarn:
     """Return the record of YaRN's changes to the rotary frequencies."""
     factor, original = model.rotary_scaling_factor, model.yarn_original_max_position_embeddings
-    assert original is not None, "a rule asks for it"
+    assert original is not None, "a rule requires it"
     strength = 0.1 * math.log(factor)
     return Yarn(
         factor=factor,
@@ -246,7 +246,7 @@ def yarn(model: ModelConfig) -> Yarn:
 def long_rope(model: ModelConfig) -> LongRope:
     """Return the record of LongRoPE's changes to the rotary frequencies."""
     original = model.longrope_original_max_position_embeddings
-    assert original is not None, "a rule asks for it"
+    assert original is not None, "a rule requires it"
     return LongRope(
         original,
         model.longrope_short_factor,
@@ -461,7 +461,7 @@ def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 
 def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a T5, with the encoder's layers before the decoder's."""
+    """Return the plan of T5, with the encoder's layers before the decoder's."""
     assert head.is_language_model, "only a BERT can have a task head"
     encoder, decoder = model.num_layers, model.decoder_layers
     positions = model.max_position_embeddings
@@ -487,7 +487,7 @@ def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 
 def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a Retro: a GPT, some of whose layers also attend to neighbors.
+    """Return the plan of Retro: a GPT, some of whose layers also attend to neighbors.
 
     The first of these layers holds the encoder of the neighbors.
     """

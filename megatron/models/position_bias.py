@@ -20,7 +20,8 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.tied import SharedTable
 
-POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")  # in every T5
+# In every T5 model.
+POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")
 
 
 def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longest: int) -> Tensor:
@@ -47,7 +48,8 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longes
     else:
         distances = (-distances).clamp(min=0)
     alone = buckets // 2
-    # Computed in fp32 and in this order, as in T5: rounding decides at a bucket's border.
+    # Computed in fp32 and in this order, as in T5, because rounding decides at the border of two
+    # buckets.
     share = torch.log(distances.float() / alone) / math.log(longest / alone)
     shared = alone + (share * (buckets - alone)).clamp(min=0).long()
     return first + torch.where(distances < alone, distances, shared.clamp(max=buckets - 1))

@@ -177,7 +177,7 @@ class _Forgotten:
         self._address, self._elements = result.data_ptr(), result.numel()
         self._compute = compute
         self._value: Tensor | None = None
-        self._missing = 0  # backward operations that have not asked yet
+        self._missing = 0  # backward operations that have not unpacked the tensor yet
 
     def pack(self, x: Tensor) -> Tensor | _View:
         if x.data_ptr() != self._address or x.numel() != self._elements or not self._elements:

@@ -1,4 +1,4 @@
-"""Parts that all mixers with states share: document numbers and the causal convolution.
+"""Parts that all mixers with states share: document indices and the causal convolution.
 
 A recurrent mixer writes one function, a `Recurrence`, that continues sequences from their states.
 Training calls it with whole sequences and no states. In inference, the cache calls it with each
@@ -22,12 +22,12 @@ from megatron.parallel.parameter import Init
 
 
 def documents_of(mask: Mask | None) -> Tensor | None:
-    """Return the number of each token's document, int64 [s, b]; `None` without documents.
+    """Return the index of each token's document, int64 [s, b]; `None` without documents.
 
     States pass from token to token only within a document.
 
     Args:
-        mask: The mask of attention layers. Only the ends of documents have a meaning here.
+        mask: The mask of attention layers. Only the ends of documents are used here.
     """
     if mask is None:
         return None
@@ -50,7 +50,7 @@ class CausalConvolution(nn.Module):
     ) -> None:
         """Allocate this rank's channels."""
         super().__init__()
-        init = Init("uniform", tokens**-0.5)  # as PyTorch's convolutions
+        init = Init("uniform", tokens**-0.5)  # like PyTorch's convolutions
         self.weight = context.new_parameter((channels, tokens), init=init, split_dim=0)
         self.bias = context.new_parameter((channels,), init=init, split_dim=0) if bias else None
 
@@ -62,7 +62,7 @@ class CausalConvolution(nn.Module):
         Args:
             x: [s, b, c].
             state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
-            documents: Number of each token's document, [s, b]; `None` for a single document.
+            documents: The index of each token's document, [s, b]; `None` for a single document.
             part: Which of this rank's channels x has.
 
         Returns:

@@ -73,8 +73,8 @@ class MambaPlan(RecurrentPlan):
         heads: Number of heads.
         head_size: Channels of a head.
         groups: Number of groups of heads. The heads of a group share the vectors B and C.
-        state: Size of the vectors B and C, hence the number of values that the state holds for each
-            channel.
+        state: Size of the vectors B and C, which is the number of values that the state holds for
+            each channel.
         epsilon: Number added to the variance in the normalization before the output projection.
     """
 
@@ -118,7 +118,7 @@ class GatedDeltaNetPlan(RecurrentPlan):
 
     Attributes:
         key_heads: Number of query heads, and of key heads.
-        value_heads: Number of value heads. Each query and key serves equally many of them.
+        value_heads: Number of value heads. Each query and key serves the same number of them.
         key_size: Channels of a query or key.
         value_size: Channels of a value.
         epsilon: Number added to the variance in the normalization of each head's output.

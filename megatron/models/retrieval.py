@@ -40,7 +40,7 @@ class Encoder(Protocol):
 
 
 class RetrievalCache(KeyValueCache, Protocol):
-    """The cache of a Retro: keys and values of earlier tokens, and of the neighbors of chunks.
+    """Retro's cache: keys and values of earlier tokens, and of the neighbors of chunks.
 
     C chunks end among the s new tokens of a pass.
     """
@@ -163,8 +163,8 @@ class ChunkedCrossAttention(CrossAttention):
     """Attention from the tokens of a sequence to the neighbors of a chunk.
 
     Neighbors are retrieved for a whole chunk, so reading them could leak the chunk's later tokens
-    to its earlier ones. Therefore only the chunk's last token reads them, and all but the last
-    token of the next chunk. The first m - 1 tokens of a sequence read no neighbors and get 0.
+    to its earlier ones. They are therefore read only by the chunk's last token and by all but the
+    last token of the next chunk. The first m - 1 tokens of a sequence read no neighbors and get 0.
 
     The arguments are those of `CrossAttention`.
     """
@@ -263,7 +263,7 @@ class ChunkedCrossAttention(CrossAttention):
         """Group [s, b, n/t, d] by the chunk whose neighbors a token reads: [m, b l, n/t, d].
 
         The first group begins at token m - 1 of the sequence. A slice of a context rank has one
-        group more, because its first tokens read the neighbors of the chunk before it.
+        more group, because its first tokens read the neighbors of the chunk before it.
         """
         slices, before = self._slices
         rows = query.unflatten(0, (slices, -1))  # [slices, s / slices, b, n/t, d]
@@ -301,7 +301,7 @@ def _with_chunks_before(states: Tensor, batch: int, axis: Axis) -> Tensor:
     last = slices[:, :, :, -1].permute(2, 0, 1, 3)  # [2, r k, b, h]
     of_all = gather_rows_to(last.contiguous(), axis)  # [2 C, r k, b, h], in the order of ranks
     early = 2 * max(axis.rank - 1, 0)
-    # Before the late slice is the next rank's late slice or, on the last rank, its own early one.
+    # The late slice follows the next rank's late slice or, on the last rank, its own early one.
     late = 2 * axis.rank + (3 if axis.rank + 1 < axis.size else 0)
     before = of_all[[early, late]]
     before = before.permute(1, 2, 0, 3)[:, :, :, None]  # [r k, b, 2, 1, h]

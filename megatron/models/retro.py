@@ -4,7 +4,7 @@ The network is the same as in Megatron-LM 23.08: the encoder of the neighbors is
 layer that reads them. There it also attends to the neighbors' chunk.
 
 In a pipeline, stages send the hidden states of the sequence and of its neighbors together, [s + l k
-r, b, h]. The neighbors' part holds their embeddings up to the first Retro layer, and the encoder's
+r, b, h]. The neighbors' part holds their embeddings until the first Retro layer, and the encoder's
 output after it. Every message therefore has the same shape, and only one stage needs the
 embeddings.
 
@@ -24,7 +24,7 @@ from megatron.parallel.context.split import local_positions
 
 
 class RetroModel(GPTModel):
-    """A Retro: a GPT, some of whose layers attend to neighbors.
+    """Retro: a GPT, some of whose layers attend to neighbors.
 
     It has the arguments and parameters of `GPTModel`, and these parameters:
 

@@ -80,7 +80,8 @@ class Router(nn.Module):
         length, sequences = x.shape[:2]
         draw = partial(self._draw, length, sequences, x.device)
         if self.training and plan.jitter:
-            noise = 1 + plan.jitter * (2 * draw("jitter", plan.hidden) - 1)  # bf16 has no 1.001
+            # Bf16 cannot represent 1.001.
+            noise = 1 + plan.jitter * (2 * draw("jitter", plan.hidden) - 1)
             x = x.float() * noise.view_as(x)
         # An fp64 sum rounded to fp32 hardly ever depends on the order of its terms, so generated
         # text does not depend on the batch.
@@ -169,9 +170,9 @@ class Router(nn.Module):
     def _balancing_loss(self, kind: str, scores: Tensor, best: Tensor, sequences: int) -> Tensor:
         """Return this rank's part of the loss: experts x sum over experts of (share x mean score).
 
-        The loss is 1 if all experts get equally many tokens. The parts of all ranks that share the
-        sequences add up to the loss of the micro-batch. The loss over the global batch uses the
-        shares of all its micro-batches so far, as in Megatron Core.
+        The loss is 1 if all experts get the same number of tokens. The parts of all ranks that
+        share the sequences add up to the loss of the micro-batch. The loss over the global batch
+        uses the shares of all its micro-batches so far, as in Megatron Core.
 
         Args:
             kind: "aux_loss" for the loss over all sequences, "seq_aux_loss" for the mean of each
@@ -219,7 +220,7 @@ def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
 
 
 def balance(logits: Tensor) -> Tensor:
-    """Balance scores by Sinkhorn's algorithm: all tokens get equal sums, and all experts too.
+    """Balance scores by Sinkhorn's algorithm: all tokens get equal sums, and so do all experts.
 
     As in Megatron Core, iterations end when the experts' factors hardly change. The host waits for
     the device in each iteration.
@@ -227,7 +228,8 @@ def balance(logits: Tensor) -> Tensor:
     Args:
         logits: [T, experts].
     """
-    scores = torch.exp(logits - logits.amax(-1, keepdim=True))  # scaling a row changes nothing
+    # Scaling a row does not change the result.
+    scores = torch.exp(logits - logits.amax(-1, keepdim=True))
     tokens, experts = scores.shape
     of_experts = scores.new_ones(experts)
     for _ in range(_MOST_ROUNDS):

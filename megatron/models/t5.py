@@ -74,7 +74,7 @@ class T5Stack(nn.Module):
 
 
 class T5Model(Network):
-    """A T5: shared embedding, encoder, decoder, output layer.
+    """T5: shared embedding, encoder, decoder, output layer.
 
     Parameters are allocated but not initialized; `parallel.parameter.initialize` does that. Their
     names are global, whichever part of the model this process holds:
@@ -150,7 +150,7 @@ class T5Model(Network):
     ) -> Tensor:
         """Run the layers of this part once.
 
-        The decoder's sequences may end in padding too, because no earlier token attends to it.
+        The decoder's sequences may also end in padding, because no earlier token attends to it.
 
         Args:
             tokens: [b, e], the encoder's tokens.

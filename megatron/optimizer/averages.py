@@ -2,9 +2,9 @@
 
 Averaged weights are often better than the latest ones, especially while the learning rate is high.
 
-- An exponential moving average (EMA) moves toward the weights in each update. For the first
-  1 / (1 - decay) updates it is the plain mean of the weights after them, so that the initial
-  weights have no influence.
+- An exponential moving average (EMA) moves toward the weights in each update. For the first 1 / (1
+  - decay) updates it is the plain mean of the updated weights, so that the initial weights have no
+  influence.
 - The latest weight average (LAWA; Kaddour, "Stop wasting my time!", 2022) is the mean of a few
   snapshots, taken at regular intervals.
 """
@@ -33,7 +33,7 @@ class WeightAverage(Protocol):
         """Include the weights after an update.
 
         Args:
-            updates: The updates so far, this one included.
+            updates: The number of updates so far, including this one.
         """
 
     def values(self, index: int) -> Tensor:
@@ -122,7 +122,7 @@ class LatestAverage:
                 snapshot.copy_(values_of(weight))
 
     def _add(self) -> list[Tensor]:
-        """Return the tensors of a new snapshot, those of the oldest one if the window is full."""
+        """Return the tensors for a new snapshot: the oldest snapshot's if the window is full."""
         full = len(self._snapshots) == self._window
         new = self._snapshots.pop() if full else [new_like(weight) for weight in self._weights]
         self._snapshots.insert(0, new)

@@ -7,8 +7,8 @@ Matrices that tensor ranks divide follow --muon-tp-mode.
 
 Newton-Schulz iterations orthogonalize matrices with matrix products only. For a matrix X = U S V^T,
 an iteration computes a X + (b G + c G G) X with G = X X^T: it maps every singular value s to a s +
-b s^3 + c s^5 and leaves U and V alone. A few of them bring all singular values of a normalized
-matrix close to 1.
+b s^3 + c s^5 and does not change U and V. A few iterations bring all singular values of a
+normalized matrix close to 1.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Muon:
             gradients = [gradient.float() for gradient in tensors.gradients]
             buffers = list(tensors.state["momentum_buffer"])
             weights = list(tensors.weights)
-            # A rate of 0 leaves the weights alone. The kernel divides the gradients by the scale,
-            # and changes nothing if some gradient is not finite.
+            # A rate of 0 does not change the weights. The kernel divides the gradients by the
+            # scale, and changes nothing if some gradient is not finite.
             _sgd(step, weights, gradients, buffers, momentum=self.momentum, lr=0.0)
             if self.nesterov:
                 torch._foreach_lerp_(gradients, buffers, self.momentum)
@@ -209,7 +209,7 @@ class RowExchange:
 
     Args:
         places: The parameters, the same on all processes of the axis.
-        axis: The processes that hold some rows of each.
+        axis: The processes that each hold some rows of every parameter.
     """
 
     def __init__(self, places: Sequence[MatrixPlace], axis: Axis) -> None:

@@ -48,7 +48,8 @@ _CURVES = {
 }  # Megatron-DeepSpeed's names
 GROWTH = 2.0  # factor by which the loss scale changes
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
-_SALTS = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3}  # make their rounding independent
+# Numbers that make their rounding independent.
+_SALTS = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3}
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class StepResult:
 
 
 class _HeldWeight(NamedTuple):
-    """A weight of which this process updates a part: the parameter's, and the part in fp32."""
+    """A weight that this process updates in part: the part of the parameter, and its fp32 copy."""
 
     name: str
     parameter: nn.Parameter
@@ -323,7 +324,7 @@ class Optimizer:
         self._updates = [
             (own.group, own.bind(gradients, layout, library, offload=self._offload))
             for own in self._owned
-            if own.weights  # with shards a process may hold none
+            if own.weights  # with shards, a process may hold no part of a parameter
         ]
         counted_views = gradients.views(lambda p: id(p) in counted_ids)
         self._gradient_sums = choose_tensor_sums(
@@ -471,7 +472,7 @@ class Optimizer:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Put the average in place of the weights, and the weights back at the end. Collective."""
+        """Replace the weights with their average inside the context. Collective."""
         assert self.average is not None and self.average.count, "there is no average yet"
         self.wait_for_weights()
         with torch.no_grad():

@@ -4,7 +4,7 @@ An update decodes a piece of these tensors to fp32, computes in fp32, and encode
 
 fp16 and fp8 values are scaled by a power of two for each block of `BLOCK` elements. Variances
 (`exp_avg_sq`) are stored as square roots, which need only half the exponent range: small ones in a
-block do not underflow to zero, by which Adam would divide.
+block do not underflow to zero, which would make Adam divide by zero.
 
 Encoding rounds stochastically, with probabilities that make the expected value exact. An
 exponential average changes by about 1 - beta of its value in each step. If beta is above 0.996,
@@ -163,8 +163,9 @@ class PackedTensor:
         """Return the exponents of the blocks' scales, given the largest magnitudes."""
         assert self.form.top is not None
         fraction, exponent = torch.frexp(largest.sqrt() if self._roots else largest)
-        # A maximum that is a power of two gets the largest code. If rounding down makes it one, the
-        # decoded values are encoded with half the scale, which is exact; twice would not be.
+        # A maximum that is a power of two gets the largest code. If rounding down produces such a
+        # maximum, the decoded values are encoded with half the scale, which is exact. Twice the
+        # scale would not be.
         exponent = exponent - (fraction == 0.5).int() - self.form.top
         return exponent.clamp_(self.form.least[self._roots], _BIAS - 1)
 

@@ -168,7 +168,7 @@ RULES: dict[str, Callable[[OptimizerConfig], RuleChoice]] = {
 
 
 def rules_of(config: OptimizerConfig) -> RuleChoice:
-    """Return the function that chooses each parameter's rule, as the flags ask."""
+    """Return the function that chooses each parameter's rule according to the flags."""
     return RULES[config.optimizer](config)
 
 

@@ -21,7 +21,7 @@ from megatron.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Warm-up, then decay.
+    """A learning rate with a warm-up followed by a decay.
 
     Attributes:
         peak: Learning rate at the end of the warm-up.
@@ -100,10 +100,11 @@ class LearningRateSchedule:
         return self.minimum * exp(min(power, _LARGEST_POWER))
 
 
-_LARGEST_POWER = 200.0  # power of e, far beyond useful rates, so that no long test overflows
+# Limit on the exponent of e, far beyond useful rates, so that a long test does not overflow.
+_LARGEST_POWER = 200.0
 
 
-# Share of the way from minimum to peak, by the share of the decay that is done (0 to 1).
+# Fraction of the way from minimum to peak, given the fraction of the decay that is done (0 to 1).
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (cos(pi * done) + 1.0),
@@ -116,7 +117,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 class WeightDecaySchedule:
     """Weight decay from `start` to `end` over `length` samples, constant, linear or cosine.
 
-    Its length is in tokens if the learning rate's are.
+    Its length is in tokens if those of the learning rate are.
     """
 
     start: float
@@ -346,7 +347,7 @@ class Schedules:
         return ours, samples
 
     def _with_decay(self, trunk: Schedules, decay: float) -> Schedules:
-        """Return another run's schedules, with the decay and the end of these."""
+        """Return another run's schedules, with the decay and the end of these schedules."""
         ours = self.learning_rate
         rate = replace(
             trunk.learning_rate,

@@ -61,7 +61,7 @@ class Span:
 def row_shards(rows: int, elements: int, shards: int) -> list[Span]:
     """Return each shard's elements of a tensor whose rows are divided in order (ZeRO stage 3).
 
-    All shards have the same number of rows, but the last ones may have fewer or none.
+    All shards have the same number of rows, except that the last ones may have fewer or none.
 
     Args:
         rows: The size of the tensor's first dimension.

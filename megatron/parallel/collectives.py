@@ -237,7 +237,7 @@ class InTransit:
         return self._take(lambda received: self._then.forward(self.forth.finish(received)))
 
     def start_back(self, grad: Tensor) -> None:
-        """Start sending the gradient back, and run what is to be done meanwhile."""
+        """Start sending the gradient back, and run the work that overlaps with it."""
         self._pending = self.back.start(self._then.backward(grad))
         while self.later:
             self.later.pop()()

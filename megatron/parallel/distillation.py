@@ -23,7 +23,7 @@ class TopLogProbs(NamedTuple):
     """The most likely next tokens in a teacher's distribution, the same on every tensor rank.
 
     Attributes:
-        ids: Ids in the whole vocabulary, [..., k]; -1 stands for no entry.
+        ids: Ids in the whole vocabulary, [..., k]; -1 means no entry.
         values: Their log-probabilities, [..., k]; -inf for no entry.
         rest: The log-probability of all other tokens together, [...]; -inf if there are none.
     """
@@ -236,7 +236,7 @@ class _TopChunk:
         x, (_, wanted, rest) = self.x, self.teacher
         ours = _log_sum(x, self.axis)
         beyond = _log_sum(x.masked_fill(self.is_top, -torch.inf), self.axis) - ours
-        # One more column stands for the entries of other ranks.
+        # The additional column is for the entries of other ranks.
         found = torch.cat((x, x.new_zeros(len(x), 1)), 1).gather(1, self.places) - ours[:, None]
         counts = (self.places < x.shape[1]) & wanted.isfinite()
         terms = torch.where(counts, wanted.exp() * (wanted - found), 0.0).sum(1)
@@ -253,7 +253,7 @@ class _TopChunk:
 
 
 def _find(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
-    """Find ids [n, k] among this rank's `real` entries, of which `first` is the first id.
+    """Find ids [n, k] among this rank's `real` entries, whose ids begin with `first`.
 
     Returns:
         The place of each id [n, k], `real` if another rank holds it, and whether each entry is

@@ -7,8 +7,8 @@ and receives from the i-th rank before it, cyclically.
 
 On a GPU, ranks write into each other's memory. Each rank keeps track of which part of it is free
 (`Ledger`) without asking the others. The ranks are not synchronized, but each makes the same calls
-in the same order. So when a rank has sent rows for a use, its queue has already closed every use
-that the code closes before that.
+in the same order. When a rank has sent rows for a use, its queue has therefore already closed every
+use that the code closes before it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Use(Protocol):
 
 
 class Exchange(Protocol):
-    """A way for ranks to send rows to each other. Two uses of it may be open at a time."""
+    """The means by which ranks send rows to each other. Two uses of it may be open at a time."""
 
     axis: Axis
 

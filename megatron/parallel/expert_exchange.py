@@ -47,7 +47,7 @@ class Arrived:
             -1 for experts of other processes.
         weights: Their weights, fp32 [R, k].
         count: Returns the number of choices of experts on this process, and may wait for the
-            device; `None` means that every choice may be of such an expert.
+            device; `None` means that every choice may be one of these experts.
         send_back: Starts returning the outputs for these tokens, [R, h]. The function that it
             returns waits for the sums of this process's tokens, [T, h]. `None` without an exchange.
     """
@@ -93,7 +93,7 @@ def share_reached(experts: int, chosen: int, ranks: int) -> float:
 
 
 def gathers_all(experts: int, chosen: int, ranks: int) -> bool:
-    """Return whether all tokens are sent to all processes that have equally many tokens.
+    """Return whether all tokens are sent to all processes, if these have equal numbers of tokens.
 
     The arguments are those of `share_reached`.
     """
@@ -103,8 +103,8 @@ def gathers_all(experts: int, chosen: int, ranks: int) -> bool:
 class ExpertExchange:
     """The path that tokens take to their experts and back.
 
-    Gradients inside are those of a mean over the processes that hold the same experts, as buckets
-    compute it, so they are divided here by the number of other processes whose tokens come in.
+    Buckets average the gradients of experts over the processes that hold the same experts.
+    Gradients are therefore divided here by the number of other processes whose tokens arrive.
 
     Args:
         layout: The grid of processes.

@@ -97,7 +97,7 @@ class ExpertLinear(nn.Module):
 
         Args:
             rows: The rows of all experts.
-            grouping: Their order.
+            grouping: How the rows are grouped by expert.
             later: A list of functions that the backward pass calls after this layer's. The weights'
                 gradients are added to it; `None` computes them with the rows' gradient.
         """

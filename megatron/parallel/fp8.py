@@ -12,7 +12,8 @@ micro-batches do not matter, nor does recomputation. Once per update, all slots 
 together, after a single maximum over all processes that hold a part or a replica of the same
 layers: tensor, context and data-parallel ranks. All of them then have the same scales. The scales
 depend on global batches and not on how these are divided, with one exception: a process divides its
-losses, and so its gradients, by the number of its micro-batches. None of this waits for the device.
+losses, and therefore its gradients, by the number of its micro-batches. None of this waits for the
+device.
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ class Fp8Products(Products):
         if self.arriving is None:
             return self._both(weight, "weight", records=True)
         whole = self.arriving.fp8
-        if not self.arriving.is_there():  # cast into its memory, to save some
+        if not self.arriving.is_there():  # cast into the arriving weight's memory, to save memory
             amax, found = self._amaxes(weight, "weight", ALONE, records=True)
             fp8 = whole.values.dtype
             whole = self.casts.cast(weight, amax, fp8, found=found, into=whole.values)
@@ -344,7 +345,8 @@ class Fp8Products(Products):
             return lambda: both
         rows = x.flatten(0, -2).contiguous()
         part = self._one(rows, "input", communication, records=records)
-        values = communication.start_gather(part.values.view(torch.uint8))  # gloo lacks fp8
+        # Gloo does not support fp8.
+        values = communication.start_gather(part.values.view(torch.uint8))
         scales = communication.start_gather(part.inverse) if self._form.by_row else None
 
         def arrived() -> tuple[Fp8, Fp8 | None]:

@@ -23,8 +23,8 @@ backward pass ends.
 
 In a pipeline, a micro-batch's backward pass goes through the model parts of a process one by one,
 with parts of other processes in between. Each such step is a wave. In stage 2, all gradients of a
-bucket come in the same wave, or in the same waves if several parts share them. After the wave, only
-shards of the bucket remain.
+bucket are computed in the same wave, or in the same waves if several parts share them. After the
+wave, only shards of the bucket remain.
 """
 
 from __future__ import annotations

@@ -71,10 +71,10 @@ class Journal:
     """A record that the training thread and autograd's threads write and any thread may read.
 
     Args:
-        marks: The marks that follow a GPU; `None` if the process itself computes.
+        marks: The marks that follow a GPU; `None` on a CPU.
 
     Attributes:
-        iteration: The update under way, from 1; 0 before the first.
+        iteration: The current update, counted from 1; 0 before the first.
         waits_for: The communication that the process is waiting for.
         started: The number of communications started so far, by the global ranks that take part.
     """

@@ -1,4 +1,4 @@
-"""Layers with weights that may be split over tensor ranks, as the constructor's arguments say."""
+"""Layers whose weights can be split over tensor ranks, according to the constructor's arguments."""
 
 from __future__ import annotations
 

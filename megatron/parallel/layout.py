@@ -40,12 +40,12 @@ class Axis:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the first of the axis."""
+        """Whether this process is the first on the axis."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this process is the last of the axis."""
+        """Whether this process is the last on the axis."""
         return self.rank == self.size - 1
 
     def transfer(self, kind: str, work: Any) -> Transfer:

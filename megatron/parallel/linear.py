@@ -175,10 +175,10 @@ Finish = Callable[[], Tensor | None]
 
 
 class Transport(Protocol):
-    """A way to bring a product's factors to the ranks that need them."""
+    """A method of bringing a product's factors to the ranks that need them."""
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
-        """Return the output and the tensors that the backward pass needs besides input and weight.
+        """Return the output and the tensors that backward needs in addition to input and weight.
 
         Args:
             products: The layer's products, which determine the number format.

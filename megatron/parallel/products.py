@@ -99,7 +99,7 @@ class Products:
 
         Args:
             grad: All rows, or the rows of one rank of an axis.
-            axis: The ranks that hold the other rows. All ranks' rows must be cast alike.
+            axis: The ranks that hold the other rows. All ranks' rows must be cast in the same way.
         """
         return (grad.flatten(0, -2),)
 

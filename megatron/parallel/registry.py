@@ -36,7 +36,7 @@ class ReservedSlot:
 
 
 class LayerRegistry:
-    """The needs of all layers in this process's model parts.
+    """The slots and products that the layers of this process's model parts have registered.
 
     Attributes:
         deferrable_weights: The weights whose gradients are deferred if their layers have a queue.

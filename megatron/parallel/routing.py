@@ -108,7 +108,8 @@ class RouterState:
         When a micro-batch's layers are recomputed, it gets the same mean again.
 
         Args:
-            hits: Tokens that count for each expert in this micro-batch, on all of its ranks.
+            hits: The number of tokens counted for each expert in this micro-batch, over all of its
+                ranks.
         """
         if not self._routers.is_paused:
             self._hits, self._passes = hits + self._hits, self._passes + 1
@@ -183,7 +184,7 @@ class Routers:
         return state
 
     def update_biases(self, layout: Layout) -> None:
-        """Change biases towards an even load. Collective over all ranks with different tokens."""
+        """Change biases toward an even load. Collective over all ranks with different tokens."""
         states = [state for state in self.states if state.bias is not None]
         if not states:
             return

@@ -265,7 +265,7 @@ def _merge_leading_dimensions(part: nn.Module) -> None:
 def _layers(part: nn.Module) -> Iterable[nn.Module]:
     """Yield the layers of the part, which are the modules in its module lists and dicts.
 
-    Layers inside a layer (a Retro's encoder of neighbors) are gathered together with it.
+    Layers inside a layer (Retro's encoder of neighbors) are gathered together with it.
     """
     for child in part.children():
         if isinstance(child, nn.ModuleDict):

@@ -1,4 +1,4 @@
-"""An exchange through memory that the GPUs of a machine map from each other.
+"""An exchange between GPUs of one machine, which map each other's memory.
 
 Copy engines write rows into the receiver's memory, which leaves the multiprocessors free for the
 product that runs meanwhile. A flag next to the rows signals their arrival. This is PyTorch's

@@ -1,7 +1,7 @@
 """Tied parameters: several parts of a model hold copies, which are kept equal.
 
 In a pipeline, the first stage looks up word embeddings, and the last stage computes logits with
-them. Every stage with layers of a T5's encoder reads the encoder's table of relative positions, and
+them. Every stage with layers of T5's encoder reads the encoder's table of relative positions, and
 likewise for the decoder. All copies start with the same values, because they have the same name,
 and summing their gradients before the update keeps them equal. Parts in one process share a single
 parameter.
@@ -23,7 +23,7 @@ WORDS = "embedding.word.weight"
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter of which other stages hold copies too.
+    """A parameter that other stages also hold copies of.
 
     Attributes:
         axis: The stages that add up their gradients, including all that hold a copy.
@@ -47,7 +47,7 @@ class Tie:
 
 
 def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozenset[str]:
-    """Return the names of parameters that other stages may hold too.
+    """Return the names of parameters that other stages may also hold.
 
     Args:
         layout: The grid of processes as this process sees it.

@@ -4,7 +4,7 @@ Nothing here touches a GPU or needs `torch.distributed`.
 
     machine             the rates and links of a machine: built in, or read from a file
     memory              the memory of a process
-    cost                the time of a micro-batch in a layer and of messages
+    cost                the time of a micro-batch in a layer, and of messages
     pipeline_balance    the bubble of a pipeline, and a distribution of layers that shrinks it
     prediction          the time of a whole update with its parts, its memory, and the time that
                         failures and checkpoints cost

@@ -6,7 +6,7 @@ r"""Find the fastest layouts of a run on a cluster, without a GPU.
 
 It tries all sensible combinations of tensor, sequence, context, pipeline (chunks, schedule), expert
 and data parallelism, ZeRO stage, recomputation and micro-batch. It predicts memory and time of each
-and prints the fastest that fit, with what each of them spends its time on. docs/planner.md explains
+and prints the fastest ones that fit, with a breakdown of the time of each. docs/planner.md explains
 the predictions and how far they are from measurements.
 """
 
@@ -49,7 +49,7 @@ _DRAWN = 4  # micro-batches per stage in a drawing, because more are too dense t
 _MOST_DRAWN = 16  # stages of a drawing as text
 _HOUR = 3600.0
 _MOST_RULES = 3  # rules to show if all layouts are refused
-_HOST_BOUND = 0.05  # minimum share of the time that makes waiting for the host worth a line
+_HOST_BOUND = 0.05  # minimum share of the time spent waiting for the host that is reported
 
 
 def build_parser() -> ToolParser:
@@ -95,7 +95,7 @@ def build_parser() -> ToolParser:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan.
+    """The run and the cluster to plan for.
 
     Attributes:
         start: The run that `words` describe.

@@ -27,12 +27,13 @@ from megatron.parallel.layout import Layout
 from megatron.planner.machine import Link, Machine
 from megatron.planner.memory import micro_batch
 
-# How often kernels without products read or write each byte of a kept activation.
+# How many times kernels without products read or write each byte of a kept activation.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1.3, 1.7
 # The sequence length at which attention reaches half of its rate: causal and bidirectional.
 _CAUSAL_HALF, _SQUARE_HALF = 674, 450
 # Copies around attention with all-to-all (parallel/context/ring.py), forward and backward: of
-# queries, keys and values together, of results, and their kernels besides one per process.
+# queries, keys and values together, of results, and the number of their kernels in addition to one
+# per process.
 _FORWARD_COPIES, _BACKWARD_COPIES = (3, 3, 5), (4, 2, 7)
 _DROPOUT_PASSES = 2.5  # additional passes over a residual update with dropout, in each direction
 _ATTENTION_DROPOUT = 0.85  # rate of attention with dropout, relative to attention without it
@@ -52,8 +53,8 @@ _KERNELS, _MIXTURE_KERNELS = 4, 30
 # whole distributions, and for the top k from files (parallel/distillation.py).
 _WHOLE_DIVERGENCE, _TOP_DIVERGENCE = (128, 88), (81, 63)
 _RECEIVING = 0.037  # share of the device that a pipeline's posted receive occupies
-# What the host does for a sublayer, forward and backward, in launches of `Machine.launch` seconds:
-# for any sublayer, and in addition for biases, dropout and experts.
+# The host's work for a sublayer, forward and backward, in launches of `Machine.launch` seconds: for
+# any sublayer, and in addition for biases, dropout and experts.
 _LAUNCHES, _BIAS_LAUNCHES, _DROPOUT_LAUNCHES, _MIXTURE_LAUNCHES = 28, 5, 4, 108
 # The same in a recurrence, and for each of its chunks.
 _SCAN_LAUNCHES, _CHUNK_LAUNCHES = 170, 6
@@ -130,7 +131,7 @@ class PassTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that the time of a layer depends on, except its plan.
+    """Everything that the time of a layer depends on, except the layer's plan.
 
     Attributes:
         machine: The rates of the machine.
@@ -306,9 +307,9 @@ def _copies(part: SublayerPlan, setting: Setting, inputs: int, results: int, ker
     Args:
         part: The sublayer.
         setting: Its setting.
-        inputs: How often queries, keys and values are copied.
-        results: How often results are copied.
-        kernels: Kernels of these copies, besides one per context-parallel process.
+        inputs: How many times queries, keys and values are copied.
+        results: How many times results are copied.
+        kernels: Kernels of these copies, in addition to one per context-parallel process.
     """
     batch, machine = setting.batch, setting.machine
     if batch.context == 1 or setting.ring or not isinstance(part, AttentionPlan):
@@ -433,7 +434,7 @@ def model_passes(
         most = recompute.num_layers if recompute.method == "block" else len(plan.layers)
         parts = plan_model(config.model, config.parallel)
         whole = {i for part in parts for i in part.layers[:most]}
-    known: dict[tuple[int, int, int, bool], PassTimes] = {}  # most layers are alike
+    known: dict[tuple[int, int, int, bool], PassTimes] = {}  # most layers are identical
     layers = []
     for index, layer in enumerate(plan.layers):
         length, read = plan.lengths(index, config.data.seq_length, config.data.decoder_seq_length)

@@ -210,7 +210,8 @@ def estimate_memory(
         config.training, split_inputs=config.parallel.distribute_saved_activations
     )
     recomputed = recompute.parts if recompute else frozenset()
-    is_bounded = config.model.attn_logit_softcapping is not None  # no fused kernel does that
+    # No fused kernel supports softcapping.
+    is_bounded = config.model.attn_logit_softcapping is not None
     keeps_scores = is_bounded or not config.model.masked_softmax_fusion
     batch = replace(
         micro_batch(config, layout),
@@ -289,7 +290,7 @@ def _kept_for_weights(
     outside = sum(
         count_part_parameters(plan, replace(part, layers=range(0)), split) for part in parts
     )
-    outside -= parts[-1].head * count_depth_parameters(plan, split)  # gathered as layers are
+    outside -= parts[-1].head * count_depth_parameters(plan, split)  # gathered like layers
     matrices = sum(count_part_matrices(plan, part, split) for part in parts)
     in_8_bits = matrices if numbers.fp8_format is not None else 0
     held = _moment_bytes(config.optimizer, matrices / max(parameters, 1))
@@ -326,7 +327,7 @@ def _kept_for_weights(
         gradients = summed * math.ceil(trained * parameters)
         if stage == 2 and layout.replica.size > 1:
             passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))
-            if numbers.fp8_param_gather:  # all small weights fill their own bucket
+            if numbers.fp8_param_gather:  # all small weights share one bucket
                 passing += min(BUCKET_BYTES, summed * (parameters - outside - in_8_bits))
             whole = gradients
             gradients = summed * math.ceil(trained * updated) + min(passing, whole)

@@ -22,7 +22,8 @@ from megatron.planner.cost import PassTimes, model_passes
 from megatron.planner.machine import DEFAULT, Machine
 from megatron.planner.memory import largest_process
 
-_ROUNDS = 2  # micro-batches per stage to simulate; each further one adds the slowest stage's time
+# Micro-batches per stage to simulate; each additional one adds the slowest stage's time.
+_ROUNDS = 2
 _WORTH_SAYING = 0.03  # the minimum share of the time that a proposed layout must save
 _SIMULATED = 3  # candidates to simulate
 

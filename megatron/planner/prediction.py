@@ -32,8 +32,8 @@ from megatron.planner.machine import Machine
 from megatron.planner.memory import MemoryEstimate, largest_process
 from megatron.planner.pipeline_balance import Costs, Pipeline
 
-# Bytes that ZeRO stage 3 reads and writes per weight and micro-batch, besides communication. For
-# all weights: two copies out of gathered buffers in 16 bits, and one of gradients into an fp32
+# Bytes that ZeRO stage 3 reads and writes per weight and micro-batch, in addition to communication.
+# For all weights: two copies out of gathered buffers in 16 bits, and one of gradients into an fp32
 # buffer. For a process's shard: two casts to 16 bits, and an addition to the sum of gradients.
 _COPIED_WHOLE, _COPIED_SHARD = 14, 24
 
@@ -236,7 +236,7 @@ def predict(
     is_scale_fixed = not config.precision.fp16 or config.precision.loss_scale is not None
     if pipeline.stages == 1 and is_scale_fixed:
         # The host waits only for the result of an update, and queues the next forward pass before
-        # it does (training/step.py). So the slower of host and device limits the speed.
+        # it does (training/step.py). The slower of host and device therefore limits the speed.
         launching = host + buckets + micro_batches * slowest.host
         host = max(0.0, launching - stage.total - gradients - optimizer)
     else:

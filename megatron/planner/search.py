@@ -37,7 +37,7 @@ _MOST_STAGES = 64
 _LEAST_TOKENS = 4096  # minimum for a sequence on a context-parallel process
 _MOST_BALANCED = 0.2  # the largest share of the time that an uneven distribution can save
 _WORTH_A_LAYOUT = 0.005  # the smallest such share that is worth an uneven distribution
-# What the backward pass recomputes, cheapest first.
+# Ways to recompute in the backward pass, cheapest first.
 _RECOMPUTATION: tuple[Mapping[str, Any], ...] = (
     {},
     {
@@ -50,7 +50,7 @@ _RECOMPUTATION: tuple[Mapping[str, Any], ...] = (
         "training.recompute_num_layers": 1,
     },
 )
-# What every layout sets, whatever the run's own flags are.
+# Values that every layout sets, whatever the run's own flags are.
 _UNSET: Mapping[str, Any] = {
     "parallel.cp_comm_type": "p2p",
     "parallel.pipeline_schedule": None,
@@ -155,7 +155,8 @@ class Search:
     def best(self, count: int) -> list[Plan]:
         """Return the fastest layouts that fit, fastest first.
 
-        Candidates are simulated in the order of their bounds until no other can be among the best.
+        Candidates are simulated in the order of their bounds, until no other candidate can be among
+        the best.
         """
         candidates = sorted(self.candidates(), key=lambda candidate: candidate.bound)
         found: list[Plan] = []
@@ -338,7 +339,7 @@ def _schedules(model: ModelOptions, stages: int) -> list[Values]:
         uneven: list[Values] = []
         for parts in (stages * n for n in _powers(layers // stages)):
             each, left = divmod(layers, parts)
-            # Larger parts come last, except for the part of the head.
+            # The larger parts come last, except that the part with the head is not one of them.
             counts = tuple(each + (parts - 1 - left <= i < parts - 1) for i in range(parts))
             uneven.append({"parallel.pipeline_model_parallel_layout": layout_text(counts)})
         return [uneven[0], {**uneven[0], **bubble}, *uneven[1:]]

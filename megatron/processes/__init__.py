@@ -2,11 +2,11 @@
 
     torchrun  the launcher: torchrun with the exit code of the run
     launch    the rank of this process, from the launcher's variables
-    process   one process from its start to its exit code, with its device and layout
+    process   runs one process from its start to its exit code, with its device and layout
     groups    process groups, formed once every device meets the requirements of the run
     ending    errors that end the run on all processes, and requests to exit early
-    crashes   the failures of a run, recorded so that a crash loop ends
-    faults    faults that strike a process on purpose
+    crashes   a record of the run's failures, which ends crash loops
+    faults    faults that are injected into a process on purpose
     watchdog  reports why a run hangs, and ends all processes when one hangs or fails
 
 Training, inference, tasks and tools start their processes here.

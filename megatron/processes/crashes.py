@@ -1,4 +1,4 @@
-"""Failures of a run's attempts, recorded so that a crash loop ends.
+"""A record of the failures of a run, which ends crash loops.
 
 torchrun and SLURM restart a run after any failure. If it then fails in the same way at the same
 iteration, further restarts are useless.
@@ -16,7 +16,7 @@ from megatron.errors import CrashLoopError
 from megatron.processes.watchdog import Verdict
 
 FILE = "crashes.json"
-_KEPT = 20  # failures in the file
+_KEPT = 20  # the most failures that the file holds
 _MAX_BYTES = 2**20
 
 
@@ -34,19 +34,19 @@ class _Record:
 
 
 class CrashLog:
-    """The failures of a run, in a file beside its checkpoints.
+    """The failures of a run, in a file next to its checkpoints.
 
     Args:
         folder: The folder of checkpoints.
     """
 
     def __init__(self, folder: Path | str) -> None:
-        """Name the file, which may not exist."""
+        """Set the path of the file, which need not exist."""
         self.path = Path(folder).absolute() / FILE
 
     def record(self, verdict: Verdict) -> None:
-        """Add a failure. If the disk does not allow that, the failure is not counted."""
-        if verdict.code == CrashLoopError.exit_code:  # the failures before it must stay the last
+        """Add a failure. It is not counted if the file cannot be written."""
+        if verdict.code == CrashLoopError.exit_code:  # must not hide the failures that caused it
             return
         held = self._read()
         with suppress(OSError):
@@ -65,7 +65,7 @@ class CrashLog:
         return crashes[-1] if is_loop else None
 
     def skip(self, iteration: int) -> bool:
-        """Skip an iteration, counted from 0, from now on. Return whether it is newly skipped."""
+        """Skip an iteration, counted from 0, from now on. Return False if it already was."""
         held = self._read()
         if iteration < 0 or iteration in held.skipped:
             return False
@@ -78,7 +78,7 @@ class CrashLog:
         return self._read().skipped
 
     def _read(self) -> _Record:
-        """Return the record; an empty one if there is no file that this user or root has written.
+        """Return the record, which is empty if there is no file written by this user or by root.
 
         A damaged file counts as empty, because a run must not fail over its record of failures.
         """

@@ -27,13 +27,14 @@ from megatron.processes.launch import Launch, leave_message
 from megatron.processes.watchdog import GRACE, Watchdog, ranks_text
 
 _CRASHED = 1  # Python's exit code after an uncaught exception
-_LOOK_SECONDS = 1.0  # between looks for the kill switch, which is often on a shared file system
+_LOOK_SECONDS = 1.0  # between checks for the kill switch, which is often on a shared file system
 _PATIENCE = 3  # pressing Ctrl-C this many times ends the process at once
 
 
 def report(error: Exception, launch: Launch) -> None:
     """Print a user's mistake with its remedy, and any other exception with its traceback."""
-    alike = isinstance(error, ConfigError | NumericsError | CrashLoopError)  # on all ranks
+    # The error is the same on all ranks.
+    alike = isinstance(error, ConfigError | NumericsError | CrashLoopError)
     where = "" if alike or launch.world_size == 1 else f"[rank {launch.rank}] "
     if isinstance(error, ConfigError):
         text = "\n".join(f"error: {problem}" for problem in error.problems)
@@ -52,7 +53,7 @@ def exit_code_of(error: Exception) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says, in one line."""
+    """Return an error's message in one line."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -88,8 +89,8 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
     verdict, is_own = watchdog.end_run(code, reason, about_another=about_another)
     if is_own and about_another:
         say_on_stderr(
-            f"[rank {launch.rank}] error: {verdict.reason}: was it killed, was it out of memory, "
-            "or is its machine down? See the launcher's report and the system log"
+            f"[rank {launch.rank}] error: {verdict.reason}: was it killed, did it run out of "
+            "memory, or is its machine down? See the launcher's report and the system log"
         )
     elif is_own:
         report(error, launch)

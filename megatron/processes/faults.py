@@ -29,7 +29,8 @@ _SPIKE = 1000.0  # the factor of the fault "spike"
 _DAMAGES = ("nan", "spike", "flip")
 _FULL_BYTES = 4096  # the largest file that a process can write after the fault "full"
 _FOREVER = 1e9  # seconds
-# The journal's operations at each point. Others are those of a pipeline's schedule.
+# The operations in the journal at which faults strike. All others are operations of the pipeline
+# schedule.
 _OPERATIONS = {
     "loading of the checkpoint": "load",
     "loading of micro-batch": "data",
@@ -56,7 +57,7 @@ class FaultyJournal(Journal):
     """A journal that injects faults at the points that it records.
 
     Args:
-        marks: The marks that track a GPU's progress; `None` if the process itself computes.
+        marks: The marks that track a GPU's progress; `None` on a CPU.
         faults: The faults of this process in this attempt.
     """
 
@@ -69,7 +70,7 @@ class FaultyJournal(Journal):
         self._last = (0, "")
 
     def enter(self, operation: object) -> None:
-        """Record that the process is in `operation`, and let the faults that are due strike."""
+        """Record that the process is in `operation`, and trigger the faults that are due."""
         super().enter(operation)
         if self.iteration > self._begun:
             self._begun = self.iteration
@@ -90,7 +91,7 @@ class FaultyJournal(Journal):
             part.register_forward_hook(self._damage_output)
 
     def _due(self, point: str, *, in_hook: bool = False) -> list[Fault]:
-        """Return the faults that strike now, and forget those that strike once."""
+        """Return the faults that strike now, and remove those that strike only once."""
         due = []
         for fault in list(self._faults):
             is_slow, damages = fault.kind == "slow", fault.kind in _DAMAGES

@@ -43,7 +43,7 @@ def process_group(
 ) -> Iterator[Layout]:
     """Yield the layout of this run, with its process groups alive inside the block.
 
-    A world of one starts no process group. On GPUs, tensors on the CPU (checkpoint receipts,
+    A single process starts no process group. On GPUs, tensors on the CPU (checkpoint receipts,
     timers) travel over gloo through the same groups.
 
     Args:
@@ -125,15 +125,16 @@ def process_group(
             yield grid.connect(device.type, journal)
         except Exception as error:
             raise end_run(error, launch, journal, watchdog) from error
-    # After an error, the watchdog goes on, because the process may be unable to print the error.
+    # After an error, the watchdog keeps running, because the process may be unable to print the
+    # error.
     watchdog.stop()
 
 
 def _new_journal(marks: StreamMarks | None, faults: Sequence[Fault]) -> Journal:
-    """Return this process's journal, which lets faults strike if there are any."""
+    """Return this process's journal, which injects faults if there are any."""
     if not faults:
         return Journal(marks)
-    from megatron.processes.faults import FaultyJournal  # no other run has its code
+    from megatron.processes.faults import FaultyJournal  # other runs do not load this code
 
     return FaultyJournal(marks, faults)
 

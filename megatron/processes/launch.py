@@ -31,8 +31,8 @@ class Launch:
         rank: The index of this process.
         world_size: The number of processes.
         local_rank: The index among those on this machine.
-        local_world_size: Their number.
-        restart_count: How often torchrun has restarted the processes of this machine.
+        local_world_size: The number of processes on this machine.
+        restart_count: How many times torchrun has restarted the processes of this machine.
         is_restart: Whether torchrun or SLURM, not a person, has restarted the run.
     """
 
@@ -56,7 +56,7 @@ class Launch:
 
 
 def read_launch(*, use_mpi: bool = False) -> Launch:
-    """Read the variables of torchrun, `deepspeed` or mpirun. A process alone is a world of one.
+    """Read the variables of torchrun, `deepspeed` or mpirun. Without any, the world size is 1.
 
     Args:
         use_mpi: Whether to read mpirun's variables instead of those of the others (`--use-mpi`).
@@ -127,12 +127,12 @@ def _refuse_bare_slurm() -> None:
 
 
 def hide_gpus() -> None:
-    """Let the programs that this process becomes or starts run on the CPU."""
+    """Hide the GPUs from the programs that this process becomes or starts."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _refuse_bare_mpi() -> None:
-    """Refuse to run as one of several processes of mpirun that would each train alone."""
+    """Refuse to run as one of several mpirun processes that would each train alone."""
     size = whole_number("OMPI_COMM_WORLD_SIZE", 1)
     if size > 1:
         raise ConfigError(
@@ -185,7 +185,7 @@ def placed(launch: Launch, local_rank: int | None) -> Launch:
 
 
 def check_meeting_place(world_size: int) -> None:
-    """Check that the launcher gave an address and port at which the processes connect.
+    """Check that the launcher gave an address and a port at which the processes can connect.
 
     Raises:
         ConfigError: The address is missing, or the port is missing or invalid.

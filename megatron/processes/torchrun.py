@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if failure.exitcode != EXIT_SAVED_ON_SIGNAL:
             say_on_stderr(str(error))  # the table of all ranks, which torchrun prints too
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    except SignalException as error:  # the ranks have said what they did
+    except SignalException as error:  # the ranks have already reported it
         if error.sigval == signal.SIGUSR2:  # `end_launcher`
             return CrashLoopError.exit_code
         return 128 + error.sigval

@@ -39,8 +39,8 @@ from megatron.errors import HangError, say_on_stderr
 from megatron.parallel.journal import Journal
 from megatron.processes.launch import Launch
 
-BEAT = 1.0  # seconds between two signs of life
-_SILENCE = 3 * BEAT  # after this long without one, a process counts as dead
+BEAT = 1.0  # seconds between heartbeats
+_SILENCE = 3 * BEAT  # after this long without a heartbeat, a process counts as dead
 _LINGER = 2 * BEAT  # from a verdict until its author exits, so that the others can read it
 # From an alarm until a process stops waiting for a verdict. A verdict takes 4 beats to reach the
 # others, and longer on busy machines. All processes must exit within 10 s.
@@ -147,7 +147,7 @@ def _absent(
     state: State, rank: int, states: Mapping[int, State | None], silent: frozenset[int]
 ) -> frozenset[int]:
     """Return the ranks that a waiting process appears to be waiting for."""
-    if state.wait is not None and state.wait.number is None:  # a message
+    if state.wait is not None and state.wait.number is None:  # a message, not a collective
         return frozenset(state.wait.ranks)
     if state.wait is not None:
         expected = {state.wait.ranks: state.wait.number or 0}
@@ -272,7 +272,7 @@ class Watchdog:
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._due: _Due | None = None
-        self._answered = time.monotonic()  # when the store last did
+        self._answered = time.monotonic()  # when the store last answered
         self._talker = threading.Thread(target=self._talk, name="_talk", daemon=True)
         threading.Thread(target=self._watch, name="_watch", daemon=True).start()
 
@@ -470,7 +470,7 @@ class Watchdog:
         This thread never waits for a network, a file system or a reader of its output.
         """
         while not self._stopped.wait(BEAT / 4):
-            with suppress(Exception):  # for example, memory ran out; the next look may succeed
+            with suppress(Exception):  # for example, memory ran out; the next check may succeed
                 self._look()
 
     def _look(self) -> None:

@@ -9,11 +9,11 @@ The modules, in the order in which a run uses them:
     spikes         finds losses and gradient norms that are far too large
     passes         runs micro-batches through the model in the order of a pipeline schedule
     callbacks      side tasks of a run: logging, saving, profiling
-    generation     answers of the model in training to prompts
+    generation     answers of the model to prompts during training
     find_lr        finds a learning rate by short training
     checkpointing  saves the state of a run and restores it
     fast_state     the run's identity, and the newest checkpoint, non-persistent or not
-    branches       starts a run as a branch of another one, to end it with a decay
+    branches       starts a run as a branch of another one, which ends with a decay
     from_bert      starts a bi-encoder from a BERT
 
 `recipe` defines what a `pretrain_*.py` supplies. `megatron.processes` starts and ends processes.

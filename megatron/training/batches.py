@@ -99,7 +99,7 @@ class BatchPlan:
         return self.global_batch_at(consumed_samples) * self.length_at(iteration)
 
     def iterations_of(self, training: TrainingConfig, start: Progress) -> int:
-        """Return the number of updates in a run, those before `start` included.
+        """Return the number of updates in a run, including those before `start`.
 
         The remaining tokens are counted from `start`, because earlier updates may have had other
         lengths.

@@ -48,7 +48,7 @@ def with_branch_length(config: RunConfig, reader: Reader | None) -> RunConfig:
     elif schedule.lr_wsd_decay_iters is not None:
         lengths = {"training.train_iters": reader.iteration + schedule.lr_wsd_decay_iters}
     else:
-        assert schedule.lr_wsd_decay_samples is not None, "a rule asks for one of them"
+        assert schedule.lr_wsd_decay_samples is not None, "a rule requires one of them"
         end = reader.meta["consumed_train_samples"] + schedule.lr_wsd_decay_samples
         lengths = {"training.train_samples": end}
     return with_values(config, lengths)

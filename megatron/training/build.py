@@ -120,7 +120,8 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     )
     if reader is not None:
         checkpointing.restore_run(run, reader)
-    del reader  # before processes are forked, which would keep the checkpoint from being deleted
+    # Processes that are forked later would keep the checkpoint from being deleted.
+    del reader
     if not training.skip_train:
         if run.datasets[0] is None:
             raise ConfigError(
@@ -246,7 +247,7 @@ def _new_forward(
     layout: Layout,
     device: Device,
 ) -> TrainingForward:
-    """Return what runs micro-batches: a recipe's forward, recorded or wrapped as the flags ask."""
+    """Return the recipe's forward pass, recorded or wrapped according to the flags."""
     machine = like_device(device.name, device.total_memory() or 0)
     if device.is_gpu and records_passes(config, plan, layout.world.size, machine):
         assert isinstance(gradients, GradientBuffer), "a rule refuses sharded weights"

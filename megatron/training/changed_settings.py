@@ -1,4 +1,4 @@
-"""What has changed since the checkpoint that a run continues: its settings and its data."""
+"""Changes since the checkpoint that a run continues, in its settings and its data."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _NOT_OF_SCHEDULES = (
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
     """Yield a log line for each setting that may change and has changed since the checkpoint.
 
-    Megatron-LM's checkpoints have some flags that we lack. For these checkpoints, and for those
-    converted from them, only the settings that decide the order of samples are compared. A Hugging
-    Face model was not trained by a run, so it yields no lines.
+    Megatron-LM's checkpoints have some flags that we do not have. For these checkpoints, and for
+    those converted from them, only the settings that decide the order of samples are compared. A
+    Hugging Face model was not trained by a run, so it yields no lines.
     """
     here, meta = flatten_options(config), reader.meta
     # Whether the schedules continue as they were saved (`Schedules.resumed`).

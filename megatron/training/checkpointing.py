@@ -1,4 +1,4 @@
-"""Save a run's state, and restore a run from a checkpoint."""
+"""Saving a run's state, and restoring a run from a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ from megatron.training.run import Progress, Run
 _PADDING = ModelOptions.make_vocab_size_divisible_by
 _MOST_RANKS = 64  # largest tensor-parallel size considered for the padding of a vocabulary
 _SCORE = "model.score."  # a reward model's head
-_KEPT = ("model.embedding.", "model.layers.", "model.final_norm.")  # by a new reward model
+# The parameters that a new reward model keeps.
+_KEPT = ("model.embedding.", "model.layers.", "model.final_norm.")
 _ADAPTERS = "the adapters"  # in the log line about what finetuning initializes
 # BERT's heads: the first ones predict masked tokens, the others the order of the segments.
 _HEADS: tuple[str, ...] = ("model.head.", "model.output.")
@@ -77,7 +78,7 @@ def keep_of(options: CheckpointConfig) -> Keep | None:
 
 
 def writer_of(run: Run) -> Callable[..., Path]:
-    """Return the function that writes the run's `--ckpt-format`.
+    """Return the function that writes checkpoints in the run's `--ckpt-format`.
 
     It is called like `store.write_checkpoint`.
     """
@@ -135,9 +136,10 @@ def state_of(run: Run) -> State:
     They are the run's own tensors, not copies, except that weights sharded over processes are
     copied in their own number format, and scaled optimizer states are decoded.
 
-    Each optimizer state of a tied parameter has a single holder. With a distributed optimizer, each
-    stage shards its own gradient buffer, and would cut a tied parameter at different points from
-    the other stage: the pieces would overlap, and no reader could put them together.
+    Each optimizer state of a tied parameter is saved by a single stage. With a distributed
+    optimizer, each stage shards its own gradient buffer, and would cut a tied parameter at
+    different points from the other stage: the pieces would overlap, and no reader could put them
+    together.
     """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
@@ -283,7 +285,7 @@ def meta_of(run: Run) -> dict[str, Any]:
         "average": None if average is None else {"kind": average.kind, "count": average.count},
         "schedule": run.schedules.to_dict(progress.scheduled_samples),
         # Dropout is drawn from the seed and the position in the sample order, so the seed and the
-        # position above are all the random state there is.
+        # position above are the whole random state.
         "rng": None if options.no_save_rng else {"seed": run.progress.dropout_seed},
         "tokenizer": run.tokenizer.fingerprint(),
         "corpus": run.corpus,
@@ -402,7 +404,7 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
         network = {path: v for path, v in network.items() if path[6:] not in ADAPTER_FIELDS}
     if saved.get("position_embedding_type") == "relative":
         del network["model.max_position_embeddings"]  # relative positions work at any length
-    # Take over two flags that are not part of the network's shape but affect its results. The
+    # Also take two flags that are not part of the network's shape but affect its results. The
     # padding of the vocabulary decides the padding entries' share of the softmax, and an import may
     # set the exact GeLU, which is not our default. A Hugging Face folder does not say how many
     # entries its tokenizer has: if its rows look padded, all of them count, otherwise there is no
@@ -418,7 +420,7 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
 def progress_at_start(config: RunConfig, reader: Reader | None) -> Progress:
     """Return the counters with which a run begins: those of the checkpoint that it continues.
 
-    The position in the schedules follows with the schedules.
+    The position in the schedules is restored with the schedules.
     """
     if reader is None or config.checkpoint.finetune:
         return Progress(dropout_seed=config.training.seed)
@@ -440,7 +442,7 @@ def _saved_progress(config: RunConfig, reader: Reader) -> Progress:
 
 
 def restore_run(run: Run, reader: Reader) -> None:
-    """Load weights, optimizer and position from the checkpoint, as the flags ask."""
+    """Load weights, optimizer and position from the checkpoint, according to the flags."""
     options, started = run.config.checkpoint, time.perf_counter()
     weights_only = options.finetune or options.no_load_optim
     # If only the weights are loaded, they go straight into the fp32 masters of 16-bit weights.
@@ -491,7 +493,7 @@ def restore_run(run: Run, reader: Reader) -> None:
 def _updated_state(
     run: Run, reader: Reader, named: Mapping[str, tuple[Tensor, nn.Parameter]]
 ) -> State:
-    """Return the tensors besides the weights that updates change, given the optimizer's."""
+    """Return all tensors that updates change except the weights, given the optimizer's."""
     state = optimizer_state(run, named=named) | _history_from(run, reader)
     return state | _average_from(run, reader)
 
@@ -566,7 +568,7 @@ def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...
 
 def _load_adapter(run: Run, folder: Path) -> None:
     """Fill the adapters from PEFT's files, which --load-adapter names."""
-    # Few runs need them.
+    # Few runs need these modules.
     from megatron.checkpoint.huggingface.families import family_for
     from megatron.checkpoint.huggingface.peft import PeftReader, peft_names
 

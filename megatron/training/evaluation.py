@@ -101,7 +101,7 @@ class Evaluation(Callback):
         self._scalars = scalars
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether an evaluation follows the coming update."""
+        """Return whether an evaluation follows the next update."""
         return (run.progress.iteration + 1) % run.config.evaluation.eval_interval == 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:

@@ -51,7 +51,7 @@ def held_mixtures(run: Run) -> list[int]:
 def expert_load_part(run: Run) -> Tensor:
     """Return this rank's part of the token counts of all experts since the last log line.
 
-    At iterations without a log line the result is empty, and counting goes on. The parts of all
+    At iterations without a log line the result is empty, and counting continues. The parts of all
     ranks add up to the counts of the whole model: fp32, all experts of the first mixture layer,
     then those of the second, and so on.
     """
@@ -141,7 +141,7 @@ class ExpertLoad:
     def picture(self) -> NDArray[np.uint8]:
         """Return a heat map, RGB [height, width, 3]: a row per layer, a square per expert.
 
-        White is an even share. Experts with less are blue and those with more are red, on a
+        White is an even share. Experts with fewer tokens are blue and those with more are red, on a
         logarithmic scale whose ends are `OVERLOADED` and its inverse.
         """
         widest = max(len(load) for load in self.layers.values())

@@ -17,7 +17,7 @@ from megatron.parallel.layout import Layout
 from megatron.planner.memory import amount, largest_process, micro_batch
 
 _SHOWN_GROUPS = 4
-_CHOICE, _WEIGHT = 8, 4  # bytes of an expert's number (int64) and of its weight (fp32)
+_CHOICE, _WEIGHT = 8, 4  # bytes of an expert's index (int64) and of its weight (fp32)
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class ExchangePlan:
 
     Attributes:
         local: Experts on each process.
-        groups: The processes that exchange tokens, group by group, first groups only.
+        groups: The processes that exchange tokens, for the first few groups.
         group_count: Number of such groups in the run.
         tokens: Tokens that a process has.
         others: Other processes that a token is sent to on average, if all choices are equally
             likely.
-        most_others: The most other processes that a token is sent to.
+        most_others: The largest number of other processes that a token is sent to.
         bytes_per_copy: Bytes that the forward and backward passes send for each token and other
             process: the token with its choices, the result, and the gradients of both.
     """
@@ -46,7 +46,7 @@ class ExchangePlan:
 
     @property
     def bytes(self) -> int:
-        """Bytes that a process sends in the forward and backward pass; it receives as many."""
+        """Bytes that a process sends, and receives, in the forward and backward pass."""
         return int(self.tokens * self.others * self.bytes_per_copy)
 
     def describe_groups(self) -> str:
@@ -153,7 +153,7 @@ def full_at(memory: float, even: int, per_share: float, worst: float) -> str:
     Args:
         memory: Memory of the device in bytes.
         even: Bytes that a process needs if the load is even.
-        per_share: Bytes that each further even share needs.
+        per_share: Bytes that each additional even share needs.
         worst: The largest possible load in even shares.
     """
     shares = 1 + (memory - even) / per_share

@@ -88,7 +88,7 @@ def store_of(config: RunConfig, layout: Layout) -> NonPersistentStore | None:
 def open_newest(
     config: RunConfig, layout: Layout, open_durable: Callable[[], Reader | None]
 ) -> Reader | None:
-    """Open the newest sound checkpoint, non-persistent or not, from which a run resumes itself.
+    """Open the newest valid checkpoint, non-persistent or not, from which a run can resume.
 
     Collective. Non-persistent checkpoints are ignored if the run does not resume from its own
     --save folder, or if the tracker was set back to an older checkpoint.
@@ -111,7 +111,7 @@ def open_newest(
         return open_durable()
 
     def iterations() -> list[int]:
-        with suppress(CheckpointError):  # none is complete: `open_durable` says so
+        with suppress(CheckpointError):  # none is complete: `open_durable` reports it
             return [one.iteration for one in list_checkpoints(Path(load), quiet=True)]
         return []
 

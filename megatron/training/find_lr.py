@@ -24,7 +24,7 @@ from megatron.config.parser import asks_for
 from megatron.durable import PICTURES, expect_no_file, replace_file, writing_to
 from megatron.errors import ConfigError, DataError
 
-_LEAST_ITERATIONS = 30  # fewer points do not tell a trend from noise
+_LEAST_ITERATIONS = 30  # fewer points do not distinguish a trend from noise
 _CLEAR = 4.0  # a fall or rise counts if it is this many times the noise of a smoothed value
 _RISE = 0.1  # the loss counts as rising above its minimum plus this share of its fall
 _SHARE = 10.0  # a long run takes this fraction of the rate with the lowest loss
@@ -231,9 +231,11 @@ def look_at(curve: RateCurve) -> Finding:
     near = [losses[max(0, i - reach) : i + reach + 1] for i in range(finite)]
     smooth = [sum(part) / len(part) for part in near]
     differences = [b - a for a, b in zip(losses, losses[1:], strict=False)][: finite // 2]
-    # Neighboring losses differ by noise more than by trend: half their mean square is its variance.
+    # Neighboring losses differ more by noise than by trend: half the mean square of their
+    # differences is the variance of the noise.
     noise = math.sqrt(sum(d * d for d in differences) / (2 * len(differences)))
-    clear = _CLEAR * noise / math.sqrt(reach + 1)  # values at the ends average so many
+    # The number of losses that values at the ends average.
+    clear = _CLEAR * noise / math.sqrt(reach + 1)
     place = min(range(finite), key=smooth.__getitem__)
     fall = smooth[0] - smooth[place]
     if fall <= clear:

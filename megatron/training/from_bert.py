@@ -35,7 +35,9 @@ class StartFromBert(Extras):
         allow_foreign = run.config.checkpoint.allow_foreign_checkpoints
         reader = open_root(Path(folder), layout=run.layout, allow_foreign=allow_foreign)
         if reader is None:
-            raise CheckpointError(f"{_FLAG} {folder}: there is no checkpoint: give a BERT's folder")
+            raise CheckpointError(
+                f"{_FLAG} {folder}: there is no checkpoint: give a BERT model's folder"
+            )
         reader = without_adapters(reader, adapted_layers)
         saved = reader.meta["config"].get("model", {})
         kind = saved.get("architecture", "gpt")

@@ -28,7 +28,7 @@ class GeneratedAnswer(NamedTuple):
     """An answer of the model to a prompt.
 
     Attributes:
-        tokens: Its token ids, with the one that ended it, if any.
+        tokens: Its token ids, including the one that ended it, if any.
         log_probs: The log-probability of each token, if the sampling asks for them.
         problem: Why there is no answer, or an empty string.
     """
@@ -45,7 +45,7 @@ class AnswerGenerator:
 
     Args:
         run: The run.
-        at_once: The number of answers that are written at once. Others wait, because each needs
+        at_once: The number of answers that are generated at once. Others wait, because each needs
             memory for its keys and values.
 
     Attributes:

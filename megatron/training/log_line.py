@@ -55,8 +55,8 @@ def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) ->
         "decoupled-learning-rate": run.schedules.decoupled_at(next_update),
         "skipped-train-samples": run.progress.skipped_samples or None,
         "batch-size": outcome.samples,
-        # As in Megatron-DeepSpeed, tokens are shown only if their number may not follow from the
-        # samples.
+        # As in Megatron-DeepSpeed, tokens are shown only if the samples may not determine their
+        # number.
         "seqlen/curriculum_seqlen": outcome.length,
         "consumed-train-tokens": run.progress.consumed_tokens if counts_tokens else None,
         "loss-scale": outcome.loss_scale,

@@ -94,13 +94,13 @@ def finetuning_rows(run: Run) -> list[PanelRow]:
         return []
     preferences = run.config.preferences
     if preferences.preference_loss is not None:
-        what = "answers of a kind" if preferences.trains_on_labels else "pairs"
+        what = "answers of the same kind" if preferences.trains_on_labels else "pairs"
         how = f"{preferences.preference_loss}; all {what} in an update have the same weight"
         return [("loss", how), ("packing", describe_pairs(run.datasets[0]))]
     counted = "every turn" if options.train_on_inputs else "the assistant's turns"
     how = "all tokens of an update have the same weight (--calculate-per-token-loss)"
     if not training.calculate_per_token_loss:
-        how = "the mean over micro-batches (to weigh tokens equally: --calculate-per-token-loss)"
+        how = "the mean over micro-batches (to weight tokens equally: --calculate-per-token-loss)"
     files = {member.examples.name: member.examples for member in packed_members(run.datasets[0])}
     rows = [("conversations", examples.summary()) for examples in files.values()]
     rows += [("loss", f"{counted} counts; {how}")]
@@ -162,7 +162,7 @@ def size_rows(
     attention = "the decoder's " * (len(causal) > 1) + attention
     parameters, active = count_parameters(plan), count_active_parameters(plan)
     used = f", of which a token uses {active:,}" if active < parameters else ""
-    evenly = ", if all experts get equally many tokens" if used else ""
+    evenly = ", if all experts get the same number of tokens" if used else ""
     return [
         ("layout", layout.describe()),
         (

@@ -46,7 +46,7 @@ def message_shape(
 ) -> tuple[int, int, int]:
     """Return the shape of a message between pipeline stages: this rank's part of [s, b, h].
 
-    A Retro's message also has the hidden states of all neighbors.
+    Retro's messages also contain the hidden states of all neighbors.
 
     Args:
         config: The run's configuration.

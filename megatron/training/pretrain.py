@@ -55,7 +55,7 @@ class Extras:
         return False
 
     def teacher_plan(self, config: RunConfig, vocabulary: int) -> ModelPlan | None:
-        """Return the network from which the trained one learns, for estimates; `None` if none."""
+        """Return the teacher's network, for estimates, or `None` if there is no teacher."""
         return None
 
     def begin(self, run: Run) -> None:
@@ -172,7 +172,7 @@ def pretrain(
             stack.callback(_close, writer)
         run = build_run(config, recipe, device, layout)
         if config.reliability.fault_inject:
-            from megatron.processes.faults import attach_faults  # no other run has its code
+            from megatron.processes.faults import attach_faults  # other runs do not load this code
 
             attach_faults(layout.journal, run.parts)
         stack.enter_context(outliving_output(run.exit.log_is_unread))

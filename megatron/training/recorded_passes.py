@@ -28,7 +28,7 @@ from megatron.training.recipe import Batch
 
 logger = logging.getLogger(__name__)
 
-# Parts of a micro-batch that a recorded pass does without, because they differ each time.
+# Parts of a micro-batch that a recorded pass omits, because they differ each time.
 _UNRECORDED = ("id", LONGEST_SEGMENT)
 MOST_RECORDINGS = 8  # batches whose shapes keep changing are not worth the memory
 
@@ -112,8 +112,8 @@ class RecordedPasses:
         recorder: The device's recorder.
         journal: The record in which `forward` and its backward pass note their communication.
         forget: A function that discards whatever a pass leaves for later passes, such as weights in
-            other number formats. Each recording creates these anew, because a recording is not tied
-            to one update.
+            other number formats. Each recording creates these again, because a recording is not
+            tied to one update.
         warm_up: The number of warm-up updates.
         may_fail: Whether passes that cannot be recorded run without recordings instead of ending
             the run.
@@ -176,7 +176,7 @@ class RecordedPasses:
     def _record(
         self, forward: Callable[[Batch], Losses], like: Mapping[str, Tensor]
     ) -> _Recording | None:
-        """Return a new recording, or `None` if that fails and may fail."""
+        """Return a new recording, or `None` if recording fails and is allowed to fail."""
         self._forget()
         try:
             with self._journal.without_marks():

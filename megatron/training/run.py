@@ -64,7 +64,7 @@ class ParallelModel:
         plan: The whole network.
         parts: The modules.
         layers: The registry of their layers.
-        ties: The parameters that other pipeline stages hold too.
+        ties: The parameters that other pipeline stages also hold.
         amax_history: The history that fp8 layers scale by; empty if they use current amaxes.
         weight_gradients: The queue in which a zero-bubble schedule keeps weight gradients for
             later.

@@ -11,7 +11,9 @@ from megatron.config.training import TrainingConfig
 
 NORM = "grad norm"
 _OF_NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
-_LEAST_SPREAD = 0.01  # of the median: values that hardly vary are no reason to call others spikes
+# Minimum spread as a share of the median, so that values that hardly vary do not make others
+# spikes.
+_LEAST_SPREAD = 0.01
 
 
 class SpikeWatch:

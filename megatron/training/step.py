@@ -74,8 +74,8 @@ class Updates:
 
     Nothing in an update waits for the device except its end, where the host reads the result. The
     device would then be idle until the host has begun the next update: 7 of 315 ms with a 1.7B GPT
-    on an H200. So the next update's first forward pass is queued before the wait. It depends only
-    on the weights, which are final by then, whether this update was applied or skipped.
+    on an H200. The next update's first forward pass is therefore queued before the wait. It depends
+    only on the weights, which are final by then, whether this update was applied or skipped.
     """
 
     def __init__(self, run: Run) -> None:
@@ -144,7 +144,7 @@ class Updates:
             journal.iteration = progress.iteration
         journal.enter("end of the iteration")
         result, losses, layer_losses, (exit_wanted, save_due), ordinary, load = reading.wait()
-        if not all(map(math.isfinite, losses.values())):  # no loss scale can be the reason
+        if not all(map(math.isfinite, losses.values())):  # the loss scale cannot be the reason
             result = replace(result, found_nonfinite=True, overflow=False)
         if result.applied:
             progress.scheduled_samples += samples
@@ -195,7 +195,7 @@ def _watch_spikes(run: Run, result: StepResult, losses: Mapping[str, float]) -> 
 def skip_iteration(run: Run) -> None:
     """Skip the next iteration: consume its samples without updating weights or schedules.
 
-    Every process does this on its own, because there is nothing to agree on.
+    Every process does this on its own, because no agreement is needed.
     """
     progress, journal = run.progress, run.layout.journal
     journal.iteration = progress.iteration + 1
@@ -419,7 +419,7 @@ def pack_losses(
         packed[:numbers] = means / (layout.data.size * layout.context.size)
     for place, flag in enumerate(flags, numbers):
         if flag:
-            packed[place].fill_(1.0)  # an assignment would wait for the device
+            packed[place].fill_(1.0)  # assigning a number would wait for the device
     if others is not None:
         packed = torch.cat((packed, others))
     return all_reduce(packed, layout.world)

@@ -45,7 +45,7 @@ class Timers:
     @contextmanager
     def measure(self, name: str, level: int = 1) -> Iterator[None]:
         """Add the time inside the block to `name`."""
-        is_timed = level <= self._level  # an untimed block does not synchronize either
+        is_timed = level <= self._level  # a block that is not timed does not synchronize either
         start = self._now(level) if is_timed else 0.0
         with record_function(name):
             yield

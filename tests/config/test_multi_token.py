@@ -37,7 +37,7 @@ def test_each_loss_is_weighed_by_its_share_of_the_factor():
         ("--mtp-num-layers 1 --ckpt-format legacy --save x", "target of --ckpt-format legacy"),
         ("--mtp-num-layers 1 --mtp-use-repeated-layer", "a layer of its own"),
         ("--mtp-num-layers 1 --mtp-standalone", "on the last pipeline stage"),
-        ("--mtp-num-layers 1 --mtp-hybrid-override-pattern M", "as the model's last layer"),
+        ("--mtp-num-layers 1 --mtp-hybrid-override-pattern M", "like the model's last layer"),
         ("--mtp-num-layers 1 --mtp-detach-heads", "train the whole network"),
         ("--mtp-num-layers 1 --freeze-base-for-mtp", "use --freeze"),
     ],

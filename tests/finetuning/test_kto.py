@@ -211,7 +211,7 @@ def run_program(folder: Path, records: list[dict[str, Any]], *words: str) -> int
 def test_a_run_of_the_program_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_program(tmp_path / "run", LABELLED) == EXIT_OK
     told = capsys.readouterr().out
-    assert "kto; all answers of a kind in an update have the same weight" in told
+    assert "kto; all answers of the same kind in an update have the same weight" in told
     assert "5 answers in " in told
     whole = losses_in(told)
     assert "kl: " in told

@@ -37,8 +37,8 @@ __device__ __forceinline__ unsigned magnitude_of(const Vector<T, N>& vector) {
   return sizeof(T) == 2 ? max(largest.of(0), largest.of(1)) : largest.of(0);
 }
 
-// Raises *amax (bits, zero before the kernel) to the largest magnitude of a warp. The order does
-// not matter.
+// Raises *amax (bits, zero before the kernel runs) to the largest magnitude of a warp. The order
+// does not matter.
 __device__ __forceinline__ void raise_by_warp(unsigned* amax, unsigned largest) {
   largest = __reduce_max_sync(0xffffffffu, largest);
   if (threadIdx.x % 32 == 0) atomicMax(amax, largest);

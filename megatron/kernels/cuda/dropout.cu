@@ -21,7 +21,8 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
   return x;
 }
 
-// Returns which elements of a group are kept. `drop` of 65536 random values drop an element.
+// Returns which elements of a group are kept. An element is dropped for `drop` of 65536 random
+// values.
 struct Kept {
   unsigned words[4], high;
 

@@ -6,7 +6,7 @@ namespace {
 constexpr int kInFlight = 4;     // 16-byte loads per thread
 constexpr int kCastInFlight = 2;  // loads per thread, 8 elements each
 
-// Sets amax (bits, zero before) to the largest magnitude.
+// Sets amax (bits, initially zero) to the largest magnitude.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     amax_kernel(const T* __restrict__ x, int64_t size, unsigned* __restrict__ amax) {
@@ -60,8 +60,8 @@ constexpr int kRowVectors = sizeof(T) == 2 ? 8 : 3;  // vectors of 8 elements pe
 constexpr int kMostRowThreads = 1024;
 
 // A cast with a scale for each row, which is divided along threadIdx.x. Blocks have several rows if
-// one warp handles a row. Of a very long row, the part that threads cannot hold is read again from
-// the cache.
+// one warp handles a row. If a row is very long, the part that the threads cannot hold is read
+// again from the cache.
 template <typename T, int64_t fp8>
 __global__ void __launch_bounds__(kMostRowThreads)
     cast_rows_kernel(const T* __restrict__ x, unsigned char* __restrict__ y, int64_t rows,

@@ -12,7 +12,7 @@ constexpr int kStripColumns = kStripWarps * 32 * 8;
 constexpr int kStripRows = 32;  // rows per warp
 constexpr int kStripTiers = kThreads / 32 / kStripWarps;
 
-// The largest magnitudes (bits, zero before) of all rows and columns of each matrix in a stack,
+// The largest magnitudes (bits, initially zero) of all rows and columns of each matrix in a stack,
 // found in one read. A thread keeps 8 columns and loops over rows, loading several rows before it
 // uses one.
 template <typename T>

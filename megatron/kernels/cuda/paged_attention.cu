@@ -27,7 +27,7 @@ __device__ __forceinline__ void score(float (&scores)[kTiles][4], const T* query
                                       const T* keys, int64_t own_slot, int64_t stride,
                                       int head_size) {
   const int r = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  // Of each 32 channels, a lane holds the 8 from 8q on, for query and keys alike.
+  // A lane holds 8 of each 32 channels, from 8q on, both of the query and of the keys.
   Registers of_query[D / 32], of_keys[kTiles][2][D / 32];
 #pragma unroll
   for (int t = 0; t < kTiles; t++) {

@@ -1,5 +1,5 @@
 // Converts weights in 8 or 4 bits to the format of the products: the level of each code times the
-// scale of its block. Both factors and the result are rounded like in PyTorch's operations.
+// scale of its block. Both factors and the result are rounded as in PyTorch's operations.
 #include "common.cuh"
 
 namespace {

@@ -49,7 +49,7 @@ class BlockDocuments(NamedTuple):
     """The documents of a block's queries and keys. Attention stays within a document.
 
     Both tensors list the same documents in the same order, sample by sample. A document without
-    queries or without keys in the block is listed there with no tokens.
+    queries or keys in the block is listed there with zero tokens.
 
     Attributes:
         query_ends: int32 [documents + 1], 0 and then the end of each document among the b q
@@ -72,7 +72,7 @@ class BlockDocuments(NamedTuple):
 
 
 class ScoreRules(NamedTuple):
-    """What determines the scores of a block, besides queries, keys and documents.
+    """The rules that determine the scores of a block, in addition to queries, keys and documents.
 
     Attributes:
         scale: The factor of the scores; `None` means 1 / sqrt(d).

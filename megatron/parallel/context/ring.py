@@ -7,10 +7,10 @@ are never computed. The backward pass goes around once more, with the gradients 
 one step behind. Dropout draws a mask for each block, and the forward pass keeps only the values
 needed to redraw it.
 
-Documents (`Segments`) are not sent: every rank knows the ends of all documents, and so which part
-of each block is within a document. Only that part is computed. If two ranks are further apart than
-the longest document, nothing is launched for their block. All keys and values still travel, because
-they pass through every rank to reach the neighbor on the other side.
+Documents (`Segments`) are not sent: every rank knows the ends of all documents, and therefore which
+part of each block is within a document. Only that part is computed. If two ranks are further apart
+than the longest document, nothing is launched for their block. All keys and values still travel,
+because they pass through every rank to reach the neighbor on the other side.
 
 With a window, blocks are pairs of chunks, and pairs further apart than the window are skipped.
 
@@ -91,7 +91,7 @@ def ring_plan(
 
     Ranks hold an early and a late half (see `split`) with `length` tokens in total. A lower rank's
     early half comes before all our tokens and its late half after them; a higher rank's two halves
-    are between ours. So every step after the first computes half a block, without a mask.
+    are between ours. Every step after the first therefore computes half a block, without a mask.
 
     Documents have at most `longest` tokens, and between the chunks of two ranks at distance n there
     are at least n - 1 other chunks.
@@ -131,7 +131,7 @@ def _pairs_of_chunks(axis: Axis, chunk: int, window: int, longest: int | None) -
             if ours[i] >= theirs[j]
         ]
         for chunks, queries, keys in sorted(pairs, key=lambda pair: pair[0]):
-            nearest = (chunks - 1) * chunk + 1  # the distance of a query's last key
+            nearest = (chunks - 1) * chunk + 1  # the distance from a query to the last key
             is_empty = chunks > 0 and (
                 window < nearest or (longest is not None and longest <= nearest)
             )
@@ -164,7 +164,8 @@ def documents_of(
     for step in plan:
         query_ends, key_ends = chosen(step.queries)[axis.rank], chosen(step.keys)[step.source]
         has_keys = None
-        if (step.source, step.queries) != (axis.rank, step.keys):  # or every query has its own
+        # Otherwise every query has its own key.
+        if (step.source, step.queries) != (axis.rank, step.keys):
             queries = step.queries.stop - step.queries.start
             number = number_segments(query_ends, (samples, queries))
             has_keys = (key_ends.diff() > 0)[number]
@@ -275,7 +276,7 @@ class _Ring:
     dropout: float
 
     def by_source(self) -> list[list[tuple[int, RingStep]]]:
-        """Return the blocks with their indices, those with the keys of one rank together."""
+        """Return the blocks with their indices, grouped by the rank whose keys they use."""
         sources = groupby(enumerate(self.steps), key=lambda one: one[1].source)
         return [list(blocks) for _, blocks in sources]
 
@@ -307,7 +308,8 @@ class _RingAttention(torch.autograd.Function):
                     if index == 0 and part.shape[2] == length:
                         out, logsumexp = part.to(part_sum.dtype), part_sum
                     else:
-                        if index == 0:  # a half; its rows' own keys come before all others
+                        # The block covers half of the queries, so start from an empty result.
+                        if index == 0:
                             out = torch.zeros_like(query, dtype=part_sum.dtype)
                             logsumexp = out.new_full(query.shape[:3], -math.inf)
                         rows = (out[:, :, step.queries], logsumexp[:, :, step.queries])

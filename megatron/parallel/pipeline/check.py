@@ -81,8 +81,8 @@ def check(schedule: Schedule) -> tuple[int, ...]:
     """Check that the schedule is complete, in order, and runs to its end.
 
     Every micro-batch must pass every chunk of every stage once: receive, forward, send, receive the
-    gradient, backward, send, with the right peers and as far as each applies. Messages must arrive
-    in the order in which they are received, and no stage may wait forever.
+    gradient, backward, send, each with the right peer and only where it applies. Messages must
+    arrive in the order in which they are received, and no stage may wait forever.
 
     Returns:
         For every stage, the largest number of (micro-batch, chunk) activations held at once.

@@ -1,8 +1,8 @@
 """Execution of a stage's operations under any schedule.
 
 Autograd runs the backward pass of each part separately. A part's input is a leaf of its graph,
-whose gradient goes to the previous stage. Of a part's output, only its node in the graph is kept.
-Its values are freed once sent, unless the graph itself saved them.
+whose gradient goes to the previous stage. Only the graph node of a part's output is kept. The
+output's values are freed once sent, unless the graph itself saved them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def completing_operations(operations: Operations) -> dict[int, Operation]:
 
 
 class _Run:
-    """The tensors that a stage holds during one update, each only as long as needed."""
+    """The tensors that a stage holds during one update, each only while it is needed."""
 
     def __init__(
         self,

@@ -131,7 +131,7 @@ def loss_bound(kind: ScheduleKind, micro: int) -> int:
 
 
 def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
-    """Run all forward passes chunk by chunk, then all backward passes from the last chunk on."""
+    """Run all forward passes chunk by chunk, then all backward passes, the last chunk first."""
     forwards = [Operation("forward", m, c) for c in range(chunks) for m in range(micro_batches)]
     backwards = [
         Operation("backward", m, c) for c in reversed(range(chunks)) for m in range(micro_batches)

@@ -19,7 +19,7 @@ class Leave:
     Attributes:
         reason: The reason in a few words.
         code: The exit code, the same on all ranks. It is not 0 if only a checkpoint may delay the
-            end: after a signal, or once nothing reads the log.
+            end: after a signal, or if nobody reads the log any more.
     """
 
     reason: str
@@ -41,9 +41,9 @@ class Callback:
         """Run once, before the first step."""
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether `after_step` of the coming update will occupy the device.
+        """Return whether `after_step` of the next update will occupy the device.
 
-        If so, the following update does not begin early.
+        If so, the update after it does not begin early.
         """
         return False
 

@@ -40,7 +40,7 @@ class Checkpoints(Callback):
         """
         self._scalars = scalars
         self._background: BackgroundSaver | None = None
-        self._newest: tuple[Path, int] | None = None  # published
+        self._newest: tuple[Path, int] | None = None  # the newest published checkpoint
         self._saving: int | None = (
             None  # the iteration of the background save, until it is waited for
         )
@@ -111,7 +111,7 @@ class Checkpoints(Callback):
             say("  waiting for the previous background save: only one can run at a time")
         try:
             self._background.wait()
-        except StorageError:  # `_report` has said why
+        except StorageError:  # `_report` has printed the reason
             self._scalars.event(run, "failed checkpoint", "the previous one remains the newest")
             self._saving = None
             return False
@@ -139,7 +139,7 @@ class Checkpoints(Callback):
 def _continued(run: Run) -> tuple[Path, int] | None:
     """Return the folder and the iteration of the durable checkpoint that a run continues.
 
-    Collective. It is `None` if the run starts afresh, even if only its optimizer does.
+    Collective. It is `None` if the run, or only its optimizer, starts fresh.
     """
     options, start = run.config.checkpoint, run.progress.iteration
     if options.load is None or options.finetune or options.no_load_optim or not start:

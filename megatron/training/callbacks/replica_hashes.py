@@ -27,14 +27,14 @@ from megatron.training.step import StepOutcome, any_rank
 
 _FLAG = "--check-weight-hash-across-dp-replicas-interval"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 1024  # elements whose order a hash does not show
+_ROW = 1024  # elements whose order does not affect a hash
 _SHOWN = 5  # tensors in a message
 
 
 class ReplicaHashes(Callback):
     """A callback that compares replicas at an interval, and before every checkpoint.
 
-    It runs before the checkpoint callback, so that nothing is saved on which replicas disagree.
+    It runs before the checkpoint callback, so that no checkpoint is saved while replicas differ.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class ReplicaHashes(Callback):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Compare all tensors of which several processes hold a copy. Collective.
+        """Compare all tensors that several processes hold copies of. Collective.
 
         Raises:
             NumericsError: Copies differ. The message names tensors and ranks, on every rank.

@@ -46,7 +46,7 @@ class SampleAnswers(Callback):
         ]
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether answers follow the coming update."""
+        """Return whether answers follow the next update."""
         return (run.progress.iteration + 1) % self._interval == 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:

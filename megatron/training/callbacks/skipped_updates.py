@@ -1,4 +1,4 @@
-"""The policy on skipped updates: what is printed, and when the run rewinds or ends."""
+"""The policy for skipped updates: what is printed, and when the run rewinds or ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _SkipReason:
     """A reason for skipping updates.
 
     Attributes:
-        what: What is wrong, with the iteration.
+        what: What is wrong, and in which iteration.
         skips: Whether the flags ask to skip such updates and continue.
         remedy: The remedy if they do not.
         limit: The number of such updates in a row that the flags allow.
@@ -57,7 +57,7 @@ class SkippedUpdates(Callback):
         """
         self._scalars, self._checkpoints = scalars, checkpoints
         self._in_a_row = 0
-        self._rewinds: dict[int, int] = {}  # how often the run went back to a checkpoint
+        self._rewinds: dict[int, int] = {}  # how many times the run went back to a checkpoint
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """End the run, rewind, or count the skipped update.
@@ -109,7 +109,7 @@ class SkippedUpdates(Callback):
 
 
 def _reason_of(run: Run, outcome: StepOutcome) -> _SkipReason:
-    """Return why an update was skipped and what the flags say about it. Collective."""
+    """Return why an update was skipped and what the flags require then. Collective."""
     options, ids = run.config.training, _suspects(run, outcome)
     shown = ", ".join(map(str, ids[:_SHOWN_IDS])) + (", ..." if len(ids) > _SHOWN_IDS else "")
     at, samples = f"iteration {run.progress.iteration}", f"(training sample ids {shown})"

@@ -27,7 +27,7 @@ class GarbageCollection(Callback):
     def on_start(self, run: Run) -> None:
         """Collect once and turn off automatic collection."""
         gc.collect()
-        gc.freeze()  # what exists now stays for the whole run
+        gc.freeze()  # the objects that exist now stay for the whole run
         gc.disable()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
@@ -67,8 +67,8 @@ class BadLines(Callback):
 class SampleIds(Callback):
     """A callback that writes each iteration's sample ids to a file (`--log-sample-ids`).
 
-    Each line is a JSON object with "iteration" and "ids". The ids are sorted, so that layouts
-    compare equal.
+    Each line is a JSON object with "iteration" and "ids". The ids are sorted, so that files from
+    different layouts are equal.
     """
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
