@@ -318,7 +318,7 @@ def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
     stray = []
     for flag in given:
         if not flag.name:
-            stray += [f"{word!r} belongs to no flag: drop it" for word in flag.values]
+            stray += [f"{word!r} does not belong to a flag: drop it" for word in flag.values]
             continue
         taker = known[flag.name]
         try:
@@ -331,7 +331,7 @@ def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
             line.spoilt.add(taker.name)
         if not (taker.is_switch or taker.many):
             stray += [
-                f"{word!r} belongs to no flag ({flag.name} takes one value): drop it"
+                f"{word!r} does not belong to a flag ({flag.name} takes one value): drop it"
                 for word in flag.values[1:]
             ]
     line.problems += stray

@@ -137,8 +137,8 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
         yield from excluded(config, shown, _NOT_WITH_REWARDS)
     if not config.training.calculate_per_token_loss:
         yield (
-            f"{shown} requires --calculate-per-token-loss, with which each pair or answer of a "
-            "batch counts the same: add it"
+            f"{shown} requires --calculate-per-token-loss, which gives each pair or answer of a "
+            "batch the same weight: add it"
         )
     if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "linear":
         yield (

@@ -312,8 +312,9 @@ class _Clock:
         seconds = now - self._started
         if seconds > BUILD_LIMIT:
             raise BuildError(
-                f"NVRTC did not produce {' '.join(unfinished)} in {BUILD_LIMIT} s: see why it "
-                "hangs, or compile on a machine with more free cores (docs/kernels.md, Compiling)"
+                f"NVRTC did not produce {' '.join(unfinished)} in {BUILD_LIMIT} s: find out why "
+                "it hangs, or compile on a machine with more free cores (docs/kernels.md, "
+                "Compiling)"
             )
         if now >= self._next_line:
             self._next_line = now + PROGRESS

@@ -101,7 +101,7 @@ def state_sizes(
     """Return norms of tensors over the whole model. Collective; waits for the device.
 
     Args:
-        tensors: This process's tensors that it counts, by a name that is the same on all processes.
+        tensors: The tensors that this process counts, by a name that is the same on all processes.
         layout: This process's place among the others.
         device: The device of the communication.
         over_replicas: Whether to add over the replica axis too, because tensors are sharded.

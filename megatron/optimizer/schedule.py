@@ -176,8 +176,8 @@ class Schedules:
             schedule: Learning-rate flags.
             optimizer: Weight-decay flags.
             training: Flags for the run's length.
-            global_batch: Full global batch size, which converts iterations to samples.
-            seq_length: Tokens of a whole sample, which convert samples to tokens.
+            global_batch: Full global batch size, used to convert iterations to samples.
+            seq_length: Tokens of a whole sample, used to convert samples to tokens.
         """
         run = _samples(training.train_iters, training.train_samples, global_batch)
         in_tokens = schedule.in_tokens(training)

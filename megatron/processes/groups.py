@@ -58,7 +58,7 @@ def process_group(
 
     Raises:
         ConfigError: The device of some process does not meet the requirements of the run.
-        HangError: The processes did not all connect in time, or one ended meanwhile.
+        HangError: The processes did not all connect in time, or one ended in the meantime.
         SystemExit: A process failed and has printed the reason.
     """
     if launch.world_size == 1:

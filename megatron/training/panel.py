@@ -158,7 +158,7 @@ def size_rows(
     if lengths is not None:
         growth = [("curriculum", f"{lengths.describe()}; the rest of a sample is not read")]
     causal = {layer.mixer.causal for layer in plan.layers if layer.mixer is not None}
-    attention = "causal attention counted half" if True in causal else "attention counted whole"
+    attention = "half of causal attention counted" if True in causal else "all of attention counted"
     attention = "the decoder's " * (len(causal) > 1) + attention
     parameters, active = count_parameters(plan), count_active_parameters(plan)
     used = f", of which a token uses {active:,}" if active < parameters else ""

@@ -362,7 +362,7 @@ def reduce_losses(
 
 
 def router_losses(run: Run, micro_batches: int) -> Tensor:
-    """Return this rank's part of the losses of the expert routers, and forget the losses.
+    """Return this rank's part of the losses of the expert routers, and reset the losses.
 
     The parts of all ranks add up to means over micro-batches: fp32, all losses of the first mixture
     layer in the order of `ExpertOptions.auxiliary_losses`, then those of the second, and so on.

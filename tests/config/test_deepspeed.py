@@ -625,7 +625,7 @@ def test_ulysses() -> None:
         ("--remote-device cpu", "--remote-device cpu: weights are never offloaded: use "),
         ("--profile pt", "--profile pt is gone (last seen Megatron-DeepSpeed): use --profile "),
         ("--deepscale", "--deepscale: DeepSpeed has dropped this name: use "),
-        ("--deepspeed ds.json", "'ds.json' belongs to no flag: drop it"),
+        ("--deepspeed ds.json", "'ds.json' does not belong to a flag: drop it"),
         (
             "--pipeline-model-parallel-size 2 --no-pipeline-parallel",
             "--pipeline-model-parallel-size 2 and --no-pipeline-parallel contradict each other",

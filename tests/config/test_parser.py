@@ -73,7 +73,7 @@ def test_lists() -> None:
             "--optimizer adan",
             "--optimizer adan: expected one of adam, sgd, muon, got 'adan': did you mean adam?",
         ),
-        ("--seed 1 2", "'2' belongs to no flag (--seed takes one value): drop it"),
+        ("--seed 1 2", "'2' does not belong to a flag (--seed takes one value): drop it"),
         ("--nm-workers 4", "unknown flag --nm-workers: did you mean --num-workers?"),
         ("--batch-sise 4", "unknown flag --batch-sise: did you mean --batch-size?"),
         ("--qqq", "unknown flag --qqq: --help-all lists all flags"),

@@ -301,7 +301,7 @@ if "activation" in output:
             monkeypatch.setattr(building, "BUILD_LIMIT", 0.2)
 
     with pytest.raises(
-        BuildError, match=r"did not produce .*activation.bin.* in 0.2 s: see why it hangs"
+        BuildError, match=r"did not produce .*activation.bin.* in 0.2 s: find out why it hangs"
     ):
         building.build("sm_90a", tmp_path / "cache", say, pytest.fail)
     assert re.search(r"still compiling after \d+ s, \d+ file\(s\) to go; .* after 240 s", said[1])
