@@ -71,7 +71,7 @@ class Driver:
         self.launch.restype = ctypes.c_int
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._shared: dict[tuple[int, int], int] = {}
-        # Otherwise, of two threads, the one with the lower number could win.
+        # Without this lock, the smaller of two threads' sizes could win.
         self._asking = threading.Lock()
         for name in ("cuLibraryLoadData", "cuLibraryGetKernel"):
             getattr(loaded, name).restype = ctypes.c_int

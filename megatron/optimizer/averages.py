@@ -2,9 +2,9 @@
 
 Averaged weights are often better than the latest ones, especially while the learning rate is high.
 
-- An exponential moving average (EMA) moves toward the weights in each update. For the first 1 / (1
-  - decay) updates it is the plain mean of the updated weights, so that the initial weights have no
-  influence.
+- An exponential moving average (EMA) moves toward the weights in each update. For the first
+  1 / (1 - decay) updates it is the plain mean of the updated weights, so that the initial weights
+  have no influence.
 - The latest weight average (LAWA; Kaddour, "Stop wasting my time!", 2022) is the mean of a few
   snapshots, taken at regular intervals.
 """

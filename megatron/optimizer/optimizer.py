@@ -48,7 +48,7 @@ _CURVES = {
 }  # Megatron-DeepSpeed's names
 GROWTH = 2.0  # factor by which the loss scale changes
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
-# Numbers that make their rounding independent.
+# Numbers that make the rounding of these states independent.
 _SALTS = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3}
 
 

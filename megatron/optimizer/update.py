@@ -62,8 +62,8 @@ class UpdateTensors:
         weights: Weights in fp32, or packed.
         copies: 16-bit copies of the weights, written with each update; `None` where there is none.
         gradients: Gradients in fp32 or 16 bits. An update may change them.
-        state: State tensors by name, in the weights' shapes, zero at the start. They are in fp32.
-            They may be packed only for a rule with flags such as --exp-avg-dtype.
+        state: State tensors by name, in the weights' shapes, zero at the start. They are in fp32,
+            or may be packed for a rule with flags such as --exp-avg-dtype.
         places: The places of the parameters, for a rule with `joins_rows`; otherwise empty.
     """
 

@@ -345,7 +345,7 @@ class Fp8Products(Products):
             return lambda: both
         rows = x.flatten(0, -2).contiguous()
         part = self._one(rows, "input", communication, records=records)
-        # Gloo does not support fp8.
+        # gloo does not support fp8.
         values = communication.start_gather(part.values.view(torch.uint8))
         scales = communication.start_gather(part.inverse) if self._form.by_row else None
 

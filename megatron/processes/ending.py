@@ -33,7 +33,7 @@ _PATIENCE = 3  # pressing Ctrl-C this many times ends the process at once
 
 def report(error: Exception, launch: Launch) -> None:
     """Print a user's mistake with its remedy, and any other exception with its traceback."""
-    # The error is the same on all ranks.
+    # These errors are the same on all ranks.
     alike = isinstance(error, ConfigError | NumericsError | CrashLoopError)
     where = "" if alike or launch.world_size == 1 else f"[rank {launch.rank}] "
     if isinstance(error, ConfigError):

@@ -234,7 +234,7 @@ def look_at(curve: RateCurve) -> Finding:
     # Neighboring losses differ more by noise than by trend: half the mean square of their
     # differences is the variance of the noise.
     noise = math.sqrt(sum(d * d for d in differences) / (2 * len(differences)))
-    # The number of losses that values at the ends average.
+    # A value at an end is the average of only reach + 1 losses.
     clear = _CLEAR * noise / math.sqrt(reach + 1)
     place = min(range(finite), key=smooth.__getitem__)
     fall = smooth[0] - smooth[place]

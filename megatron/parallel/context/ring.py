@@ -164,7 +164,7 @@ def documents_of(
     for step in plan:
         query_ends, key_ends = chosen(step.queries)[axis.rank], chosen(step.keys)[step.source]
         has_keys = None
-        # Otherwise every query has its own key.
+        # In the block of a rank's own keys, every query has its own key.
         if (step.source, step.queries) != (axis.rank, step.keys):
             queries = step.queries.stop - step.queries.start
             number = number_segments(query_ends, (samples, queries))
