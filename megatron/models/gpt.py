@@ -202,7 +202,7 @@ class GPTModel(Network):
 def _may_join_samples(plan: ModelPlan, context: BuildContext, part: ModelPart) -> bool:
     """Return whether a batch of samples with documents may run as one row.
 
-    Every layer must treat a token the same wherever it is in the batch, apart from its document.
+    Every layer must treat a token in the same way wherever its document is in the batch.
     """
     return (
         part.embedding

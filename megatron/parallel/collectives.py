@@ -320,13 +320,13 @@ class Pending:
         return self.result
 
     def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what a function makes of the result."""
+        """Return the value of a function of the result."""
         return read(self.wait())
 
 
 @dataclass(frozen=True)
 class LentRows:
-    """Rows in an exchange's memory, which belongs to the exchange again once they are read.
+    """Rows in an exchange's memory, which the exchange may reuse once they have been read.
 
     Attributes:
         use: The use of the exchange, whose messages have been sent.
@@ -339,7 +339,7 @@ class LentRows:
     axis: Axis
 
     def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what a function makes of all ranks' rows, joined along dimension 0."""
+        """Return the value of a function of all ranks' rows, joined along dimension 0."""
         self.use.computing()
         for step in range(1, self.axis.size):
             self.use.receive(step)

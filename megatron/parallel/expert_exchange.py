@@ -111,7 +111,7 @@ class ExpertExchange:
         experts: Total number of experts.
         chosen: Number of experts of a token.
         library: Compiled kernels; `None` means PyTorch's operations.
-        exchange: The exchange that sends rows if all processes have equally many; `None` runs
+        exchange: The exchange that sends rows if all processes have the same number; `None` runs
             collectives.
 
     Attributes:

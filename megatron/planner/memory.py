@@ -152,8 +152,8 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
 def largest_expert_message(config: RunConfig, plan: ModelPlan, layout: Layout) -> int:
     """Return the size in bytes of the largest message between ranks that divide experts.
 
-    A message holds the hidden states of all tokens of a rank, if it sends all to all others; 0 if
-    it sends only those that need the others' experts, or halves micro-batches.
+    If every rank sends all its tokens to all others, a message holds their hidden states. The size
+    is 0 if ranks send only the tokens that need the others' experts, or halve micro-batches.
 
     Args:
         config: The run's configuration.

@@ -299,8 +299,8 @@ def new_expert_exchange(
 ) -> Exchange | None:
     """Return the exchange that takes tokens to experts and back between the GPUs of a machine.
 
-    Collective over the expert ranks. `None` means collectives, which CPUs and GPUs of several
-    machines need, and GPUs that cannot map each other's memory.
+    Collective over the expert ranks. `None` means collectives, which are used on CPUs, on several
+    machines, and by GPUs that cannot map each other's memory.
 
     Args:
         config: The run's configuration.
