@@ -111,7 +111,7 @@ class Yarn(NamedTuple):
         fast: Number of turns within the trained context from which a frequency is kept.
         slow: Number of turns up to which a frequency is divided by the whole factor.
         rounds: Whether these limits are rounded to whole planes.
-        concentration: Factor applied to cosines and sines, and so to queries and keys.
+        concentration: Factor applied to cosines and sines, and therefore to queries and keys.
     """
 
     factor: float
@@ -151,7 +151,7 @@ class LongRope(NamedTuple):
             divisors at all positions, longer ones the long divisors.
         short: The short divisors, [r/2].
         long: The long divisors, [r/2].
-        concentration: Factor applied to cosines and sines, and so to queries and keys.
+        concentration: Factor applied to cosines and sines, and therefore to queries and keys.
     """
 
     original: int

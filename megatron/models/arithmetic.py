@@ -210,7 +210,8 @@ def flops_per_token(
         seq_length: Tokens of a sequence, or of the encoder's sequence.
         decoder_seq_length: Tokens of the decoder's sequence, if there is one.
         trains_adapters: Whether only adapters are trained. Frozen weights need no gradients, so
-            their operations count two thirds. The adapters' own operations are not counted.
+            only two thirds of their operations are counted. The adapters' own operations are not
+            counted.
     """
     last, ahead = decoder_seq_length or seq_length, multi_token_plan(plan)
     products, scores = sum(kind.flops(head, last) for kind, head in heads_of(plan)), 0

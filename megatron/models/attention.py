@@ -72,7 +72,7 @@ class KeyValueCache(Protocol):
 
         Args:
             query: [s, 1, n/t, d].
-            latent: What keys and values are computed from, [s, 1, w].
+            latent: The vectors from which keys and values are computed, [s, 1, w].
             heads: How they are computed.
             options: The layer number, the scale of the scores, and how they become weights.
 

@@ -151,7 +151,7 @@ class GPTModel(Network):
         Args:
             depth: The depth, from 0.
             tokens: [1, s], the tokens that the depth reads at the cache's positions.
-            hidden: [s, 1, h], the normalized hidden states of the depth before.
+            hidden: [s, 1, h], the normalized hidden states of the previous depth.
             cache: The depth's keys and values of earlier tokens.
         """
         assert self.mtp is not None, "the model predicts one token"

@@ -198,7 +198,7 @@ class LatentAttention(nn.Module):
         """Return this rank's keys and values [s, b, n/t, d].
 
         Args:
-            latent: [s, b, rank], or this rank's part of them with sequence parallelism.
+            latent: [s, b, rank], or this rank's part with sequence parallelism.
             shared: The rotary keys of all tokens, [s, b, 1, turning].
         """
         both = self.latent_up(latent).unflatten(2, (-1, self.plan.still + self.plan.value_size))

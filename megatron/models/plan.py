@@ -167,8 +167,8 @@ class AttentionPlan(MixerPlan):
         rotary: Rotary positions of queries and keys; `None` for none.
         window: Number of earlier tokens that a token attends to; `None` for all.
         softcap: Bound of the scores; `None` for none.
-        softmax: "vanilla", or with an additional logit for each head that has no value: zero
-            ("off-by-one") or "learnable".
+        softmax: "vanilla"; or "off-by-one" or "learnable", which add a logit without a value for
+            each head, zero or learned.
         alibi: Factor of the slopes by which scores fall with the distance (ALiBi); `None` for no
             such biases.
     """

@@ -70,8 +70,8 @@ class Linear(nn.Module):
         projections: The projections that make up the output, if there are several.
 
     Attributes:
-        adapter: One adapter, or a stack of adapters of which each token uses one, that adds to the
-            frozen weight's output; `None` for none.
+        adapter: An adapter that adds to the frozen weight's output, or a stack of adapters of which
+            each token uses one; `None` for none.
     """
 
     def __init__(

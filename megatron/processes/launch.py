@@ -59,7 +59,8 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
     """Read the variables of torchrun, `deepspeed` or mpirun. Without any, the world size is 1.
 
     Args:
-        use_mpi: Whether to read mpirun's variables instead of those of the others (`--use-mpi`).
+        use_mpi: Whether to read mpirun's variables instead of those of the other launchers
+            (`--use-mpi`).
 
     Raises:
         ConfigError: A variable is not a number, the rank is outside the world, mpirun's variables

@@ -164,8 +164,9 @@ def shard_state(
     Args:
         named_parameters: The parameters.
         gradients: The gradient buffers, which hold the shards.
-        is_copy: Return the shards in the number format of the forward pass, as checkpoints hold
-            them (copies if that format has 16 bits), instead of the fp32 shards themselves.
+        is_copy: Whether to return the shards in the number format of the forward pass, as
+            checkpoints hold them (copies if that format has 16 bits), instead of the fp32 shards
+            themselves.
     """
     return {
         f"model.{name}": _entries(
@@ -194,7 +195,7 @@ def optimizer_state(
 
     Args:
         run: The run.
-        copies: Include tied parameters whose original is on another stage.
+        copies: Whether to include tied parameters whose original is on another stage.
         named: The optimizer's `named_tensors`, if the caller needs the same tensors.
     """
     named = run.optimizer.named_tensors() if named is None else named
@@ -211,7 +212,7 @@ def _average_state(run: Run, sets: Mapping[str, Sequence[Tensor]], *, copies: bo
     Args:
         run: The run.
         sets: The tensors by name prefix (`WeightAverage.sets`).
-        copies: Include tied parameters whose original is on another stage.
+        copies: Whether to include tied parameters whose original is on another stage.
     """
     return {
         name: _entries(tensor, parameter, run.gradients.owned(parameter))

@@ -113,7 +113,7 @@ class BlockForward(Protocol):
             dropout: The dropout probability of attention weights.
             documents: The documents within which queries attend; `None` means one document per
                 sample.
-            rules: What else determines the scores; `None` means only the usual factor.
+            rules: Additional rules for the scores; `None` means only the usual factor.
 
         Returns:
             The result [b, n, q, d], the log-sum-exp of the scaled scores, fp32 [b, n, q], and the
