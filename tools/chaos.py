@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
@@ -50,6 +50,7 @@ from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError, ConfigError
 
 MARK = "MEGATRON_CHAOS"
+_FORK_SERVER = b"multiprocessing.forkserver"
 _PAUSE = 2.0  # seconds
 _LEAVE = 60.0  # seconds within which the ranks end after their launcher
 _FULL_BYTES = 4096
@@ -112,6 +113,20 @@ class Plan:
     starts: int = 1000
 
 
+class Member(NamedTuple):
+    """A process of a job.
+
+    Attributes:
+        parent: Its parent.
+        has_rank: Whether a launcher started it with a rank.
+        is_forked: Whether it is the server from which our launcher forks ranks, or such a fork.
+    """
+
+    parent: int
+    has_rank: bool
+    is_forked: bool
+
+
 class Job:
     """One start of the command, and all processes that it starts."""
 
@@ -127,8 +142,8 @@ class Job:
                 start_new_session=True,
             )
 
-    def processes(self) -> dict[int, tuple[int, bool]]:
-        """Return the parent of each living process, and whether a launcher gave it a rank."""
+    def processes(self) -> dict[int, Member]:
+        """Return the living processes by their ids."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -136,16 +151,25 @@ class Job:
                 state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
                 if f"{MARK}={self._mark}".encode() in variables and state != "Z":
                     has_rank = any(one.startswith(b"RANK=") for one in variables)
-                    found[int(folder.name)] = (int(parent), has_rank)
+                    is_forked = _FORK_SERVER in (folder / "cmdline").read_bytes()
+                    found[int(folder.name)] = Member(int(parent), has_rank, is_forked)
         return found
 
     def ranks(self) -> list[int]:
         """Return the processes that train. Those that load data are their children."""
-        processes = self.processes()
-        ranks = {pid for pid, (_, has_rank) in processes.items() if has_rank}
-        if not ranks:  # without a launcher
-            return [self.process.pid] if self.process.pid in processes else []
-        return sorted(pid for pid in ranks if processes[pid][0] not in ranks)
+        members = self.processes()
+        servers = {
+            pid
+            for pid, one in members.items()
+            if one.is_forked and not (one.parent in members and members[one.parent].is_forked)
+        }
+        with_rank = {
+            pid for pid, one in members.items() if one.has_rank or one.parent in servers
+        } - servers
+        if not with_rank:  # without a launcher
+            is_alone = self.process.pid in members and not servers
+            return [self.process.pid] if is_alone else []
+        return sorted(pid for pid in with_rank if members[pid].parent not in with_rank)
 
     def end(self) -> tuple[int, int]:
         """Wait for the launcher and its processes. Return its code and the number still running."""

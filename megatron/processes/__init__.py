@@ -1,6 +1,7 @@
 """The processes of a job: how they start, connect to each other and end.
 
     torchrun  the launcher: torchrun with the exit code of the run
+    warm      ranks that start from a process with the script's modules
     launch    the rank of this process, from the launcher's variables
     process   runs one process from its start to its exit code, with its device and layout
     groups    process groups, formed once every device meets the requirements of the run

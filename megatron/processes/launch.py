@@ -9,7 +9,8 @@ import signal
 import socket
 import struct
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from megatron.errors import ConfigError
 RANK_ENV = "RANK"
 WORLD_SIZE_ENV = "WORLD_SIZE"
 _END_SIGNAL_ENV = "MEGATRON_LAUNCHER_SIGNAL"  # the signal on which our launcher stops restarting
+_LAUNCHER_ENV = "MEGATRON_LAUNCHER_PID"
+SAVED = signal.SIGUSR1  # tells our launcher that the run has saved because of a signal
+_SEARCHED_ENV = "PYTHONPATH"  # where Python looks for modules
 _SLURM_TASK_ENV = "SLURM_PROCID"
 _GET_ADDRESS = 0x8915  # ioctl SIOCGIFADDR
 
@@ -34,6 +38,8 @@ class Launch:
         local_world_size: The number of processes on this machine.
         restart_count: How many times torchrun has restarted the processes of this machine.
         is_restart: Whether torchrun or SLURM, not a person, has restarted the run.
+        store_stays: Whether the store lasts until all processes have ended, because a launcher on
+            the only machine holds it.
     """
 
     rank: int = 0
@@ -42,6 +48,7 @@ class Launch:
     local_world_size: int = 1
     restart_count: int = 0
     is_restart: bool = False
+    store_stays: bool = False
 
     @property
     def machine(self) -> range:
@@ -89,7 +96,8 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
             f"at least 0 and less than that: set both, as {launcher} does, or neither"
         )
     is_restart = restarts > 0 or whole_number("SLURM_RESTART_COUNT", 0) > 0
-    return Launch(rank, size, local_rank, local_size, restarts, is_restart)
+    store_stays = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and local_size == size
+    return Launch(rank, size, local_rank, local_size, restarts, is_restart, store_stays)
 
 
 def is_launched() -> bool:
@@ -160,9 +168,33 @@ def leave_message(text: str) -> None:
             Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
-def name_end_signal(number: signal.Signals) -> None:
-    """Tell the ranks which signal makes this launcher end without restarting them."""
+def name_launcher(number: signal.Signals) -> None:
+    """Tell the ranks which process launched them, and which signal ends it without a restart."""
     os.environ[_END_SIGNAL_ENV] = str(number.value)
+    os.environ[_LAUNCHER_ENV] = str(os.getpid())
+
+
+@contextmanager
+def searching(folders: Sequence[str]) -> Iterator[None]:
+    """Let Python processes that are started in this block also look for modules in `folders`."""
+    before = os.environ.get(_SEARCHED_ENV)
+    os.environ[_SEARCHED_ENV] = os.pathsep.join([*folders, *filter(None, [before])])
+    try:
+        yield
+    finally:
+        restore_search(before)
+
+
+def restore_search(folders: str | None) -> None:
+    """Let Python processes look for modules in these folders again; `None` if none are set."""
+    os.environ.pop(_SEARCHED_ENV, None)
+    if folders is not None:
+        os.environ[_SEARCHED_ENV] = folders
+
+
+def searched() -> str | None:
+    """Return the folders in which the user lets Python look for modules."""
+    return os.environ.get(_SEARCHED_ENV)
 
 
 def end_launcher(launch: Launch) -> None:
@@ -171,11 +203,27 @@ def end_launcher(launch: Launch) -> None:
     torchrun has no exit code that means this, but a signal ends it. torchrun forwards the signal,
     so every process first ignores it. Our own launcher exits with the code of `CrashLoopError`.
     """
-    is_restarted = launch.restart_count < whole_number("TORCHELASTIC_MAX_RESTARTS", 0)
     number = whole_number(_END_SIGNAL_ENV, signal.SIGHUP)
     signal.signal(number, signal.SIG_IGN)
-    if is_restarted and launch.local_rank == 0:
-        os.kill(os.getppid(), number)
+    if _is_restarted(launch) and launch.local_rank == 0:
+        os.kill(whole_number(_LAUNCHER_ENV, os.getppid()), number)
+
+
+def tell_saved(launch: Launch) -> None:
+    """Tell our launcher that this run has saved because of a signal and is about to end.
+
+    If the launcher had passed the signal on, it ends too. Otherwise it restarts the processes of
+    this machine.
+    """
+    launcher = whole_number(_LAUNCHER_ENV, 0)
+    if launcher and _is_restarted(launch):
+        signal.signal(SAVED, signal.SIG_IGN)  # the launcher ends the other processes with it
+        if launch.local_rank == 0:
+            os.kill(launcher, SAVED)
+
+
+def _is_restarted(launch: Launch) -> bool:
+    return launch.restart_count < whole_number("TORCHELASTIC_MAX_RESTARTS", 0)
 
 
 def placed(launch: Launch, local_rank: int | None) -> Launch:

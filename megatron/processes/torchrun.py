@@ -2,23 +2,28 @@
 
     python -m megatron.processes.torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
-takes torchrun's flags. torchrun itself exits with 1 whatever happened, so a scheduler cannot tell a
+takes torchrun's flags. With --max-restarts, ranks restart without importing their modules again
+(`warm`). torchrun itself exits with 1 whatever happened, so a scheduler cannot tell a
 run that saved and wants to continue (3) from one with a wrong flag (9). On SIGTERM it also kills
 the ranks after 30 seconds, which is too short for a large checkpoint. Here SIGTERM goes to the
 ranks, which save and exit together, and the scheduler's own limit decides how long that may take.
+They are not restarted then, whatever --max-restarts says.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 
 from megatron.errors import EXIT_SAVED_ON_SIGNAL, CrashLoopError, say_on_stderr
-from megatron.processes.launch import name_end_signal, name_ranks
+from megatron.processes.launch import SAVED, name_launcher, name_ranks
+from megatron.processes.warm import ranks, start_warm
 
 _HELP = """usage: python -m megatron.processes.torchrun [flags of torchrun] FILE.py [its flags]
 
@@ -40,15 +45,24 @@ def main(words: Sequence[str] | None = None) -> int:
     if given[:1] in (["-h"], ["--help"]):  # torchrun's own imports torch
         print(_HELP)
         return 0
-    signal.signal(signal.SIGTERM, _pass_on)
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, partial(_pass_on, asked))
     name_ranks()
-    name_end_signal(signal.SIGUSR2)
+    name_launcher(signal.SIGUSR2)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    def end_if_asked(number: int, frame: object) -> None:
+        if asked.is_set():
+            raise SignalException(f"the run saved, {SAVED.name}", SAVED)
+
+    signal.signal(SAVED, end_if_asked)
+    arguments = run.parse_args(["--signals-to-handle", _SIGNALS, *given])
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_without_traceback)
+    start_warm(arguments)
     try:
-        run.main(["--signals-to-handle", _SIGNALS, *given])
+        run.run(arguments)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         if failure.exitcode != EXIT_SAVED_ON_SIGNAL:
@@ -57,22 +71,27 @@ def main(words: Sequence[str] | None = None) -> int:
     except SignalException as error:  # the ranks have already reported it
         if error.sigval == signal.SIGUSR2:  # `end_launcher`
             return CrashLoopError.exit_code
+        if error.sigval == SAVED:
+            return EXIT_SAVED_ON_SIGNAL
         return 128 + error.sigval
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one must not change the exit code
     return 0
 
 
-def _pass_on(number: int, frame: object) -> None:
-    """Pass a signal on to the ranks, or exit if none has been started."""
-    ranks = [
-        int(rank)
-        for children in Path("/proc/self/task").glob("*/children")
-        for rank in children.read_text().split()
-    ]
-    if not ranks:
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Drop the position in torchrun's own code from its report that a rank has ended."""
+    record.exc_info = None
+    return True
+
+
+def _pass_on(asked: threading.Event, number: int, frame: object) -> None:
+    """Pass a signal on to the ranks and note that, or exit if none has been started."""
+    asked.set()
+    started = ranks()
+    if not started:
         sys.exit(128 + number)
-    for rank in ranks:
+    for rank in started:
         with suppress(ProcessLookupError):
             os.kill(rank, number)
 

@@ -349,13 +349,14 @@ class Watchdog:
         return (self._verdict, self._has_won) if self._verdict is not None else (own, True)
 
     def let_others_hear(self) -> None:
-        """Delay the exit of rank 0, because the store may end with it or with its launcher."""
-        if self._rank == 0 and not self._is_mute:
+        """Delay the exit of rank 0 if the store may end with it or with its launcher."""
+        if self._rank == 0 and not self._is_mute and not self._launch.store_stays:
             time.sleep(_LINGER)
 
     def _talk(self) -> None:
         """Exchange states and verdicts. No other thread uses the store, which may never answer."""
         try:
+            self._store.set(f"process/{self._rank}", f"{os.getpid()} {_process_namespace()}")
             while not self._stopped.is_set():
                 self._publish()
                 if not self._knows():
@@ -414,17 +415,33 @@ class Watchdog:
     def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
         """Return the state of every rank, and the ranks that no longer publish theirs.
 
-        This takes a few seconds, or less once there is a verdict, because the process that reached
-        it soon exits.
+        This takes a few seconds. It takes less once there is a verdict, because the process that
+        reached it soon exits, and if a process on this machine has ended.
         """
         before, ends = self._states(), time.monotonic() + _SILENCE
+        ended = frozenset[int]()
         while time.monotonic() < ends and not self._knows():
             self._publish()  # another rank may be surveying too
             time.sleep(BEAT / 4)
+            seen, ended = ended, self._ended_here()
+            if ended and ended == seen:  # several may end within a moment
+                break
         states = self._states()
-        silent = frozenset(rank for rank, state in states.items() if state == before[rank])
+        silent = ended or frozenset(rank for rank, state in states.items() if state == before[rank])
         # A live rank's beat changes.
         return states | {self._rank: self._state()}, silent - {self._rank}
+
+    def _ended_here(self) -> frozenset[int]:
+        """Return the other ranks on this machine whose processes have ended."""
+        ended = []
+        for rank in self._launch.machine:
+            key = f"process/{rank}"
+            if rank == self._rank or not self._store.check([key]):
+                continue
+            pid, _, namespace = self._store.get(key).decode().partition(" ")
+            if namespace == _process_namespace() and not _is_alive(int(pid)):
+                ended.append(rank)
+        return frozenset(ended)
 
     def _states(self) -> dict[int, State | None]:
         keys = {rank: f"state/{rank}" for rank in range(self._launch.world_size)}
@@ -531,6 +548,21 @@ class Watchdog:
             writer.join(timeout=BEAT)
         finally:  # even if no thread can be started
             os._exit(code)
+
+
+def _process_namespace() -> str:
+    """Return what distinguishes this process's ids from those inside other containers."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether a process of this machine has not ended, even if nobody has waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def source_of(frame: FrameType | None) -> str:

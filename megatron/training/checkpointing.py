@@ -508,7 +508,7 @@ def _continue_updates(run: Run, reader: Reader) -> None:
         run.spikes.load_state(reader.meta["spikes"])
 
 
-def rewind_run(run: Run, root: Path, iteration: int) -> int:
+def rewind_run(run: Run, found: Reader) -> int:
     """Restore the weights and the optimizer from a checkpoint in the middle of training.
 
     The iterations since then count as skipped: the run continues with the next samples, and its
@@ -516,18 +516,14 @@ def rewind_run(run: Run, root: Path, iteration: int) -> int:
 
     Args:
         run: The run.
-        root: The folder of checkpoints.
-        iteration: The iteration of a checkpoint that this run has saved or has continued.
+        found: A checkpoint that this run has saved or has continued.
 
     Returns:
         The number of samples that were read since the checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or gone.
+        CheckpointError: The checkpoint does not fit the run.
     """
-    trust = run.config.checkpoint.allow_foreign_checkpoints
-    found = open_root(root, step=iteration, layout=run.layout, allow_foreign=trust)
-    assert found is not None, f"{root} holds the checkpoint of iteration {iteration}"
     entries = entries_held(found, run.tokenizer.vocab_size)
     reader = PaddedReader(found, rows=run.plan.embedding.vocabulary, entries=entries)
     run.optimizer.wait_for_weights()

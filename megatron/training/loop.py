@@ -43,7 +43,9 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
         callbacks.append(Profile())
     checkpoints = Checkpoints(scalars) if config.checkpoint.save else None
-    callbacks += [SkippedUpdates(scalars, checkpoints), Goodput(), scalars]
+    fast = config.checkpoint.non_persistent_save_interval is not None
+    often = NonPersistentCheckpoints(scalars) if fast else None
+    callbacks += [SkippedUpdates(scalars, checkpoints, often), Goodput(), scalars]
     if config.training.check_weight_hash_across_dp_replicas_interval:
         callbacks.append(ReplicaHashes())
     if config.data.skip_bad_lines:
@@ -61,8 +63,8 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
         callbacks.append(PipelineBubble(run.operation_clock, writers))
     if checkpoints is not None:
         callbacks.append(checkpoints)
-    if config.checkpoint.non_persistent_save_interval is not None:
-        callbacks.append(NonPersistentCheckpoints(scalars))
+    if often is not None:
+        callbacks.append(often)
     if config.evaluation.eval_iters:
         callbacks.append(Evaluation(scalars))
     if config.finetuning.sample_prompts is not None:

@@ -19,12 +19,18 @@ from megatron.config.yaml_file import dump
 from megatron.data.loader import lost_workers
 from megatron.device import Device
 from megatron.durable import replace_file, writing_to
-from megatron.errors import EXIT_OK, CrashLoopError, StorageError, shortage_errors
+from megatron.errors import (
+    EXIT_OK,
+    EXIT_SAVED_ON_SIGNAL,
+    CrashLoopError,
+    StorageError,
+    shortage_errors,
+)
 from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.processes.crashes import CrashLog
-from megatron.processes.launch import Launch, end_launcher
+from megatron.processes.launch import Launch, end_launcher, tell_saved
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.build import build_run
@@ -179,7 +185,10 @@ def pretrain(
         at_end.callback(run.forward.release)
         _warn_of_newer(run)
         extras.begin(run)
-        return _train_and_evaluate(run, started, extras, writers)
+        code = _train_and_evaluate(run, started, extras, writers)
+        if code == EXIT_SAVED_ON_SIGNAL:
+            tell_saved(launch)
+        return code
 
 
 def _end_crash_loop(

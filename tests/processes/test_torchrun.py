@@ -35,9 +35,10 @@ while True:
 """
 
 
-def _start(folder: Path, code: int, count: int) -> subprocess.Popen[str]:
+def _start(folder: Path, code: int, count: int, *flags: str) -> subprocess.Popen[str]:
     (folder / "rank.py").write_text(_RANK)
-    words = ["--standalone", "--nproc-per-node", str(count), str(folder / "rank.py"), str(folder)]
+    words = ["--standalone", "--nproc-per-node", str(count), *flags]
+    words += [str(folder / "rank.py"), str(folder)]
     # torchrun would kill the ranks one second after a signal, before they have saved.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
     return subprocess.Popen(
@@ -48,14 +49,16 @@ def _start(folder: Path, code: int, count: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (9, 9), (-signal.SIGKILL, 137)])
 def test_the_launcher_ends_with_the_code_of_the_run(
-    code: int, expected: int, tmp_path: Path
+    code: int, expected: int, restarts: int, tmp_path: Path
 ) -> None:
-    process = _start(tmp_path, code, 1)
+    process = _start(tmp_path, code, 1, "--max-restarts", str(restarts))
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == expected
-    assert ("rank.py FAILED" in errors) == (code != 0)
+    assert process.returncode == expected, errors
+    assert (" FAILED" in errors) == (code != 0)
+    assert "Traceback" not in errors
 
 
 def test_ranks_save_on_sigterm_for_as_long_as_they_need(tmp_path: Path) -> None:
@@ -76,3 +79,85 @@ def test_ctrl_c_ends_the_launcher_without_a_traceback(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGINT
     assert "SignalException" not in errors
     assert "torch/distributed/run.py" not in errors
+
+
+_RESTARTED = """
+import os, sys
+from pathlib import Path
+
+import imported_once
+
+folder = Path(sys.argv[1])
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+told = [__name__, sys.argv[2:], sys.path[0], os.environ.get("PYTHONPATH"), imported_once.threads]
+(folder / f"attempt{attempt}.{os.environ['RANK']}").write_text(repr(told))
+print("attempt", attempt)
+if attempt == "0":
+    os._exit(7)
+"""
+_IMPORTED = """
+import os
+from pathlib import Path
+
+threads = len(os.listdir("/proc/self/task"))
+with Path(__file__).with_name("imports").open("a") as file:
+    file.write("once ")
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_a_restarted_rank_imports_nothing_again(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "restarted.py").write_text(_RESTARTED)
+    (tmp_path / "imported_once.py").write_text(_IMPORTED)
+    named = [str(tmp_path / "restarted.py")] if kind == "script" else ["-m", "restarted"]
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2", *named]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.processes.torchrun", *words, str(tmp_path), "--a", "b"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    files = list(tmp_path.glob("attempt1.?"))
+    assert len(files) == 2
+    assert {path.read_text() for path in files} == {
+        repr(["__main__", ["--a", "b"], str(tmp_path), str(ROOT), 1])
+    }
+    assert (tmp_path / "imports").read_text() == "once "
+    assert done.stdout.count("attempt 1") == 2
+
+
+def test_forked_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(
+        "import os, sys, time\n"
+        "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').write(str(os.getpid()))\n"
+        "time.sleep(1000 * int(os.environ['RANK']))\n"
+    )
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "megatron.processes.torchrun",
+            *words,
+            tmp_path / "rank.py",
+            tmp_path,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    files = [tmp_path / "0", tmp_path / "1"]
+    until(lambda: all(file.exists() and file.read_text() for file in files), 60.0)
+    done, sleeping = (int(file.read_text()) for file in files)
+    until(lambda: Path(f"/proc/{done}/task").exists() and _threads(done) > 1, 60.0)  # it is done
+    process.kill()
+    process.wait()
+    until(lambda: not Path(f"/proc/{done}").exists(), 10.0)
+    os.kill(sleeping, signal.SIGKILL)
+
+
+def _threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))

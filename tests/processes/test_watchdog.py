@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import linecache
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process
 from megatron.processes.watchdog import Watchdog
 from tests.config.command import parse
+from tests.reliability.processes import until
 from tests.reliability.scoreboard.commands import Command, Ended
 
 
@@ -84,6 +86,29 @@ def test_the_silent_rank_is_named_while_the_store_answers() -> None:
     assert is_own
     assert verdict.reason == "gone: [1]"
     dog.stop()
+
+
+def test_a_process_of_this_machine_that_has_ended_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "_SILENCE", 60.0)
+    store = dist.HashStore()
+    ended = subprocess.Popen(["true"])
+    until(lambda: Path(f"/proc/{ended.pid}/stat").read_text().split()[2] == "Z", 10.0)
+    namespace = os.readlink("/proc/self/ns/pid")
+    for rank, process in ((1, f"{os.getpid()} {namespace}"), (2, f"{ended.pid} {namespace}"),
+                          (3, f"{ended.pid} of another container")):  # fmt: skip
+        store.set(f"process/{rank}", process)
+    dog = Watchdog(Launch(0, 4, 0, 4), 60.0)
+    dog.begin(Journal())
+    dog.connect(store)
+    started = time.monotonic()
+    verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", about_another=True)
+    assert is_own
+    assert verdict.reason == "gone: [2]"
+    assert time.monotonic() - started < 5.0
+    dog.stop()
+    ended.wait()
 
 
 def test_a_rank_that_surveys_the_others_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:

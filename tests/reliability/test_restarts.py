@@ -11,7 +11,7 @@ import pytest
 from megatron.processes.crashes import FILE, CrashLog
 from megatron.processes.watchdog import Verdict
 from tests.launch import run_ranks
-from tests.reliability.processes import environment, module, torchrun
+from tests.reliability.processes import environment, module, torchrun, until
 
 _LENGTH = ("--train-iters", "8", "--save-interval", "4")
 _FAST = ("--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "local")
@@ -74,6 +74,17 @@ def test_a_crash_loop_ends(launcher: str, code: int, tmp_path: Path) -> None:
     assert text.count("fault injected at") == 2
     assert text.count(f"error: {_LOOP}") == 1
     assert "--on-crash-loop skip" in text
+
+
+def test_a_run_that_its_scheduler_ends_is_not_restarted(tmp_path: Path) -> None:
+    start = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
+    words = [*start, *_flags(tmp_path, "--log-interval", "1"), "--train-iters", "100000"]
+    name = "megatron.processes.torchrun"
+    with torchrun(words, "none:0:0", tmp_path, launcher=name) as (process, output):
+        until(lambda: " iteration        2/" in output.read_text(), 60.0)
+        process.terminate()
+        assert process.wait(timeout=60) == 3, output.read_text()
+    assert output.read_text().count("exiting program at iteration") == 1
 
 
 def test_failures_are_recorded_until_a_person_starts_the_run(tmp_path: Path) -> None:

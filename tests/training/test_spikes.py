@@ -167,6 +167,37 @@ def test_a_run_goes_back_to_its_last_checkpoint(
     assert "; the 8 samples read since then are not trained on again\n" in out
 
 
+def test_a_run_goes_back_to_a_newer_checkpoint_that_is_not_durable(
+    spoil: Any, tmp_path: Path, capsys: Any
+) -> None:
+    spoil({29, 44})  # iteration 8, and 12
+    fast = tmp_path / "fast"
+    often = ["--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "local"]
+    often += ["--non-persistent-local-ckpt-dir", str(fast)]
+    save = ["--save", str(tmp_path / "save"), "--save-interval", "6"]
+
+    class Damage(Callback):
+        def after_step(self, run: Run, outcome: Any, leave: Any) -> None:
+            if run.progress.iteration == 10:  # the next spike is in 12, and 11 is damaged too
+                self.is_due = True
+            for shard in fast.glob("iter_*/*.safetensors") if self.is_due else ():
+                shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+
+        is_due = False
+
+    run = build_toy(Layout.single(), [*_ON, *save, *often, "--on-spike", "rewind"])
+    callbacks = standard_callbacks(run, [])[0]
+    train(run, [*callbacks, Damage()])
+    out, errors = capsys.readouterr()
+    assert " went back to the weights of iteration 7: iteration 8: lm loss" in out
+    assert "the non-persistent checkpoint of iteration 11 is not used" in errors
+    assert " went back to the weights of iteration 6: iteration 12: lm loss" in out
+    # Counted from 0; those since iteration 6.
+    skipped = ["--iterations-to-skip", "6", "7", "8", "9", "10", "11"]
+    expected = train_toy(Layout.single(), [*_ON, *skipped])[1]
+    assert _state(run) == _state(expected)
+
+
 def _several_rewinds(layout: Layout, folder: str) -> list[tuple[bool, int, int]]:
     cases = ["--zero-stage 3 --bf16", "--zero-stage 1 --bf16 --overlap-grad-reduce "
              "--overlap-param-gather", "--zero-stage 2"]  # fmt: skip

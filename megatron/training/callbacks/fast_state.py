@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from megatron.checkpoint.non_persistent import NonPersistentStore
+from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.store import Snapshot
 from megatron.command import say
 from megatron.errors import StorageError
@@ -30,6 +31,7 @@ class NonPersistentCheckpoints(Callback):
         """Create the callback, which opens its folders when training starts."""
         self._scalars = scalars
         self._store: NonPersistentStore | None = None
+        self._below = 0  # checkpoints up to this iteration may belong to another run's weights
         self._is_told = False
 
     def on_start(self, run: Run) -> None:
@@ -37,6 +39,16 @@ class NonPersistentCheckpoints(Callback):
         self._store = store_of(run.config, run.layout)
         assert self._store is not None
         self._store.forget_after(run.progress.iteration)
+        self._below = run.progress.iteration - (1 if run.was_resumed else 0)
+
+    def open_newest(self, above: int) -> NativeReader | None:
+        """Open the newest sound checkpoint that the run has saved or continued. Collective.
+
+        Args:
+            above: The checkpoint must be of a later iteration than this.
+        """
+        assert self._store is not None, "on_start has opened it"
+        return self._store.open_newest(above=max(above, self._below))
 
     def interrupts(self, run: Run) -> bool:
         """Return whether a save follows, which would wait for a forward pass in progress."""

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.checkpoint.loading import open_root
+from megatron.checkpoint.reader import Reader
 from megatron.command import say
 from megatron.errors import NumericsError
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.checkpoints import Checkpoints
+from megatron.training.callbacks.fast_state import NonPersistentCheckpoints
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.checkpointing import rewind_run
 from megatron.training.run import Run
@@ -48,14 +51,20 @@ class SkippedUpdates(Callback):
     With `--on-spike rewind`, it also restores the weights of the last checkpoint.
     """
 
-    def __init__(self, scalars: Scalars, checkpoints: Checkpoints | None) -> None:
+    def __init__(
+        self,
+        scalars: Scalars,
+        checkpoints: Checkpoints | None,
+        often: NonPersistentCheckpoints | None = None,
+    ) -> None:
         """Start with no skipped updates.
 
         Args:
             scalars: The callback that records events.
             checkpoints: The callback that saves, if there is one.
+            often: The callback that saves non-persistent checkpoints, if there is one.
         """
-        self._scalars, self._checkpoints = scalars, checkpoints
+        self._scalars, self._checkpoints, self._often = scalars, checkpoints, often
         self._in_a_row = 0
         self._rewinds: dict[int, int] = {}  # how many times the run went back to a checkpoint
 
@@ -87,25 +96,39 @@ class SkippedUpdates(Callback):
 
     def _rewind(self, run: Run, reason: _SkipReason) -> None:
         """Go back to the last checkpoint, or only report the skipped update if there is none."""
-        found = self._checkpoints.newest(run) if self._checkpoints is not None else None
+        found = self._newest(run)
         if found is None:
             if run.is_log_rank:
                 say(f" skipped the update: {reason.what}; there is no checkpoint yet to go back to")
             return
-        root, iteration = found
+        iteration = found.iteration
         count = self._rewinds[iteration] = self._rewinds.get(iteration, 0) + 1
         if count > reason.limit:
             raise NumericsError(
                 f"{reason.what}. The run has gone back to the checkpoint of iteration {iteration} "
                 f"{reason.limit} times ({reason.flag}): resume from an older one with --ckpt-step"
             )
-        samples = rewind_run(run, root, iteration)
+        samples = rewind_run(run, found)
         self._scalars.event(run, "rewind", f"to the weights of iteration {iteration}")
         if run.is_log_rank:
             say(
                 f" went back to the weights of iteration {iteration}: {reason.what}; the "
                 f"{samples} samples read since then are not trained on again"
             )
+
+    def _newest(self, run: Run) -> Reader | None:
+        """Open the newest checkpoint that this run has saved or continued. Collective.
+
+        Raises:
+            CheckpointError: The newest durable checkpoint is damaged or gone.
+        """
+        durable = None if self._checkpoints is None else self._checkpoints.newest(run)
+        root, iteration = durable or (None, -1)
+        newest = None if self._often is None else self._often.open_newest(above=iteration)
+        if newest is not None or root is None:
+            return newest
+        trust = run.config.checkpoint.allow_foreign_checkpoints
+        return open_root(root, step=iteration, layout=run.layout, allow_foreign=trust)
 
 
 def _reason_of(run: Run, outcome: StepOutcome) -> _SkipReason:

@@ -159,7 +159,8 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         14,
-        "the digests of half a gigabyte are verified at 1 GB/s or more, on one rank (CPU)",
+        "the digests of half a gigabyte are verified at 1 GB/s of processor time or more, on one "
+        "rank (CPU)",
         verification,
         full=10,
         quick=0,

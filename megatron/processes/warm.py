@@ -1,0 +1,145 @@
+"""Ranks that start from a process which has imported the script's modules, so that they need not.
+
+Importing PyTorch and this package takes seconds, on all cores if a machine has many ranks, and a
+restart would pay for it every time. Our launcher therefore lets Python's fork server import the
+modules once. Each rank, after a restart too, is a fork of that server and runs the script as
+`python` would. The server has no threads, groups or devices, so a fork of it is sound.
+
+torchrun runs this file in the forked process, with the script and its arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from multiprocessing import connection, forkserver, parent_process
+from pathlib import Path
+
+from megatron.environment import without_matrix_threads
+from megatron.processes.launch import restore_search, searched, searching
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_SERVER = b"multiprocessing.forkserver"  # in the command of the server and its forks
+_SCRIPT, _MODULE = "script", "module"
+
+
+def start_warm(arguments: argparse.Namespace) -> None:
+    """Change torchrun's arguments so that ranks are forks of a server, and start the server.
+
+    Nothing changes if the run is not restarted, or if it runs another program than Python's.
+
+    Args:
+        arguments: torchrun's parsed arguments.
+    """
+    if not arguments.max_restarts or arguments.no_python or arguments.run_path:
+        return
+    name, kind = arguments.training_script, _MODULE if arguments.module else _SCRIPT
+    source = _source_of(name, kind)
+    if source is None:  # torchrun's ranks say so
+        return
+    before = searched() or ""
+    without_matrix_threads()  # the server must have no threads
+    forkserver.set_forkserver_preload(_imports_of(source))
+    with searching([str(source.parent), _ROOT] if kind == _SCRIPT else [os.getcwd(), _ROOT]):
+        forkserver.ensure_running()
+    arguments.training_script_args = [kind, name, before, *arguments.training_script_args]
+    arguments.training_script, arguments.module = str(Path(__file__).resolve()), False
+    arguments.run_path, arguments.start_method = True, "forkserver"
+
+
+def ranks() -> list[int]:
+    """Return the ranks that this process, a launcher, has started and not waited for."""
+    found = []
+    for child in _children_of(os.getpid()):
+        command = _command_of(child)
+        if _SERVER in command:
+            found += _children_of(child)
+        elif b"multiprocessing.resource_tracker" not in command:
+            found.append(child)
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += [int(child) for child in path.read_text().split()]
+    return found
+
+
+def _command_of(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _source_of(name: str, kind: str) -> Path | None:
+    if kind == _SCRIPT:
+        return Path(name).resolve() if Path(name).is_file() else None
+    with suppress(ImportError, ValueError):
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None:
+            return Path(spec.origin)
+    return None
+
+
+def _imports_of(source: Path) -> list[str]:
+    """Return the modules that a file imports before it runs anything."""
+    try:
+        body = ast.parse(source.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # the ranks say so
+        return []
+    names = []
+    for node in body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
+    return names
+
+
+def _run(kind: str, name: str, folders: str, words: Sequence[str]) -> None:
+    """Run the script as `python` would, in this fork of the server.
+
+    Raises:
+        SystemExit: The script ended with another code than 0.
+    """
+    restore_search(folders or None)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.argv = [name, *words]
+    try:
+        if kind == _MODULE:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(name).resolve().parent))
+            runpy.run_path(name, run_name="__main__")
+    except SystemExit as ending:
+        if ending.code:
+            raise
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    # torchrun lets this process wait until all ranks are done. It must not outlive torchrun.
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+
+
+def _end_with_launcher() -> None:
+    launcher = parent_process()
+    assert launcher is not None, "torchrun starts this process"
+    connection.wait([launcher.sentinel])
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _run(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
