@@ -73,7 +73,7 @@ def data_flags(options: argparse.Namespace) -> list[str]:
     if options.plan:
         if any(given):
             raise ConfigError(
-                "--data-path, --vocab-file and --merge-file go with --model: give a planned run's "
+                "--data-path, --vocab-file and --merge-file are for --model: give a planned run's "
                 "data to megatron plan, after --"
             )
         return []
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> list[Row]:
             [*common, *shlex.split(layout.flags), *options.further],
             present=present,
             iterations=options.train_iters,
-            # Nothing starts that would not end in time, judging by the run before it.
+            # Skip a run that would not end in time, judging by the previous one.
             timeout=min(options.timeout, left) if left > took else 0.0,
             bubble=options.pipeline_bubble,
         )

@@ -200,7 +200,7 @@ def _pause(pid: int) -> None:
 
 def damage_newest(save: Path, draw: random.Random) -> None:
     """Change a byte of the newest checkpoint's largest file."""
-    from megatron.checkpoint.find import scan  # imports torch, which --help does without
+    from megatron.checkpoint.find import scan  # imports torch, which --help does not need
 
     found = scan(save)[0]
     if not found:
@@ -349,14 +349,14 @@ def judge(
     if outcome.codes[-1:] != [0]:
         problems.append(f"the command ended with {outcome.codes[-1:]}, not 0")
     if outcome.orphans:
-        problems.append(f"{outcome.orphans} processes stayed")
+        problems.append(f"{outcome.orphans} processes kept running")
     if against is not None:
         calm = {iteration: values for iteration, values, _ in steps_of(read_metrics(against))}
         wrong = sorted(number for number in calm if calm[number] != known.get(number))
         if wrong or not calm or set(calm) != set(known):
             where = wrong[0] if wrong else "none"
             problems.append(f"the losses differ from {against}, first at iteration {where}")
-    from megatron.checkpoint.find import scan  # imports torch, which --help does without
+    from megatron.checkpoint.find import scan  # imports torch, which --help does not need
     from megatron.checkpoint.loading import open_found
 
     found = scan(save)[0]

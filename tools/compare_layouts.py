@@ -74,14 +74,14 @@ _OF_MIXTURES = """
 
 The same comparison for a toy mixture with 8 experts in the last three of its four layers. `expert`
 is `--expert-model-parallel-size`; `expert_tensor` is `--expert-tensor-parallel-size` where it is
-not the tensor-parallel size. The row shows the largest difference of any loss, the routers'
-included. The biases of routers, where there are any, are equal bit for bit. A row whose flags
+not the tensor-parallel size. The row shows the largest difference of any loss, including the
+routers'. The biases of routers, where there are any, are equal bit for bit. A row whose flags
 change the network is compared with one process that has these flags, too. The tests train each
 layout for its first iterations.
 
 A checkpoint that is saved in one layout is loaded in any other bit for bit.
-[A test](../tests/parity/test_mixture_checkpoints.py) passes one on from layout to layout, ZeRO
-stage 3 included, and back to the first.
+[A test](../tests/parity/test_mixture_checkpoints.py) passes one from layout to layout, ZeRO stage 3
+included, and back to the first.
 
 The run of one process is
 

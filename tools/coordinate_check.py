@@ -1,4 +1,4 @@
-"""Compare the sizes of activations over the width of a network, to check muP."""
+"""Compare the sizes of activations across network widths, to check muP."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def read_page(path: Path) -> str:
 
 
 def replaced(page: str, lines: Mapping[int, str], where: str) -> str:
-    """Return the page with these lines, by row number, added to its own or replacing them."""
+    """Return the page with these lines, by row number, added or in place of its own."""
     head, begin, rest = page.partition(_BEGIN)
     before, end, tail = rest.partition(_END)
     held = {

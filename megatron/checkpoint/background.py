@@ -158,7 +158,7 @@ class BackgroundSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way in this process. Others may see it finish a little later."""
+        """Whether a save is under way in this process. Other ranks may see it finish later."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:

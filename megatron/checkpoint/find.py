@@ -27,7 +27,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 COMPLETE = "complete"
 REPLACED = ".old-"
-DEEPSPEED = "global_step"  # begins the names of DeepSpeed's folders
+DEEPSPEED = "global_step"  # prefix of DeepSpeed's folder names
 
 _FOLDER = re.compile(r"iter_(\d{7,12})(\.old-[0-9a-f]+)?")
 _DEEPSPEED_FOLDER = re.compile(rf"{DEEPSPEED}(\d{{1,12}})")
@@ -37,8 +37,8 @@ _TRACKERS = {
     TRACKER: re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*"),
     "latest": re.compile(rf"\s*({DEEPSPEED}\d{{1,12}})\s*"),
 }
-_STATES = "_states.pt"  # ends the names of DeepSpeed's files
-_TWO_FORMATS = "holds both "  # how the message about two formats begins
+_STATES = "_states.pt"  # suffix of DeepSpeed's file names
+_TWO_FORMATS = "holds both "  # start of the message about two formats
 _MARKS = {
     "native": MANIFEST,
     "legacy": "mp_rank folders",

@@ -129,7 +129,7 @@ class NonPersistentStore:
         """Send this rank's files to the rank `jump` further, and keep those of the one before.
 
         Returns:
-            The error of this rank's disk. It takes part to the end all the same.
+            The error of this rank's disk, if any. The rank takes part to the end regardless.
         """
         world = self._layout.world
         to, source = (world.rank + jump) % world.size, (world.rank - jump) % world.size
@@ -224,7 +224,7 @@ class NonPersistentStore:
         return found
 
     def _complete(self, one: _HeldFiles, has: list[set[str]], knows: list[bool]) -> str | None:
-        """Bring what this machine lacks of a checkpoint from other machines.
+        """Fetch what this machine lacks of a checkpoint from other machines.
 
         Args:
             one: The checkpoint.

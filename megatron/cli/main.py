@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, Command] = {
     "embed": Command("compute a vector for each text", "megatron.tools.bert_embedding"),
     "serve": Command("serve a model: two APIs and a web page", "megatron.cli.main:serve"),
     "convert": Command("convert checkpoints", "megatron.cli.main:convert"),
-    "find-lr": Command("plot the loss over learning rates", "megatron.training.find_lr"),
+    "find-lr": Command("plot the loss against the learning rate", "megatron.training.find_lr"),
     "coordinate-check": Command("check muP at several widths", "megatron.tools.coordinate_check"),
     "submit": Command("write and submit the job file for a cluster", "megatron.submit.command"),
     "report": Command("write or serve a page about runs", "megatron.report.__main__"),

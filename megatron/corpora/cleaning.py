@@ -56,7 +56,7 @@ _STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with")
 _LETTER = re.compile(r"[^\W\d_]")
 _BULLETS = ("•", "-", "*", "‣", "◦", "·")
 
-_FEW_TAGS = 5000  # a page with so few tags takes at most a second, however they are nested
+_FEW_TAGS = 5000  # a page with no more tags takes at most a second, however they are nested
 _DEEPEST = 512  # levels of nested elements, the limit of browsers
 
 

@@ -520,10 +520,10 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
     """Return the first `size` samples of the blend.
 
     Each choice depends on all previous choices. To make many at a time, the sequence of samples is
-    cut into blocks that advance in parallel from guessed counts. The guess is the counts nearest to
-    the shares, which are nearly always correct. A block whose guess differs from the counts at the
-    end of the previous block is computed again from those counts, until all blocks agree. The
-    result is exact for any guess.
+    cut into blocks that advance in parallel from guessed counts. The guessed counts are those
+    nearest to the shares, which are nearly always correct. A block whose guess differs from the
+    counts at the end of the previous block is computed again from those counts, until all blocks
+    agree. The result is exact for any guess.
 
     Args:
         weights: The shares, which add up to one, `[d]`.

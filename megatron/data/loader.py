@@ -226,8 +226,8 @@ class _LoadingProcess(context.ForkProcess):
     def start(self) -> None:
         """Fork with SIGTERM blocked, until `_leave_signals_to_parent` waits for it.
 
-        Otherwise a signal that comes before would reach the handler of the training process, which
-        only notes it, and the training process would wait for this one forever.
+        Otherwise an earlier signal would reach the handler of the training process, which only
+        records it, and the training process would wait for this one forever.
         """
         if not hasattr(signal, "sigtimedwait"):
             super().start()

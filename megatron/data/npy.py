@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.errors import DataError
 
-_PIECE = 1 << 24  # the number of tokens in which ends of documents are searched at a time
+_PIECE = 1 << 24  # the number of tokens searched for ends of documents at a time
 
 
 class Shard(NamedTuple):

@@ -437,12 +437,12 @@ def map_in_order(
             start(_serve, [tasks_end, worker_end], function)
         report, reader_end = context.Pipe(duplex=False)
         ours.append(report)
-        start(_deal_out, [*tasks_ends, reader_end], tasks, os.getpid())
+        start(_distribute, [*tasks_ends, reader_end], tasks, os.getpid())
         yield results()
     finally:
         for process in processes:
-            # Processes have nothing to save. SIGTERM would not do, because a process that has just
-            # started still has its parent's SIGTERM handler.
+            # Processes have nothing to save. SIGTERM would not work, because a process that has
+            # just started still has its parent's SIGTERM handler.
             process.kill()
         for process in processes:
             process.join()
@@ -499,7 +499,7 @@ def _serve(ends: Sequence[Connection], function: Callable[[Any], Any], remedy: s
     answers.send(None)
 
 
-def _deal_out(
+def _distribute(
     ends: Sequence[Connection], tasks: Callable[[], Iterable[Any]], parent: int, remedy: str
 ) -> None:
     """Send tasks to the workers in turn, then `None` to each; report any error in `tasks`."""
@@ -527,6 +527,6 @@ def _deal_out(
 
 
 def _sendable(error: Exception, remedy: str) -> UserError | str:
-    """Return an error that is meant for the user as it is, and any other as its traceback."""
+    """Return a user error unchanged, and any other error as its traceback."""
     shortage = shortage_of(error, remedy)
     return shortage or (error if isinstance(error, UserError) else traceback.format_exc())

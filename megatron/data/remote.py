@@ -128,7 +128,7 @@ def _writing(target: Path) -> Iterator[None]:
 
 @contextmanager
 def _remote_errors(flag: str, name: str) -> Iterator[None]:
-    """Report any error that a storage library raises in a single line."""
+    """Report any error of a storage library in a single line."""
     try:
         yield
     except (DataError, ConfigError, MemoryError):

@@ -81,7 +81,8 @@ class TextBlock(NamedTuple):
             data = file.read(self.size)
         if len(data) != self.size:
             raise DataError(
-                f"--input {self.path}: the file has shrunk: run again when no program writes to it"
+                f"--input {self.path}: the file has shrunk: run again when no program is writing "
+                "to it"
             )
         return data
 
@@ -160,7 +161,7 @@ def load_line(line: bytes) -> Any:
     except UnicodeEncodeError:
         raise ValueError("broken JSON (half a surrogate pair in a string)") from None
     except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")  # for an unterminated string, the message ends so
+        what = error.msg.removesuffix(" at")  # the end of the message for an unterminated string
         raise ValueError(f"broken JSON ({what} at character {error.pos})") from None
     except RecursionError:
         raise ValueError("broken JSON (nested too deeply)") from None
@@ -325,7 +326,7 @@ def _plain_blocks(
     begin, end = bounds or (0, total)
     if end > total:
         raise DataError(
-            f"--input {path}: the file has shrunk: run again when no program writes to it"
+            f"--input {path}: the file has shrunk: run again when no program is writing to it"
         )
     with open(path, "rb") as file:
         start = len(BYTE_ORDER_MARK) if file.read(3) == BYTE_ORDER_MARK else 0

@@ -1,4 +1,4 @@
-"""Log-probabilities of the documents of packed rows in every layout, and models that give them.
+"""Log-probabilities of the documents of packed rows in every layout, and models that compute them.
 
 b rows of s tokens hold k segments, including the padding of rows. Every context rank gets the sums
 over whole documents, although it computes the losses of only a part of their tokens.

@@ -138,8 +138,8 @@ def robust(margin: Tensor, smoothing: float) -> Tensor:
 def log_odds(means: Pairs) -> Tensor:
     """Return the logarithm of the ratio of the answers' odds, [P].
 
-    The odds of ORPO (Hong et al., 2024, arXiv:2403.07691) are p / (1 - p), in which log p is the
-    mean log-probability of a token.
+    The odds of ORPO (Hong et al., 2024, arXiv:2403.07691) are p / (1 - p), where log p is the mean
+    log-probability of a token.
 
     Args:
         means: The mean log-probabilities, below 0.
@@ -322,7 +322,7 @@ def at_segments(batch: Batch, name: str) -> Tensor:
 def pairs_of(values: Tensor, is_pair: Tensor) -> Pairs:
     """Return the numbers of pairs from the numbers of k segments, in tensors of shape [k - 1].
 
-    The shape does not depend on the number of pairs, for which the host would wait for the device.
+    The shape does not depend on the number of pairs, which the host would have to wait for.
 
     Args:
         values: The number of each segment, [k].

@@ -261,7 +261,7 @@ class Rollouts(Extras):
         sampling: How answers are drawn. Temperature 1 without top-k or top-p draws from the
             distribution that is trained.
         group: The number of answers to each prompt.
-        updates: The number of updates that learn from answers of the same weights.
+        updates: The number of updates that learn from answers generated with the same weights.
         at_once: The number of answers that a process generates at once (`AnswerGenerator`).
     """
 

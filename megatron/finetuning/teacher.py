@@ -75,7 +75,7 @@ def open_teacher(
     """Open a teacher's checkpoint. Collective over `layout`, if one is given.
 
     Args:
-        folder: Folder of the teacher's checkpoints, of any format that is read.
+        folder: Folder of the teacher's checkpoints, in any supported format.
         config: The run's configuration.
         flag: The flag that names the folder, for messages.
         verify: Whether to check the checkpoint's files.
@@ -111,13 +111,13 @@ def load_teacher(
     """Load a second GPT, split over the same processes as the run's own.
 
     Tensor and context ranks split it as they split the run's model. It has as many pipeline parts,
-    with as equal numbers of layers as possible, whatever the student's stages hold. The checkpoint
-    defines the network. Number format and attention kernels are the same as in the run, without
-    FP8. Each process holds its whole tensor shard, even if the run shards its weights over
+    with the layers divided as evenly as possible, whatever the student's stages hold. The
+    checkpoint defines the network. Number format and attention kernels are the same as in the run,
+    without FP8. Each process holds its whole tensor shard, even if the run shards its weights over
     replicas. Collective.
 
     Args:
-        folder: Folder of the teacher's checkpoints, of any format that is read.
+        folder: Folder of the teacher's checkpoints, in any supported format.
         config: The run's configuration.
         tokenizer: The run's tokenizer, which must be the teacher's.
         device: The device on which this process computes.

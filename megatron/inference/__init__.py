@@ -11,6 +11,6 @@ samples, score    generate many texts into a file; compute the likelihood of giv
 sharing           divides prompts among copies of the model, and collects their texts in order
 text              turns tokens that arrive one by one into text that can be shown
 fill              fills in hidden words with a BERT or T5
-retrieval         an executor for a Retro, which reads passages while it writes
+retrieval         an executor for a Retro, which reads passages while it generates
 server            serves text generation over HTTP
 """

@@ -301,7 +301,7 @@ class BeamAnswer(Answer):
         return []
 
     def _continue(self) -> list[_Beginning]:
-        """Finish a round, and return the next round's beams, best first; none ends the search.
+        """Finish a round, and return the next round's beams, best first. No beams end the search.
 
         Each returned beam still has the sequence of the beam that it continues.
         """

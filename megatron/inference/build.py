@@ -108,7 +108,7 @@ def build_engine(
     if copy is None:
         ranks = layout.tensor.size * layout.pipeline.size
         assert ranks == layout.world.size, "load._one_copy: a single copy of the model"
-        assert not layout.sequence_parallel, "a step's tokens do not divide over tensor ranks"
+        assert not layout.sequence_parallel, "a step's tokens cannot be divided among tensor ranks"
     copy = copy or layout.world
     where, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
     head_size = plan.head_size or _UNUSED_HEAD
@@ -200,8 +200,8 @@ def check_speculation(model: ModelConfig, speculation: Speculation | None) -> No
     """Check that the model supports the guesses that --speculative-config asks for.
 
     Raises:
-        ConfigError: The model is a Retro, has recurrent layers, or has too few layers for further
-            tokens.
+        ConfigError: The model is a Retro, has recurrent layers, or has too few multi-token
+            prediction layers.
     """
     if speculation is None:
         return
@@ -243,7 +243,7 @@ def describe_speculation(speculation: Speculation) -> str:
     """Return the panel's text about drafts."""
     tokens = f"up to {speculation.num_speculative_tokens} token(s)"
     if speculation.method == "mtp":
-        return f"{tokens} by the model's layers for further tokens"
+        return f"{tokens} by the model's multi-token prediction layers"
     shortest, longest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
     return f"{tokens} that followed the last {longest} to {shortest} tokens earlier"
 
@@ -278,7 +278,7 @@ def make_cache(
         options: Options of the engine.
         paged: Attention over the cache.
         device: Device of the model and the cache.
-        further_bytes: Bytes that the caller allocates for each block, beside keys and values.
+        further_bytes: Bytes that the caller allocates for each block, besides keys and values.
 
     Raises:
         ConfigError: Not even one block fits in memory.

@@ -37,8 +37,9 @@ def next_key(
     """Return the key of a sequence's next full block, which follows the blocks with these keys.
 
     The key is a cryptographic hash, so nobody can construct two different prompts with the same
-    key. It includes the adapter, because with another adapter the same tokens have other values,
-    and so have the tokens of a sequence that is longer than a LongRoPE model's trained context.
+    key. It includes the adapter, because with another adapter the same tokens have different
+    values, and so do the tokens of a sequence that is longer than a LongRoPE model's trained
+    context.
 
     Args:
         keys: Keys of all blocks before it.

@@ -88,8 +88,8 @@ class Executor:
         vocab_size: Number of vocabulary entries that can be chosen. Any further entries are
             padding.
         adapters: The model's adapters, or `None` if it has none.
-        keeps_states: Whether to keep the hidden states of each step, from which the model's own
-            layers for further tokens make drafts.
+        keeps_states: Whether to keep the hidden states of each step, from which the model's
+            multi-token prediction layers make drafts.
 
     Attributes of the last step:
         states: Normalized hidden states [s, 1, h] of its tokens; `None` before the last stage.

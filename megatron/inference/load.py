@@ -131,7 +131,7 @@ def load_gpt(
     )
     saved = saved_config(reader, folder, *kinds)
     if config is None:
-        config = _over(saved, layout)
+        config = _with_layout(saved, layout)
     else:
         check_network(config, reader)
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
@@ -233,7 +233,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     return ModelRun(
         model=model,
         precision=run.precision.without_fp8(),
-        tokenizer=_found_again(run.tokenizer, Path(folder) / COMPANION_FOLDER),
+        tokenizer=_with_found_files(run.tokenizer, Path(folder) / COMPANION_FOLDER),
         data=DataOptions(
             seq_length=run.data.seq_length or run.model.max_position_embeddings,
             decoder_seq_length=run.data.decoder_seq_length,
@@ -241,7 +241,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     )
 
 
-def _over(config: ModelRun, layout: Layout) -> RunConfig:
+def _with_layout(config: ModelRun, layout: Layout) -> RunConfig:
     """Return the configuration with the layout's parallel sizes.
 
     Raises:
@@ -263,15 +263,15 @@ def _over(config: ModelRun, layout: Layout) -> RunConfig:
     return run
 
 
-def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
-    """Return the tokenizer's settings with missing files replaced by those in the folder `beside`.
+def _with_found_files(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+    """Return the tokenizer's settings with missing files replaced by those in `folder`.
 
     An imported model keeps its tokenizer there, so the checkpoint folder can be moved.
     """
     found: dict[str, Any] = {}
     for name in ("tokenizer_model", "vocab_file", "merge_file", "chat_template"):
         path = getattr(config, name)
-        moved = beside / Path(path or "").name
+        moved = folder / Path(path or "").name
         if path is not None and not Path(path).exists() and moved.is_file():
             found[name] = str(moved)
     return replace(config, **found)
@@ -335,7 +335,7 @@ def saved_run(
     return replace(config, training=replace(config.training, micro_batch_size=micro_batch))
 
 
-def _loads(config: RunOptions, world_size: int) -> Iterator[str]:
+def _needs_model(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if the model or the tokenizer is missing.
 
     Old checkpoints do not name a tokenizer.
@@ -415,7 +415,7 @@ SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name 
 
 # Rules that every program running a saved model checks.
 SAVED_MODEL_RULES: tuple[Rule, ...] = (
-    _loads,
+    _needs_model,
     _no_training,
     bounds,
     rules_parallel.layout,

@@ -123,7 +123,7 @@ class _DepthWindow(NamedTuple):
 
 
 class MultiTokenDrafter:
-    """A drafter that uses the model's layers for further tokens (`models.multi_token`).
+    """A drafter that uses the model's multi-token prediction layers (`models.multi_token`).
 
     Depth k guesses the token k places after the next one. Each depth keeps keys and values in the
     cache, in the slots of the model's layers. At position i depth k reads token i + k. If that

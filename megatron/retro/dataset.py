@@ -23,7 +23,7 @@ from megatron.data.sample import Sample, SampleDataset
 from megatron.errors import DataError, warn
 from megatron.retro.blocks import DataSet, TableBlock, evenly_spaced, map_block, plan_blocks
 from megatron.retro.database import ChunkDatabase, corpora_file, read_corpora
-from megatron.retro.neighbors import NOBODY, neighbors_folder, query_datasets
+from megatron.retro.neighbors import NO_NEIGHBOR, neighbors_folder, query_datasets
 from megatron.retro.workdir import read_arguments, read_digest
 from megatron.tokenizer.base import Tokenizer
 
@@ -158,7 +158,7 @@ class NoNeighbors:
 
     def rows(self, start: int, stop: int) -> Ids:
         """Return -1 for every neighbor of consecutive chunks, `[stop - start, k]`."""
-        return np.full_like(self.table.rows(start, stop), NOBODY)
+        return np.full_like(self.table.rows(start, stop), NO_NEIGHBOR)
 
 
 def _contents(block: TableBlock) -> dict[str, DataSet]:
@@ -193,7 +193,7 @@ class NeighborTexts:
         places = (neighbors[..., None] + np.arange(self.chunks)) % len(self.database)
         tokens = self.database.tokens(places.ravel()).reshape(*neighbors.shape, -1)
         if not self.compatible:
-            tokens[neighbors == NOBODY] = self.database.eod
+            tokens[neighbors == NO_NEIGHBOR] = self.database.eod
         return tokens
 
     def check(self, neighbors: Ids, where: str = "") -> None:
@@ -206,7 +206,7 @@ class NeighborTexts:
         Raises:
             DataError: A neighbor is not in the database.
         """
-        if neighbors.size and not NOBODY <= neighbors.min() <= neighbors.max() < len(self.database):
+        if neighbors.size and not NO_NEIGHBOR <= neighbors.min() <= neighbors.max() < len(self.database):
             raise DataError(
                 f"{where}the neighbors are chunks {neighbors.min()} to {neighbors.max()}, but "
                 f"{self.database.path} has {len(self.database)} chunks: one of the files is "

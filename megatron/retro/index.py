@@ -203,12 +203,12 @@ def train_index(
         StorageError: A file cannot be written.
     """
     paths = IndexPaths(workdir, options)
-    if _first_sees(paths.empty, world):
+    if _exists_on_first(paths.empty, world):
         read_index(paths.empty, options)
     else:
         check_factory(options)
         blocks = plan_blocks(paths.training / "blocks", len(sampled.chunks), options.block_size)
-        if not (_first_sees(paths.merged, world) and _holds(paths.merged, options, blocks)):
+        if not (_exists_on_first(paths.merged, world) and _holds(paths.merged, options, blocks)):
             _embed_blocks(blocks, options, sampled, build_embedder, world)
         on_first(lambda: _train(paths, blocks), world)
     if not options.keeps_training:
@@ -237,7 +237,7 @@ def add_to_index(
         StorageError: A file cannot be written.
     """
     paths = IndexPaths(workdir, options)
-    if not _first_sees(paths.added, world):
+    if not _exists_on_first(paths.added, world):
         with faiss_threads(options.threads):
             index = read_index(paths.empty, options)
             codec = codec_of(index)
@@ -561,6 +561,6 @@ def faiss_threads(threads: int | None) -> Iterator[Any]:
         faiss.omp_set_num_threads(before)
 
 
-def _first_sees(path: Path, world: Axis) -> bool:
+def _exists_on_first(path: Path, world: Axis) -> bool:
     """Return on all processes whether a file exists on the first one. All processes call it."""
     return bool(broadcast(torch.tensor([int(path.exists())]), world))

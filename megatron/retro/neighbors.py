@@ -42,7 +42,7 @@ from megatron.retro.index import (
 )
 from megatron.tokenizer import Tokenizer
 
-NOBODY = -1  # marks a neighbor that was not found
+NO_NEIGHBOR = -1  # marks a neighbor that was not found
 _SEARCHED_AT_ONCE = 1000
 
 Ids = NDArray[np.int64]
@@ -215,7 +215,7 @@ class Searcher:
         with faiss_threads(self._threads):
             _, found = self._index.search(vectors, self._options.queried)
         ids: Ids = found
-        if ids.max(initial=NOBODY) >= len(self._database):
+        if ids.max(initial=NO_NEIGHBOR) >= len(self._database):
             raise DataError(
                 f"the index contains chunk {ids.max()}, but the database has only "
                 f"{len(self._database)} chunks: they belong to different data; build the index "
@@ -233,7 +233,7 @@ class Searcher:
         """
         queries = np.arange(first, first + len(found))
         samples = queries // chunks.per_sample
-        kept = found != NOBODY
+        kept = found != NO_NEIGHBOR
         places = self._database.documents(np.where(kept, found, 0).ravel()).reshape(*found.shape, 2)
         for sample in np.unique(samples).tolist():
             rows = samples == sample
@@ -241,11 +241,11 @@ class Searcher:
             is_own = np.isin(places[rows, :, 1], documents) & (places[rows, :, 0] == corpus)
             kept[rows] &= ~is_own
         order = np.argsort(~kept, axis=1, kind="stable")[:, : self._options.saved]
-        saved = np.full((len(found), self._options.saved), NOBODY, np.int64)
+        saved = np.full((len(found), self._options.saved), NO_NEIGHBOR, np.int64)
         saved[:, : order.shape[1]] = np.where(
             np.take_along_axis(kept, order, axis=1),
             np.take_along_axis(found, order, axis=1),
-            NOBODY,
+            NO_NEIGHBOR,
         )
         return saved
 

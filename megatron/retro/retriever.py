@@ -19,7 +19,7 @@ from megatron.retro.database import ChunkDatabase
 from megatron.retro.dataset import Ids, NeighborTexts
 from megatron.retro.embedding import DecodedChunks, Embedder, EmbedderOptions, build_embedder
 from megatron.retro.index import IndexOptions, checked
-from megatron.retro.neighbors import NOBODY, QueryOptions, Searcher, open_searcher
+from megatron.retro.neighbors import NO_NEIGHBOR, QueryOptions, Searcher, open_searcher
 from megatron.retro.workdir import read_arguments, read_digest
 from megatron.tokenizer import Tokenizer
 
@@ -55,8 +55,8 @@ class Retriever:
 
     def passages(self, neighbors: Ids) -> list[NeighborPassage]:
         """Return the passages of neighbors `[l, k]`, without those that were not found."""
-        chunks = np.nonzero(neighbors != NOBODY)[0].tolist()
-        rows = neighbors[neighbors != NOBODY]
+        chunks = np.nonzero(neighbors != NO_NEIGHBOR)[0].tolist()
+        rows = neighbors[neighbors != NO_NEIGHBOR]
         documents = self.texts.database.documents(rows).tolist()
         texts = DecodedChunks(self.texts.tokens(rows[:, None])[:, 0], self._tokenizer)
         return [

@@ -147,7 +147,7 @@ def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigi
         if parts:
             raise DataError(
                 f"{path} does not exist, but {workdir} has {', '.join(parts)}, and only args.json "
-                "says from what they were made: restore it, or give another --retro-workdir"
+                "says what they were made from: restore it, or give another --retro-workdir"
             )
         return
     if not parts:

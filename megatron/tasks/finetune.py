@@ -395,7 +395,7 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
 
 
 def _best_score(root: Path, scores: Sequence[str]) -> float:
-    """Return the score of the weights in `root`, or -2, which is below all scores, without one."""
+    """Return the score of the weights in `root`, or -2, below all scores, if there is none."""
     record = read_results(root / _RECORD)
     score = record.get("score")
     if isinstance(score, float) and math.isfinite(score) and record.get("of") == list(scores):

@@ -101,8 +101,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 @pass_context
-def _as_it_is(_: Context, value: Any) -> Any:
-    """Return the value unchanged. As it takes a context, Jinja calls it only while rendering."""
+def _unchanged(_: Context, value: Any) -> Any:
+    """Return the value unchanged. Because it takes a context, Jinja calls it only to render."""
     return value
 
 
@@ -135,7 +135,7 @@ class ChatTemplate:
             extensions=[loopcontrols, _GenerationTag],
             # Without these two, compiling would compute constants such as "a" * 3000000000.
             optimized=False,
-            finalize=_as_it_is,
+            finalize=_unchanged,
         )
         # Jinja's own filter escapes for HTML.
         environment.filters["tojson"] = _to_json

@@ -47,14 +47,24 @@ def build_parser() -> ToolParser:
     """Define the command line."""
     parser = ToolParser("coordinate_check.py", __doc__)
     add = parser.add_argument
-    add("--widths", type=int, nargs="+", required=True, help="Values of --hidden-size, rising.")
+    add(
+        "--widths",
+        type=int,
+        nargs="+",
+        required=True,
+        help="Values of --hidden-size, in increasing order.",
+    )
     add("--output", type=Path, required=True, help="Folder for the results.")
     add("--overwrite", action="store_true", help="Replace the results of an earlier check.")
     add("--steps", type=int, default=4, help="Iterations (default: %(default)s).")
     add("--seeds", type=int, default=2, help="Runs to average over (default: %(default)s).")
-    text = "Channels of a head, so that heads are added (default: %(default)s)."
+    text = "Head size, so that wider networks have more heads (default: %(default)s)."
     add("--head-size", type=int, default=16, help=text)
-    add("--heads", type=int, help="Number of heads instead, so that heads grow.")
+    add(
+        "--heads",
+        type=int,
+        help="Number of heads instead, so that wider networks have larger heads.",
+    )
     add("words", nargs="*", metavar="-- FLAGS", help="Flags of pretrain_gpt.py.")
     return parser
 
@@ -63,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     """Train all widths, write the results and print what they show.
 
     Returns:
-        The exit code: 0 if no activation changes more or less with the width, otherwise 1.
+        The exit code: 0 if no activation's change depends on the width, otherwise 1.
 
     Raises:
         ConfigError: A flag is out of range.
@@ -97,7 +107,7 @@ def _check(options: argparse.Namespace) -> None:
     widths = options.widths
     if len(widths) < 2 or sorted(set(widths)) != widths or widths[0] < 1:
         problems.append(
-            f"--widths {' '.join(map(str, widths))}: give at least two, in rising order"
+            f"--widths {' '.join(map(str, widths))}: give at least two, in increasing order"
         )
     unit = options.heads or options.head_size
     flag = "--head-size" if options.heads is None else "--heads"
@@ -122,7 +132,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
-    """Return the configuration of a run with a width.
+    """Return the configuration of a run of a given width.
 
     Args:
         options: The command line.
@@ -138,13 +148,13 @@ def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
 
 
 def changes_after(config: RunConfig, steps: int) -> Changes:
-    """Return the mean magnitude of the change of each activation of a batch in some iterations.
+    """Return the mean magnitude of the change of each activation of a batch after some iterations.
 
     Args:
         config: The run.
         steps: The number of iterations.
     """
-    # Here, because the parser does not need them, and the script imports this package.
+    # Imported here because the parser does not need them, and the script imports this package.
     import torch
 
     from megatron.device import Device
@@ -235,7 +245,7 @@ def draw(found: Mapping[int, Changes], output: Path) -> None:
     for name in next(iter(found.values())):
         axes.plot(list(found), [changes[name] for changes in found.values()], "o-", label=name)
     axes.set(xscale="log", yscale="log", xlabel="--hidden-size", ylabel="Mean change")
-    axes.set_title("Changes of activations over the width")
+    axes.set_title("Change of activations by width")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     with writing_to("--output", output):

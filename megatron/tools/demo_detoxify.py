@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     out = Path(os.path.abspath(options.out))  # the commands run in another folder
     _open_folder(out, overwrite=options.overwrite)
     share_cores(1)
-    print("=== Made-up texts, prompts, and a classifier that stands in for a real one")
+    print("=== Made-up texts, prompts, and a small classifier in place of a real one")
     with writing_to("--out", out):
         write_texts(out)
         write_classifier(out / "classifier")

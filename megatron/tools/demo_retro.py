@@ -49,7 +49,7 @@ _GPT = f"--num-layers 9 --seq-length {_LENGTH}"
 
 
 def documents_for(iterations: int) -> int:
-    """Return the number of documents for which training reads each about once."""
+    """Return the number of documents such that training reads each about once."""
     length = _PASSAGE * (1 + _QUOTES)
     return max(2 * _SHARE, iterations * _BATCH * _LENGTH // length)
 

@@ -40,7 +40,7 @@ _NAMES = (
 )
 _SMALLEST_PIECES = 261  # the bytes, <unk>, <s>, </s>, <pad> and one piece
 _LONGEST_SENTENCE = 1 << 16  # maximum number of bytes of a line for SentencePiece
-_THREADS = 4  # a fixed number, because another order of sums gives other scores
+_THREADS = 4  # a fixed number, because a different order of sums gives different scores
 # The library's time is quadratic in the length of a word: minutes for a few megabytes.
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 _LARGEST_ALPHABET = (

@@ -281,7 +281,8 @@ BAD: dict[str, tuple[Build, str]] = {
     "another rank": (adapter(configured(r=8)), "adapter_config.json: r is 8, .*give --lora-rank 8"),
     "other targets": (
         adapter(lambda _: None, "--lora-target-modules", "q_proj"),
-        "adapter_model.safetensors: .*no place in this network's adapters: give --lora-rank 4",
+        "adapter_model.safetensors: .*does not belong to this network's adapters: give "
+        "--lora-rank 4",
     ),
     "another kind of adapter": (
         adapter(configured(peft_type="LOHA")),

@@ -242,7 +242,9 @@ def test_a_reward_model_of_adapters_is_scored_exported_and_resumed(
     assert convert("native", "hf", folder, tmp_path / "merged", "--verify") == EXIT_OK
     assert "score.weight" in load_file(tmp_path / "merged" / "model.safetensors")
     assert convert("native", "peft", folder, tmp_path / "peft") == CheckpointError.exit_code
-    assert "whose head was trained beside the adapters: use --saver hf" in capsys.readouterr().err
+    assert (
+        "whose head was trained along with the adapters: use --saver hf" in capsys.readouterr().err
+    )
     shutil.rmtree(folder / "iter_0000004")
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
     assert run_program(folder, *words, "--load", str(folder)) == EXIT_OK

@@ -379,7 +379,7 @@ def _other_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
         (lambda held: held.popitem(), "is missing: serve the model that it was trained on"),
         (
             lambda held: held.update({"base_model.model.lm_head.weight": torch.zeros(2)}),
-            "lm_head.weight has no place in this network's adapters: serve the model",
+            "lm_head.weight does not belong to this network's adapters: serve the model",
         ),
     ],
     ids=["nothing", "half", "more"],

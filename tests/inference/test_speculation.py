@@ -43,7 +43,7 @@ def engine_of(
     layout: Layout | None = None,
     seed: int = 1,
 ) -> BatchEngine:
-    """An engine over a random model with layers for further tokens."""
+    """An engine over a random model with multi-token prediction."""
     layout = layout or Layout.single()
     network = config(
         **{**LLAMA, "num_layers": 2, "max_position_embeddings": POSITIONS, "init_method_std": 0.2},

@@ -60,7 +60,7 @@ def test_what_did_not_survive_is_told(tmp_path: Path) -> None:
         "iteration 4 was repeated with a different result"
         in _judged(tmp_path, repeated, Outcome([0]))[0]
     )
-    assert "1 processes stayed" in _judged(tmp_path, _KILLED, Outcome([0], orphans=1))[0]
+    assert "1 processes kept running" in _judged(tmp_path, _KILLED, Outcome([0], orphans=1))[0]
     (tmp_path / "save" / "iter_0000005.tmp-1").mkdir()
     assert (
         "temporary files remain: iter_0000005.tmp-1" in _judged(tmp_path, _KILLED, Outcome([0]))[0]

@@ -54,8 +54,8 @@ def test_the_power_is_that_of_the_width():
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--widths 64 --output out", "--widths 64: give at least two, in rising order"),
-        ("--widths 64 32 --output out", "--widths 64 32: give at least two, in rising order"),
+        ("--widths 64 --output out", "--widths 64: give at least two, in increasing order"),
+        ("--widths 64 32 --output out", "--widths 64 32: give at least two, in increasing order"),
         ("--widths 30 64 --output out", "--widths 30: not divisible by --head-size 16"),
         ("--widths 30 64 --heads 4 --output out", "--widths 30: not divisible by --heads 4"),
         ("--widths 32 64 --steps 0 --output out", "--steps 0: must be at least 1"),

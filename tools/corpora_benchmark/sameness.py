@@ -41,7 +41,7 @@ class Moment(NamedTuple):
 
 
 def prove(words: Sequence[str], folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the name of each way to build a corpus, and whether it gives the bytes of one process.
+    """Yield the name of each way to build a corpus, and whether its bytes are those of one process.
 
     Args:
         words: The command line of build_corpus.py without `--output`, `--workers` and `--executor`.

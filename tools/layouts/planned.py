@@ -62,7 +62,7 @@ def _read_record(line: str, where: str) -> dict[str, Any]:
     """Return the object of a line.
 
     Raises:
-        DataError: The line is no object with the planner's fields.
+        DataError: The line is not an object with the planner's fields.
     """
     try:
         record = json.loads(line)

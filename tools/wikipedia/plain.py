@@ -35,7 +35,7 @@ _STYLE = re.compile(r"'{2,}")  # bold and italic
 _REFERENCE = re.compile(r"<ref\b[^<>]*>", re.IGNORECASE), re.compile(r"</ref\s*>", re.IGNORECASE)
 _COMMENT = re.compile("<!--"), re.compile("-->")
 _TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")  # one without others inside
-# A "<" that begins no tag, and all marks that open or close an element.
+# A "<" that does not begin a tag, and all marks that open or close an element.
 _LESS = re.compile(r"<(?!/?[a-zA-Z][^<>]*>)")
 _MARK = re.compile(r"\[\[|\]\]|\{\{|\}\}|\{\||\|\}|<(/?)([a-zA-Z]\w*)[^<>]*>")
 _ENDS = {"]]": "[[", "}}": "{{", "|}": "{|"}
@@ -75,7 +75,7 @@ def plain_text(wikitext: str, site: Site) -> str:
         pieces: list[str] = []
         text = _LESS.sub("&lt;", _shortened(wikitext))
         if _unclosed(text) > _MOST_UNCLOSED:
-            raise ValueError(f"more than {_MOST_UNCLOSED} links, tables or tags have no end")
+            raise ValueError(f"more than {_MOST_UNCLOSED} links, tables or tags are not closed")
         code = library.parse(text, skip_style_tags=True)
         _collect(code, site, pieces, library.nodes)
     except (library.parser.ParserError, RecursionError) as error:
@@ -116,7 +116,7 @@ def _without(text: str, opening: re.Pattern[str], closing: re.Pattern[str]) -> s
 
 
 def _unclosed(wikitext: str) -> int:
-    """Count the links, templates, tables and tags that have no end."""
+    """Count the links, templates, tables and tags that are not closed."""
     depths = Counter[str]()
     for mark in _MARK.finditer(wikitext):
         slash, name = mark.groups()

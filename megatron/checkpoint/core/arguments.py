@@ -90,7 +90,7 @@ def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, J
 def core_arguments(
     config: ModelRun, meta: Json, *, rows: int, dtype: torch.dtype, data_parallel: int
 ) -> argparse.Namespace:
-    """Return the command line as Megatron Core would have had it.
+    """Return a run's settings as Megatron Core's command line.
 
     Args:
         config: The configuration of the run that wrote the checkpoint, or for which it was made.

@@ -154,7 +154,7 @@ class CoreReader(Reader):
         places = {name: names.place_of(name) for name in tensors}
         has_states = any(map(names.is_of_optimizer, tensors)) and None not in places.values()
         weights = {name: self._parameter(name) for name in tensors}
-        # Optimizer states that were flattened have other shapes than their parameters.
+        # Optimizer states that were flattened differ in shape from their parameters.
         shapes = ((weight, tensors[name].shape) for name, weight in weights.items())
         has_states = has_states and all(w is None or w.shape == shape for w, shape in shapes)
         for name, place in places.items():

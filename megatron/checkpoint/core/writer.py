@@ -360,7 +360,7 @@ class CoreFiles:
         return optimizers if len(optimizers) > 1 else optimizers[0]
 
     def _counted(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an optimizer's tree in the form of its class in Megatron Core."""
+        """Return an optimizer's tree as its class in Megatron Core stores it."""
         counters, scaler = self.snapshot.meta["optimizer"], {}
         scale = counters.get("loss_scale")
         if scale:

@@ -45,7 +45,7 @@ def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def has_kinds_apart(args: Mapping[str, Json]) -> bool:
-    """Return whether the rows of query, key and value are three blocks, each of all heads.
+    """Return whether the rows of query, key and value form three blocks, each with all heads.
 
     Megatron-DeepSpeed has used these blocks since December 2024 (its commit 676a482c). Before, it
     split rows by head or group, under the same `checkpoint_version`. The flags of FPDT came with
@@ -55,7 +55,7 @@ def has_kinds_apart(args: Mapping[str, Json]) -> bool:
 
 
 def has_other_angles(args: Mapping[str, Json]) -> bool:
-    """Return whether rotary positions were computed by angles that no other program uses.
+    """Return whether rotary positions were computed with angles that no other program uses.
 
     Without FPDT and without a PipelineModule, Megatron-DeepSpeed since commit 676a482c uses the
     cosines of the angles as the angles of queries, and reuses them for keys.

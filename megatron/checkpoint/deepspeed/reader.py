@@ -160,7 +160,7 @@ class DeepSpeedReader(Reader):
                 continue
             layer = int(name.split(".")[2])
             if held.shape[0] != experts[layer]:
-                told = f"layer {layer} has {experts[layer]} experts by `args`"
+                told = f"layer {layer} has {experts[layer]} experts according to `args`"
                 raise CheckpointError(f"{self.path}: {told}, but {held.shape[0]} in the weights")
         for name, held in self.held.items():
             if held.dtype not in _DTYPES.values():

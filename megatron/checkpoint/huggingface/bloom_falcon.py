@@ -64,7 +64,7 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class _Ours(rules.Family):
-    """What both families share.
+    """The parts that both families share.
 
     Attributes:
         older: Names of keys in older files, with their present names.
@@ -84,11 +84,11 @@ class _Ours(rules.Family):
         return super().read(Settings(values, settings.path))
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face module that it is."""
+        """Return each of our modules in a layer with the corresponding Hugging Face module."""
         return _LAYER
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face module that it is."""
+        """Yield each of our modules with the corresponding Hugging Face module."""
         yield "embedding.word", ["transformer.word_embeddings"]
         yield "embedding.norm", ["transformer.word_embeddings_layernorm"]
         modules = self.modules(model)
@@ -103,7 +103,7 @@ class _Ours(rules.Family):
 
 
 def _head_size(settings: Settings, flags: dict[str, Any]) -> int:
-    """Return the channels of a head. All heads together have as many as the hidden size."""
+    """Return the head size. All heads together have as many channels as the hidden size."""
     hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
     if hidden % heads:
         raise settings.error("hidden_size", f"is not divisible by {heads} heads")
@@ -146,7 +146,7 @@ class Bloom(_Ours):
 
 @dataclass(frozen=True)
 class Falcon(_Ours):
-    """The Falcon family: of 7B, of 40B (`new_decoder_architecture`), and with ALiBi (RW)."""
+    """The Falcon family: 7B, 40B (`new_decoder_architecture`), and the RW models with ALiBi."""
 
     keys: tuple[rules.Key, ...] = _FALCON_KEYS
     older: dict[str, str] = field(
@@ -226,7 +226,7 @@ class Falcon(_Ours):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face module that it is."""
+        """Return each of our modules in a layer with the corresponding Hugging Face module."""
         if model.parallel_residual and not model.shared_parallel_norm:
             return {**_LAYER, "attention_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
         return _LAYER

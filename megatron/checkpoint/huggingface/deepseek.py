@@ -44,7 +44,7 @@ _BIAS = {"mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",)}
 # Keys of the authors' own files that describe their program or training.
 _OF_TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "seq_aux")
 _DEPTHS = "num_nextn_predict_layers"
-# The modules of a layer for further tokens, around its transformer layer.
+# The modules of a multi-token prediction layer, around its transformer layer.
 _AHEAD = {
     "embedding_norm": "enorm",
     "hidden_norm": "hnorm",
@@ -130,7 +130,7 @@ class DeepSeek(Mixtral):
         return self._read_mixture(settings, model)
 
     def held_in(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
-        """Return the network that files hold: `transformers` drops layers for further tokens."""
+        """Return the network that files hold: `transformers` drops multi-token prediction."""
         end = f"layers.{model.num_layers}."
         if any(name.removeprefix("model.").startswith(end) for name in names):
             return model
@@ -139,7 +139,8 @@ class DeepSeek(Mixtral):
     def names(self, model: ModelConfig) -> rules.Names:
         """Yield each of our modules with the Hugging Face modules that it combines.
 
-        Layers for further tokens follow the others. Each repeats the word embedding and the output.
+        Layers of multi-token prediction follow the others. Each repeats the word embedding and the
+        output.
         """
         yield from super().names(model)
         modules = self.modules(model)
@@ -200,7 +201,9 @@ class DeepSeek(Mixtral):
         best = settings.size("topk_group", None, groups)
         counted = 2 if self.biased else 1
         if experts % groups or counted > experts // groups or chosen > best * (experts // groups):
-            raise settings.error("n_group", f"does not fit {experts} experts, of which {chosen}")
+            raise settings.error(
+                "n_group", f"does not fit {experts} experts, of which {chosen} are chosen"
+            )
         if groups == 1:
             return {}
         return {

@@ -114,7 +114,8 @@ def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
     said = family.read(written).model
     differing = differing_fields(family, model, said)
     values = {name: (getattr(model, name), getattr(said, name)) for name in differing}
-    # If the flags are equal but their meanings differ, show the meanings, which other flags decide.
+    # If the flags are equal but their meanings differ, show the meanings, which depend on other
+    # flags.
     values = {name: pair for name, pair in values.items() if pair[0] != pair[1]} or {
         name: (_meaning(family, model, name), _meaning(family, said, name)) for name in differing
     }
@@ -163,7 +164,7 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
         case "openai_gelu":
             # Compare both as a pair, because a head for masked tokens has an activation of its own.
             value = model.activation, family.head_activates and model.openai_gelu
-        case "num_experts":  # a layer of one expert among others is dense, as the pattern says
+        case "num_experts":  # a layer with one expert among mixtures is dense, as the pattern says
             value = model.expert_counts
         case "add_qkv_bias":
             value = model.add_bias_linear or model.add_qkv_bias

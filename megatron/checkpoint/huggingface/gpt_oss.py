@@ -41,7 +41,7 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 UP = rules.TensorForm(_join_up, _split_up)
-# A matrix of each expert that is [e, in, out] in files and [e, out, in] here.
+# The experts' matrices, which are [e, in, out] in files and [e, out, in] here.
 DOWN = rules.TensorForm(lambda parts: _swapped(parts[0]), lambda whole: [_swapped(whole)])
 
 
@@ -83,7 +83,9 @@ class GptOss(Mixtral):
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags of the rotary positions."""
         if not {"rope_parameters", "rope_scaling"} & settings.values.keys():
-            raise settings.error("rope_scaling", "is required: without it, versions differ")
+            raise settings.error(
+                "rope_scaling", "is required: without it, versions of transformers disagree"
+            )
         return super()._read_rotation(settings)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:

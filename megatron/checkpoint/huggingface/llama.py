@@ -58,7 +58,7 @@ class LlamaLike(rules.Family):
         old_files: Whether config.json may lack keys that its first version did not have.
         head_size: The head size if config.json does not give one. None means hidden size / heads.
         rotary_base: The base of the rotary frequencies if config.json does not give one.
-        tied: Whether the output has the word embeddings' weights if config.json does not say.
+        tied: Whether the output shares the word embeddings' weights if config.json does not say.
         classifies: Whether `transformers` has a class for reward models.
     """
 
@@ -306,7 +306,7 @@ def limited_layers(settings: Settings, layers: int) -> list[bool] | None:
     """Return which layers are limited to a window by layer_types; `None` without this key.
 
     Raises:
-        CheckpointError: It names another kind of layer, or not as many as there are.
+        CheckpointError: It names an unknown kind of layer, or has the wrong length.
     """
     kinds = settings.words("layer_types")
     other = set(kinds) - {FULL, SLIDING}
@@ -321,7 +321,7 @@ def write_pattern(window: int, limited: Sequence[bool]) -> dict[str, Any]:
     """Return the flags of windows in some layers.
 
     Args:
-        window: The tokens that a token attends to, itself among them.
+        window: The number of tokens that a token attends to, including itself.
         limited: Which layers have the window.
     """
     if not any(limited):
@@ -338,8 +338,9 @@ def read_turns(settings: Settings, layers: int, *, every: int, window: int) -> d
     Args:
         settings: The keys of config.json.
         layers: The number of layers.
-        every: Which layers have full attention without layer_types.
-        window: The tokens that a token attends to, itself among them, without sliding_window.
+        every: n; every nth layer has full attention if there is no layer_types.
+        window: The number of tokens that a token attends to, including itself, without
+            sliding_window.
     """
     limited = limited_layers(settings, layers)
     if limited is None:

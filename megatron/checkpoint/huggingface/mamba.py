@@ -68,7 +68,7 @@ _MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
-    """Return the form of projections that files store one after another, while we order by group.
+    """Return the form of projections that files store one after another, whereas we order by group.
 
     Args:
         groups: The number of groups.
@@ -238,7 +238,7 @@ class NemotronH(Mamba2):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json, with a layer of each symbol of the pattern."""
+        """Return a config.json, with one layer for each symbol of the pattern."""
         pattern = layer_symbols(model.hybrid_layer_pattern) or MAMBA * model.num_layers
         heads = model.mamba_num_heads or 1
         values = rules.Family.write(self, model, vocab)
@@ -258,7 +258,7 @@ class NemotronH(Mamba2):
 _KINDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", MIXTURE: "moe"}
 # Names of kinds in older files.
 _OLD_KINDS = {"mamba": MAMBA, "attention": ATTENTION}
-# Keys without effect on the network that files describe, besides those of both families.
+# Keys that do not affect the network, in addition to those of both families.
 _OF_NEMOTRON = (
     *(
         "expand",
@@ -302,7 +302,7 @@ def _read_mamba(settings: Settings, heads_key: str, flags: Mapping[str, Any]) ->
 
 
 def _read_pattern(settings: Settings) -> str:
-    """Return the symbols of the layers, by the key of newer or older files."""
+    """Return the symbols of the layers, from the key of newer or older files."""
     symbols = {kind: symbol for symbol, kind in _KINDS.items()} | _OLD_KINDS
     kinds, text = (
         settings.words("layers_block_type"),
@@ -347,7 +347,9 @@ def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
     if groups > 1:
         each = experts // groups
         if experts % groups or each < 2 or chosen > best * each:
-            raise settings.error("n_group", f"does not fit {experts} experts, of which {chosen}")
+            raise settings.error(
+                "n_group", f"does not fit {experts} experts, of which {chosen} are chosen"
+            )
         limits = {
             "moe_router_num_groups": groups,
             "moe_router_group_topk": best,

@@ -11,7 +11,7 @@ from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.experts import MOST_EXPERTS, mixture_layers
 from megatron.config.model import ModelConfig
 
-_MOST_IN_ALL = 1 << 18  # experts of all layers; the largest models have some twenty thousand
+_MOST_IN_ALL = 1 << 18  # experts of all layers; the largest models have about twenty thousand
 _MIXTRAL = {
     "mlp.router": ("block_sparse_moe.gate",),
     "mlp.experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),

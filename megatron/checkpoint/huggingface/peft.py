@@ -78,8 +78,8 @@ def peft_names(
         projections, theirs = projections_of(linear), tuple(modules)
         if isinstance(linear, ExpertLinear) and family.stacks_experts:
             raise CheckpointError(
-                f"{theirs[0]} of a {family.name} model: PEFT's adapters of its experts have "
-                "another order of rows: convert the merged weights with --saver hf"
+                f"{theirs[0]} of a {family.name} model: PEFT orders the rows of its experts' "
+                "adapters differently: convert the merged weights with --saver hf"
             )
         if isinstance(linear, ExpertLinear):
             theirs = (_experts_module(ours, theirs[0], layers),)
@@ -224,7 +224,8 @@ class PeftReader(Reader):
                 )
         if strange:
             raise CheckpointError(
-                f"{self.path / ADAPTER}: {min(strange)} has no place in this network's adapters: "
+                f"{self.path / ADAPTER}: {min(strange)} does not belong to this network's "
+                "adapters: "
                 f"{self._remedy}"
             )
 

@@ -85,7 +85,7 @@ class Phi(LlamaLike):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         settings.size(_TRAINED, 1)  # without effect unless frequencies are LongRoPE's
-        settings.must_be("auto_map", settings.values.get("auto_map"))  # nothing of it is run
+        settings.must_be("auto_map", settings.values.get("auto_map"))  # its code is never run
         settings.share("embd_pdrop", 0.0)
         dropout = settings.share("resid_pdrop", 0.0)
         return replace(super().network(settings, flags), hidden_dropout=dropout)

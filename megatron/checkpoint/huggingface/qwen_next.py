@@ -39,7 +39,7 @@ _DELTA_NET = {
 
 
 def gated_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
-    """Return the form of queries whose heads are each followed by their gate, keys and values."""
+    """Return the form of queries with each head followed by its gate, and of keys and values."""
     groups, heads = mixer.kv_heads, mixer.heads // mixer.kv_heads
     by_group = rules.grouped(groups, (2 * heads, 1, 1))
 
@@ -137,7 +137,7 @@ class QwenNext(QwenMixture):
         }
 
     def layer_modules(self, model: ModelConfig) -> Sequence[Mapping[str, Sequence[str]]]:
-        """Return, for each layer, our modules with the Hugging Face modules of each."""
+        """Return, for each layer, our modules with the Hugging Face modules that each combines."""
         modules = self.modules(model)
         others = {name: them for name, them in modules.items() if not name.startswith("attention.")}
         tables = (modules, {**_DELTA_NET, **others})

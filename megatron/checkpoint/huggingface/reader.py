@@ -98,7 +98,7 @@ class HFReader(Reader):
             rules = self.family.rules(model, self.vocab)
         found = [rule for rule in rules if any(self._name(n) in self._files for n in rule.theirs)]
         self._rules: dict[str, ParameterRule] = {}
-        self._copies: dict[str, str] = {}  # tensors that repeat others, and which
+        self._copies: dict[str, str] = {}  # copies, with the tensors that they repeat
         for rule in present(rules, found):
             original = self._rules.setdefault(rule.name, rule)
             if original is not rule:
@@ -120,8 +120,8 @@ class HFReader(Reader):
         for name, source in self._copies.items():
             if name in self._files and not self._is_copy(name, source):
                 raise CheckpointError(
-                    f"{path}: {name} differs from {source}, of which it must be a copy: our "
-                    "networks have both only once"
+                    f"{path}: {name} differs from {source}, but must be a copy of it: our "
+                    "networks share one tensor for both"
                 )
         family, bare = self.family.name, self.bare_names
         origin = {"family": family, "bare_names": bare}

@@ -229,7 +229,7 @@ class Family(ABC):
             and rotary frequencies. They are not read.
         head_activates: Whether the head has its own activation function, chosen by --openai-gelu.
         stacks_experts: Whether one tensor holds all experts of a layer.
-        whole_names: Ends of the names of tensors that are not called weight or bias of a module.
+        whole_names: Suffixes of the names of tensors that are not a module's weight or bias.
     """
 
     name: str

@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 20  # limit for a JSON file that describes a model; real ones h
 # Larger than in any model, and small enough to compute with.
 MOST = 1 << 24
 MOST_LAYERS = 1 << 14
-MOST_HEADS = 1 << 16  # and channels of a head
+MOST_HEADS = 1 << 16  # also the largest head size
 
 # These keys describe how the network was trained, loaded or used, but not what it computes.
 _HARMLESS = frozenset(

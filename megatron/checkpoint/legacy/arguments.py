@@ -152,7 +152,7 @@ def consumed_tokens(args: Mapping[str, Json]) -> Json:
 def megatron_arguments(
     config: ModelRun, meta: Json, *, rows: int, dtype: torch.dtype, data_parallel: int
 ) -> argparse.Namespace:
-    """Return the command line as Megatron 23.08 would have had it.
+    """Return a run's settings as Megatron 23.08's command line.
 
     It starts with our values, most of which have Megatron's names. The fields that the checkpoint
     kept from an older Namespace override them, and the fields that the file decides override both.

@@ -24,7 +24,7 @@ import torch
 from megatron.errors import CheckpointError
 
 MAX_BYTES = 64 << 20  # largest pickle; the tree of a model with a hundred layers takes 100 KB
-MAX_INSTRUCTIONS = 2_000_000  # so many take about five seconds; a tensor needs about 60
+MAX_INSTRUCTIONS = 2_000_000  # this many take about five seconds; a tensor needs about 60
 MAX_INTEGER_BITS = 128  # random states hold up to 64
 MAX_ITEMS = 8_000_000  # values in the tree, counting a shared part each time it occurs
 MAX_DEPTH = 100
@@ -187,11 +187,11 @@ class _Machine:
             if opcode.name not in _INSTRUCTIONS:
                 raise RefusedError(f"instruction {opcode.name} at byte {position}")
             _INSTRUCTIONS[opcode.name](self, argument)
-        raise RefusedError("it has no end")
+        raise RefusedError("its end is missing")
 
     def start(self, version: int) -> None:
         if version > 5:
-            raise RefusedError(f"pickle protocol {version}, where 5 is the last")
+            raise RefusedError(f"pickle protocol {version}, newer than 5")
 
     def push(self, value: Any) -> None:
         if type(value) is int and value.bit_length() > MAX_INTEGER_BITS:

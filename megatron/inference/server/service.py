@@ -119,15 +119,15 @@ class EngineClient:
             while data := await self._reader.read(CHUNK):
                 for report in unpacker.feed(data):
                     for event in report.events:
-                        self._hand_on(event)
+                        self._dispatch(event)
                     self.stats = report.stats
         finally:
             self.alive = False
             for name in list(self._queues):
-                self._hand_on(Finished(name, "error", _GONE))
+                self._dispatch(Finished(name, "error", _GONE))
             self._writer.close()
 
-    def _hand_on(self, event: Event) -> None:
+    def _dispatch(self, event: Event) -> None:
         queue = self._queues.get(event.request)
         if queue is not None:
             queue.put_nowait(event)

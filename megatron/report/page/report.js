@@ -451,7 +451,7 @@ async function poll() {
     }
     drawStatus();
   } catch (error) {
-    drawStatus(`the server does not answer (${error.message}); the page shows the data that it sent last`);
+    drawStatus(`the server does not answer (${error.message}); the page shows the last data received`);
   }
   setTimeout(poll, 2000);
 }

@@ -500,7 +500,7 @@ def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) ->
         )
     if model.reward_head:
         raise CheckpointError(
-            f"--saver peft: {path} holds a reward model, whose head was trained beside the "
+            f"--saver peft: {path} holds a reward model, whose head was trained along with the "
             "adapters: use --saver hf, which merges the adapters"
         )
     wanted = options.model_family or source.family

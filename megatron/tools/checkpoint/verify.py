@@ -273,7 +273,7 @@ def their_model(reader: HFReader) -> Any:
     # Our reader accepts only the default, which versions of `transformers` write differently.
     values.pop("time_step_limit", None)
     if kind == "nemotron_h":
-        # transformers clamps time steps to at least this one in prefill. Its decode steps do not,
+        # transformers clamps time steps to at least this value in prefill. Its decode steps do not,
         # and neither does Megatron Core, which trained these models.
         values["time_step_min"] = _SHORTEST_STEP
     config = transformers.AutoConfig.for_model(kind, **values)

@@ -342,7 +342,7 @@ def test_gemma_s_layers_have_windows_in_turns_without_layer_types() -> None:
             "gpt-oss",
             "gpt_oss",
             ("*experts.up",),
-            "PEFT's adapters of its experts have another order",
+            "PEFT orders the rows of its experts' adapters differently",
         ),
         ("phi 3", "phi3", ("*attention.qkv",), "computes query, key, value at once"),
         ("neox", "gpt_neox", ("*attention.qkv",), "computes query, key, value at once"),

@@ -166,7 +166,10 @@ def copy(tmp_path):
         ("--lora-rank 8", "r is 4, but 8 here: give --lora-rank 4 --lora-alpha 8 --lora-target"),
         ("--lora-alpha 4", "lora_alpha is 8, but 4.0 here"),
         ("--use-dora", "use_dora is False, but True here"),
-        ("--lora-target-modules q_proj", "has no place in this network's adapters: give --lora-ra"),
+        (
+            "--lora-target-modules q_proj",
+            "does not belong to this network's adapters: give --lora-ra",
+        ),
         ("--lora-target-modules q_proj k_proj v_proj up_proj", "k_proj.lora_A.weight is missing"),
     ],
 )

@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     host, _, port = options.server.rpartition(":")
     outcome = fuzz(host, int(port), options.requests, seed=options.seed, clients=options.clients)
     counts = ", ".join(f"{status}: {count}" for status, count in sorted(outcome.statuses.items()))
-    print(f"{outcome.statuses.total()} requests ({counts}); {outcome.good} good ones in between")
+    print(f"{outcome.statuses.total()} requests ({counts}); {outcome.good} valid ones in between")
     print("\n".join(outcome.faults[:20]) or "no fault")
     return 1 if outcome.faults else 0
 

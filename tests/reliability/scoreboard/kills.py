@@ -144,7 +144,7 @@ def _kill_one(folder: Path, background: bool, rng: random.Random, trials: Trials
     seconds, victim = rng.uniform(0.0, 0.15), rng.randrange(_RANKS)
     try:
         if background:
-            trials.note("looks at the tracker", _watch(root, seconds))
+            trials.note("reads of the tracker", _watch(root, seconds))
         else:
             time.sleep(seconds)
     finally:
@@ -204,8 +204,8 @@ def _write_in_background(root: Path) -> None:
 
 _WAYS: dict[str, Callable[[Path], None]] = {
     "a new one": lambda root: _write(root, 20),
-    "one that replaces its like": lambda root: _write(root, 10),
-    "one that lets old ones go": lambda root: _write(root, 20, keep=Keep(1)),
+    "one that replaces another": lambda root: _write(root, 10),
+    "one that deletes old ones": lambda root: _write(root, 20, keep=Keep(1)),
     "one in the background": _write_in_background,
 }
 

@@ -1,8 +1,8 @@
-"""Row 39: input that is merely large, little memory, and logs whose readers leave.
+"""Row 39: input that is merely large, little memory, and logs whose readers exit.
 
 Importing torch takes seconds, so most trainings are forks of this process, which has imported it.
 They run the same script, under limits that are set in the fork. The other commands, and a share of
-the trainings, are new interpreters, so limits also strike while they import.
+the trainings, are new interpreters, so limits also apply while they import.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PRIVATE = 0x44000  # for mount: MS_REC | MS_PRIVATE
 def merely_large(folder: Path, count: int) -> Trials:
     """Draw sizes, limits and closing times, and run commands."""
     trials = Trials.with_seeds(count)
-    attacks = (_preprocess, _train_tokenizer, _little_memory, _little_shared_memory, _reader_leaves)
+    attacks = (_preprocess, _train_tokenizer, _little_memory, _little_shared_memory, _reader_exits)
     first = _training(folder, 2)
     expect(_run(first, folder)[0] == _WELL, "the first run fails")
     attempts: list[Attempt] = []
@@ -245,7 +245,7 @@ def _little_shared_memory(folder: Path, draw: random.Random) -> list[str]:
     return _goes_on(folder, lambda: _run(words, folder, shared=size, is_new=is_new))
 
 
-def _reader_leaves(folder: Path, draw: random.Random) -> list[str]:
+def _reader_exits(folder: Path, draw: random.Random) -> list[str]:
     words, lines = _training(folder, 10_000), draw.randrange(40)
     is_new = draw.random() < _WHOLE
     return _goes_on(folder, lambda: _run(words, folder, lines=lines, is_new=is_new))

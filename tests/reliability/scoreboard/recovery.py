@@ -235,6 +235,6 @@ def leaks(folder: Path, count: int) -> Trials:
             expect(not [name for name in mine if "torch" in name], f"left in /dev/shm: {mine}")
             expect(len(os.listdir("/proc/self/fd")) <= own, "files stayed open")
             children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-            expect(not children, f"processes stayed: {children}")
+            expect(not children, f"processes kept running: {children}")
     trials.note("starts", count)
     return trials

@@ -130,8 +130,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         10,
         "a checkpoint with damaged bytes at random places of all files (bit flips, holes, "
-        "truncations, additions, swapped blocks: the file is named), or as an attacker leaves it "
-        "(signed manifests with wrong types, NaN, infinity, 1e999 or thousands of overlapping "
+        "truncations, additions, swapped blocks: the file is named), or as an attacker may leave "
+        "it (signed manifests with wrong types, NaN, infinity, 1e999 or thousands of overlapping "
         "pieces; FIFOs, sockets, devices, folders and links in place of files; a link out of the "
         "folder; files of other users or writable by all): refused by name within 10 s before a "
         "tensor changes, and the older checkpoint loads",
@@ -141,17 +141,17 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         11,
-        "trackers torn or wrong in 15 ways, with the whole program, and random ones, with the "
-        "function that finds a checkpoint (bytes, numbers, words, FIFOs, sockets, devices, "
-        "folders, links): the newest sound checkpoint loads; if all are damaged, the error of exit "
-        "code 4 and no start from scratch",
+        "trackers torn or wrong in 15 ways, with the whole program, and random ones, only with "
+        "the function that finds a checkpoint (bytes, numbers, words, FIFOs, sockets, devices, "
+        "folders, links): the newest sound checkpoint loads; if all are damaged, the run ends "
+        "with exit code 4 and does not start from scratch",
         torn_trackers,
         full=1000,
         quick=2,
     ),
     Row(
         12,
-        "training waits for a save in the background at most 0.1 s and one second per gigabyte "
+        "training waits for a save in the background at most 0.1 s plus one second per gigabyte "
         "(CPU)",
         waiting_time,
         full=10,
@@ -254,8 +254,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         26,
         "a second job in the same folder, a job after a killed one, a read-only folder, a "
-        "folder that is removed, one that is replaced by a file: refused with its name or "
-        "survived, without a hang",
+        "folder that is removed, one that is replaced by a file: refused by name or survived, "
+        "without a hang",
         shared_folders,
         full=2,
         quick=0,
@@ -290,7 +290,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         30,
         "no shipped Python file names a function that executes what it reads, goes through a shell "
-        "or loads a library, but for the exceptions that `tests/test_banned_calls.py` lists; and "
+        "or loads a library, apart from the exceptions that `tests/test_banned_calls.py` lists; "
+        "and "
         "each such call planted at a random place of the source, under a random name, is found",
         banned_calls,
         full=1100,
@@ -355,8 +356,8 @@ ROWS: tuple[Row, ...] = (
         37,
         "the launcher, which holds the store, is stopped at a random time of a start, a step, a "
         "hang report, a save, the end after an error and the end of a run (always while a rank is "
-        "still running), and a rank is killed or stopped beside it, in 5 layouts of 2 and 4 ranks: "
-        "every other rank ends by itself within the time limit and 10 s, and one says why",
+        "still running), and a rank is killed or stopped as well, in 5 layouts of 2 and 4 ranks: "
+        "every other rank ends by itself within the time limit plus 10 s, and one of them says why",
         mute_store,
         full=1000,
         quick=6,
@@ -374,9 +375,9 @@ ROWS: tuple[Row, ...] = (
     Row(
         39,
         "large lines in every format, a tight `ulimit -v`, a `/dev/shm` of 4 to 256 KB and logs "
-        "whose readers leave, against preprocessing, tokenizer training and training (all else and "
-        "a twentieth of the trainings in new interpreters, which limits also strike while they "
-        "import): each ends with a documented code and one line, without a traceback; earlier "
+        "whose readers exit, against preprocessing, tokenizer training and training (everything "
+        "else, and a twentieth of the training runs, in new interpreters, whose imports are "
+        "limited too): each ends with a documented code and one line, without a traceback; earlier "
         "output is replaced completely or not at all, and a run continues from its newest "
         "checkpoint",
         merely_large,
@@ -414,7 +415,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         43,
-        "signed manifests and meta data with wrong types, impossible numbers or thousands of "
+        "signed manifests and metadata with wrong types, impossible numbers or thousands of "
         "pieces that overlap; links, FIFOs, folders and devices in place of files; files of other "
         "users or writable by all: refused by name within 10 s, and the older checkpoint loads",
         hostile_checkpoints,

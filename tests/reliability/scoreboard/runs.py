@@ -205,5 +205,5 @@ def waiting_time(folder: Path, count: int) -> Trials:
             waited.append(saver.start(number, tensors, {}, since=time.perf_counter()))
             saver.wait()
             expect(waited[-1] <= size / 1e9 + 0.1, f"{waited[-1]:.2f} s")
-    trials.note(f"MiB a save, of which the longest wait was {max(waited):.2f} s", size >> 20)
+    trials.note(f"MiB per save, whose longest wait was {max(waited):.2f} s", size >> 20)
     return trials

@@ -78,7 +78,7 @@ def fuzzed_requests(folder: Path, count: int) -> Trials:
                 trials.note("with two lengths, refused", smuggled.statuses.total())
                 trials.note("requests", outcome.statuses.total())
                 trials.note("answered 200", outcome.statuses[200])
-                trials.note("good ones in between", outcome.good)
+                trials.note("valid ones in between", outcome.good)
     return trials
 
 
