@@ -206,7 +206,9 @@ class NeighborTexts:
         Raises:
             DataError: A neighbor is not in the database.
         """
-        if neighbors.size and not NO_NEIGHBOR <= neighbors.min() <= neighbors.max() < len(self.database):
+        if neighbors.size and not NO_NEIGHBOR <= neighbors.min() <= neighbors.max() < len(
+            self.database
+        ):
             raise DataError(
                 f"{where}the neighbors are chunks {neighbors.min()} to {neighbors.max()}, but "
                 f"{self.database.path} has {len(self.database)} chunks: one of the files is "
