@@ -141,7 +141,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
             sampling,
             engine.limits,
             shared.put,
-            # More requests than are computed at once, so that others are ready when some end.
+            # More requests than are computed at once, so that others are ready when some finish.
             at_a_time=2 * samples.max_batch_size,
             adapter=len(adapters),
         )

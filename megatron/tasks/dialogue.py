@@ -201,8 +201,8 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, part: SampleFile 
     cut = sum(len(request.prompt) > room for request in requests)
     if cut and layout.world.rank == 0:
         say(
-            f"WARNING: the beginning of {cut:,} of {len(left):,} prompts is cut off: they do not "
-            f"fit into a window of {config.data.seq_length} with {own.out_seq_length} new tokens: "
+            f"WARNING: {cut:,} of {len(left):,} prompts are cut at the beginning: they do not fit "
+            f"into a window of {config.data.seq_length} with {own.out_seq_length} new tokens: "
             "give fewer examples"
         )
     generator = Generator(loaded, device)

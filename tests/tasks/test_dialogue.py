@@ -143,7 +143,7 @@ def test_the_model_writes_its_most_likely_tokens_in_any_layout(files, monkeypatc
     assert (files / "rest.txt").read_text().splitlines() == ["kept", *expected[1:]]
     monkeypatch.setattr(dialogue, "read_prompts", _numbers_only([" ".join("1" * 14)]))
     _prompt(Layout.single(), [*words, str(files / "long.txt")])
-    assert "WARNING: the beginning of 1 of 1 prompts is cut off" in capsys.readouterr().out
+    assert "WARNING: 1 of 1 prompts are cut at the beginning" in capsys.readouterr().out
 
 
 class _Api(BaseHTTPRequestHandler):

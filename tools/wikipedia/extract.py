@@ -4,7 +4,7 @@
 
 This writes articles/part-00000.jsonl and so on, with id, url, title and text of each article. Until
 all parts are complete, the folder is called articles.unfinished. After an interruption, the same
-command continues there. The bytes do not depend on the number of workers.
+command continues there. The output does not depend on the number of workers.
 """
 
 from __future__ import annotations
