@@ -146,6 +146,11 @@ class Device:
         event = torch.cuda.Event(enable_timing=True)
         return torch.cuda.current_stream(self.torch_device).record_event(event)
 
+    @property
+    def stream(self) -> int:
+        """The queue to which this thread sends work: the address of a GPU's stream, 0 on a CPU."""
+        return stream_handle(self.torch_device.index or 0) if self.is_gpu else 0
+
     def seconds_between(self, start: Any, end: Any) -> float:
         """Return the seconds between two marks. The device must have reached the later one."""
         return start.elapsed_time(end) / 1000.0 if self.is_gpu else end - start
@@ -439,6 +444,18 @@ def stream_handle(gpu: int) -> int:
 def cuda_release() -> str:
     """Return the major version of the CUDA that PyTorch was built with, or ""."""
     return (torch.version.cuda or "").split(".")[0]
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of PyTorch and, with a GPU, of CUDA, its driver and NCCL."""
+    versions = {"torch": str(torch.__version__)}
+    if torch.cuda.is_available():
+        versions["CUDA"] = torch.version.cuda or ""
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        with suppress(OSError):
+            found = re.search(r"Module\s+(\S+)", Path("/proc/driver/nvidia/version").read_text())
+            versions["driver"] = found[1] if found else ""
+    return versions
 
 
 def gpu_count() -> int:

@@ -3,6 +3,7 @@
     main             the table of commands, and commands that only pass on their arguments
     pretrain         `megatron pretrain` and `finetune`: a recipe, and the processes that train it
     recipes          `megatron recipes`
+    health           `megatron health`
 
 A command that is a module elsewhere needs only a line in the table.
 """

@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, Command] = {
     "convert": Command("convert checkpoints", "megatron.cli.main:convert"),
     "find-lr": Command("plot the loss against the learning rate", "megatron.training.find_lr"),
     "coordinate-check": Command("check muP at several widths", "megatron.tools.coordinate_check"),
+    "health": Command("test the machines: speed, links, disks", "megatron.cli.health:main"),
     "submit": Command("write and submit the job file for a cluster", "megatron.submit.command"),
     "report": Command("write or serve a page about runs", "megatron.report.__main__"),
     "plot": Command("draw the loss curve of a run", "megatron.tools.plot_loss"),
@@ -118,7 +119,6 @@ def overview(program: str, commands: Mapping[str, Command]) -> str:
             f"usage: {program} COMMAND [...]",
             "",
             *rows,
-            "",
             f"`{program} COMMAND --help` explains a command.",
         ]
     )

@@ -15,6 +15,7 @@ _RECORDS = Need(
 )
 _TENSORBOARD = Need(lambda run: run.logging.tensorboard_dir, "--tensorboard-dir")
 _TIMES = Need(lambda run: run.logging.timing_log_level, "--timing-log-level")
+_STRAGGLERS = Need(lambda run: run.logging.log_straggler, "--log-straggler")
 _PROFILES = Need(lambda run: run.profiling.profile, "--profile")
 _STEPS = Need(
     lambda run: run.profiling.profile and not run.profiling.profile_windows,
@@ -39,6 +40,10 @@ class LoggingConfig:
         log_pipeline_bubble: Time every pipeline operation, and log the share of time that stages
             spend waiting, together with the share that the schedule predicts from the measured
             times.
+        log_straggler: Time the work of every rank without its waits for others, log the slowest
+            ranks with each log line, and name a rank as soon as it is slow for a while.
+        straggler_minmax_count: With --log-straggler, number of slowest and of fastest ranks that
+            each log line names.
         tensorboard_dir: Folder for TensorBoard. Off by default.
         tensorboard_log_interval: Iterations between TensorBoard points.
         tensorboard_queue_size: Points buffered before a write.
@@ -69,6 +74,8 @@ class LoggingConfig:
     barrier_with_l1_time: bool = flag(True, off="--no-barrier-with-level-1-timing", needs=_TIMES)
     timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"), needs=_TIMES)
     log_pipeline_bubble: bool = False
+    log_straggler: bool = False
+    straggler_minmax_count: int = flag(1, unit="ranks", at_least=1, needs=_STRAGGLERS)
     tensorboard_dir: str | None = None
     tensorboard_log_interval: int = flag(1, unit="iterations", at_least=1, needs=_RECORDS)
     tensorboard_queue_size: int = flag(1000, unit="points", at_least=1, needs=_TENSORBOARD)

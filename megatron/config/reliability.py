@@ -24,8 +24,9 @@ KINDS: dict[str, tuple[str, ...] | None] = {
 _DELAYED = ("kill", "stop", "exit")
 _EVERY = "all"  # attempts
 _FORM = "POINT:RANK:STEP:KIND"
-_KIND = re.compile(r"([a-z]+)(?:=([0-9]*\.?[0-9]+))?(?:@([0-9]{1,9}|all))?")
+_KIND = re.compile(r"([a-z]+)(?:=([0-9]*\.?[0-9]+)(x)?)?(?:@([0-9]{1,9}|all))?")
 _SLOW_SECONDS = 1.0
+HEALTH_FACTOR = 0.7  # a rank with less than this share of the others' speed stands out
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Fault:
         step: The iteration in which it strikes, counted from 1; 0 while a checkpoint is loaded.
         kind: What happens, one of `KINDS`.
         seconds: The delay of a signal or an exit, or the time that a slow rank loses each time.
+        factor: How many times as long a slow rank takes, instead of `seconds`; 0 if not given.
         attempt: The number of restarts after which it strikes; `None` for every attempt.
     """
 
@@ -47,6 +49,7 @@ class Fault:
     kind: str
     seconds: float = 0.0
     attempt: int | None = 0
+    factor: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -74,10 +77,15 @@ class Fault:
             raise ValueError(f"{kind} strikes at {' or '.join(points)}, not at {point}")
         if (point == "load") != (int(step) == 0):
             raise ValueError(f"STEP is 0 at load and counts from 1 elsewhere, got {text!r}")
-        if match[2] is not None and kind not in (*_DELAYED, "slow"):
-            raise ValueError(f"{kind} takes no seconds: drop ={match[2]}")
-        seconds = float(match[2] or (_SLOW_SECONDS if kind == "slow" else 0.0))
-        attempt = None if match[3] == _EVERY else int(match[3] or 0)
+        number, is_factor = match[2], match[3] is not None
+        if number is not None and kind not in (*_DELAYED, "slow"):
+            raise ValueError(f"{kind} takes no seconds: drop ={number}")
+        if is_factor and (kind != "slow" or float(number) <= 1.0):
+            raise ValueError(f"only slow takes a factor, and it is above 1, got {rest!r}")
+        attempt = None if match[4] == _EVERY else int(match[4] or 0)
+        if is_factor:
+            return cls(point, int(rank), int(step), kind, 0.0, attempt, float(number))
+        seconds = float(number or (_SLOW_SECONDS if kind == "slow" else 0.0))
         return cls(point, int(rank), int(step), kind, seconds, attempt)
 
     def __str__(self) -> str:
@@ -100,15 +108,20 @@ _SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
 
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityConfig:
-    """Restarts and faults.
+    """Tests of the machines, restarts and faults.
 
     Attributes:
+        health_check: Test products, memory, links, the disk of --save, clocks and versions of all
+            ranks before training, print a table, and name ranks that stand out.
+        gpu_sniff_test_interval: Also do so after every so many iterations. Default: never.
         on_crash_loop: Action when torchrun or SLURM restarts a run that has failed twice in the
             same way at the same iteration: stop, or skip the samples of that iteration.
         fault_inject: Faults to inject, to test how a run survives them: POINT:RANK:STEP:KIND, for
             example forward:1:20:kill. Repeat the flag for several faults. Default: none.
     """
 
+    health_check: bool = False
+    gpu_sniff_test_interval: int | None = flag(None, unit="iterations", at_least=1)
     on_crash_loop: str = flag("stop", choices=("stop", "skip"), needs=_SAVES)
     fault_inject: tuple[str, ...] = flag((), convert=_checked, adds=True)
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from megatron.device import StreamMarks
@@ -32,6 +32,16 @@ class Place(NamedTuple):
     number: int
     iteration: int
     operation: object  # formatted as text only when requested
+
+
+class WaitClock(Protocol):
+    """A clock that must know when the process, or its device, only waits for others."""
+
+    def begin_wait(self, transfer: Transfer) -> None:
+        """Note that a wait for a communication begins."""
+
+    def end_wait(self) -> None:
+        """Note that the wait is over."""
 
 
 class Transfer:
@@ -77,6 +87,7 @@ class Journal:
         iteration: The current update, counted from 1; 0 before the first.
         waits_for: The communication that the process is waiting for.
         started: The number of communications started so far, by the global ranks that take part.
+        clock: A clock to which waits are reported, if times are taken.
     """
 
     def __init__(self, marks: StreamMarks | None = None) -> None:
@@ -84,6 +95,7 @@ class Journal:
         self.iteration = 0
         self.waits_for: Transfer | None = None
         self.started: dict[tuple[int, ...], int] = {}
+        self.clock: WaitClock | None = None
         self._marks = marks
         self._waits = 0
         self._moved = time.monotonic()
@@ -111,10 +123,11 @@ class Journal:
     def without_marks(self) -> Iterator[None]:
         """Send no marks inside the block, which is recorded: each replay would resend them."""
         marks, self._marks = self._marks, None
+        clock, self.clock = self.clock, None
         try:
             yield
         finally:
-            self._marks = marks
+            self._marks, self.clock = marks, clock
 
     def transfer(self, kind: str, ranks: tuple[int, ...], work: Any) -> Transfer:
         """Record that a collective over `ranks` has been started."""
@@ -131,6 +144,8 @@ class Journal:
         yield
         self.waits_for = None  # skipped after an error, as in `Transfer.wait`
         self._moved = time.monotonic()
+        if self.clock is not None:
+            self.clock.end_wait()
 
     def message(self, kind: str, peer: int, work: Any) -> Transfer:
         """Record that a message to or from global rank `peer` has been started."""
@@ -140,11 +155,15 @@ class Journal:
         """Record that the process is waiting for a communication."""
         self._moved = time.monotonic()
         self.waits_for = transfer
+        if self.clock is not None:
+            self.clock.begin_wait(transfer)
 
     def end_wait(self) -> None:
         """Record that the process is no longer waiting."""
         self.waits_for = None
         self._moved = time.monotonic()
+        if self.clock is not None:
+            self.clock.end_wait()
         if self._marks is not None:
             self._waits += 1
             if self._waits % _WAITS_A_MARK == 0:

@@ -12,7 +12,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import methodcaller
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from megatron.config.reliability import Fault
 from megatron.device import StreamMarks
 from megatron.errors import say_on_stderr
-from megatron.parallel.journal import Journal
+from megatron.parallel.journal import Journal, Transfer
 
 _EXIT_CODE = 1
 _SPIKE = 1000.0  # the factor of the fault "spike"
@@ -68,9 +69,12 @@ class FaultyJournal(Journal):
         self._parts: list[nn.Module] = []
         self._begun = 0
         self._last = (0, "")
+        self._factor = 1.0  # by which the current operation is slowed down
+        self._since = self._waited = self._waits_since = 0.0
 
     def enter(self, operation: object) -> None:
         """Record that the process is in `operation`, and trigger the faults that are due."""
+        self._stretch()
         super().enter(operation)
         if self.iteration > self._begun:
             self._begun = self.iteration
@@ -83,6 +87,41 @@ class FaultyJournal(Journal):
             # After loading data within a forward pass, the process is in that pass again.
             self._last = (self.iteration, text)
             self._strike(point)
+        self._factor = self._factor_at(point)
+        self._since, self._waited = time.monotonic(), 0.0
+
+    def begin_wait(self, transfer: Transfer) -> None:
+        """Record that the process is waiting, which a slow rank does no longer than others."""
+        super().begin_wait(transfer)
+        self._waits_since = time.monotonic()
+
+    def end_wait(self) -> None:
+        """Record that the process is no longer waiting."""
+        super().end_wait()
+        self._waited += time.monotonic() - self._waits_since
+
+    @contextmanager
+    def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
+        """Wrap a collective that another library starts and waits for."""
+        with super().joining(kind, ranks):
+            yield
+        self._waited += time.monotonic() - self._waits_since
+
+    def _factor_at(self, point: str | None) -> float:
+        factors = [
+            fault.factor
+            for fault in self._faults
+            if fault.factor and self.iteration >= fault.step and fault.point in (point, "step")
+        ]
+        return max(factors, default=1.0) if point is not None else 1.0
+
+    def _stretch(self) -> None:
+        """Let the operation that ends take longer, if a fault slows it down by a factor."""
+        if self._factor > 1.0:
+            if self._marks is not None:
+                torch.accelerator.synchronize()
+            own = time.monotonic() - self._since - self._waited
+            time.sleep(max(0.0, own) * (self._factor - 1.0))
 
     def attach(self, parts: list[nn.Module]) -> None:
         """Let faults corrupt numbers in these parts of the model."""

@@ -52,7 +52,7 @@ from megatron.training.recipe import CountsEpochs, Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
 from megatron.training.run import ParallelModel, Run
 from megatron.training.spikes import SpikeWatch
-from megatron.training.timers import OperationClock, SaveClock, Timers
+from megatron.training.timers import OperationClock, SaveClock, SectionClock, Timers
 
 if TYPE_CHECKING:
     from megatron.parallel.symmetric_memory import SymmetricExchange
@@ -89,6 +89,8 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     samples = samples_needed(config, train_iterations, start)
     has_corpus = layout.world.rank == 0 and not training.skip_train
     level, barrier = config.logging.timing_log_level, config.logging.barrier_with_l1_time
+    sections = SectionClock(device, layout) if config.logging.log_straggler else None
+    layout.journal.clock = sections
     run = Run(
         **vars(model),
         config=config,
@@ -109,11 +111,12 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         datasets=recipe.build_datasets(config, tokenizer, samples, layout),
         exit=exit_request,
         save_clock=SaveClock(config.checkpoint.save_interval_in_mins),
-        timers=Timers(level, device, layout.world, barrier=barrier),
+        timers=Timers(level, device, layout.world, barrier=barrier, sections=sections),
         spikes=None if training.on_spike == "none" else SpikeWatch(training),
         operation_clock=OperationClock(device, layout)
         if config.logging.log_pipeline_bubble
         else None,
+        section_clock=sections,
         progress=start,
         record=None if save is None else RunRecord.of(save, layout),
         corpus=corpus_fingerprint(config.data) if has_corpus else None,

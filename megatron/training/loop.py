@@ -19,9 +19,11 @@ from megatron.training.callbacks.small import (
     BadLines,
     EmptyCache,
     GarbageCollection,
+    HealthCheck,
     ProgressBar,
     SampleIds,
 )
+from megatron.training.callbacks.stragglers import Stragglers
 from megatron.training.evaluation import Evaluation
 from megatron.training.run import Run
 from megatron.training.step import Updates, any_rank, reduce_losses, skip_iteration
@@ -48,14 +50,7 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     callbacks += [SkippedUpdates(scalars, checkpoints, often), Goodput(), scalars]
     if config.training.check_weight_hash_across_dp_replicas_interval:
         callbacks.append(ReplicaHashes())
-    if config.data.skip_bad_lines:
-        callbacks.append(BadLines())
-    if config.data.log_sample_ids:
-        callbacks.append(SampleIds())
-    if config.training.manual_gc:
-        callbacks.append(GarbageCollection())
-    if config.training.empty_unused_memory_level:
-        callbacks.append(EmptyCache())
+    callbacks += _of_each_iteration(run, scalars)
     callbacks.append(LogLine())
     if run.is_log_rank and sys.stderr.isatty():
         callbacks.append(ProgressBar())
@@ -72,6 +67,25 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
 
         callbacks.append(SampleAnswers(run, scalars))
     return callbacks, scalars
+
+
+def _of_each_iteration(run: Run, scalars: Scalars) -> list[Callback]:
+    """Return the callbacks whose time belongs to an iteration."""
+    config = run.config
+    callbacks: list[Callback] = []
+    if run.section_clock is not None:
+        callbacks.append(Stragglers(run.section_clock, scalars))
+    if config.data.skip_bad_lines:
+        callbacks.append(BadLines())
+    if config.data.log_sample_ids:
+        callbacks.append(SampleIds())
+    if config.reliability.health_check or config.reliability.gpu_sniff_test_interval:
+        callbacks.append(HealthCheck())
+    if config.training.manual_gc:
+        callbacks.append(GarbageCollection())
+    if config.training.empty_unused_memory_level:
+        callbacks.append(EmptyCache())
+    return callbacks
 
 
 def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:

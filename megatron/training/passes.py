@@ -110,9 +110,11 @@ class Passes:
 
     def begin(self) -> None:
         """Run the first forward pass ahead of `forward_backward`. This process needs all parts."""
-        self._run.layout.journal.enter("first forward pass, ahead of time")
-        with torch.enable_grad():
+        journal = self._run.layout.journal
+        with torch.enable_grad(), self._run.timers.measure("forward-backward"):
+            journal.enter("first forward pass, ahead of time")
             self._begun = self._step(0, 0, None)
+            journal.enter("end of the pass")
 
     def forward_backward(self) -> None:
         """Run all passes; gradients add up in the parameters. Collective over the pipeline."""
@@ -139,6 +141,7 @@ class Passes:
                 )
 
             self._carry_out(operations, before)
+        self._run.layout.journal.enter("end of the passes")
         if clock is not None:
             clock.stop()
 
@@ -220,8 +223,8 @@ class Passes:
         while len(self.sample_ids) <= micro_batch:
             loading = f"loading of micro-batch {len(self.sample_ids)}"
             with (
-                self._run.layout.journal.inside(loading),
                 self._run.timers.measure("batch-generator", level=2),
+                self._run.layout.journal.inside(loading),
             ):
                 batch = next(self._batches)
             target = self._run.device.torch_device

@@ -28,7 +28,7 @@ from megatron.training.fast_state import RunRecord
 from megatron.training.recipe import Batch, Recipe, Splits
 from megatron.training.recorded_passes import TrainingForward
 from megatron.training.spikes import SpikeWatch
-from megatron.training.timers import OperationClock, SaveClock, Timers
+from megatron.training.timers import OperationClock, SaveClock, SectionClock, Timers
 
 
 @dataclass
@@ -103,6 +103,7 @@ class Run(ParallelModel):
     timers: Timers
     spikes: SpikeWatch | None
     operation_clock: OperationClock | None
+    section_clock: SectionClock | None
     progress: Progress
     train_batches: Iterator[Batch] = iter(())
     pretrained: str | None = None

@@ -133,6 +133,8 @@ class Updates:
                 loss_is_spike=reading.loss_is_spike(),
             )
         run.layers.forget_weights()
+        if run.section_clock is not None:
+            run.section_clock.cut()
         reading.start(ended)
         progress.iteration += 1
         progress.consumed_samples += samples

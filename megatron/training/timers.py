@@ -6,11 +6,13 @@ requested level do not wait for the device. All timers appear as named ranges in
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +20,21 @@ from torch.autograd.profiler import record_function  # torch.profiler takes long
 
 from megatron.device import Device
 from megatron.parallel.collectives import all_gather
+from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.schedule import COMPUTE, Operation, Schedule
 from megatron.parallel.pipeline.simulate import Times, simulate
 
 _KINDS = ("forward", "backward_input", "backward_weight")
+# What a process does in an update, by the timer that is around it. "rest" is the reduction of the
+# gradients and the optimizer's step, apart from the communication.
+_SECTION_OF = {
+    "forward-backward": "compute",
+    "batch-generator": "loading",
+    "all-grads-sync": "rest",
+    "optimizer": "rest",
+}
+SECTIONS = ("compute", "loading", "rest")
 
 
 class Timers:
@@ -33,11 +45,21 @@ class Timers:
         device: The device to synchronize at the beginning and end of every timed block.
         world: The ranks whose times are compared.
         barrier: Whether level-1 timers of all ranks start and stop together.
+        sections: A clock that is told which part of an update begins, at any level.
     """
 
-    def __init__(self, level: int, device: Device, world: Axis, *, barrier: bool = False) -> None:
+    def __init__(
+        self,
+        level: int,
+        device: Device,
+        world: Axis,
+        *,
+        barrier: bool = False,
+        sections: SectionClock | None = None,
+    ) -> None:
         """Start with all timers at zero."""
         self._level, self._device, self._world = level, device, world
+        self._sections = sections
         self._barrier = barrier and self._world.size > 1
         self._seconds: dict[str, float] = {}
         self.resets = 0
@@ -47,8 +69,11 @@ class Timers:
         """Add the time inside the block to `name`."""
         is_timed = level <= self._level  # a block that is not timed does not synchronize either
         start = self._now(level) if is_timed else 0.0
+        outer = None if self._sections is None else self._sections.enter(name)
         with record_function(name):
             yield
+        if self._sections is not None:
+            self._sections.back_to(outer)
         if is_timed:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now(level) - start
 
@@ -90,6 +115,104 @@ def format_timers(over_ranks: dict[str, list[float]], option: str, iterations: i
         text = f"({text})" if option == "minmax" else text
         lines.append(f"    {(name + ' ').ljust(40, '.')}: {text}")
     return "\n".join(lines)
+
+
+class SectionClock:
+    """A clock that measures what this process does in one update, without its waits for others.
+
+    A slow process thus differs from those that wait for it. On a GPU, events in the device's own
+    queue give the times, so timing does not synchronize. On a CPU, time in which the process was
+    ready but other processes had the cores does not count either.
+
+    Args:
+        device: The device whose queue is timed.
+        layout: The run's layout.
+
+    Attributes:
+        axes: The axes whose collectives are timed, by name. They are the same on all ranks.
+    """
+
+    def __init__(self, device: Device, layout: Layout) -> None:
+        """Start outside of all sections."""
+        self._device, self._stream = device, device.stream
+        self._ready = None if device.is_gpu else ReadyClock()
+        self.axes = {
+            name: axis
+            for name in ("tensor", "context", "data", "replica", "expert", "expert_replica")
+            if (axis := getattr(layout, name)).size > 1
+        }
+        self._waits = {axis.ranks: name for name, axis in reversed(self.axes.items())}
+        self._section: str | None = None
+        self._spans: list[tuple[Any, str | None]] = []  # each mark with what follows it
+        self._past: list[tuple[Any, str | None]] = []  # those of the last update
+
+    def _mark(self) -> Any:
+        mark = self._device.mark()
+        return mark if self._ready is None else mark - self._ready.seconds()
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the numbers that `read` returns."""
+        return [*SECTIONS, *self.axes, "update"]
+
+    def enter(self, timer: str) -> str | None:
+        """Begin the section of a timer, if it has one, and return the one to go back to."""
+        outer, section = self._section, _SECTION_OF.get(timer)
+        # Evaluation loads data too, outside of an update's passes.
+        if section is not None and (outer is not None or section != "loading"):
+            self.back_to(section)
+        return outer
+
+    def back_to(self, section: str | None) -> None:
+        """Count the time from here on to a section."""
+        if section != self._section:
+            self._section = section
+            self._spans.append((self._mark(), section))
+
+    def begin_wait(self, transfer: Transfer) -> None:
+        """Count the time from here on to the communication, unless another stream waits for it."""
+        if self._section is not None and self._device.stream == self._stream:
+            waits = self._waits.get(transfer.ranks) if transfer.number is not None else None
+            self._spans.append((self._mark(), waits))
+
+    def end_wait(self) -> None:
+        """Count the time from here on to the section in which the wait began."""
+        if self._section is not None and self._device.stream == self._stream:
+            self._spans.append((self._mark(), self._section))
+
+    def cut(self) -> None:
+        """End the update. What follows belongs to the next one."""
+        mark = self._mark()
+        self._past, self._spans = [*self._spans, (mark, None)], [(mark, self._section)]
+
+    def read(self) -> list[float]:
+        """Return the seconds of the last update, in the order of `columns`.
+
+        The device must have reached its end.
+        """
+        sums = dict.fromkeys(self.columns, 0.0)
+        for (begin, what), (end, _) in itertools.pairwise(self._past):
+            if what is not None:
+                sums[what] += self._device.seconds_between(begin, end)
+        if self._past:
+            sums["update"] = self._device.seconds_between(self._past[0][0], self._past[-1][0])
+        return list(sums.values())
+
+
+class ReadyClock:
+    """The time in which this thread was ready to run, but had no core. Linux counts it."""
+
+    def __init__(self) -> None:
+        """Open the thread's counters, if the system has them."""
+        self._file: BinaryIO | None = None
+        with suppress(OSError):
+            self._file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115
+
+    def seconds(self) -> float:
+        """Return the seconds so far; always 0 if the system does not count them."""
+        if self._file is None:
+            return 0.0
+        return int(os.pread(self._file.fileno(), 64, 0).split()[1]) * 1e-9
 
 
 class SaveClock:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.config.reliability import Fault
+from megatron.parallel.journal import Transfer
 from megatron.processes.faults import FaultyJournal, InjectedFaultError, flip_bit
 from tests.reliability.scoreboard.commands import run_training
 
@@ -28,6 +29,8 @@ from tests.reliability.scoreboard.commands import run_training
         ("forward:0:0:kill", "STEP is 0 at load and counts from 1 elsewhere"),
         ("forward:0:2:nan=3", "nan takes no seconds: drop =3"),
         ("forward:0:2:kill@x", "expected KIND"),
+        ("forward:0:2:kill=2x", "only slow takes a factor, and it is above 1, got 'kill=2x'"),
+        ("forward:0:2:slow=1x", "only slow takes a factor, and it is above 1, got 'slow=1x'"),
     ],
 )
 def test_a_malformed_fault_is_refused_by_name(text: str, said: str) -> None:
@@ -39,6 +42,7 @@ def test_a_fault_is_read() -> None:
     assert Fault.parse("save:3:20:kill=0.5@2") == Fault("save", 3, 20, "kill", 0.5, 2)
     assert Fault.parse("load:0:0:hang@all") == Fault("load", 0, 0, "hang", 0.0, None)
     assert Fault.parse("data:1:9:slow").seconds == 1.0
+    assert Fault.parse("step:1:9:slow=2.5x") == Fault("step", 1, 9, "slow", factor=2.5)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,34 @@ def test_a_slow_rank_stays_slow(
             pass  # the process returns to the same pass
         assert slept == [0.05] * (step - 1)
     assert capsys.readouterr().err.count("fault injected at ") == 1
+
+
+def test_a_factor_makes_work_longer_but_not_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [0.0], []
+
+    class Clock:
+        monotonic = time = staticmethod(lambda: now[0])
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+    monkeypatch.setattr("megatron.processes.faults.time", Clock)
+    journal = FaultyJournal(None, [Fault.parse("forward:0:2:slow=3x")])
+    wait = Transfer(journal, "all-reduce", (0, 1), 1, None)
+    for step in (1, 2):
+        journal.iteration = step
+        journal.enter("forward of micro-batch 0, chunk 0")
+        now[0] += 1.0
+        journal.begin_wait(wait)
+        now[0] += 10.0
+        journal.end_wait()
+        now[0] += 0.5
+        journal.enter("backward of micro-batch 0, chunk 0")
+        now[0] += 7.0
+        journal.enter("optimizer step")
+    assert slept[-1:] == [3.0]  # twice the 1.5 s of its own work
+    assert slept.count(3.0) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Small callbacks: garbage, unused memory, bad lines, sample ids and the progress bar."""
+"""Small callbacks: garbage, unused memory, bad lines, sample ids, health and the progress bar."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from megatron.command import say
 from megatron.data.text_stream import count_bad_lines
 from megatron.errors import warn
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.health import check_health, health_table, problems_of
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 
@@ -81,6 +83,37 @@ class SampleIds(Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": run.progress.iteration, "ids": ids}) + "\n")
+
+
+class HealthCheck(Callback):
+    """A callback that tests the machines before training, and at an interval."""
+
+    def on_start(self, run: Run) -> None:
+        """Test before the first step. Collective."""
+        self._check(run)
+
+    def interrupts(self, run: Run) -> bool:
+        """Return whether a test follows, which a forward pass would slow down."""
+        return self._is_due(run, run.progress.iteration + 1)
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Test if it is due. Collective."""
+        if self._is_due(run, run.progress.iteration) and leave is None:
+            self._check(run)
+
+    @staticmethod
+    def _is_due(run: Run, iteration: int) -> bool:
+        interval = run.config.reliability.gpu_sniff_test_interval
+        return interval is not None and iteration % interval == 0
+
+    @staticmethod
+    def _check(run: Run) -> None:
+        save = run.config.checkpoint.save
+        rows = check_health(run.layout, run.device, None if save is None else Path(save))
+        if run.layout.world.is_first:
+            say(health_table(rows))
+            for problem in problems_of(rows):
+                say(f"WARNING: {problem}")
 
 
 class ProgressBar(Callback):

@@ -1,4 +1,4 @@
-"""Rows 20 and 21: spikes, and bits that flip."""
+"""Rows 18, 20 and 21: slow ranks, spikes, and bits that flip."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ from pathlib import Path
 
 import torch
 
+from megatron.config.reliability import Fault
 from megatron.errors import NumericsError
 from megatron.parallel.layout import Layout
+from megatron.processes.faults import FaultyJournal
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 from tests.distributed import run_distributed
 from tests.reliability.scoreboard.score import Trials, expect
-from tests.training.toy import RECIPES, SpoiledRecipe, build_toy
+from tests.training.toy import RECIPES, Recorder, SpoiledRecipe, build_toy
 
 _WINDOW = 16  # updates
 _CLEAN = 50  # iterations of the clean run for each trial
 _REPLICAS = 3
 _LEAST = 1e-6  # a smaller change of a weight may vanish in the rounding of the next update
+_WITHIN = 50  # updates from the onset of a slowdown to its report
+_UNDISTURBED = 1000  # updates in which no rank is slow
+# Layouts of 4 ranks, in which each rank has others that do the same work, or none has.
+_LAYOUTS: tuple[tuple[dict[str, int], str], ...] = (
+    ({}, ""),
+    ({"tensor": 2}, "--tensor-model-parallel-size 2"),
+    ({"pipeline": 2}, "--pipeline-model-parallel-size 2"),
+    ({"pipeline": 4}, "--pipeline-model-parallel-size 4 --num-layers 4"),
+    ({}, "--zero-stage 3"),
+)
 
 
 class _Outcomes(Callback):
@@ -111,4 +123,43 @@ def flipped_bits(folder: Path, count: int) -> Trials:
                 begins = f"iteration {due}: replicas differ: "
                 expect(told.startswith(begins), f"after {flipped}: {told or 'nothing was found'}")
                 expect(f"{name} of rank {rank}, unlike 2 others" in told, f"{name}, {rank}: {told}")
+    return trials
+
+
+def slowed(
+    layout: Layout, words: list[str], sizes: dict[str, int], fault: str
+) -> list[tuple[int, str]]:
+    """The iterations at which a toy run names stragglers, and what it says; "": no fault."""
+    faults = [Fault.parse(fault)] if fault else []
+    mine = [each for each in faults if each.rank == layout.world.rank]
+    journal = FaultyJournal(None, mine) if mine else None
+    layout = Layout.at(layout.world.rank, layout.world.size, **sizes).connect("cpu", journal)
+    flags = ["--log-straggler", "--eval-iters", "0", "--log-interval", "1000", *words]
+    run, recorder = build_toy(layout, flags), Recorder()
+    train(run, standard_callbacks(run, [recorder])[0])
+    return [(iteration, text) for iteration, kind, text in recorder.events if kind == "straggler"]
+
+
+def slow_ranks(folder: Path, count: int) -> Trials:
+    """Try row 18: a rank takes twice as long from some update on, and none does."""
+    trials = Trials.with_seeds(count)
+    for seed in range(count):
+        draw = random.Random(seed)
+        sizes, words = _LAYOUTS[seed % len(_LAYOUTS)]
+        rank, onset = draw.randrange(4), draw.randrange(31, 50)
+        flags = [*words.split(), "--train-iters", str(onset + _WITHIN)]
+        with trials.trial(f"seed {seed}, rank {rank} from {onset} on, {words}"):
+            fault = f"step:{rank}:{onset}:slow=2x"
+            told = run_distributed(4, slowed, flags, sizes, fault)[-1]
+            expect(told, "it was not named")
+            names = [text for _, text in told if text.startswith(f"slow: rank {rank} (on ")]
+            expect(len(names) == len(told), f"others were named: {told}")
+            expect(onset <= told[0][0] <= onset + _WITHIN, f"at another time: {told}")
+    for sizes, words in _LAYOUTS:
+        with trials.trial(f"no rank is slow, {words}"):
+            length = _UNDISTURBED * count // 20 // len(_LAYOUTS)
+            flags = [*words.split(), "--train-iters", str(max(length, 50))]
+            told = run_distributed(4, slowed, flags, sizes, "")[-1]
+            expect(not told, f"a false alarm: {told}")
+    trials.note("undisturbed updates", _UNDISTURBED * count // 20)
     return trials

@@ -23,7 +23,7 @@ from tests.reliability.scoreboard.layouts import all_layouts
 from tests.reliability.scoreboard.limits import merely_large
 from tests.reliability.scoreboard.malice import malicious_files
 from tests.reliability.scoreboard.mute import mute_store
-from tests.reliability.scoreboard.numbers import flipped_bits, spoiled_batches
+from tests.reliability.scoreboard.numbers import flipped_bits, slow_ranks, spoiled_batches
 from tests.reliability.scoreboard.partition import cut_network
 from tests.reliability.scoreboard.recovery import (
     killed_ranks,
@@ -190,6 +190,15 @@ ROWS: tuple[Row, ...] = (
         cut_network,
         full=10,
         quick=0,  # tests/reliability/test_machines.py tries it
+    ),
+    Row(
+        18,
+        "one of four ranks takes twice as long for its work from a random update on, in five "
+        "layouts: within 50 updates it is named, and no other rank; 1,000 updates in which no rank "
+        "is slow, on two cores: none is named",
+        slow_ranks,
+        full=20,
+        quick=0,  # tests/training/test_stragglers.py tries it
     ),
     Row(
         19,

@@ -1,0 +1,98 @@
+"""`megatron health`: test the machines before a run, and name those that stand out.
+
+    megatron health --save checkpoints              # one process for each GPU of this machine
+    torchrun --nproc-per-node 8 -m megatron health  # or under any launcher, on several machines
+
+Without a launcher, this process becomes one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.command import run_command, say
+from megatron.config.arguments import ToolParser
+from megatron.config.reliability import HEALTH_FACTOR
+from megatron.environment import module_command
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.processes.launch import Launch
+
+_STANDS_OUT = 1  # the exit code if a rank was named
+
+
+def build_parser() -> ToolParser:
+    """Define the command line."""
+    parser = ToolParser("megatron health", __doc__)
+    add = parser.add_argument
+    add("--processes", type=int, help="Processes on this machine (default: one for each GPU).")
+    add("--save", type=Path, help="A folder whose disk is tested.")
+    text = "Name a rank with less than this share of the others' speed (default: %(default)s)."
+    add("--factor", type=_share, default=HEALTH_FACTOR, metavar="SHARE", help=text)
+    return parser
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0.0 < share < 1.0:
+        raise ValueError
+    return share
+
+
+def main(words: Sequence[str]) -> int:
+    """Test the machines, print the table, and return the exit code: 1 if something stands out."""
+    options = build_parser().read(words)
+    from megatron.processes.launch import is_launched
+
+    if not is_launched() and options.processes != 1:
+        return run_command(lambda: _become_launcher(options.processes, words))
+    from megatron.processes.process import run_process
+
+    return run_process(words, lambda launch: _test(launch, options.save, options.factor))
+
+
+def _become_launcher(count: int | None, words: Sequence[str]) -> None:
+    """Start the processes of this machine in place of this one.
+
+    Raises:
+        ConfigError: The count is below 1.
+    """
+    from megatron.device import gpu_count
+
+    processes = max(1, gpu_count()) if count is None else count
+    if processes < 1:
+        raise ConfigError(f"--processes {processes}: give at least 1")
+    launcher = module_command("megatron.processes.torchrun")
+    flags = ["--standalone", "--nproc-per-node", str(processes), "--no-python"]
+    command = [*launcher, *flags, *module_command("megatron.cli.main"), "health", *words]
+    os.execv(command[0], command)
+
+
+def _test(launch: Launch, folder: Path | None, factor: float) -> int:
+    """Test this process's device with the others, and return the exit code."""
+    from megatron.config.parallel import ParallelConfig
+    from megatron.device import Device
+    from megatron.processes.groups import process_group
+    from megatron.processes.launch import leave_message, prepare
+    from megatron.training.health import check_health, health_table, problems_of
+
+    prepare(launch, deterministic=False)
+    device = Device.pick(launch.local_rank)
+    device.activate()
+    with process_group(ParallelConfig(), launch, device, ExitStack(), []) as layout:
+        rows = check_health(layout, device, folder)
+    problems = problems_of(rows, factor)
+    if launch.rank == 0:
+        say(health_table(rows))
+        for problem in problems:
+            say(f"WARNING: {problem}")
+        if not problems:
+            say("nothing stands out")
+    if problems:
+        leave_message(f"{len(problems)} numbers stand out")  # for torchrun's report
+    return _STANDS_OUT if problems else 0

@@ -1,0 +1,244 @@
+"""Stragglers: ranks that are slower at their own work than those that do the same (a callback)."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.command import say
+from megatron.parallel.collectives import all_gather
+from megatron.parallel.layout import Layout
+from megatron.processes.watchdog import ranks_text
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.scalars import Scalars
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+from megatron.training.timers import SECTIONS, SectionClock
+
+INTERVAL = 10  # updates between two comparisons, and in a window
+_SHARE = 0.7  # a rank is slow if the others take less than this share of its time
+_GROUP_SHARE = 0.4  # the same for a group's communication, which load disturbs more
+_IN_A_ROW = 3  # comparisons in which a rank is slow before it is named
+_LEAST = 0.05  # of an update: a smaller loss of time is not worth a warning
+_BASELINE = 3  # comparisons whose medians are the usual times of a rank that has no peers
+_SECTION_NAMES = {
+    "compute": "the forward and backward passes",
+    "loading": "loading data",
+    "rest": "the optimizer step",
+}
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Ranks that have been slow in a section for a while.
+
+    Attributes:
+        ranks: One rank or, for communication, all ranks of a group.
+        section: One of `SECTIONS`, or the name of an axis.
+        seconds: The time that they take in an update.
+        usual: The time that the others take or, without others, that the rank used to take.
+    """
+
+    ranks: tuple[int, ...]
+    section: str
+    seconds: float
+    usual: float
+
+
+class StragglerWatch:
+    """Comparisons of all ranks' times, and the ranks that are slow in several of them in a row.
+
+    A rank's work is compared with the median of all ranks of its pipeline stage, which do the same
+    work, or with that of the other one if there are two. A rank alone in its stage is compared with
+    its own first comparisons, if the other ranks did not slow down as well.
+
+    All ranks of a group wait equally long for a slow connection, and the last one to join a
+    collective waits only for the connection. So the least time of a group is compared with that of
+    the other groups of the same axis and stage.
+
+    Args:
+        stages: The pipeline stage of each rank.
+        groups: For each axis, its groups of ranks.
+    """
+
+    def __init__(
+        self, stages: Sequence[int], groups: Mapping[str, Sequence[tuple[int, ...]]]
+    ) -> None:
+        """Start before the first comparison."""
+        self._stages, self._groups = stages, groups
+        self._slow: dict[tuple[tuple[int, ...], str], int] = {}
+        self._first: list[Mapping[str, Sequence[float]]] = []
+
+    @classmethod
+    def of(cls, layout: Layout, axes: Sequence[str]) -> StragglerWatch:
+        """Return the watch of a run."""
+        sizes = {
+            **{name: getattr(layout, name).size for name in ("tensor", "context", "pipeline")},
+            **{name: getattr(layout, name).size for name in ("expert", "expert_tensor")},
+        }
+        grid = [Layout.at(rank, layout.world.size, **sizes) for rank in layout.world.ranks]
+        groups = {
+            name: list(dict.fromkeys(getattr(at, name).ranks for at in grid)) for name in axes
+        }
+        return cls([at.pipeline.rank for at in grid], groups)
+
+    def compare(self, times: Mapping[str, Sequence[float]]) -> tuple[list[Straggler], list[str]]:
+        """Compare the ranks once.
+
+        Args:
+            times: The seconds of every rank by section, axis, and "update" (all of an update).
+
+        Returns:
+            The stragglers found now, and those that are no longer slow, in words.
+        """
+        least = _LEAST * statistics.median(times["update"])
+        found = {}
+        for section, ranks, seconds, usual in self._pairs(times):
+            share = _SHARE if section in SECTIONS else _GROUP_SHARE
+            if seconds > usual / share and seconds - usual > least:
+                found[ranks, section] = Straggler(ranks, section, seconds, usual)
+        if len(self._first) < _BASELINE:
+            self._first.append(times)
+        gone = [key for key, count in self._slow.items() if count >= _IN_A_ROW and key not in found]
+        self._slow = {key: self._slow.get(key, 0) + 1 for key in found}
+        new = [found[key] for key, count in self._slow.items() if count == _IN_A_ROW]
+        return new, [f"{ranks_text(ranks)} in {_name(section)}" for ranks, section in gone]
+
+    def _pairs(
+        self, times: Mapping[str, Sequence[float]]
+    ) -> list[tuple[str, tuple[int, ...], float, float]]:
+        """Return what is compared: a section, ranks, their seconds and the usual seconds."""
+        pairs: list[tuple[str, tuple[int, ...], float, float]] = []
+        for section in SECTIONS:
+            for rank, seconds in enumerate(times[section]):
+                peers = [
+                    other
+                    for other, stage in zip(times[section], self._stages, strict=True)
+                    if stage == self._stages[rank]
+                ]
+                usual = _usual(seconds, peers)
+                if usual is None:
+                    usual = self._former(times, section, rank)
+                if usual is not None:
+                    pairs.append((section, (rank,), seconds, usual))
+        for axis, groups in self._groups.items():
+            best = {ranks: min(times[axis][rank] for rank in ranks) for ranks in groups}
+            for ranks, seconds in best.items():
+                stage = self._stages[ranks[0]]
+                peers = [best[other] for other in groups if self._stages[other[0]] == stage]
+                usual = _usual(seconds, peers)
+                if usual is not None:
+                    pairs.append((axis, ranks, seconds, usual))
+        return pairs
+
+    def _former(
+        self, times: Mapping[str, Sequence[float]], section: str, rank: int
+    ) -> float | None:
+        """Return the time that a rank without peers would take if it had slowed like the others."""
+        if len(self._first) < _BASELINE or len(self._stages) == 1:
+            return None
+        before = [
+            statistics.median(column)
+            for column in zip(*(each[section] for each in self._first), strict=True)
+        ]
+        growth = [
+            now / former
+            for other, (now, former) in enumerate(zip(times[section], before, strict=True))
+            if other != rank and former > 0.0
+        ]
+        return before[rank] * statistics.median(growth) if growth else None
+
+
+class Stragglers(Callback):
+    """A callback that compares the ranks every `INTERVAL` updates (`--log-straggler`).
+
+    From the start of a slowdown to its report, at most 40 updates pass. Of the times in a window,
+    the lower quartile counts: other programs on a machine can delay any single update, but only a
+    slow rank is slow in three quarters of them, and in three windows in a row.
+    """
+
+    def __init__(self, clock: SectionClock, scalars: Scalars) -> None:
+        """Store the clock, and the callback that records events."""
+        self._clock, self._scalars = clock, scalars
+        self._window: deque[list[float]] = deque(maxlen=INTERVAL)
+        self._times: dict[str, list[float]] = {}
+
+    def on_start(self, run: Run) -> None:
+        """Prepare to compare. Collective."""
+        self._watch = StragglerWatch.of(run.layout, list(self._clock.axes))
+        self._hosts = JsonExchange(run.layout.world).gather(platform.node())
+        if run.layout.world.size == 1:
+            say("  --log-straggler: there is only one rank, so nothing is compared")
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Read the clock, and compare and report if it is due. Collective."""
+        self._window.append(self._clock.read())
+        if run.progress.iteration % INTERVAL == 0 and len(self._window) == INTERVAL:
+            self._compare(run)
+        is_due = run.progress.iteration % run.config.logging.log_interval == 0
+        if run.is_log_rank and self._times and is_due:
+            say(times_line(self._times, run.config.logging.straggler_minmax_count))
+            self._times = {}
+
+    def _compare(self, run: Run) -> None:
+        row = [_lower_quartile(column) for column in zip(*self._window, strict=True)]
+        mine = torch.tensor([row], dtype=torch.float64)
+        columns = all_gather(mine, run.layout.world).T.tolist()
+        self._times = dict(zip(self._clock.columns, columns, strict=True))
+        found, gone = self._watch.compare(self._times)
+        for straggler in found:
+            told = self._describe(straggler)
+            self._scalars.event(run, "straggler", told)
+            if run.is_log_rank:
+                say(f"WARNING: iteration {run.progress.iteration}: {told}")
+        for text in gone:
+            if run.is_log_rank:
+                say(f" no longer slow: {text}")
+
+    def _describe(self, found: Straggler) -> str:
+        hosts = ", ".join(dict.fromkeys(self._hosts[rank] for rank in found.ranks))
+        times = f"{1000 * found.seconds:.1f} ms per update instead of {1000 * found.usual:.1f} ms"
+        return (
+            f"slow: {ranks_text(found.ranks)} (on {hosts}) in {_name(found.section)}: {times}, "
+            f"{found.seconds / found.usual:.1f} times as long"
+        )
+
+
+def _usual(seconds: float, peers: Sequence[float]) -> float | None:
+    """Return what others take, given the times of all peers: the median, or the other of two."""
+    others = list(peers)
+    others.remove(seconds)
+    return statistics.median(peers if len(others) > 1 else others) if others else None
+
+
+def _name(section: str) -> str:
+    return _SECTION_NAMES.get(section) or f"communication ({section.replace('_', ' ')} axis)"
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 4]
+
+
+def times_line(times: Mapping[str, Sequence[float]], count: int) -> str:
+    """Return the log line with the slowest and the fastest ranks of each section.
+
+    Args:
+        times: The seconds of every rank by section.
+        count: The number of ranks to name at either end.
+    """
+    parts = []
+    for section in SECTIONS:
+        ranked = sorted(enumerate(times[section]), key=lambda pair: -pair[1])
+        slow, fast = (
+            ", ".join(f"{1000 * seconds:.1f} (rank {rank})" for rank, seconds in chosen)
+            for chosen in (ranked[:count], ranked[: -count - 1 : -1])
+        )
+        median = 1000 * statistics.median(times[section])
+        parts.append(f"{section}: median {median:.1f}, slowest {slow}, fastest {fast}")
+    return f" stragglers (ms) | {' | '.join(parts)} |"

@@ -1,0 +1,313 @@
+"""A test of the machines of a run: speed, results, links, disk, clocks and versions of each rank.
+
+`megatron health` runs it, and so does training with --health-check. It takes less than 10 s. All
+ranks compute at the same time, as in training. A rank is named if it is slower than the others by
+more than a factor, if its results, clock or versions differ, or if it computes the same product
+twice with different results.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import torch
+import torch.distributed as dist
+
+from megatron import __version__
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.config.reliability import HEALTH_FACTOR
+from megatron.device import Device, library_versions
+from megatron.durable import writing_to
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layout import Layout
+from megatron.processes.watchdog import ranks_text
+
+_SECONDS = 0.4  # for each speed of a device
+_REPEATS = 5  # of each message
+_MOST_CLOCK_SECONDS = 1.0  # between clocks; rendezvous fails at 15 s
+_DISK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a rank measured.
+
+    Attributes:
+        host: The name of its machine.
+        device: The name of its device.
+        speeds: Speeds by name and unit, for example {"bf16 TFLOP/s": 611.3}.
+        links: GB/s in each direction to other ranks, by rank.
+        digest: A digest of the results of a fixed product.
+        is_stable: Whether the product had the same bits each time.
+        clock: Seconds since 1970, at the same moment on all ranks.
+        versions: Versions of software by name.
+    """
+
+    host: str
+    device: str
+    speeds: dict[str, float]
+    links: dict[int, float]
+    digest: int
+    is_stable: bool
+    clock: float
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def check_health(layout: Layout, device: Device, folder: Path | None) -> list[Health]:
+    """Test all ranks, and return what each measured. Collective.
+
+    Args:
+        layout: The grid of processes.
+        device: The device of this process.
+        folder: A folder whose disk is tested, if any.
+
+    Raises:
+        StorageError: The folder cannot be written to.
+    """
+    layout.journal.enter("health check")
+    layout.wait_for_all()
+    speeds = _speeds_of(device)
+    digests = {_digest(device) for _ in range(3)}
+    if folder is not None:
+        speeds["disk MB/s"] = _disk_speed(folder) / 1e6
+    if layout.world.size > 1:
+        speeds["all-reduce GB/s"] = _all_reduce_speed(layout, device) / 1e9
+    mine = Health(
+        host=platform.node(),
+        device=device.name,
+        speeds=speeds,
+        links=_link_speeds(layout, device),
+        digest=min(digests),
+        is_stable=len(digests) == 1,
+        clock=_clock(layout),
+        versions={
+            "megatron": __version__,
+            "Python": platform.python_version(),
+            **library_versions(),
+        },
+    )
+    rows = JsonExchange(layout.world).gather(asdict(mine))
+    return [
+        Health(**(row | {"links": {int(rank): speed for rank, speed in row["links"].items()}}))
+        for row in rows
+    ]
+
+
+def _speed(work: Callable[[], object], amount: float, device: Device) -> float:
+    """Return the amount of work per second in the fastest of several repetitions."""
+    work()  # libraries choose their kernels
+    device.synchronize()
+    fastest, ends = float("inf"), time.perf_counter() + _SECONDS
+    while True:
+        begun = time.perf_counter()
+        work()
+        device.synchronize()
+        now = time.perf_counter()
+        fastest = min(fastest, now - begun)
+        if now > ends:
+            return amount / fastest
+
+
+def _speeds_of(device: Device) -> dict[str, float]:
+    """Measure products of square matrices, and a copy within the memory."""
+    side, times, size = (8192, 4, 256 << 20) if device.is_gpu else (512, 1, 32 << 20)
+    speeds = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        a = torch.ones(side, side, dtype=dtype, device=device.torch_device)
+        out = torch.empty_like(a)
+
+        def multiply(a: torch.Tensor = a, out: torch.Tensor = out) -> None:
+            for _ in range(times):
+                torch.mm(a, a, out=out)
+
+        speeds[f"{name} TFLOP/s"] = _speed(multiply, times * 2e-12 * side**3, device)
+        del a, out
+    source = torch.ones(size, dtype=torch.uint8, device=device.torch_device)
+    target = torch.empty_like(source)
+    speeds["memory GB/s"] = _speed(lambda: target.copy_(source), 2e-9 * size, device)
+    return speeds
+
+
+def _digest(device: Device) -> int:
+    """Return a digest of the bits of a product of fixed random matrices."""
+    generator = torch.Generator().manual_seed(1234)
+    a, b = (torch.randn(512, 512, generator=generator).to(device.torch_device) for _ in range(2))
+    return zlib.crc32((a @ b).cpu().numpy().tobytes())
+
+
+def _disk_speed(folder: Path) -> float:
+    """Return the bytes per second at which a file is written and flushed."""
+    content = os.urandom(_DISK_BYTES)
+    with writing_to("--save", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            begun = time.perf_counter()
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            return len(content) / (time.perf_counter() - begun)
+
+
+def _clock(layout: Layout) -> float:
+    layout.wait_for_all()
+    return time.time()
+
+
+def _all_reduce_speed(layout: Layout, device: Device) -> float:
+    """Return the bytes per second that each rank sends in a ring."""
+    numbers = _message(device)
+    fastest = float("inf")
+    for _ in range(1 + _REPEATS):
+        device.synchronize()
+        layout.wait_for_all()
+        begun = time.perf_counter()
+        all_reduce(numbers, layout.world)
+        device.synchronize()
+        fastest = min(fastest, time.perf_counter() - begun)
+    ranks = layout.world.size
+    return 2 * (ranks - 1) / ranks * numbers.nbytes / fastest
+
+
+def _message(device: Device) -> torch.Tensor:
+    return torch.zeros((64 if device.is_gpu else 2) << 18, device=device.torch_device)
+
+
+def neighbors(rank: int, ranks: int) -> list[int | None]:
+    """Return the ranks to which a rank's links are tested, first with one side, then the other.
+
+    In each of the two rounds, every rank has at most one partner.
+    """
+    even = rank - rank % 2
+    first = even + 1 - rank % 2
+    odd = rank + 1 if rank % 2 else rank - 1
+    if ranks % 2 == 0 and ranks > 2:
+        odd %= ranks
+    return [partner if 0 <= partner < ranks else None for partner in (first, odd)]
+
+
+def _link_speeds(layout: Layout, device: Device) -> dict[int, float]:
+    """Return the bytes per second, in GB, in each direction between this rank and its neighbors."""
+    world, speeds = layout.world, {}
+    for partner in neighbors(world.rank, world.size):
+        fastest = float("inf")
+        for _ in range(1 + _REPEATS if world.size > 1 else 0):
+            device.synchronize()
+            layout.wait_for_all()
+            if partner is None:
+                continue
+            sent, received = _message(device), _message(device)
+            begun = time.perf_counter()
+            operations = [
+                dist.P2POp(dist.isend, sent, partner),
+                dist.P2POp(dist.irecv, received, partner),
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                world.journal.message("message", partner, work).wait()
+            device.synchronize()
+            fastest = min(fastest, time.perf_counter() - begun)
+        if partner is not None and world.size > 1:
+            speeds[partner] = _message(device).nbytes / fastest / 1e9
+    return speeds
+
+
+def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[str]:
+    """Return a line for each rank, link, clock or version that stands out.
+
+    Args:
+        rows: What each rank measured.
+        factor: The share of the others' median speed below which a speed stands out.
+    """
+    lines = []
+    for name in rows[0].speeds:
+        values = [row.speeds[name] for row in rows]
+        kinds = [row.device for row in rows]
+        lines += [
+            f"rank {rank} (on {rows[rank].host}) is slow: {name} {values[rank]:.3g} instead of "
+            f"{usual:.3g}"
+            for rank, usual in _slow(values, kinds, factor)
+        ]
+    pairs = [(a, b) for a, row in enumerate(rows) for b in row.links if a < b]
+    places = ["one" if rows[a].host == rows[b].host else "two" for a, b in pairs]
+    speeds = [min(rows[a].links[b], rows[b].links[a]) for a, b in pairs]
+    lines += [
+        f"the link between ranks {pairs[at][0]} and {pairs[at][1]} (on {rows[pairs[at][0]].host} "
+        f"and {rows[pairs[at][1]].host}) is slow: {speeds[at]:.3g} GB/s instead of {usual:.3g}"
+        for at, usual in _slow(speeds, places, factor)
+    ]
+    shaky = [rank for rank, row in enumerate(rows) if not row.is_stable]
+    lines += [
+        f"rank {rank} (on {rows[rank].host}) computes wrong results: the same product had "
+        "different bits when it was repeated"
+        for rank in shaky
+    ]
+    # CPUs of different machines may add up in different orders.
+    kinds = [row.device if row.device != "CPU" else row.host for row in rows]
+    lines += _odd("results", [str(row.digest) for row in rows], kinds, rows)
+    middle = statistics.median(row.clock for row in rows)
+    lines += [
+        f"rank {rank} (on {row.host}): its clock is {row.clock - middle:+.1f} s from the others'"
+        for rank, row in enumerate(rows)
+        if abs(row.clock - middle) > _MOST_CLOCK_SECONDS
+    ]
+    for name in dict.fromkeys(name for row in rows for name in row.versions):
+        versions = [row.versions.get(name, "none") for row in rows]
+        lines += _odd(f"version of {name}", versions, ["all"] * len(rows), rows)
+    return lines
+
+
+def _slow(
+    values: Sequence[float], kinds: Sequence[str], factor: float
+) -> Iterable[tuple[int, float]]:
+    """Yield the index of each value far below the median of the others of its kind, and that."""
+    for at, value in enumerate(values):
+        others = [
+            other for index, other in enumerate(values) if index != at and kinds[index] == kinds[at]
+        ]
+        if others and value < factor * statistics.median(others):
+            yield at, statistics.median(others)
+
+
+def _odd(
+    what: str, values: Sequence[str], kinds: Sequence[str], rows: Sequence[Health]
+) -> Iterable[str]:
+    """Yield a line for each rank whose value differs from that of most ranks of its kind."""
+    for kind in dict.fromkeys(kinds):
+        ranks = [rank for rank, each in enumerate(kinds) if each == kind]
+        usual, count = Counter(values[rank] for rank in ranks).most_common(1)[0]
+        if count == len(ranks):
+            continue
+        odd = [rank for rank in ranks if values[rank] != usual]
+        hosts = ", ".join(dict.fromkeys(rows[rank].host for rank in odd))
+        theirs = ", ".join(dict.fromkeys(values[rank] for rank in odd))
+        others = ranks_text(frozenset(ranks) - set(odd))
+        told = f"{ranks_text(odd)} (on {hosts}): other {what} than {others}"
+        yield f"{told}: {theirs} instead of {usual}"
+
+
+def health_table(rows: Sequence[Health]) -> str:
+    """Return one line per rank, and a line of versions."""
+    middle = statistics.median(row.clock for row in rows)
+    head = ["rank", "host", "device", *rows[0].speeds, "links GB/s", "clock ms", "results"]
+    lines = [head]
+    for rank, row in enumerate(rows):
+        links = ", ".join(f"{speed:.3g} ({other})" for other, speed in row.links.items()) or "-"
+        speeds = [f"{speed:.3g}" for speed in row.speeds.values()]
+        clock = f"{1000 * (row.clock - middle):+.0f}"
+        result = f"{row.digest:08x}" if row.is_stable else "unstable"
+        lines.append([str(rank), row.host, row.device, *speeds, links, clock, result])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in rows[0].versions.items())
+    return "\n".join([*text, f"versions of rank 0: {versions}"])

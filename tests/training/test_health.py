@@ -1,0 +1,169 @@
+"""The test of the machines: what each rank measures, and what stands out."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.cli import health as command
+from megatron.device import Device
+from megatron.parallel.layout import Layout
+from megatron.training import health
+from megatron.training.health import Health, check_health, health_table, neighbors, problems_of
+from megatron.training.loop import standard_callbacks, train
+from tests.distributed import run_distributed
+from tests.launch import run_ranks
+from tests.training.toy import build_toy
+
+
+def _ranks(count: int = 4, **changes: Any) -> list[Health]:
+    """Ranks on two machines, of which the last one is changed."""
+    rows = [
+        Health(
+            host=f"gpu-0{rank // 2}",
+            device="NVIDIA H100",
+            speeds={"bf16 TFLOP/s": 600.0 + rank, "disk MB/s": 900.0},
+            links={(rank - 1) % count: 20.0, (rank + 1) % count: 20.0},
+            digest=7,
+            is_stable=True,
+            clock=1e9 + 0.01 * rank,
+            versions={"torch": "2.11", "NCCL": "2.28"},
+        )
+        for rank in range(count)
+    ]
+    return [*rows[:-1], replace(rows[-1], **changes)]
+
+
+def test_alike_ranks_do_not_stand_out() -> None:
+    assert problems_of(_ranks()) == []
+    assert problems_of(_ranks(speeds={"bf16 TFLOP/s": 430.0, "disk MB/s": 640.0})) == []
+    other = {"bf16 TFLOP/s": 200.0, "disk MB/s": 300.0}
+    assert problems_of(_ranks(device="NVIDIA A100", speeds=other, digest=8)) == []
+    assert problems_of(_ranks(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"speeds": {"bf16 TFLOP/s": 400.0, "disk MB/s": 900.0}},
+            "rank 3 (on gpu-01) is slow: bf16 TFLOP/s 400 instead of 601",
+        ),
+        (
+            {"links": {2: 20.0, 0: 5.0}},
+            "the link between ranks 0 and 3 (on gpu-00 and gpu-01) is slow: 5 GB/s instead of 20",
+        ),
+        (
+            {"is_stable": False},
+            "rank 3 (on gpu-01) computes wrong results: the same product had different bits when "
+            "it was repeated",
+        ),
+        ({"digest": 8}, "rank 3 (on gpu-01): other results than ranks 0-2: 8 instead of 7"),
+        ({"clock": 1e9 + 7.5}, "rank 3 (on gpu-01): its clock is +7.5 s from the others'"),
+        (
+            {"versions": {"torch": "2.11", "NCCL": "2.27"}},
+            "rank 3 (on gpu-01): other version of NCCL than ranks 0-2: 2.27 instead of 2.28",
+        ),
+    ],
+)
+def test_a_rank_that_stands_out_is_named(changes: dict[str, Any], line: str) -> None:
+    assert problems_of(_ranks(**changes)) == [line]
+
+
+def test_links_between_machines_are_not_compared_with_others() -> None:
+    rows = [
+        replace(
+            row, links={other: 300.0 if rank // 2 == other // 2 else 20.0 for other in row.links}
+        )
+        for rank, row in enumerate(_ranks())
+    ]
+    assert problems_of(rows) == []
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_every_rank_has_at_most_one_partner_at_a_time(ranks: int) -> None:
+    rounds = list(zip(*(neighbors(rank, ranks) for rank in range(ranks)), strict=True))
+    for partners in rounds:
+        for rank, partner in enumerate(partners):
+            assert partner is None or partners[partner] == rank != partner
+    links = {frozenset((a, b)) for each in rounds for a, b in enumerate(each) if b is not None}
+    chain = {frozenset((rank, rank + 1)) for rank in range(ranks - 1)}
+    ring = {frozenset((0, ranks - 1))} if ranks % 2 == 0 and ranks > 2 else set()
+    assert links == chain | ring
+
+
+def _check(layout: Layout, folder: str) -> list[Health]:
+    health._SECONDS = 0.05
+    return check_health(layout, Device.cpu(), Path(folder))
+
+
+def test_ranks_measure_themselves_and_their_links(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    ranks = run_distributed(3, _check, str(tmp_path))
+    assert time.monotonic() - begun < 10.0
+    rows = ranks[0]
+    assert ranks == [rows] * 3
+    assert [sorted(row.links) for row in rows] == [[1], [0, 2], [1]]
+    for row in rows:
+        assert row.digest == rows[0].digest
+        assert row.is_stable
+        assert {"bf16 TFLOP/s", "fp32 TFLOP/s", "memory GB/s", "disk MB/s"} <= row.speeds.keys()
+        assert "all-reduce GB/s" in row.speeds
+        assert all(speed > 0 for speed in (*row.speeds.values(), *row.links.values()))
+    assert not list(tmp_path.iterdir())
+    lines = health_table(rows).splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("rank  host")
+    assert lines[-1].startswith("versions of rank 0: megatron ")
+
+
+def test_a_run_tests_before_it_and_at_an_interval(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_SECONDS", 0.01)
+    flags = ["--train-iters", "5", "--eval-iters", "0"]
+    for words, tables in (
+        ([], 0),
+        (["--health-check"], 1),
+        (["--gpu-sniff-test-interval", "2"], 3),
+    ):
+        run = build_toy(Layout.single(), [*flags, *words])
+        train(run, standard_callbacks(run, [])[0])
+        assert capsys.readouterr().out.count("versions of rank 0: ") == tables
+
+
+def test_the_command_refuses_what_is_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="9"):
+        command.main(["--factor", "1.5"])
+    assert "--factor" in capsys.readouterr().err
+    assert command.main(["--processes", "0"]) == 9
+    assert "--processes 0: give at least 1" in capsys.readouterr().err
+
+
+def test_the_command_starts_a_process_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(command.os, "execv", lambda path, words: started.append(words))
+    monkeypatch.setattr("megatron.device.gpu_count", lambda: 4)
+    assert command.main(["--save", "runs/a"]) == 0
+    words = started[0]
+    assert words[words.index("--nproc-per-node") + 1] == "4"
+    assert words[-3:] == ["health", "--save", "runs/a"]
+
+
+def test_the_command_prints_a_table_and_says_what_stands_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_SECONDS", 0.01)  # the ranks are forks of this process
+    words = ["-m", "megatron", "health", "--save", str(tmp_path), "--factor"]
+    calm = run_ranks([*words, "0.001"], os.environ, 2)
+    assert (calm.returncode, calm.stderr) == (0, "")
+    assert calm.stdout.count("\n0  ") == calm.stdout.count("\n1  ") == 1
+    assert "nothing stands out" in calm.stdout
+    slow = run_ranks([*words, "0.9999"], os.environ, 2)
+    assert slow.returncode == 1
+    assert " is slow: " in slow.stdout
