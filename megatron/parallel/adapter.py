@@ -137,6 +137,22 @@ class Adapter(nn.ModuleDict):
             for name, width in zip(held.names, held.widths, strict=True)
         }
 
+    def product(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """Return the layer's output without a bias, on a single tensor rank.
+
+        With dropout this returns `None`: only the adapter's input is dropped, so its products are
+        separate from the frozen weight's.
+
+        Args:
+            x: The layer's input [s, b, in].
+            weight: The frozen weight.
+        """
+        if self.plan.dropout > 0 and self.training:
+            return None
+        a, b = self._joined_a(), self._joined_b()
+        out: Tensor = _AdaptedProduct.apply(x, weight.flatten(0, -2), a, b, self.plan.scale)
+        return self._with_magnitudes(out, weight, b)
+
     def project_down(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Multiply the layer's input by the A's.
 
@@ -173,7 +189,10 @@ class Adapter(nn.ModuleDict):
             weight: The frozen weight.
         """
         b = self._joined_b()
-        out = _AddProduct.apply(out, low, b)
+        return self._with_magnitudes(_AddProduct.apply(out, low, b), weight, b)
+
+    def _with_magnitudes(self, out: Tensor, weight: Tensor, b: Tensor) -> Tensor:
+        """Replace the norms of the rows of W + scale B A by the magnitudes, if this is DoRA."""
         if not self.plan.is_dora:
             return out
         with torch.no_grad():
@@ -302,6 +321,37 @@ def projections_of(linear: nn.Module) -> tuple[str, ...]:
 
 def _projections(linear: Linear) -> Projections:
     return linear.projections or Projections((WHOLE,), (linear.out_features,))
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """x W^T + scale (x A^T) B^T for a frozen W.
+
+    In both directions the low-rank product is written first and the product with W adds to it.
+    Adding in the opposite order would take another pass over the result, which is bound by memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        rows = x.flatten(0, -2)
+        low = (rows @ a.t()).mul_(scale)
+        out = (low @ b.t()).addmm_(rows, weight.t())
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.scale = scale
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, low = ctx.saved_tensors
+        needs_x, _, needs_a, needs_b, _ = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        low_grad = (rows @ b).mul_(ctx.scale)
+        x_grad = None
+        if needs_x:
+            x_grad = (low_grad @ a).addmm_(rows, weight).view(x.shape)
+        a_grad = low_grad.t() @ x.flatten(0, -2) if needs_a else None
+        b_grad = rows.t() @ low if needs_b else None
+        return x_grad, None, a_grad, b_grad, None
 
 
 class _DownProduct(torch.autograd.Function):

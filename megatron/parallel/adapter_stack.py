@@ -116,6 +116,9 @@ class AdapterStack(nn.Module):
                     ratios[part.index] = part.ratio
         self.register_buffer("ratios", ratios, persistent=False)
 
+    def product(self, x: Tensor, weight: Tensor) -> None:
+        """Return `None`: the adapters' products are separate from the frozen weight's."""
+
     def project_down(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Multiply the layer's input by the A's.
 

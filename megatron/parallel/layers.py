@@ -132,6 +132,12 @@ class Linear(nn.Module):
         """The bias [out] that the caller must add to the result; `None` if there is none."""
         return None if self.bias is None or self.adds_bias else self.bias.flatten()
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the weight is frozen, and multiplied in its own format by the whole input."""
+        alone = self._transport is None and self._sums_over is None
+        return alone and self.products.is_autograds and not self.weight.requires_grad
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [s, b, in] -> [s, b, out].
 
@@ -143,6 +149,10 @@ class Linear(nn.Module):
         added = bias if self._sums_over is None and self.adapter is None else None
         low = None
         if self.adapter is not None:
+            if self._is_plain:
+                out = self.adapter.product(x, self.weight)
+                if out is not None:
+                    return out if bias is None else out + bias.flatten()
             x, low = self.adapter.project_down(x)
         call = LinearCall(x, self.weight, added, self.training)
         slot, transport = self._gradient.slot, cut or self._transport
