@@ -240,6 +240,56 @@ class Device:
         return MemoryReport(now, peak, now, peak)
 
 
+class CopyQueue:
+    """Copies between a device and pinned host memory that run beside the device's other work.
+
+    On a CPU, which has no queues, each copy is done at once.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Create the queue."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def follow(self) -> None:
+        """Let later copies wait for the work that the device has queued so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def copy(self, target: Tensor, source: Tensor) -> Copied:
+        """Queue a copy. Neither tensor may be freed or written to before the copy is done."""
+        if self._stream is None:
+            target.copy_(source)
+            return Copied(None)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return Copied(self._stream.record_event())
+
+
+class Copied:
+    """The end of a copy in a queue.
+
+    Args:
+        event: The event that the queue has recorded; `None` if the copy is done.
+    """
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        """Keep the event."""
+        self._event = event
+
+    def wait(self) -> None:
+        """Let the host wait for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def lead(self) -> None:
+        """Let the work that the device queues from now on wait for the copy."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
 class Ferry:
     """Double-buffered copying between a GPU and the host for one thread, through pinned memory.
 

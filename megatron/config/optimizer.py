@@ -35,6 +35,7 @@ _PACKED = Need(
     lambda run: any(getattr(run.optimizer, name) != "fp32" for name in FORMAT_FIELDS),
     "--exp-avg-dtype, --exp-avg-sq-dtype, --main-params-dtype or --main-grads-dtype",
 )
+_OFFLOAD = Need(lambda run: run.optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload")
 _LAWA = Need(lambda run: run.optimizer.lawa_interval is not None, "--lawa-interval")
 _DECOUPLED = Need(lambda run: run.schedule.decoupled_lr is not None, "--decoupled-lr")
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
@@ -97,6 +98,8 @@ class OptimizerConfig:
             every parameter that a process updates.
         optimizer_cpu_offload: Keep fp32 weights and optimizer states in host memory and compute the
             update there.
+        overlap_cpu_optimizer_d2h_h2d: Let --optimizer-cpu-offload update some weights while
+            gradients and weights of others are copied.
     """
 
     optimizer: str = flag("adam", choices=("adam", "sgd", "muon"))
@@ -137,6 +140,7 @@ class OptimizerConfig:
     lawa_interval: int | None = flag(None, unit="updates", at_least=1)
     lawa_window: int = flag(5, unit="snapshots", at_least=2, requires=_LAWA)
     optimizer_cpu_offload: bool = False
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, requires=_OFFLOAD)
 
     @property
     def averages_weights(self) -> bool:

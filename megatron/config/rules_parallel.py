@@ -57,6 +57,10 @@ _NOT_RECORDED: Exclusions = {
         "recomputation sets the random state from the host",
     ),
     "curriculum.curriculum_schedule": ((None,), "each length would be recorded anew"),
+    "training.fine_grained_activation_offloading": (
+        (False,),
+        "copies to the host have queues of their own, which are not recorded",
+    ),
     "parallel.pipeline_model_parallel_size": ((1,), "messages between processes are not recorded"),
     "parallel.context_parallel_size": ((1,), "messages between processes are not recorded"),
     "parallel.pipeline_schedule": ((None, "1f1b"), "a recorded graph has room for one micro-batch"),

@@ -7,8 +7,15 @@ from collections.abc import Iterator
 
 from megatron.config.fields import near_multiples
 from megatron.config.resolve import data_parallel_size
+from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions, field_at
 
+_NOT_WITH_OFFLOADING: Exclusions = {
+    "training.recompute_granularity": ((None,), "recomputed activations are not kept at all"),
+    "parallel.zero_stage": ((None, 0, 1, 2), "gathered weights would be taken for activations"),
+    "precision.fp8_format": ((None,), "weights in 8 bits would be taken for activations"),
+    "model.lora_rank": ((None,), "frozen weights would be taken for activations"),
+}
 _RAMP_WORDS = 3
 _UNITS = ("iters", "samples", "tokens")
 _COUNTABLE = 2**63 - 1  # the limit for the number of samples in a dataset
@@ -322,6 +329,30 @@ def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
         yield "--recompute-granularity full requires --recompute-method uniform or block"
     if count is not None and layers and count > layers:
         yield f"--recompute-num-layers {count} is above --num-layers {layers}: use 1 to {layers}"
+
+
+def offloading(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting with which activations cannot be kept in host memory."""
+    training, model = config.training, config.model
+    if not training.fine_grained_activation_offloading:
+        return
+    shown, modules = "--fine-grained-activation-offloading", training.offload_modules
+    if not modules:
+        yield f"{shown} requires --offload-modules: name at least one module"
+    yield from excluded(config, shown, _NOT_WITH_OFFLOADING)
+    for name in ("expert_fc1", "moe_act"):
+        if name in modules and not model.num_experts:
+            yield f"--offload-modules {name} requires --num-experts: drop {name}"
+    if "mlp_norm" in modules and model.parallel_residual and model.shared_parallel_norm:
+        yield (
+            "--offload-modules mlp_norm with --shared-parallel-norm, which leaves only attn_norm: "
+            "drop mlp_norm"
+        )
+    if {"attn_norm", "mlp_norm"} & set(modules) and model.norm_placement == "after":
+        yield (
+            "--offload-modules attn_norm and mlp_norm are the normalizations before attention and "
+            "MLP, which --norm-placement after leaves out: drop them"
+        )
 
 
 def _recomputed_modules(config: RunOptions) -> Iterator[str]:

@@ -32,11 +32,19 @@ _SELECTIVE = Need(
     lambda run: run.training.recompute_granularity == "selective",
     "--recompute-granularity selective",
 )
+_OFFLOADS = Need(
+    lambda run: run.training.fine_grained_activation_offloading,
+    "--fine-grained-activation-offloading",
+)
 _RECORDS = Need(lambda run: run.training.cuda_graph_impl == "local", "--cuda-graph-impl local")
 _DRY = Need(lambda run: run.training.dry_run, "--dry-run")
 
 
 RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+OFFLOADED_MODULES = (
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp"),
+    *("expert_fc1", "moe_act"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +80,14 @@ class TrainingOptions:
         recompute_method: With --recompute-granularity full, recompute all layers in groups of
             --recompute-num-layers (uniform), or only that many layers (block).
         recompute_num_layers: Layers per group (uniform) or layers to recompute (block). Default: 1.
+        fine_grained_activation_offloading: Keep activations of --offload-modules in host memory
+            until the backward pass. The copies in both directions run beside the computation.
+        offload_modules: Modules whose large activations go to host memory: the normalizations
+            before attention (attn_norm) and before the MLP (mlp_norm), the projections to queries,
+            keys and values (qkv_linear), the attention core (core_attn), the projection of its
+            output (attn_proj), dense MLPs (mlp), or of experts the first projection (expert_fc1)
+            and the activation (moe_act).
+        min_offloaded_tensor_size: Activations with fewer elements stay on the device.
         exit_interval: Save and exit when the iteration is a multiple of this.
         exit_duration_in_mins: Save and exit after this time.
         exit_signal_handler: Save and exit on SIGTERM or SIGINT.
@@ -134,6 +150,9 @@ class TrainingOptions:
     )
     recompute_method: str | None = flag(None, choices=("uniform", "block"), requires=_FULL)
     recompute_num_layers: int | None = flag(None, unit="layers", at_least=1, requires=_FULL)
+    fine_grained_activation_offloading: bool = flag(False, only_for=("gpt",))
+    offload_modules: tuple[str, ...] = flag((), choices=OFFLOADED_MODULES, requires=_OFFLOADS)
+    min_offloaded_tensor_size: int = flag(1048576, unit="elements", at_least=1, requires=_OFFLOADS)
     exit_interval: int | None = flag(None, unit="iterations", at_least=1)
     exit_duration_in_mins: int | None = flag(None, unit="minutes", at_least=1)
     exit_signal_handler: bool = True

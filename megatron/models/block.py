@@ -8,6 +8,7 @@ the record, so counting needs no model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -145,6 +146,11 @@ class Block(nn.Module):
             self.mlp = MLPS[kind](plan.mlp, replace(context, layer=layer_number, recomputed=parts))
         self.keeps_norms = "layernorm" not in context.recomputed or not _forgets_norms(plan)
         self.routers = context.registry.routers
+        self.keeping_mlp = context.keeping("mlp") if kind == "dense" else nullcontext
+        self.keeping_norm = {
+            "attention output": context.keeping("attn_norm"),
+            "mlp output": context.keeping("mlp_norm"),
+        }
         self.stops_early = not (context.gathers_weights and kind == "mixture")
 
     @staticmethod
@@ -252,7 +258,8 @@ class Block(nn.Module):
                 sublayer, normal, again=self.routers.paused, stops_early=self.stops_early
             )
         if self.keeps_norms:
-            return sublayer(normal, *inputs)
+            with self.keeping_mlp() if sublayer is self.mlp else nullcontext():
+                return sublayer(normal, *inputs)
         kept = joined.detach()
         with without_keeping(normal, lambda: norm(Stream(kept))[1]):
             return sublayer(normal, *inputs)
@@ -264,11 +271,13 @@ class Block(nn.Module):
         forward = [
             getattr(x, "handovers", NO_HANDOVERS).forward for x in (self.attention, self.mlp)
         ]
-        joined, normal = self.attention_norm(stream, forward[0])
+        with self.keeping_norm["attention output"]():
+            joined, normal = self.attention_norm(stream, forward[0])
         mixed = self._compute(self.attention_norm, self.attention, joined, normal, *inputs)
         norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
         if self.mlp_norm is not None:
-            _, normal = self.mlp_norm(Stream(joined), forward[1])
+            with self.keeping_norm["mlp output"]():
+                _, normal = self.mlp_norm(Stream(joined), forward[1])
         updates = {
             "attention output": (mixed, self.attention.bias_to_add),
             "mlp output": (
@@ -298,7 +307,8 @@ class Block(nn.Module):
         """
         norm, output_norm = norms
         handovers = getattr(sublayer, "handovers", NO_HANDOVERS)
-        joined, normal = norm(stream, handovers.forward)
+        with self.keeping_norm.get(site, nullcontext)():
+            joined, normal = norm(stream, handovers.forward)
         residual = normal if self.residual_after_norm else joined
         update = self._compute(norm, sublayer, joined, normal, *inputs)
         bias, handover = sublayer.bias_to_add, handovers.backward
@@ -364,6 +374,7 @@ class LayerStack(nn.ModuleDict):
         layout = context.layout
         splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
         self.saved_by = layout.tensor if splits else Axis()
+        self.on_host = context.on_host
         self.routers = context.registry.routers
         # Experts gather their own weights, so recomputation must not stop inside their forward
         # pass.
@@ -377,6 +388,8 @@ class LayerStack(nn.ModuleDict):
             *inputs: Further arguments of each layer. The second one is a tuple with the rotation of
                 each of `rotaries(plans)`, from which each layer gets its own.
         """
+        if self.on_host is not None:
+            self.on_host.begin_pass(self.parameters())
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():
                 # Join the stream, so that a group keeps a single tensor.

@@ -19,6 +19,7 @@ from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext, choose_kernels
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.layout import Layout
+from megatron.parallel.offload import HostActivations
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import shares_weights
@@ -71,6 +72,13 @@ def run_context(
         registry=registry or LayerRegistry(),
         frozen_format=frozen_format(config.model),
         halves_experts=layout.expert.size > 1 and parallel.overlap_moe_expert_parallel_comm,
+        on_host=HostActivations(
+            where,
+            frozenset(config.training.offload_modules),
+            config.training.min_offloaded_tensor_size,
+        )
+        if config.training.fine_grained_activation_offloading
+        else None,
     )
 
 

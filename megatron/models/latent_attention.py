@@ -93,6 +93,8 @@ class LatentAttention(nn.Module):
             adds_bias=not plan.defers_bias,
         )
         self.sinks = new_sinks(plan, context)
+        self.keeping_input = context.keeping("qkv_linear")
+        self.keeping_output = context.keeping("attn_proj")
 
     @staticmethod
     def matrices(plan: LatentAttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -156,8 +158,9 @@ class LatentAttention(nn.Module):
         """
         plan = self.plan
         rotation = None if plan.rotary is None else rotation
-        query = self._query(x, rotation)
-        latent, shared = self._latent(x, rotation)
+        with self.keeping_input():
+            query = self._query(x, rotation)
+            latent, shared = self._latent(x, rotation)
         if plan.query_scale != 1:
             query = query * plan.query_scale
         query = self._padded(query)
@@ -169,7 +172,8 @@ class LatentAttention(nn.Module):
         else:
             context = self.core(query, *self._heads(latent, shared), mask, self.sinks)
         context = context.unflatten(2, (-1, plan.head_size))[..., : plan.value_size]
-        return self.output(context.flatten(2))
+        with self.keeping_output():
+            return self.output(context.flatten(2))
 
     def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [l, n/t, d] of cached vectors [l, rank + turning]."""

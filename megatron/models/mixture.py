@@ -213,13 +213,17 @@ class Experts(nn.Module):
             plan.activation, clamp=plan.clamp, offset=plan.offset
         )
         self.recomputes_activation = "moe_act" in context.recomputed
+        self.keeping_rows = context.keeping("expert_fc1")
+        self.keeping_inner = context.keeping("moe_act")
         self._library, self._local = context.kernels.library, experts // context.layout.expert.size
 
     def forward(self, arrived: Arrived) -> Tensor:
         """Return the weighted sum of each token's experts on this process, [R, h]."""
         rows, grouping = arrived.rows(self._local, self._library)  # [n, h]
-        before = self.up(rows, grouping, arrived.later)  # [n, f], or [n, 2 f] if gated
-        inner = self.activation(before)  # [n, f]
+        with self.keeping_rows():
+            before = self.up(rows, grouping, arrived.later)  # [n, f], or [n, 2 f] if gated
+        with self.keeping_inner():
+            inner = self.activation(before)  # [n, f]
         if self.recomputes_activation and torch.is_grad_enabled():
             kept = before.detach()
             with without_keeping(inner, lambda: self.activation(kept)):

@@ -5,6 +5,7 @@ follow one another without the host, which can read the outcome at any later tim
 
 With --optimizer-cpu-offload, fp32 weights (masters or copies) and moments are in host memory. The
 update runs there: gradients go to the host, new weights come back, and the step waits for both.
+With --overlap-cpu-optimizer-d2h-h2d, the host updates some weights meanwhile.
 
 If the gradients are sharded over the processes that hold the same weights (ZeRO), masters and
 moments exist only for this process's shard. The process updates its shard and gathers the others'
@@ -28,13 +29,14 @@ from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.device import CopyQueue
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.optimizer.averages import new_average
 from megatron.optimizer.groups import ParameterGroup
 from megatron.optimizer.norms import is_counted_here, state_sizes, sum_over_model
 from megatron.optimizer.packed import FORMATS, PackedTensor, State, values_of
-from megatron.optimizer.rules import OffloadedUpdate, on_host
+from megatron.optimizer.rules import OffloadedUpdate, OverlappedUpdate, on_host
 from megatron.optimizer.update import MatrixPlace, Step, Update, UpdateTensors
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
@@ -238,7 +240,12 @@ class _OwnPart:
         )
 
     def bind(
-        self, gradients: Gradients, layout: Layout, library: KernelLibrary | None, *, offload: bool
+        self,
+        gradients: Gradients,
+        layout: Layout,
+        library: KernelLibrary | None,
+        config: OptimizerConfig,
+        queues: tuple[CopyQueue, CopyQueue],
     ) -> Update:
         """Bind the group's update rule to its tensors."""
         rule, rows = self.group.rule, gradients.shares_weights
@@ -256,7 +263,9 @@ class _OwnPart:
             {kind: shaped(state) for kind, state in self.state.items()},
             [_place(p, layout, rows=rows) for p in self.parameters] if rule.joins_rows else (),
         )
-        if offload:
+        if config.overlap_cpu_optimizer_d2h_h2d:
+            return OverlappedUpdate(rule, tensors, parts, queues=queues)
+        if config.optimizer_cpu_offload:
             return OffloadedUpdate(rule, tensors, parts)
         return rule.bind(tensors, library)
 
@@ -321,8 +330,9 @@ class Optimizer:
         counted_ids = {id(p) for p in counted}
         self._device = groups[0].parameters[0].device
         library = find_library(self._device).library
+        queues = CopyQueue(self._device), CopyQueue(self._device)
         self._updates = [
-            (own.group, own.bind(gradients, layout, library, offload=self._offload))
+            (own.group, own.bind(gradients, layout, library, config, queues))
             for own in self._owned
             if own.weights  # with shards, a process may hold no part of a parameter
         ]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.device import Device
+from megatron.device import CopyQueue, Device
 from megatron.kernels.adam import AdamNumbers, AdamTensors, choose_adam, copy_weights
 from megatron.kernels.library import KernelLibrary
 from megatron.optimizer.muon import Muon
@@ -113,6 +113,9 @@ class SGD:
         copy_weights(tensors.weights, tensors.copies)
 
 
+# A host updates 64 MiB of gradients in about the time in which they are copied. Smaller pieces
+# would make the first and the last copy, beside which nothing runs, shorter, but add launches.
+_PIECE_BYTES = 64 * 2**20
 RuleChoice = Callable[[str, nn.Parameter], UpdateRule]
 """A function that returns the update rule of a parameter, given its name and the parameter."""
 
@@ -190,22 +193,92 @@ class OffloadedUpdate:
 
     def __init__(self, rule: UpdateRule, tensors: UpdateTensors, parts: Sequence[Tensor]) -> None:
         """Allocate host memory for the gradients."""
-        self._pairs = [(on_host(g, g.dtype), g) for g in tensors.gradients]
-        self._sent = list(zip(parts, tensors.weights, strict=True))
+        self.received = [(on_host(g, g.dtype), g) for g in tensors.gradients]
+        self.sent = list(zip(parts, tensors.weights, strict=True))
         held = replace(
             tensors,
             copies=[None] * len(tensors.weights),
-            gradients=[received for received, _ in self._pairs],
+            gradients=[received for received, _ in self.received],
         )
-        self._update = rule.bind(held, None)
+        self.on_host = rule.bind(held, None)
 
     def __call__(self, step: Step, /, *, weight_decay: float) -> None:
         """Run the update, and return when the host's work is done."""
-        if not self._pairs:
+        if not self.received:
             return
-        for received, gradient in self._pairs:
+        for received, gradient in self.received:
             received.copy_(gradient, non_blocking=True)
-        Device(self._pairs[0][1].device).synchronize()
-        self._update(step, weight_decay=weight_decay)
-        for part, weight in self._sent:
+        Device(self.received[0][1].device).synchronize()
+        self.on_host(step, weight_decay=weight_decay)
+        for part, weight in self.sent:
             part.copy_(weight, non_blocking=True)
+
+
+class OverlappedUpdate:
+    """An offloaded update in pieces, whose copies in both directions run beside the host's work.
+
+    While the host updates one piece, the gradients of the next ones arrive, and the new weights of
+    the pieces before it leave.
+
+    Args:
+        rule: The update rule.
+        tensors: Weights and state in host memory, gradients on the device.
+        parts: The model's weights on the device.
+        queues: Queues of the copies to the host and of those to the device.
+        piece_bytes: Bytes of gradients from which a piece is complete.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        tensors: UpdateTensors,
+        parts: Sequence[Tensor],
+        *,
+        queues: tuple[CopyQueue, CopyQueue],
+        piece_bytes: int = _PIECE_BYTES,
+    ) -> None:
+        """Divide the tensors into pieces."""
+        self._arrivals, self._departures = queues
+        self._pieces = []
+        sizes = [gradient.numel() * gradient.itemsize for gradient in tensors.gradients]
+        for piece in _pieces(sizes, piece_bytes):
+            own = replace(
+                tensors,
+                weights=tensors.weights[piece],
+                copies=tensors.copies[piece],
+                gradients=tensors.gradients[piece],
+                state={name: states[piece] for name, states in tensors.state.items()},
+                places=tensors.places[piece],
+            )
+            self._pieces.append(OffloadedUpdate(rule, own, parts[piece]))
+
+    def __call__(self, step: Step, /, *, weight_decay: float) -> None:
+        """Run the update, and return when the host's work is done.
+
+        The device's next work waits for the weights.
+        """
+        self._arrivals.follow()  # the gradients are complete
+        arrived = [
+            [self._arrivals.copy(received, gradient) for received, gradient in piece.received]
+            for piece in self._pieces
+        ]
+        self._departures.follow()  # nothing reads the old weights any more
+        sent = []
+        for piece, copies in zip(self._pieces, arrived, strict=True):
+            for copied in copies[-1:]:  # the last one of a queue ends last
+                copied.wait()
+            piece.on_host(step, weight_decay=weight_decay)
+            sent += [self._departures.copy(part, weight) for part, weight in piece.sent]
+        for copied in sent[-1:]:
+            copied.lead()
+
+
+def _pieces(sizes: Sequence[int], most: int) -> list[slice]:
+    """Return consecutive pieces, each complete as soon as its sizes add up to `most`."""
+    pieces, start, held = [], 0, 0
+    for index, size in enumerate(sizes, 1):
+        held += size
+        if held >= most or index == len(sizes):
+            pieces.append(slice(start, index))
+            start, held = index, 0
+    return pieces

@@ -7,6 +7,7 @@
     quantized            frozen weights in 8 or 4 bits
     adapter              low-rank adapters of layers with frozen weights (LoRA)
     registry             what layers request while a model is built
+    offload              activations in host memory until the backward pass
     parameter            the part of a tensor that a parameter holds, and its initial values
     buckets              the plan of flat buffers (data only)
     gradients, weights   average gradients and gather weights by that plan

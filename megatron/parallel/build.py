@@ -7,6 +7,7 @@ that the layer needs, now or later. Nothing is assigned to a layer after it is b
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -45,6 +46,7 @@ from megatron.parallel.context.ring import ring_attention, ulysses_attention
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.fp8 import Fp8Format, Fp8Products
 from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.offload import HostActivations
 from megatron.parallel.parameter import Init, Matrices, ParameterSpec
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, Products, RowByRow
@@ -111,6 +113,7 @@ class BuildContext:
             `dtype`.
         halves_experts: Whether mixtures train on two halves of a micro-batch, so that one travels
             while the other is computed.
+        on_host: The activations that modules keep in host memory; `None` if all stay on the device.
     """
 
     layout: Layout
@@ -128,6 +131,7 @@ class BuildContext:
     recomputed: frozenset[str] = frozenset()
     frozen_format: FrozenFormat | None = None
     halves_experts: bool = False
+    on_host: HostActivations | None = None
 
     @property
     def gathers_weights(self) -> bool:
@@ -207,6 +211,17 @@ class BuildContext:
         )
         parameter.spec = spec  # type: ignore[attr-defined]
         return parameter
+
+    def keeping(self, module: str) -> Callable[[], AbstractContextManager[object]]:
+        """Return a function that returns a context for each call of a module.
+
+        In this context, autograd keeps tensors in host memory if --offload-modules names the
+        module.
+
+        Args:
+            module: One of `config.training.OFFLOADED_MODULES`.
+        """
+        return nullcontext if self.on_host is None else self.on_host.keeping(module)
 
     def within_rank(self) -> BuildContext:
         """Return a copy of this context for attention over sequences that a rank holds whole."""

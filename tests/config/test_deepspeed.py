@@ -621,7 +621,10 @@ def test_ulysses() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--checkpoint-in-cpu", "--checkpoint-in-cpu: activations are never offloaded: use "),
+        (
+            "--checkpoint-in-cpu",
+            "--checkpoint-in-cpu: inputs of recomputed layers are never offloaded: use ",
+        ),
         ("--remote-device cpu", "--remote-device cpu: weights are never offloaded: use "),
         ("--profile pt", "--profile pt is gone (last seen Megatron-DeepSpeed): use --profile "),
         ("--deepscale", "--deepscale: DeepSpeed has dropped this name: use "),
