@@ -18,6 +18,9 @@ _DELTA = Need(
     lambda run: run.model.experimental_attention_variant == "gated_delta_net",
     "--experimental-attention-variant gated_delta_net",
 )
+_SCALED = Need(
+    lambda run: run.model.rope_type in ("yarn", "dynamic"), "--rope-type yarn or dynamic"
+)
 _LONG_ROPE = Need(lambda run: run.model.rope_type == "longrope", "--rope-type longrope")
 # Sizes of latent attention.
 LATENT_FIELDS = (
@@ -102,9 +105,12 @@ class SelfAttentionOptions:
             pattern such as ([0]*3+[1])*6 has a 1 for each of them. Default: none.
         rope_type: How rotary positions extend beyond the trained context. yarn: low frequencies are
             divided by --rotary-scaling-factor (Peng et al., 2023). longrope: each frequency has its
-            own divisor (Phi-3, Phi-4).
+            own divisor (Phi-3, Phi-4). dynamic: the base grows with sequences that are
+            longer than --max-position-embeddings (dynamic NTK).
+            proportional: the trained context is not extended, but --rotary-percent of the
+            frequencies are those of a head that rotates as a whole.
         rotary_scaling_factor: YaRN's factor: the desired context length divided by the trained
-            context length.
+            context length. Dynamic NTK's factor, which has the same meaning.
         yarn_original_max_position_embeddings: The context that the model was trained with.
         yarn_beta_fast: Number of turns within the trained context from which YaRN keeps a frequency
             unchanged.
@@ -158,8 +164,10 @@ class SelfAttentionOptions:
     attn_logit_softcapping: float | None = flag(None, above=0, only_for=("gpt",))
     window_rotary_base: float | None = flag(None, above=0, requires=_ROTARY, needs=_WINDOW)
     no_rope_freq: str | None = flag(None, requires=_ROTARY)
-    rope_type: str = flag("rope", choices=("rope", "yarn", "longrope"), requires=_ROTARY)
-    rotary_scaling_factor: float = flag(1.0, at_least=1, requires=_YARN)
+    rope_type: str = flag(
+        "rope", choices=("rope", "yarn", "longrope", "dynamic", "proportional"), requires=_ROTARY
+    )
+    rotary_scaling_factor: float = flag(1.0, at_least=1, requires=_SCALED)
     yarn_original_max_position_embeddings: int | None = flag(
         None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_YARN
     )

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator
 
 from megatron.config import (
+    rules_attention,
     rules_curriculum,
     rules_data,
     rules_finetuning,
@@ -85,9 +86,9 @@ RULES: tuple[Rule, ...] = (
     rules_model.activation_function,
     rules_model.normalization,
     rules_finetuning.adapters,
-    rules_model.attention,
-    rules_model.latent_attention,
-    rules_model.delta_net,
+    rules_attention.attention,
+    rules_attention.latent_attention,
+    rules_attention.delta_net,
     rules_model.multi_token,
     rules_hybrid.hybrid,
     rules_model.experts,
@@ -115,6 +116,7 @@ RULES: tuple[Rule, ...] = (
     rules_optimizer.state_formats,
     rules_optimizer.averages,
     rules_training.recomputation,
+    rules_training.offloading,
     rules_parallel.graphs,
     rules_training.per_token_loss,
     rules_training.nonfinite,

@@ -33,6 +33,10 @@ _UNBIASED = Need(
     lambda run: not run.model.add_bias_linear,
     "--disable-bias-linear: all linear layers have biases",
 )
+_BIASED = Need(
+    lambda run: run.model.add_bias_linear, "biases, which --disable-bias-linear leaves out"
+)
+_LAYER_NORM = Need(lambda run: run.model.normalization == "LayerNorm", "--normalization LayerNorm")
 _PLAIN_SCORES = Need(
     lambda run: not run.model.use_flash_attn,
     "attention scores in memory, which --use-flash-attn avoids",
@@ -71,8 +75,8 @@ class DenseOptions:
         kv_channels: Size of an attention head. Default: --hidden-size / --num-attention-heads.
         group_query_attention: Let each group of query heads share one head of keys and values.
         num_query_groups: Number of key-value heads with --group-query-attention.
-        max_position_embeddings: Longest sequence the position embedding covers. Default:
-            --seq-length.
+        max_position_embeddings: Longest sequence the position embedding covers; with --rope-type
+            dynamic, up to --rotary-scaling-factor times as many tokens. Default: --seq-length.
         position_embedding_type: How the network encodes positions. relative adds learned biases to
             the attention scores (T5 only). alibi subtracts the distance between query and key,
             times a fixed slope for each head, from the scores (GPT only).
@@ -93,6 +97,7 @@ class DenseOptions:
             tensor-parallel size.
         normalization: Normalization before each block.
         norm_epsilon: Constant added to the variance in normalization layers.
+        layernorm_bias: Add a bias to each LayerNorm.
         apply_layernorm_1p: Store the weights of normalizations as offsets from one.
         norm_placement: Where the layers normalize: before attention and MLP, after them (what they
             add to the residual stream, as in OLMo 2), or both (Gemma 2).
@@ -118,6 +123,8 @@ class DenseOptions:
             word embeddings.
         scale_embeddings: Multiply word embeddings by the square root of --hidden-size (Gemma).
         embed_layernorm: Normalize word embeddings (BLOOM).
+        lm_head_bias: Add a bias for every vocabulary entry in the output layer of a GPT (GPT-J).
+        logit_scale: Factor of the scores for the vocabulary (Cohere). Default: 1.
         final_logit_softcapping: Bound c of the scores for the vocabulary, which become
             c x tanh(score / c) (Gemma 2). Default: no bound.
         scale_decoder_outputs: Divide the input of the T5 output layer by the square root of
@@ -126,6 +133,8 @@ class DenseOptions:
         softmax_scale: Factor applied to the attention scores of GPT and T5 (1.0 in Google's T5
             models). Default: 1 / square root of --kv-channels.
         add_bias_linear: Add biases to the linear layers.
+        add_bias_attention: Add biases to the linear layers of attention, too (GPT-J has none
+            there).
         add_qkv_bias: Add biases to queries, keys and values, even with --disable-bias-linear.
         qk_layernorm: Normalize queries and keys with --normalization before the attention scores.
         qk_layernorm_scope: What --qk-layernorm normalizes together: the channels of a "head"
@@ -188,12 +197,13 @@ class DenseOptions:
     relative_attention_max_distance: int = flag(128, unit="tokens", at_least=1, requires=_RELATIVE)
     rotary_percent: float = flag(1.0, unit="0 to 1", above=0, at_most=1, needs=_ROTARY)
     rotary_base: float = flag(10000.0, above=0, needs=_ROTARY)
-    rotary_seq_len_interpolation_factor: int | None = flag(None, at_least=1, needs=_ROTARY)
+    rotary_seq_len_interpolation_factor: float | None = flag(None, at_least=1, needs=_ROTARY)
     use_rope_scaling: bool = flag(False, requires=_ROTARY)
     rope_scaling_factor: float = flag(8.0, above=0, needs=_SCALED)
     make_vocab_size_divisible_by: int = flag(128, unit="entries", at_least=1, at_most=MOST_IDS)
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, names="--norm-epsilon --layernorm-epsilon", above=0)
+    layernorm_bias: bool = flag(True, off="--disable-layernorm-bias", requires=_LAYER_NORM)
     apply_layernorm_1p: bool = False
     norm_placement: str = flag("before", choices=("before", "after", "both"), only_for=("gpt",))
     parallel_residual: bool = flag(False, only_for=("gpt",))
@@ -212,11 +222,16 @@ class DenseOptions:
     untie_embeddings_and_output_weights: bool = False
     scale_embeddings: bool = flag(False, only_for=("gpt",))
     embed_layernorm: bool = flag(False, only_for=("gpt",))
+    lm_head_bias: bool = flag(False, only_for=("gpt",))
+    logit_scale: float | None = flag(None, above=0, only_for=("gpt",))
     final_logit_softcapping: float | None = flag(None, above=0, only_for=("gpt",))
     scale_decoder_outputs: bool = flag(False, only_for=("t5",))
     add_output_bias: bool = flag(True, off="--disable-output-bias", only_for=("t5",))
     softmax_scale: float | None = flag(None, above=0, only_for=("gpt", "t5"))
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
+    add_bias_attention: bool = flag(
+        True, off="--disable-bias-attention", requires=_BIASED, only_for=("gpt",)
+    )
     add_qkv_bias: bool = flag(False, needs=_UNBIASED)
     qk_layernorm: bool = False
     qk_layernorm_scope: str = flag("head", choices=("head", "projection"), needs=_QK_NORM)
@@ -334,10 +349,17 @@ class ModelConfig(ModelOptions):
 
     @property
     def logit_factor(self) -> float | None:
-        """MuP's factor of the logits; `None` without muP."""
+        """Factor of the logits, muP's included; `None` means 1."""
         if not self.use_mup:
-            return None
-        return self.mup_output_mult if self.mup_output_mult != 1 else 1 / self.width_ratio
+            return self.logit_scale
+        factor = self.mup_output_mult if self.mup_output_mult != 1 else 1 / self.width_ratio
+        return factor * (self.logit_scale or 1.0)
+
+    @property
+    def longest_context(self) -> int:
+        """Number of tokens in the longest sequence that the network computes."""
+        factor = self.rotary_scaling_factor if self.rope_type == "dynamic" else 1.0
+        return int(self.max_position_embeddings * factor)
 
     @property
     def decoder_layers(self) -> int:
@@ -459,12 +481,15 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
     has_effect = {
         **dict.fromkeys(YARN_FIELDS, model.rope_type == "yarn"),
         **dict.fromkeys(LONGROPE_FIELDS, model.rope_type == "longrope"),
+        "rotary_scaling_factor": model.rope_type in ("yarn", "dynamic"),
         **dict.fromkeys(LATENT_FIELDS, model.multi_latent_attention),
         **dict.fromkeys(DELTA_FIELDS, model.experimental_attention_variant is not None),
         **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), positions == "rope"),
         "window_rotary_base": positions == "rope" and model.window_size is not None,
         "scale_alibi": positions == "alibi",
         "shared_parallel_norm": model.parallel_residual,
+        "layernorm_bias": model.normalization == "LayerNorm",
+        "add_bias_attention": model.add_bias_linear,
         "rope_scaling_factor": model.use_rope_scaling,
         # Relative positions cover any distance, and so do states.
         "max_position_embeddings": positions == "learned_absolute"

@@ -139,12 +139,19 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
         (f"--norm-placement {model.norm_placement}", model.norm_placement != "before"),
         ("--scale-embeddings", model.scale_embeddings),
         ("--parallel-residual", model.parallel_residual),
+        ("--disable-layernorm-bias", not model.layernorm_bias),
+        ("--disable-bias-attention", not model.add_bias_attention),
+        ("--lm-head-bias", model.lm_head_bias),
+        (f"--logit-scale {model.logit_scale}", model.logit_scale is not None),
         (
             f"--hybrid-layer-pattern {model.hybrid_layer_pattern}",
             model.hybrid_layer_pattern is not None,
         ),
         ("--embed-layernorm", model.embed_layernorm),
-        ("--rope-type longrope", model.rope_type == "longrope"),
+        (
+            f"--rope-type {model.rope_type}",
+            model.rope_type in ("longrope", "dynamic", "proportional"),
+        ),
         ("--moe-router-bias", bool(model.num_experts) and model.moe_router_bias),
     ):
         if on:

@@ -1,13 +1,13 @@
-"""Rules for required flags, for the network and for its number formats."""
+"""Rules for required flags, for the network, apart from attention, and for its number formats."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 
-from megatron.config.attention import layer_deltas, layer_rotates, layer_windows
 from megatron.config.experts import mixture_layers
-from megatron.config.fields import MAX_LAYERS, divisors
+from megatron.config.fields import divisors
 from megatron.config.model import ModelOptions, flash_head_misfit
 from megatron.config.resolve import longest_sequence
 from megatron.config.retro import retro_layers
@@ -38,28 +38,6 @@ _NOT_WITH_SINKHORN: Exclusions = {
     "model.moe_router_num_groups": ((None,), "it balances over all experts"),
     "model.moe_router_topk_scaling_factor": ((None,), "weights are the scores"),
     "model.moe_router_enable_expert_bias": ((False,), "both balance the choice of experts"),
-}
-_NOT_WITH_LATENT: Exclusions = {
-    "model.group_query_attention": ((False,), "every head has its own keys and values"),
-    "model.add_qkv_bias": ((False,), "its projections have no biases"),
-    "model.softmax_scale": ((None,), "the size of its heads and YaRN decide"),
-    "model.qk_layernorm_scope": (("head",), "a whole latent vector is normalized, for all heads"),
-    "model.rotary_percent": ((1.0,), "--qk-pos-emb-head-dim is the number of channels that rotate"),
-    "model.lora_rank": ((None,), "its projections do not support adapters"),
-    "checkpoint.ckpt_format": (("native",), "latent attention cannot be written in this format"),
-}
-_NOT_WITH_OUTPUT_GATE: Exclusions = {
-    "model.multi_latent_attention": ((False,), "latent attention has no gates"),
-    "model.lora_rank": ((None,), "adapters of queries would have no gates"),
-}
-_NOT_WITH_DELTA: Exclusions = {
-    "model.hybrid_layer_pattern": ((None,), "the pattern names the kind of each layer"),
-    "model.lora_rank": ((None,), "its projections do not support adapters"),
-    "model.batch_invariant_mode": (
-        (False,),
-        "training computes chunks of tokens and generation single tokens",
-    ),
-    "checkpoint.ckpt_format": (("native",), "gated delta nets cannot be written in this format"),
 }
 _NOT_WITH_MULTI_TOKEN: Exclusions = {
     "model.lora_rank": ((None,), "its layers take no adapters"),
@@ -128,26 +106,35 @@ def heads(config: RunOptions, world_size: int) -> Iterator[str]:
 def positions(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the position embedding."""
     model, length = config.model, longest_sequence(config.data)
-    longest = model.max_position_embeddings
-    if length and longest and longest < length:
+    longest, factor = model.max_position_embeddings, 1.0
+    if model.rope_type == "dynamic":
+        factor = model.rotary_scaling_factor
+    if length and longest and longest * factor < length:
         name = "--seq-length" if length == config.data.seq_length else "--decoder-seq-length"
+        times = f" x --rotary-scaling-factor {factor:g}" if factor > 1 else ""
         yield (
-            f"--max-position-embeddings {longest} is less than {name} {length}: "
-            f"use at least {length}"
+            f"--max-position-embeddings {longest}{times} is less than {name} {length}: "
+            f"use at least {math.ceil(length / factor)}"
         )
     fits = 0 < model.rotary_percent <= 1 and not model.multi_latent_attention
     if fits and model.position_embedding_type == "rope" and model.kv_channels:
         rotating = int(model.kv_channels * model.rotary_percent)
+        if model.rope_type == "proportional" and model.kv_channels % 2:
+            yield (
+                f"--rope-type proportional with --kv-channels {model.kv_channels}: channels of a "
+                "whole head form pairs: choose an even number"
+            )
         if rotating < 2 or rotating % 2:
             yield (
                 f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} "
                 f"rotates {rotating} channels, but channels rotate in pairs: choose values that "
                 "give an even number"
             )
-    if model.use_rope_scaling and (model.rotary_seq_len_interpolation_factor or 1) > 1:
+    stretch = model.rotary_seq_len_interpolation_factor or 1
+    if model.use_rope_scaling and stretch > 1:
         yield (
-            "--use-rope-scaling and --rotary-seq-len-interpolation-factor "
-            f"{model.rotary_seq_len_interpolation_factor} both extend the context: use one of them"
+            f"--use-rope-scaling and --rotary-seq-len-interpolation-factor {stretch:g} both extend "
+            "the context: use one of them"
         )
 
 
@@ -157,88 +144,6 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
     chosen = [field_at(f"model.{name}").spell(True) for name, on in values.items() if on]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)}: an MLP has a single activation function: use one of them"
-
-
-def attention(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in windows, rotary positions and the layers of both."""
-    model = config.model
-    for read in (layer_windows, layer_rotates, layer_deltas):
-        try:
-            read(model, min(model.num_layers or 1, MAX_LAYERS))
-        except ValueError as error:
-            if model.num_layers or "layers" not in str(error):
-                yield str(error)
-    if model.rope_type == "yarn":
-        yield from _yarn(model)
-    if model.attention_output_gate:
-        yield from excluded(config, "--attention-output-gate", _NOT_WITH_OUTPUT_GATE)
-    if model.rope_type == "longrope":
-        yield from _long_rope(model)
-    parallel, bound = config.parallel, model.attn_logit_softcapping
-    positions = model.position_embedding_type
-    is_ring = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p"
-    if is_ring and bound is not None:
-        yield (
-            f"--attn-logit-softcapping {bound} with --cp-comm-type p2p: a ring cannot bound the "
-            "scores: use --cp-comm-type a2a, in which each rank holds whole sequences"
-        )
-    if positions == "alibi" and model.use_flash_attn:
-        yield (
-            "--position-embedding-type alibi with --use-flash-attn: no flash kernel adds biases to "
-            "the scores: drop one of them"
-        )
-    if bound is not None and model.use_flash_attn:
-        yield (
-            f"--attn-logit-softcapping {bound:g} with --use-flash-attn: no flash kernel bounds "
-            "the scores: drop one of them"
-        )
-
-
-def latent_attention(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that cannot be combined with latent attention."""
-    model = config.model
-    if not model.multi_latent_attention:
-        return
-    shown = "--multi-latent-attention"
-    yield from excluded(config, shown, _NOT_WITH_LATENT)
-    if model.kv_channels not in (None, model.latent_head_size):
-        yield (
-            f"{shown} with --kv-channels {model.kv_channels}: --qk-head-dim, --qk-pos-emb-head-dim "
-            "and --v-head-dim are the sizes of its heads: drop --kv-channels"
-        )
-    if model.qk_pos_emb_head_dim % 2:
-        yield (
-            f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}: channels rotate in pairs: use an "
-            "even number"
-        )
-
-
-def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that cannot be combined with gated delta nets."""
-    model, parallel = config.model, config.parallel
-    if model.experimental_attention_variant is None:
-        return
-    shown = f"--experimental-attention-variant {model.experimental_attention_variant}"
-    yield from excluded(config, shown, _NOT_WITH_DELTA)
-    if model.linear_attention_freq is None:
-        yield (
-            f"{shown} requires --linear-attention-freq: give 4 for three such layers and then one "
-            "with attention, or a pattern"
-        )
-    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
-    if keys > 0 and values % keys:
-        yield (
-            f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads "
-            f"{keys}: each key serves the same number of value heads: use a multiple of {keys}"
-        )
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    if min(tensor, context) > 0 and keys % (tensor * context):
-        over = f"--context-parallel-size {context}" if context > 1 else ""
-        over = " x ".join(filter(None, (f"--tensor-model-parallel-size {tensor}", over)))
-        yield (
-            f"--linear-num-key-heads {keys} is not divisible by {over}, over which the heads of "
-            f"gated delta nets are split: use a multiple of {tensor * context}, or fewer processes"
-        )
 
 
 def multi_token(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -262,52 +167,6 @@ def multi_token(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{shown} cannot be combined with distillation, which has a loss of its own: drop one "
             "of them"
         )
-
-
-def _long_rope(model: ModelOptions) -> Iterator[str]:
-    shown = "--rope-type longrope"
-    if model.architecture != "gpt":
-        yield f"{shown} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
-    if model.longrope_original_max_position_embeddings is None:
-        yield (
-            f"{shown} requires --longrope-original-max-position-embeddings: give the context that "
-            "the model was trained with"
-        )
-    yield from _slowed_twice(model)
-    size = model.qk_pos_emb_head_dim
-    if not model.multi_latent_attention:
-        size = int((model.kv_channels or 0) * model.rotary_percent)
-    for name in ("short", "long"):
-        count = len(getattr(model, f"longrope_{name}_factor"))
-        if size and count != size // 2:
-            yield (
-                f"--longrope-{name}-factor has {count} numbers: {shown} needs one for every two of "
-                f"the {size} channels that rotate: give {size // 2}"
-            )
-
-
-def _yarn(model: ModelOptions) -> Iterator[str]:
-    if model.yarn_original_max_position_embeddings is None:
-        yield (
-            "--rope-type yarn requires --yarn-original-max-position-embeddings: give the context "
-            "that the model was trained with"
-        )
-    yield from _slowed_twice(model)
-    if model.yarn_beta_fast <= model.yarn_beta_slow:
-        yield (
-            f"--yarn-beta-fast {model.yarn_beta_fast:g} is not above --yarn-beta-slow "
-            f"{model.yarn_beta_slow:g}: swap them"
-        )
-
-
-def _slowed_twice(model: ModelOptions) -> Iterator[str]:
-    """Yield an error if another flag lowers the frequencies of --rope-type yarn or longrope too."""
-    factor = model.rotary_seq_len_interpolation_factor or 1
-    if model.use_rope_scaling or factor > 1:
-        other = f"--rotary-seq-len-interpolation-factor {factor}"
-        other = "--use-rope-scaling" if model.use_rope_scaling else other
-        shown = f"--rope-type {model.rope_type} with {other}"
-        yield f"{shown}: both lower the frequencies: use one of them"
 
 
 def experts(config: RunOptions, world_size: int) -> Iterator[str]:

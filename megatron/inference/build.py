@@ -156,6 +156,7 @@ def build_engine(
             has_states=bool(loaded.config.model.has_states),
             snapshots=_snapshots(options) if loaded.config.model.has_states else 0,
             trained_context=plan.trained_context,
+            dynamic_context=plan.dynamic_context,
         ),
         EngineLimits(
             vocab_size=vocab_size,

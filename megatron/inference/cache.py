@@ -32,25 +32,25 @@ def next_key(
     block_size: int,
     adapter: int = 0,
     *,
-    is_long: bool = False,
+    variant: int = 0,
 ) -> BlockKey:
     """Return the key of a sequence's next full block, which follows the blocks with these keys.
 
     The key is a cryptographic hash, so nobody can construct two different prompts with the same
     key. It includes the adapter, because with another adapter the same tokens have different
-    values, and so do the tokens of a sequence that is longer than a LongRoPE model's trained
-    context.
+    values, and so do the tokens of a sequence that is longer than the trained context of a model
+    with LongRoPE or dynamic NTK.
 
     Args:
         keys: Keys of all blocks before it.
         tokens: Tokens of the sequence.
         block_size: Number of tokens in a block.
         adapter: Index of the sequence's adapter, counted from 1; 0 is the base model.
-        is_long: Whether the sequence is longer than the trained context.
+        variant: A number below 2 ** 64 that differs for sequences whose tokens have other keys.
     """
     start = len(keys) * block_size
     text = ",".join(map(str, tokens[start : start + block_size])).encode()
-    salt = (2 * adapter + is_long).to_bytes(hashlib.blake2b.SALT_SIZE, "little")
+    salt = (adapter << 64 | variant).to_bytes(hashlib.blake2b.SALT_SIZE, "little")
     data = (keys[-1] if keys else b"") + text
     return hashlib.blake2b(data, digest_size=16, salt=salt).digest()
 
@@ -239,7 +239,7 @@ class StepCache:
     Attributes:
         memory: The cache.
         positions: Position of each token in its sequence, int64 [s].
-        lengths: Known tokens of each token's sequence, int64 [s].
+        lengths: Length that decides how each token rotates, int64 [s].
         slots: Slot of each token's key and value, int64 [s].
         outputs: Indices of the tokens whose logits are computed, int64 [k].
         singles: Sequences that add one token, which come first, or `None` if there are none.

@@ -214,7 +214,7 @@ class Executor:
         cache = StepCache(
             memory=self.memory,
             positions=send(np.concatenate(places)),
-            lengths=send(np.repeat([len(row.sequence.tokens) for row in plan], np.diff(firsts))),
+            lengths=send(np.concatenate([*map(self._lengths, plan, places)])),
             slots=self._slots(plan, places),
             outputs=send(np.array(outputs_at, dtype=np.int64)),
             singles=singles,
@@ -231,6 +231,13 @@ class Executor:
             sources = [source for source in self._sources(plan) if source >= 0]
             tokens[send(unknown)] = self._chosen[send(np.array(sources))]
         return tokens.unsqueeze(0), cache
+
+    def _lengths(self, row: Row, places: Integers) -> Integers:
+        """Return the length of a row's sequence that decides how each of its tokens rotates."""
+        if self.model.plan.dynamic_context is None:
+            return np.full(len(places), len(row.sequence.tokens))
+        # A token keeps the rotation that it had when it was new, even if it is computed again.
+        return np.maximum(places + 1, row.sequence.prompt)
 
     def _chunks(self, rows: StepPlan) -> Chunks:
         starts = tuple(row.start for row in rows)

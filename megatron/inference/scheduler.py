@@ -38,6 +38,8 @@ class SchedulerSettings:
         snapshots: Number of snapshots that are kept.
         trained_context: Length beyond which all tokens of a sequence have other keys and values, so
             that a sequence that outgrows it is recomputed (LongRoPE). `None` for no such length.
+        dynamic_context: Length of a prompt beyond which its keys depend on it (dynamic NTK). Later
+            tokens' keys depend on their own position. `None` for no such length.
     """
 
     blocks: int
@@ -47,6 +49,7 @@ class SchedulerSettings:
     has_states: bool = False
     snapshots: int = 0
     trained_context: int | None = None
+    dynamic_context: int | None = None
 
     def __post_init__(self) -> None:
         """Check that the sizes leave room for every sequence in a step."""
@@ -82,6 +85,7 @@ class Sequence:
         drafts: Guesses of the tokens that follow `tokens`, for the next step.
         is_long: Whether the computed tokens are those of a sequence longer than the trained
             context (`SchedulerSettings`).
+        own_length: The prompt's length if its keys depend on it (`SchedulerSettings`), otherwise 0.
     """
 
     request: str
@@ -99,6 +103,7 @@ class Sequence:
     limit: int = 0
     drafts: tuple[int, ...] = ()
     is_long: bool = False
+    own_length: int = 0
 
     def __post_init__(self) -> None:
         """Count all tokens as the prompt unless `prompt` is given."""
@@ -112,7 +117,8 @@ class Sequence:
 
     def next_key(self, keys: list[BlockKey], block_size: int) -> BlockKey:
         """Return the key of the full block that follows the blocks with these keys."""
-        return next_key(keys, self.tokens, block_size, self.adapter, is_long=self.is_long)
+        variant = self.own_length or int(self.is_long)
+        return next_key(keys, self.tokens, block_size, self.adapter, variant=variant)
 
 
 class Row(NamedTuple):
@@ -203,6 +209,7 @@ class Scheduler:
             prompt=parent.prompt,
             adapter=parent.adapter,
             is_long=parent.is_long,
+            own_length=parent.own_length,
         )
         is_full = len(self.running) >= self.settings.max_sequences
         if is_full or self.settings.has_states or parent not in self.running:
@@ -315,6 +322,9 @@ class Scheduler:
             sequence = self._waiting[0]
             most = self.settings.trained_context
             sequence.is_long = most is not None and len(sequence.tokens) > most
+            dynamic = self.settings.dynamic_context
+            if dynamic is not None and sequence.prompt > dynamic:
+                sequence.own_length = sequence.prompt
             first = None  # key of the first block, if other sequences can reuse it
             reuses = sequence.reuses and not self.settings.has_states
             if reuses and len(sequence.tokens) > size:

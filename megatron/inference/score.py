@@ -85,7 +85,7 @@ class Scorer:
         # A Retro's sequences consist of whole chunks.
         self._unit = model.chunk_length if is_retro else _MULTIPLE
         length = loaded.config.data.seq_length
-        self.window = length if is_retro else model.max_position_embeddings
+        self.window = length if is_retro else model.longest_context
         dtype = loaded.config.precision.stream_dtype
         self._channel = PipelineChannel(loaded.layout, device=self.device, dtype=dtype)
 

@@ -165,6 +165,39 @@ class LongRope(NamedTuple):
         return torch.tensor((self.short, self.long), dtype=torch.float64)
 
 
+class DynamicNtk(NamedTuple):
+    """Dynamic NTK: a base that grows with the length of the sequence (bloc97, emozilla, 2023).
+
+    Attributes:
+        factor: How fast the base grows.
+        original: The trained context in tokens. Sequences of up to this many tokens keep the base.
+    """
+
+    factor: float
+    original: int
+
+    def rotation(
+        self, positions: Tensor, length: int | Tensor, rotary_size: int, base: float
+    ) -> Rotation:
+        """Return the rotation of positions [s].
+
+        Args:
+            positions: The positions, int64 [s].
+            length: The length of the sequence, or of each position's sequence, int64 [s].
+            rotary_size: The number r of a head's channels that rotate, above 2.
+            base: The base of the frequencies in short sequences.
+        """
+        device, exact = positions.device, torch.float64
+        if not isinstance(length, Tensor):
+            length = torch.full((), length, device=device)
+        longer = self.factor * (length.to(exact).clamp(min=self.original) / self.original - 1) + 1
+        bases = base * longer ** (rotary_size / (rotary_size - 2))
+        even = torch.arange(0, rotary_size, 2, dtype=exact, device=device)
+        angle = positions.unsqueeze(-1) * bases.unsqueeze(-1) ** -(even / rotary_size)
+        angle = torch.cat((angle, angle), dim=-1)[..., None, None, :]
+        return angle.cos().float(), angle.sin().float()
+
+
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, fp32 [s, 1, 1, r]
 
 
@@ -173,7 +206,8 @@ def rotation_table(
     rotary_size: int,
     *,
     base: float = 10000.0,
-    interpolation: int | None = None,
+    interpolation: float | None = None,
+    planes: int | None = None,
     scaling: float | None = None,
     yarn: Yarn | None = None,
     long_rope: LongRope | None = None,
@@ -189,6 +223,8 @@ def rotation_table(
         base: The base of the frequencies.
         interpolation: The divisor of the positions, to extend a trained context (Chen et al.,
             2023).
+        planes: The number of planes with the highest frequencies that rotate, while the others
+            stand still; `None` for all.
         scaling: The factor by which low frequencies are divided, as in Llama 3.1.
         yarn: YaRN's changes to the frequencies.
         long_rope: LongRoPE's divisors of the frequencies.
@@ -198,6 +234,8 @@ def rotation_table(
     even = torch.arange(0, rotary_size, 2, dtype=torch.float64, device=device)
     place = torch.arange(positions, dtype=torch.float64, device=device) / (interpolation or 1)
     frequency = base ** -(even / rotary_size)
+    if planes is not None:
+        frequency[planes:] = 0
     if scaling is not None:
         frequency = scale_frequencies(frequency, scaling)
     if yarn is not None:

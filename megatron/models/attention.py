@@ -41,7 +41,11 @@ class KeyValueCache(Protocol):
 
     @property
     def lengths(self) -> Tensor:
-        """Known tokens of each token's sequence, int64 [s], which choose LongRoPE's divisors."""
+        """Length that decides how each token rotates (`RotaryTable`), int64 [s].
+
+        With dynamic NTK, it is the length of the sequence when the token was new. Otherwise it is
+        the number of known tokens.
+        """
         ...
 
     @property
@@ -124,6 +128,7 @@ class AttentionCore(nn.Module):
         self.layer_number = layer_number
         self.recompute = recompute
         self.site = site
+        self.keeping = context.keeping("core_attn")
         self.slopes = None
         if plan.alibi is not None:
             slopes = torch.tensor(alibi_slopes(plan.heads), device=context.device) * plan.alibi
@@ -153,7 +158,8 @@ class AttentionCore(nn.Module):
         if self.recompute and torch.is_grad_enabled():
             out: Tensor = checkpoint(self._attend, *inputs, use_reentrant=False)
             return out
-        return self._attend(*inputs)
+        with self.keeping():
+            return self._attend(*inputs)
 
     def options(self, mask: Mask | None, sinks: Tensor | None = None) -> AttentionOptions:
         """Return the settings for a mask and sinks."""
@@ -244,6 +250,8 @@ class SelfAttention(nn.Module):
             self.query_norm = new_query_norm(plan.qk_norm, of_query, context)
             self.key_norm = new_query_norm(plan.qk_norm, of_key, context)
         self.sinks = new_sinks(plan, context)
+        self.keeping_input = context.keeping("qkv_linear")
+        self.keeping_output = context.keeping("attn_proj")
 
     @staticmethod
     def matrices(plan: AttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -298,7 +306,9 @@ class SelfAttention(nn.Module):
         plan, gate = self.plan, None
         rotation = None if plan.rotary is None else rotation
         rotates_later = plan.output_gate or plan.qk_norm is not None
-        query, key, value = self._split_heads(self.qkv(x), None if rotates_later else rotation)
+        with self.keeping_input():
+            qkv = self.qkv(x)
+        query, key, value = self._split_heads(qkv, None if rotates_later else rotation)
         if plan.output_gate:
             pairs = query.unflatten(2, (key.shape[2], 2, -1))  # [s, b, g/t, 2, n/g, d]
             query, gate = pairs[:, :, :, 0].flatten(2, 3), pairs[:, :, :, 1].flatten(2)
@@ -317,7 +327,8 @@ class SelfAttention(nn.Module):
             context = self.core(query, key, value, mask, self.sinks)
         if gate is not None:
             context = context * gate.sigmoid()
-        return self.output(context)
+        with self.keeping_output():
+            return self.output(context)
 
     @property
     def bias_to_add(self) -> Tensor | None:

@@ -161,23 +161,29 @@ def new_embedding(
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines for all positions, which all layers share and checkpoints omit."""
+    """Cosines and sines for all positions, which all layers share and checkpoints omit.
+
+    With dynamic NTK they depend on the length of a sequence too, and are computed when they are
+    used.
+    """
 
     def __init__(self, plan: RotaryPlan, device: torch.device) -> None:
         """Compute the table on the device."""
         super().__init__()
+        self.plan = plan
+        if plan.dynamic is not None:
+            return
         table = rotation_table(
             plan.positions,
             plan.channels,
             base=plan.base,
             interpolation=plan.interpolation,
+            planes=plan.planes,
             scaling=plan.scaling,
             yarn=plan.yarn,
             long_rope=plan.long_rope,
             device=device,
         )
-        self.positions = plan.positions
-        self.trained = None if plan.long_rope is None else plan.long_rope.original
         self.register_buffer("table", table[:, :, None, None], persistent=False)
         self.table: Tensor
 
@@ -188,7 +194,10 @@ class RotaryTable(nn.Module):
             positions: The positions, int64 [s].
             length: The length of the sequence, or of each position's sequence, int64 [s].
         """
-        if self.trained is not None:
-            positions = positions + self.positions * (length > self.trained)
+        plan = self.plan
+        if plan.dynamic is not None:
+            return plan.dynamic.rotation(positions, length, plan.channels, plan.base)
+        if plan.long_rope is not None:
+            positions = positions + plan.positions * (length > plan.long_rope.original)
         cosine, sine = self.table[:, positions]
         return cosine, sine

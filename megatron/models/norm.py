@@ -55,18 +55,24 @@ class Norm(nn.Module):
     def __init__(
         self, plan: NormPlan, width: int, context: BuildContext, *, partial_gradient: bool
     ) -> None:
-        """Allocate the weight, and a bias if it is a LayerNorm."""
+        """Allocate the weight, and a bias if the plan has one."""
         super().__init__()
         self.form = choose_add_norm(context.kernels.library)
         self.epsilon, self.offset = plan.epsilon, plan.offset
         new_vector = partial(context.new_parameter, (width,), partial_gradient=partial_gradient)
         self.weight = new_vector(init=ZEROS if plan.offset else ONES)
-        self.bias = new_vector(init=ZEROS) if plan.kind == "LayerNorm" else None
+        if plan.kind == "LayerNorm" and not plan.bias:
+            # To the kernels, a normalization with a bias is a LayerNorm, and one without an
+            # RMSNorm.
+            zeros = torch.zeros(width, dtype=context.compute_dtype, device=context.device)
+            self.register_buffer("bias", zeros, persistent=False)
+        else:
+            self.bias = new_vector(init=ZEROS) if plan.bias else None
 
     @staticmethod
     def parameter_count(plan: NormPlan, width: int) -> int:
         """Count the parameters of a normalization over `width` channels."""
-        return 2 * width if plan.kind == "LayerNorm" else width
+        return 2 * width if plan.bias else width
 
     def forward(self, stream: Stream, handover: Handover | None = None) -> tuple[Tensor, Tensor]:
         """Return the joined stream [s, b, h] and the normalized stream in the weight's type.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.stages import ModelPart
-from megatron.kernels.rope import LongRope, Yarn
+from megatron.kernels.rope import DynamicNtk, LongRope, Yarn
 from megatron.parallel.parameter import Init
 
 
@@ -90,11 +90,13 @@ class NormPlan:
         kind: "LayerNorm" or "RMSNorm".
         epsilon: Number added to the variance.
         offset: Whether the stored weight is the distance from one (LayerNorm-1p).
+        bias: Whether it has a bias. An RMSNorm never has one.
     """
 
     kind: str
     epsilon: float
     offset: bool = False
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,18 +108,22 @@ class RotaryPlan:
         channels: Number of each head's channels that rotate.
         base: Base of the rotary frequencies.
         interpolation: Number by which positions are divided; `None` leaves them unchanged.
+        planes: Number of planes with the highest frequencies that rotate; `None` for all.
         scaling: Factor that divides the lowest frequencies (Llama 3.1); `None` for no scaling.
         yarn: YaRN's changes to the frequencies; `None` for none.
         long_rope: LongRoPE's changes to the frequencies; `None` for none.
+        dynamic: Dynamic NTK's changes to the base; `None` for none.
     """
 
     positions: int
     channels: int
     base: float
-    interpolation: int | None = None
+    interpolation: float | None = None
+    planes: int | None = None
     scaling: float | None = None
     yarn: Yarn | None = None
     long_rope: LongRope | None = None
+    dynamic: DynamicNtk | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -583,6 +589,12 @@ class ModelPlan:
     def trained_context(self) -> int | None:
         """Length beyond which sequences use LongRoPE's long divisors; `None` without LongRoPE."""
         found = [r.long_rope.original for r in rotaries(self.layers) if r.long_rope is not None]
+        return max(found, default=None)
+
+    @property
+    def dynamic_context(self) -> int | None:
+        """Length beyond which dynamic NTK changes the rotation; `None` without dynamic NTK."""
+        found = [r.dynamic.original for r in rotaries(self.layers) if r.dynamic is not None]
         return max(found, default=None)
 
     @property

@@ -11,7 +11,7 @@ from megatron.config.experts import layer_experts
 from megatron.config.hybrid import ATTENTION, MAMBA, layer_symbols
 from megatron.config.model import ModelConfig
 from megatron.config.retro import retro_layers
-from megatron.kernels.rope import LongRope, Yarn
+from megatron.kernels.rope import DynamicNtk, LongRope, Yarn
 from megatron.models.mixture_plan import GatingPlan, MixturePlan, RouterPlan
 from megatron.models.plan import (
     LANGUAGE_MODEL_HEAD,
@@ -72,7 +72,7 @@ def layer_plan(
     attention = AttentionPlan(
         hidden=model.hidden_size,
         init=init,
-        bias=model.add_bias_linear,
+        bias=model.add_bias_linear and model.add_bias_attention,
         defers_bias=model.hidden_dropout > 0,
         causal=causal,
         heads=heads,
@@ -175,16 +175,19 @@ def rotary_plan(model: ModelConfig, *, in_window: bool) -> RotaryPlan:
         model: Resolved network flags.
         in_window: Whether the layer's attention is limited to a window.
     """
+    is_proportional = model.rope_type == "proportional"
     plan = RotaryPlan(
         positions=model.max_position_embeddings,
         channels=model.qk_pos_emb_head_dim
         if model.multi_latent_attention
-        else int(model.kv_channels * model.rotary_percent),
+        else int(model.kv_channels * (1 if is_proportional else model.rotary_percent)),
         base=model.rotary_base,
         interpolation=model.rotary_seq_len_interpolation_factor,
+        planes=int(model.kv_channels * model.rotary_percent / 2) if is_proportional else None,
         scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
         yarn=yarn(model) if model.rope_type == "yarn" else None,
         long_rope=long_rope(model) if model.rope_type == "longrope" else None,
+        dynamic=dynamic_ntk(model) if model.rope_type == "dynamic" else None,
     )
     if in_window and model.window_rotary_base is not None:
         return RotaryPlan(plan.positions, plan.channels, model.window_rotary_base)
@@ -253,6 +256,11 @@ def long_rope(model: ModelConfig) -> LongRope:
         model.longrope_long_factor,
         model.longrope_attention_factor,
     )
+
+
+def dynamic_ntk(model: ModelConfig) -> DynamicNtk:
+    """Return the record of dynamic NTK's changes to the rotary base."""
+    return DynamicNtk(model.rotary_scaling_factor, model.max_position_embeddings)
 
 
 def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePlan:
@@ -336,7 +344,8 @@ def hidden_init_plan(model: ModelConfig) -> InitPlan:
 
 def norm_plan(model: ModelConfig) -> NormPlan:
     """Return the record that all normalizations share."""
-    return NormPlan(model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
+    has_bias = model.normalization == "LayerNorm" and model.layernorm_bias
+    return NormPlan(model.normalization, model.norm_epsilon, model.apply_layernorm_1p, has_bias)
 
 
 def embedding_plan(
@@ -389,7 +398,7 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a GPT. Its layers may differ in mixer, MLP, window and rotation."""
     assert head.is_language_model, "only a BERT can have a task head"
-    output: HeadPlan = output_plan(model, vocabulary)
+    output: HeadPlan = output_plan(model, vocabulary, bias=model.lm_head_bias)
     if model.reward_head:
         output = ClassifierPlan(
             kind="score",
@@ -420,7 +429,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
         init=hidden_init_plan(model),
         layers=layers[-1:] * depths,
         norm=norm_plan(model),
-        output=output_plan(model, vocabulary),
+        output=output_plan(model, vocabulary, bias=model.lm_head_bias),
         numbered_after=len(layers),
     )
     return ModelPlan(
@@ -428,7 +437,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
         layers=layers,
         final_norm=norm_plan(model),
         heads=(output, ahead) if depths else (output,),
-        positions=model.max_position_embeddings,
+        positions=model.longest_context,
     )
 
 

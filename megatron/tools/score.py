@@ -76,7 +76,7 @@ def scored(loaded: Loaded, path: Path) -> Iterator[Rewards]:
     from megatron.data.json_lines import read_objects
     from megatron.tokenizer.chat_template import find_template
 
-    flags, longest = loaded.config.tokenizer, loaded.config.model.max_position_embeddings
+    flags, longest = loaded.config.tokenizer, loaded.config.model.longest_context
     template = find_template(flags.chat_template, flags.tokenizer_model)
     encoders = {
         is_pair: ConversationEncoder(

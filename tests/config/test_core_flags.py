@@ -40,6 +40,7 @@ _DEVIATIONS = {
     "type": {
         "--distributed-timeout-minutes": "fractions count",
         "--rotary-base": "not always whole",
+        "--rotary-seq-len-interpolation-factor": "not always whole",
     },
     "default": {
         "--rerun-mode": "disabled is what a run here does",

@@ -39,7 +39,11 @@ _DEVIATIONS = {
     "--use-cpu-initialization": "off instead of unset: the same meaning",
 }
 # Types that differ: numbers instead of text, and fractions of a minute.
-_KINDS = {"--rampup-batch-size": "int", "--distributed-timeout-minutes": "float"}
+_KINDS = {
+    "--rampup-batch-size": "int",
+    "--distributed-timeout-minutes": "float",
+    "--rotary-seq-len-interpolation-factor": "float",
+}
 _RETRO_WORKDIR = Path(__file__).parent / "retro_workdir"
 _OF_RETRO = (
     *("--retro-workdir", "--retro-add-retriever", "--retro-cyclic-train-iters"),

@@ -69,6 +69,21 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         (f"{ROPE} --rope-type longrope --use-rope-scaling", "longrope with --use-rope-scaling"),
         (f"{ROPE} --longrope-long-factor 1", "--longrope-long-factor 1 requires --rope-type long"),
         ("--ckpt-format torch_dist --save a --rope-type longrope", "--rope-type longrope"),
+        (
+            f"{ROPE} --rope-type dynamic --rotary-scaling-factor 1.5 --seq-length 64 "
+            "--max-position-embeddings 42",
+            "--max-position-embeddings 42 x --rotary-scaling-factor 1.5 is less than --seq-length "
+            "64: use at least 43",
+        ),
+        (f"{ROPE} --rope-type dynamic --use-rope-scaling", "dynamic with --use-rope-scaling"),
+        (f"{ROPE} --rope-type dynamic --kv-channels 2", "only 2 channels rotate"),
+        (f"{ROPE} --rotary-scaling-factor 2", "requires --rope-type yarn or dynamic"),
+        ("--ckpt-format torch_dist --save a --rope-type dynamic", "--rope-type dynamic"),
+        (f"{LATENT} --rope-type proportional", "--rope-type proportional with --multi-latent"),
+        (
+            f"{ROPE} --rope-type proportional --kv-channels 9",
+            "--kv-channels 9: channels of a whole",
+        ),
         ("--window-size 7", "--window-size 7: expected the number of earlier tokens and 0"),
         ("--window-size 7,7", "--window-size 7,7: expected"),
         ("--window-size=-1,0", "--window-size -1,0: expected"),
@@ -191,6 +206,16 @@ def test_a_ring_has_no_bound_of_the_scores():
         ),
         ("--scale-alibi", "--scale-alibi requires --position-embedding-type alibi"),
         ("--shared-parallel-norm", "--shared-parallel-norm requires --parallel-residual"),
+        (
+            "--disable-bias-linear --disable-bias-attention",
+            "--disable-bias-attention requires biases, which --disable-bias-linear",
+        ),
+        (
+            "--normalization RMSNorm --disable-layernorm-bias",
+            "--disable-layernorm-bias requires --normalization LayerNorm",
+        ),
+        ("--ckpt-format torch_dist --save a --lm-head-bias", "with --lm-head-bias: Megatron Core"),
+        ("--ckpt-format legacy --save a --logit-scale 2", "--logit-scale 2.0: Megatron-LM"),
         (
             "--position-embedding-type rope --mtp-num-layers 1 --embed-layernorm",
             "cannot be combined with --embed-layernorm",

@@ -49,9 +49,15 @@ NETWORKS = {
 }
 
 
-def toy(network: str) -> Loaded:
+DYNAMIC = (
+    "--position-embedding-type rope --rope-type dynamic --rotary-scaling-factor 4 "
+    "--init-method-std 0.3"
+)
+
+
+def toy(network: str, positions: int = 72) -> Loaded:
     """A trained toy model, as an engine takes it."""
-    words = LayoutCase(1, network=f"{network} --max-position-embeddings 72").words()
+    words = LayoutCase(1, network=f"{network} --max-position-embeddings {positions}").words()
     _, run = train_toy(Layout.single(), words)
     model, tokenizer = run.parts[0].eval(), SimpleNamespace(vocab_size=VOCAB)
     loaded: Any = Loaded(model, tokenizer, narrow(run.config, ModelRun), 0, Layout.single())
@@ -106,3 +112,41 @@ def test_texts_grow_beyond_the_trained_context() -> None:
         assert found == expected, (changes, ahead)
     short = toy(LONG_ROPE.replace("position-embeddings 20", "position-embeddings 72"))
     assert without_cache(short.model, PROMPTS[0]) != expected[0]
+
+
+def test_tokens_keep_the_rotation_that_they_had_when_they_were_new() -> None:
+    """With dynamic NTK, beyond the trained context of 20 tokens.
+
+    In chunks of few tokens, with drafts, with steps queued ahead, after texts were preempted, and
+    with prompts that begin alike.
+    """
+    loaded = toy(DYNAMIC, positions=20)
+    model: Any = loaded.model
+    assert model.plan.positions == 80
+    shared = tuple(range(40, 64))
+    asked = [*PROMPTS, shared, (*shared, 3), (*shared[:-1], 9), shared[:18], *PROMPTS, shared]
+
+    def as_when_new(prompt: tuple[int, ...]) -> list[int]:
+        def rotation(positions: torch.Tensor, length: Any = None) -> tuple[Any, ...]:
+            lengths = (positions + 1).clamp(min=len(prompt))
+            return tuple(table(positions, lengths) for table in model.rotary)
+
+        with patch.object(model, "rotation", rotation):
+            return without_cache(model, prompt)[:40]
+
+    expected = [as_when_new(prompt) for prompt in asked]
+    assert expected[len(PROMPTS)] != without_cache(model, shared)[:40], "keys do not grow"
+    requests = [Request(str(i), prompt, greedy(40)) for i, prompt in enumerate(asked)]
+    ngram = Speculation(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+    for changes, ahead in (
+        ({}, False),
+        ({}, True),
+        ({"max_step_tokens": 9}, True),
+        ({"speculation": ngram}, False),
+        ({"cache_tokens": 160}, True),
+    ):
+        with patch.object(build, "is_asynchronous", lambda device, ahead=ahead: ahead):
+            engine = build_engine(loaded, Device.cpu(), replace(OPTIONS, **changes))
+        events = drain(engine, requests)
+        found = [tokens_of(events[str(i)]) for i in range(len(asked))]
+        assert found == expected, (changes, ahead)

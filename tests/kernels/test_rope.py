@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.rope import rotate, rotation_table, scale_frequencies
+from megatron.kernels.rope import DynamicNtk, rotate, rotation_table, scale_frequencies
 
 S, D = 12, 8
 
@@ -70,3 +70,28 @@ def test_a_scaled_table_is_that_of_scaled_frequencies():
     first, last = plain.new_tensor(1.0).sin(), math.sin(5e5 ** -(62 / 64) / 8)
     assert scaled[1, 1, 0] == plain[1, 1, 0] == first
     assert scaled[1, 1, 31].item() == pytest.approx(last, rel=1e-6)
+
+
+def test_dynamic_ntk_is_a_larger_base_for_longer_sequences():
+    """Of all positions, or of each by the length of its own sequence."""
+    ntk, positions = DynamicNtk(3.0, 16), torch.arange(S)
+
+    def base(length):
+        return 500.0 * (3.0 * length / 16 - 2.0) ** (D / (D - 2))
+
+    for length, expected in ((7, 500.0), (16, 500.0), (17, base(17)), (40, base(40))):
+        found = torch.stack(ntk.rotation(positions, length, D, 500.0))
+        table = rotation_table(S, D, base=expected)[:, :, None, None]
+        torch.testing.assert_close(found, table, rtol=0, atol=1e-6)
+    lengths = torch.tensor([5, 40] * (S // 2))
+    mixed = torch.stack(ntk.rotation(positions, lengths, D, 500.0))
+    short, long = (torch.stack(ntk.rotation(positions, one, D, 500.0)) for one in (5, 40))
+    assert torch.equal(mixed[:, ::2], short[:, ::2])
+    assert torch.equal(mixed[:, 1::2], long[:, 1::2])
+
+
+def test_proportional_planes_have_the_frequencies_of_a_whole_head():
+    whole, part = rotation_table(S, D), rotation_table(S, D, planes=1)
+    assert torch.equal(part[..., ::4], whole[..., ::4])
+    still = torch.tensor((1.0, 0.0))[:, None, None].expand(2, S, D - 2)
+    assert torch.equal(part[..., [1, 2, 3, 5, 6, 7]], still)

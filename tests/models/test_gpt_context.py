@@ -27,6 +27,13 @@ NETWORKS = {
         "longrope_short_factor": (1.0, 1.0),
         "longrope_long_factor": (3.0, 5.0),
     },
+    "dynamic": {  # the same
+        **LLAMA,
+        **BASE,
+        "rope_type": "dynamic",
+        "rotary_scaling_factor": 3.0,
+        "max_position_embeddings": 8,
+    },
     "sinks": {**LLAMA, **BASE, "softmax_type": "learnable"},
     "windows": {
         **LLAMA,
@@ -49,6 +56,7 @@ CASES = {
     "rope a2a": ("rope", "a2a", "selective", {"context": 2}),
     "a2a over 4": ("groups", "a2a", None, {"context": 4}),
     "longrope": ("longrope", "p2p", None, {"context": 2}),
+    "dynamic": ("dynamic", "p2p", None, {"context": 2}),
     "sinks": ("sinks", "p2p", None, {"context": 2}),
     "sinks and tensor": ("sinks", "p2p", "selective", {"context": 2, "tensor": 2}),
     "sinks a2a": ("sinks", "a2a", None, {"context": 2}),

@@ -6,9 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.mixtures import Mixtral
@@ -53,26 +50,19 @@ _AHEAD = {
 }
 
 
-def turned(heads: int, size: int, turning: int) -> rules.TensorForm:
+def turned(size: int, turning: int) -> rules.TensorForm:
     """Return the form of a projection whose last channels of each head rotate.
 
     Hugging Face rotates channels 2i and 2i + 1 together, whereas we rotate i and i + turning / 2.
 
     Args:
-        heads: The number of heads.
         size: Rows of each head.
         turning: The number of rows at the end of each head that rotate.
     """
-    still = torch.arange(size - turning)
-    pairs = torch.arange(size - turning, size).view(-1, 2)
-    order = torch.cat((still, pairs.t().flatten()))
-    back = order.argsort()
-
-    def by_head(whole: Tensor, rows: Tensor) -> Tensor:
-        return whole.unflatten(0, (heads, size))[:, rows.to(whole.device)].flatten(0, 1)
-
+    order = rules.halves(size, range(size - turning, size))
     return rules.TensorForm(
-        lambda parts: by_head(parts[0], order), lambda whole: [by_head(whole, back)]
+        lambda parts: rules.by_head(parts[0], order),
+        lambda whole: [rules.by_head(whole, order.argsort())],
     )
 
 
@@ -270,9 +260,9 @@ class DeepSeek(Mixtral):
         mixer = layer.mixer
         if isinstance(mixer, plans.LatentAttentionPlan):
             if module == "attention.query_up":
-                return turned(mixer.heads, mixer.key_size, mixer.turning)
+                return turned(mixer.key_size, mixer.turning)
             if module == "attention.latent_down":
-                return turned(1, mixer.rank + mixer.turning, mixer.turning)
+                return turned(mixer.rank + mixer.turning, mixer.turning)
         return super().form(layer, module, tensors)
 
 

@@ -11,6 +11,7 @@ from megatron.checkpoint.huggingface.deepseek import DeepSeek
 from megatron.checkpoint.huggingface.gemma import Gemma
 from megatron.checkpoint.huggingface.gpt2 import GPT2
 from megatron.checkpoint.huggingface.gpt_oss import GptOss
+from megatron.checkpoint.huggingface.interleaved import GPTJ, Cohere
 from megatron.checkpoint.huggingface.llama import LlamaLike
 from megatron.checkpoint.huggingface.mamba import Mamba2, NemotronH
 from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
@@ -21,7 +22,7 @@ from megatron.checkpoint.huggingface.qwen_next import QwenNext
 from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.huggingface.t5 import T5
-from megatron.config.attention import layer_deltas, layer_windows
+from megatron.config.attention import layer_deltas, layer_rotates, layer_windows
 from megatron.config.experts import mixture_layers
 from megatron.config.hybrid import layer_symbols
 from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
@@ -48,6 +49,9 @@ FAMILIES: list[Family] = [
     Phi("phi3", "Phi3ForCausalLM"),
     NeoX("gpt_neox", "GPTNeoXForCausalLM"),
     StableLm("stablelm", "StableLmForCausalLM"),
+    GPTJ("gptj", "GPTJForCausalLM"),
+    Cohere("cohere", "CohereForCausalLM", rotary_base=500000.0),
+    Cohere("cohere2", "Cohere2ForCausalLM", has_windows=True),
     Bloom("bloom", "BloomForCausalLM"),
     Falcon("falcon", "FalconForCausalLM"),
     GptOss("gpt_oss", "GptOssForCausalLM"),
@@ -138,6 +142,7 @@ def differing_fields(family: Family, one: ModelConfig, other: ModelConfig) -> li
 # Fields that choose layers. There are many ways to write a pattern.
 _PATTERNS: Mapping[str, Callable[[ModelConfig, int], tuple[Any, ...]]] = {
     "linear_attention_freq": layer_deltas,
+    "no_rope_freq": layer_rotates,
     "window_attn_skip_freq": layer_windows,
     "window_size": layer_windows,
 }
@@ -150,14 +155,14 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
     match name:
         case "num_query_groups" | "group_query_attention":
             value = model.kv_heads
-        case "window_size" | "window_attn_skip_freq" | "linear_attention_freq":
+        case "window_size" | "window_attn_skip_freq" | "linear_attention_freq" | "no_rope_freq":
             value = _PATTERNS[name](model, model.num_layers)
         case "softmax_scale":
             value = value or model.kv_channels**-0.5
         case "window_rotary_base" if value is None:
             plans = rotaries(model_plan(model, 1).layers)
             value = plans[0].base if len(plans) == 1 else None
-        case "rotary_seq_len_interpolation_factor":
+        case "rotary_seq_len_interpolation_factor" | "logit_scale":
             value = value or 1
         case "glu_linear_offset" | "activation_func_clamp_value" if not model.is_gated:
             value = None

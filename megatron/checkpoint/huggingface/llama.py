@@ -221,6 +221,8 @@ def write_rope(model: ModelConfig) -> dict[str, Any] | None:
         return {"rope_type": "linear", "factor": float(factor)}
     if model.rope_type == "yarn":
         return _write_yarn(model)
+    if model.rope_type == "dynamic":
+        return {"rope_type": "dynamic", "factor": model.rotary_scaling_factor}
     return None
 
 
@@ -282,24 +284,28 @@ def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[st
     kind_key = "rope_type" if "rope_type" in rope.values else "type"
     rope.must_be("type", rope.values.get(kind_key))  # if a file has both keys, they must agree
     rope.must_be("partial_rotary_factor", share)
-    match rope.word(
-        kind_key, {"default": "", "linear": "l", "llama3": "3", "yarn": "y"}, "default"
-    ):
+    kinds = {"default": "", "linear": "l", "llama3": "3", "yarn": "y", "dynamic": "d"}
+    match rope.word(kind_key, kinds, "default"):
         case "l":
-            factor = rope.number("factor")
-            if factor != int(factor):
-                raise rope.error(
-                    "factor", "must be an integer (--rotary-seq-len-interpolation-factor)"
-                )
-            flags["rotary_seq_len_interpolation_factor"] = int(factor)
+            flags["rotary_seq_len_interpolation_factor"] = _at_least_one(rope)
         case "3":
             for key, value in _LLAMA3.items():
                 rope.must_be(key, value)
             flags |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor")}
         case "y":
             flags |= _read_yarn(rope, settings)
+        case "d":
+            flags |= {"rope_type": "dynamic", "rotary_scaling_factor": _at_least_one(rope)}
     rope.refuse_the_rest()
     return flags
+
+
+def _at_least_one(rope: Settings) -> float:
+    """Return the factor by which a context is extended."""
+    factor = rope.number("factor")
+    if factor < 1:
+        raise rope.error("factor", "must be at least 1")
+    return factor
 
 
 def limited_layers(settings: Settings, layers: int) -> list[bool] | None:

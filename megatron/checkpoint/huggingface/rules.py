@@ -71,6 +71,30 @@ def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> Ten
     return TensorForm(join, split)
 
 
+def halves(size: int, turning: range) -> Tensor:
+    """Return the order of a head's channels that brings pairs of channels into two halves.
+
+    Some families rotate channels 2i and 2i + 1 together, whereas we rotate i and i + r/2.
+
+    Args:
+        size: The number of channels.
+        turning: The channels that rotate; r is their number.
+    """
+    order = torch.arange(size)
+    order[turning.start : turning.stop] = torch.tensor(turning).view(-1, 2).t().flatten()
+    return order
+
+
+def by_head(part: Tensor, order: Tensor) -> Tensor:
+    """Return a projection's rows in another order within each head.
+
+    Args:
+        part: Rows of all heads, [n d, ...].
+        order: The row of a head that comes to each place, [d].
+    """
+    return part.unflatten(0, (-1, len(order)))[:, order.to(part.device)].flatten(0, 1)
+
+
 def _transposed(x: Tensor) -> Tensor:
     return x.t() if x.dim() == 2 else x
 
@@ -400,7 +424,7 @@ def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
 
 def norm_shapes(norm: plans.NormPlan, size: int) -> dict[str, Shape]:
     """Return the shapes of a normalization's parameters."""
-    return dict.fromkeys(KINDS if norm.kind == "LayerNorm" else KINDS[:1], (size,))
+    return dict.fromkeys(KINDS if norm.bias else KINDS[:1], (size,))
 
 
 def linear_shapes(outputs: Shape, inputs: int, *, bias: bool = True) -> dict[str, Shape]:

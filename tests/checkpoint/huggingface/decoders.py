@@ -73,6 +73,50 @@ def _slowed(turning: int, base: float, yarn: Mapping[str, Any]) -> Tensor:
     return 1 - share + share / yarn["factor"]
 
 
+def angles_of(config: Config, size: int, length: int) -> Tensor:
+    """[s, d/2]: by how much a plane of channels turns at each place."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    base = config.get("rope_theta") or rope["rope_theta"]
+    angles = []
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "dynamic":
+        longer = max(length / config["max_position_embeddings"], 1)
+        base *= (rope["factor"] * longer - rope["factor"] + 1) ** (size / (size - 2))
+    for plane in range(size // 2):
+        frequency = base ** (-2 * plane / size)
+        if kind == "linear":
+            frequency /= rope["factor"]
+        if kind == "llama3":
+            wavelength = 2 * math.pi / frequency
+            if wavelength > 8192:
+                frequency /= rope["factor"]
+            elif wavelength > 2048:
+                share = (8192 / wavelength - 1) / 3
+                frequency = (1 - share) * frequency / rope["factor"] + share * frequency
+        if kind == "yarn":
+            first, last = (
+                size
+                * math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi))
+                / (2 * math.log(base))
+                for turns in (rope.get("beta_fast", 32), rope.get("beta_slow", 1))
+            )
+            if rope.get("truncate", True):
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, size - 1)
+            share = min(1, max(0, (plane - first) / (last - first)))
+            frequency = share * frequency / rope["factor"] + (1 - share) * frequency
+        angles.append(torch.arange(length, dtype=torch.float64) * frequency)
+    return torch.stack(angles, -1)
+
+
+def concentration(config: Config) -> float:
+    """The factor of queries and keys with YaRN."""
+    rope = config.get("rope_scaling") or {}
+    if rope.get("rope_type") != "yarn":
+        return 1.0
+    return rope.get("attention_factor", 0.1 * math.log(rope["factor"]) + 1)
+
+
 def attend(
     query: Tensor,
     key: Tensor,

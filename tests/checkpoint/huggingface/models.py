@@ -16,10 +16,15 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.checkpoint.huggingface import decoders, deepseek, hybrids, qwen_next
+from tests.checkpoint.huggingface import decoders, deepseek, hybrids, interleaved, qwen_next
 
 Tensors = dict[str, Tensor]
-_FAMILIES = {**decoders.FAMILIES, **hybrids.FAMILIES, **qwen_next.FAMILIES}
+_FAMILIES = {
+    **decoders.FAMILIES,
+    **hybrids.FAMILIES,
+    **interleaved.FAMILIES,
+    **qwen_next.FAMILIES,
+}
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 2, 32, 4, 2, 48, 70, 24
 
 _COMMON: dict[str, Any] = {
@@ -177,7 +182,15 @@ CASES: dict[str, Case] = {
         )
     ),
     "llama stretched": Case(
-        _like_llama("llama", "Llama", rope_scaling={"type": "linear", "factor": 2.0})
+        _like_llama("llama", "Llama", rope_scaling={"type": "linear", "factor": 2.5})
+    ),
+    "llama, dynamic": Case(
+        _like_llama(
+            "llama",
+            "Llama",
+            max_position_embeddings=9,
+            rope_scaling={"rope_type": "dynamic", "factor": 3.0},
+        )
     ),
     "llama with yarn": Case(_like_llama("llama", "Llama", rope_scaling=_YARN)),
     "qwen2 with yarn": Case(
@@ -341,6 +354,9 @@ CASES: dict[str, Case] = {
     "neox, one after the other": Case(
         {**_NEOX, "hidden_act": "gelu_new", "use_parallel_residual": False}
     ),
+    "gpt-j": Case(interleaved.GPTJ),
+    "cohere": Case(interleaved.COHERE),
+    "cohere 2": Case(interleaved.COHERE2),
     "bloom": Case(_BLOOM),
     "falcon": Case(_FALCON),
     "falcon, new": Case(
@@ -554,7 +570,7 @@ def _llama(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
         return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
     x = w["model.embed_tokens.weight"][tokens]
-    angles = _angles(config, tokens.shape[1])
+    angles = decoders.angles_of(config, _head_size(config), tokens.shape[1])
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
         normal = norm(x, f"{at}.input_layernorm")
@@ -572,7 +588,7 @@ def _llama(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
         if case.projection_norm:
             q = norm(q.flatten(2), f"{at}.self_attn.q_norm").view_as(q)
             k = norm(k.flatten(2), f"{at}.self_attn.k_norm").view_as(k)
-        q, k = (_turn(x, angles) * _concentration(config) for x in (q, k))
+        q, k = (_turn(x, angles) * decoders.concentration(config) for x in (q, k))
         context = _attention(q, k, v, _window(config, layer))
         x = x + project(context, f"{at}.self_attn.o_proj")
         normal = norm(x, f"{at}.post_attention_layernorm")
@@ -606,47 +622,6 @@ def _feed(config: Mapping[str, Any], w: Tensors, layer: int, x: Tensor) -> Tenso
         gate = torch.sigmoid(x @ w[f"{at}.shared_expert_gate.weight"].t())
         out += gate * mlp(x, f"{at}.shared_expert", _PROJECTIONS)
     return out
-
-
-def _angles(config: Mapping[str, Any], length: int) -> Tensor:
-    """[s, d/2]: by how much a plane of channels turns at each place."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    base = config.get("rope_theta") or rope["rope_theta"]
-    size, angles = _head_size(config), []
-    for plane in range(size // 2):
-        frequency = base ** (-2 * plane / size)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "linear":
-            frequency /= rope["factor"]
-        if kind == "llama3":
-            wavelength = 2 * math.pi / frequency
-            if wavelength > 8192:
-                frequency /= rope["factor"]
-            elif wavelength > 2048:
-                share = (8192 / wavelength - 1) / 3
-                frequency = (1 - share) * frequency / rope["factor"] + share * frequency
-        if kind == "yarn":
-            first, last = (
-                size
-                * math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi))
-                / (2 * math.log(base))
-                for turns in (rope.get("beta_fast", 32), rope.get("beta_slow", 1))
-            )
-            if rope.get("truncate", True):
-                first, last = math.floor(first), math.ceil(last)
-            first, last = max(first, 0), min(last, size - 1)
-            share = min(1, max(0, (plane - first) / (last - first)))
-            frequency = share * frequency / rope["factor"] + (1 - share) * frequency
-        angles.append(torch.arange(length, dtype=torch.float64) * frequency)
-    return torch.stack(angles, -1)
-
-
-def _concentration(config: Mapping[str, Any]) -> float:
-    """The factor of queries and keys with YaRN."""
-    rope = config.get("rope_scaling") or {}
-    if rope.get("rope_type") != "yarn":
-        return 1.0
-    return rope.get("attention_factor", 0.1 * math.log(rope["factor"]) + 1)
 
 
 def _turn(x: Tensor, angles: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def test_other_networks_are_refused_by_key(
 
 
 def test_rotating_channels_keep_their_partners() -> None:
-    form = turned(2, 5, 4)
+    form = turned(5, 4)
     theirs = torch.arange(10.0).unsqueeze(1)
     ours = form.join([theirs])
     assert ours.flatten().tolist() == [0, 1, 3, 2, 4, 5, 6, 8, 7, 9]

@@ -52,8 +52,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "llama",
-        {"rope_scaling": {"type": "linear", "factor": 1.5}},
-        "factor 1.5: must be an integer (--rotary-seq-len",
+        {"rope_scaling": {"type": "linear", "factor": 0.5}},
+        "factor 0.5: must be at least 1",
     ),
     (
         "llama 3.2",

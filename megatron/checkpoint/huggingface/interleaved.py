@@ -1,0 +1,209 @@
+"""GPT-J and Cohere: attention and MLP share a normalization, and channels rotate in pairs.
+
+In their files, channels 2i and 2i + 1 of a head rotate together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import megatron.models.plan as plans
+from megatron.checkpoint.huggingface import rules
+from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
+from megatron.checkpoint.huggingface.llama import (
+    LAYER,
+    LLAMA_KEYS,
+    LlamaLike,
+    read_turns,
+    write_turns,
+)
+from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.config.attention import layer_windows
+from megatron.config.model import ModelConfig
+
+_J_KEYS = (
+    rules.Key("n_embd", "hidden_size"),
+    rules.Key("n_head", "num_attention_heads", most=MOST_HEADS),
+    rules.Key("n_layer", "num_layers", most=MOST_LAYERS),
+    rules.Key("n_positions", "max_position_embeddings", default=2048),
+    rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
+    rules.Key("attn_pdrop", "attention_dropout", "share", 0.0),
+    rules.Key("resid_pdrop", "hidden_dropout", "share", 0.0),
+)
+_J_LAYER = {
+    "attention_norm": ("ln_1",),
+    "attention.qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    "attention.output": ("attn.out_proj",),
+    "mlp.up": ("mlp.fc_in",),
+    "mlp.down": ("mlp.fc_out",),
+}
+_COHERE_KEYS = (
+    *(key for key in LLAMA_KEYS if key.field != "norm_epsilon"),
+    rules.Key("layer_norm_eps", "norm_epsilon", "number", 1e-5),
+)
+_COHERE_LAYER = {ours: theirs for ours, theirs in LAYER.items() if ours != "mlp_norm"}
+_EVERY, _WINDOW = 4, 4096  # layers of Cohere 2 with full attention, and the window of the others
+# Keys in published files that `transformers` does not read, with the values that describe what it
+# computes.
+_DESCRIPTIONS = {
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+}
+
+
+def _interleaved(layer: plans.LayerPlan, form: rules.TensorForm) -> rules.TensorForm:
+    """Return the form of queries, keys and values whose channels rotate in pairs.
+
+    Args:
+        layer: The layer.
+        form: The form without these pairs.
+    """
+    mixer = rules.attention_of(layer)
+    if mixer.rotary is None:
+        return form
+    order = rules.halves(mixer.head_size, range(mixer.rotary.channels))
+    return rules.TensorForm(
+        lambda parts: form.join(
+            [*(rules.by_head(part, order) for part in parts[:2]), parts[2]],
+        ),
+        lambda whole: [
+            part if index == 2 else rules.by_head(part, order.argsort())
+            for index, part in enumerate(form.split(whole))
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class GPTJ(rules.Family):
+    """GPT-J. Its MLP and its output layer have biases, but its attention has none."""
+
+    prefix: str = "transformer."
+    keys: tuple[rules.Key, ...] = _J_KEYS
+    # Causal masks and rotary positions, in older files.
+    derived: str = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
+        if hidden % heads:
+            raise settings.error("n_head", f"does not divide n_embd {hidden}")
+        size = hidden // heads
+        channels = settings.size("rotary_dim", 64)
+        if channels % 2 or channels > size:
+            raise settings.error("rotary_dim", f"must be even and at most {size}, a head's size")
+        share = channels / size
+        if int(size * share) < channels:  # the quotient was rounded down
+            share = math.nextafter(share, 1)
+        settings.must_be("scale_attn_weights", True)
+        settings.must_be("rotary", True)
+        settings.share("embd_pdrop", 0.0)
+        is_exact = settings.word("activation_function", EXACT_GELU, "gelu_new")
+        return ModelConfig(
+            **flags,
+            ffn_hidden_size=settings.size("n_inner", 4 * hidden),
+            kv_channels=size,
+            position_embedding_type="rope",
+            rotary_percent=share,
+            parallel_residual=True,
+            shared_parallel_norm=True,
+            add_bias_attention=False,
+            lm_head_bias=True,
+            onnx_safe=is_exact or None,
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+        )
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json for a network."""
+        size = model.hidden_size // model.num_attention_heads
+        return {
+            **super().write(model, vocab),
+            "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
+            "embd_pdrop": model.hidden_dropout,
+            "n_inner": model.ffn_hidden_size,
+            "rotary_dim": max(2, int(size * model.rotary_percent) // 2 * 2),
+            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        }
+
+    def names(self, model: ModelConfig) -> rules.Names:
+        """Yield each of our modules with the Hugging Face modules that make it up."""
+        yield "embedding.word", ["transformer.wte"]
+        for layer in range(model.num_layers):
+            yield from rules.layer_names(f"layers.{layer}", f"transformer.h.{layer}", _J_LAYER)
+        yield "final_norm", ["transformer.ln_f"]
+        yield "output", ["lm_head"]
+
+    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+        """Return the conversion for a layer's module."""
+        form = super().form(layer, module, tensors)
+        return _interleaved(layer, form) if module == "attention.qkv" else form
+
+
+@dataclass(frozen=True)
+class Cohere(LlamaLike):
+    """Cohere's Command R: Llama with LayerNorm without biases, and scaled logits.
+
+    Attributes:
+        has_windows: Whether most layers have windows, and only these have rotary positions
+            (Command R7B, Command A).
+    """
+
+    keys: tuple[rules.Key, ...] = _COHERE_KEYS
+    fixed: Mapping[str, Any] = field(
+        default_factory=lambda: {"hidden_act": "silu", "use_qk_norm": False, **_DESCRIPTIONS}
+    )
+    old_files: bool = True
+    tied: bool = True
+    classifies: bool = False
+    has_windows: bool = False
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        for key in ("layer_switch", "use_embedding_sharing", "use_parallel_embedding"):
+            settings.must_be(key, settings.values.get(key))  # without effect
+        model = replace(
+            super().network(settings, flags),
+            normalization="LayerNorm",
+            layernorm_bias=False,
+            parallel_residual=True,
+            shared_parallel_norm=True,
+            logit_scale=settings.number("logit_scale", 0.0625),
+        )
+        windows = layer_windows(model, model.num_layers)
+        if not self.has_windows or None not in windows:
+            return model
+        still = ",".join(str(int(window is None)) for window in windows)
+        return replace(model, no_rope_freq=f"[{still}]")
+
+    def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
+        """Return the flags of the attention windows."""
+        if not self.has_windows:
+            return {}
+        if settings.has("sliding_window") and "sliding_window" not in settings.values:
+            raise settings.error("sliding_window", "must be a number")
+        every = settings.size("sliding_window_pattern", _EVERY)
+        settings.size("_sliding_window_pattern", every)  # transformers 4 writes it
+        return read_turns(settings, layers, every=every, window=_WINDOW)
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json for a network."""
+        windows = write_turns(model, _WINDOW) if self.has_windows else {}
+        return {
+            **super().write(model, vocab),
+            **windows,
+            "logit_scale": model.logit_scale or 1.0,
+        }
+
+    def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        return _COHERE_LAYER
+
+    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+        """Return the conversion for a layer's module."""
+        form = super().form(layer, module, tensors)
+        return _interleaved(layer, form) if module == "attention.qkv" else form
