@@ -77,6 +77,14 @@ class NumericsError(UserError, exit_code=7):
     """The loss or the gradients are not usable, or replicas of the weights differ."""
 
 
+class SuspiciousResultError(NumericsError, exit_code=16):
+    """An update's numbers are unusable twice: other machines must tell whether the data are."""
+
+
+class TransientFaultError(NumericsError, exit_code=17):
+    """A machine computed something else the second time."""
+
+
 class StorageError(UserError, exit_code=8):
     """A disk is full, read-only or missing."""
 

@@ -103,6 +103,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.length,
     rules_training.left_out,
     rules_reliability.faults,
+    rules_reliability.rerun,
     rules_reliability.non_persistent,
     rules_curriculum.curriculum,
     rules_finetuning.distillation,

@@ -114,6 +114,10 @@ class ReliabilityConfig:
         health_check: Test products, memory, links, the disk of --save, clocks and versions of all
             ranks before training, print a table, and name ranks that stand out.
         gpu_sniff_test_interval: Also do so after every so many iterations. Default: never.
+        rerun_mode: validate_results computes an update a second time if its loss or gradients are
+            not finite, or if it is a spike (--on-spike). Other results mean a fault of a machine,
+            the same results a fault of the data. report_stats computes every update twice, and
+            reports how much the losses differ.
         on_crash_loop: Action when torchrun or SLURM restarts a run that has failed twice in the
             same way at the same iteration: stop, or skip the samples of that iteration.
         fault_inject: Faults to inject, to test how a run survives them: POINT:RANK:STEP:KIND, for
@@ -122,6 +126,7 @@ class ReliabilityConfig:
 
     health_check: bool = False
     gpu_sniff_test_interval: int | None = flag(None, unit="iterations", at_least=1)
+    rerun_mode: str = flag("disabled", choices=("disabled", "validate_results", "report_stats"))
     on_crash_loop: str = flag("stop", choices=("stop", "skip"), needs=_SAVES)
     fault_inject: tuple[str, ...] = flag((), convert=_checked, adds=True)
 

@@ -71,6 +71,18 @@ def faults(config: RunOptions, world_size: int) -> Iterator[str]:
             yield f"{shown}: the run never reaches {fault.point} without {flag}: add it"
 
 
+def rerun(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error if an update could not be computed again as it was."""
+    mode, precision = config.reliability.rerun_mode, config.precision
+    if mode == "disabled":
+        return
+    if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
+        yield (
+            f"--rerun-mode {mode} cannot be combined with --fp8-recipe delayed, because the scales "
+            "of the first computation are gone: use --fp8-recipe tensorwise"
+        )
+
+
 def non_persistent(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the flags of non-persistent checkpoints."""
     options = config.checkpoint

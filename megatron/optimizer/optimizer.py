@@ -356,6 +356,25 @@ class Optimizer:
         """The factor by which the loss is multiplied before the backward pass."""
         return self._scale.value
 
+    @property
+    def scale(self) -> LossScale:
+        """The loss scale with its state."""
+        return self._scale
+
+    def go_back_to(self, scale: LossScale) -> None:
+        """Return to an earlier loss scale, because the steps since then do not count."""
+        self._scale = scale
+
+    @torch.no_grad()
+    def gradient_norm(self, scale: float, divisor: Tensor | None = None) -> float:
+        """Return the global L2 norm of the reduced gradients. Collective; waits for the device.
+
+        Args:
+            scale: The factor by which the loss was multiplied.
+            divisor: As in `begin_step`.
+        """
+        return float(self._measure(scale if divisor is None else scale * divisor)[0])
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss to call backward on."""
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale

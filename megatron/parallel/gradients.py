@@ -103,6 +103,8 @@ class Reducer:
         uses: For each parameter with slots, by `id`, how many times a backward pass adds to its
             gradient. All other parameters' gradients are added to once. This mapping is read again
             at each call of `expect`.
+        prints: If not `None`, receives the sum of squares of each bucket's gradients on this rank
+            alone, fp32 scalars.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class Reducer:
         self.overlap = overlap and not self._is_alone
         self._tensor = tensor
         self._zero_stage = zero_stage
+        self.prints: list[Tensor] | None = None
+        self._is_noted = False  # whether the buckets left to send are in `prints`
         self._collecting = False  # whether finished gradients may be sent
         self._wave_now: Hashable = None
         # Reductions in flight, and the memory that must outlive them.
@@ -123,7 +127,7 @@ class Reducer:
 
     def expect(self, buckets: list[PendingBucket]) -> None:
         """Record that these buckets have received no gradients yet and that none has been sent."""
-        self._expected, self._next = buckets, 0  # the next to be sent
+        self._expected, self._next, self._is_noted = buckets, 0, False  # the next to be sent
         for bucket in buckets:
             bucket.missing = {id(p): self.uses.get(id(p), 1) for p, _ in bucket.members}
 
@@ -190,7 +194,16 @@ class Reducer:
         for bucket in self._expected[self._next :]:
             self._send(bucket)
 
+    def note_rest(self) -> None:
+        """Add the remaining buckets to `prints`, before copies' gradients are added to them."""
+        if self.prints is not None and not self._is_noted:
+            self._is_noted = True
+            rest = [bucket.allocate() for bucket in self._expected[self._next :]]
+            self.prints += [_sum_of_squares(whole) for whole in rest]
+
     def _send(self, bucket: PendingBucket) -> None:
+        if self.prints is not None and not self._is_noted:
+            self.prints.append(_sum_of_squares(bucket.allocate()))
         self._next += 1
         whole, into = bucket.allocate(), bucket.kept
         self._add_partial_gradients(bucket)
@@ -211,6 +224,10 @@ class Reducer:
             whole = bucket.allocate()
             parts = [place.of(whole) for place in bucket.partial]
             collectives.add_over_ranks(parts, self._tensor)
+
+
+def _sum_of_squares(gradients: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradients.detach(), dtype=torch.float32).square()
 
 
 def traits_of(name: str, parameter: nn.Parameter) -> ParameterTraits:
@@ -468,6 +485,16 @@ class GradientBuffer:
             bucket, place = self._places[stale]
             place.of(self._reducer.whole(bucket)).zero_()
         self._stale.clear()
+        self._reducer.note_rest()
+
+    def take_prints(self) -> list[Tensor]:
+        """Return a number for each bucket of gradients since the last call, of this rank alone.
+
+        The first call returns nothing, and starts the record. Each number is a sum of squares, fp32
+        []. It does not include what other ranks add to a bucket.
+        """
+        taken, self._reducer.prints = self._reducer.prints or [], []
+        return taken
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
         """Wrap each backward pass. With overlap, the last one sends buckets as they are completed.

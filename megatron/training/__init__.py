@@ -7,6 +7,7 @@ The modules, in the order in which a run uses them:
     loop           repeats updates and calls the callbacks around them, in order
     step           one update: accumulates and averages gradients, changes weights, reads losses
     spikes         finds losses and gradient norms that are far too large
+    rerun          computes suspicious updates again
     passes         runs micro-batches through the model in the order of a pipeline schedule
     callbacks      side tasks of a run: logging, saving, profiling
     generation     answers of the model to prompts during training

@@ -24,6 +24,7 @@ from megatron.training.callbacks.small import (
     SampleIds,
 )
 from megatron.training.callbacks.stragglers import Stragglers
+from megatron.training.callbacks.suspicious_updates import ResultDifferences, SuspiciousUpdates
 from megatron.training.evaluation import Evaluation
 from megatron.training.run import Run
 from megatron.training.step import Updates, any_rank, reduce_losses, skip_iteration
@@ -47,6 +48,10 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     checkpoints = Checkpoints(scalars) if config.checkpoint.save else None
     fast = config.checkpoint.non_persistent_save_interval is not None
     often = NonPersistentCheckpoints(scalars) if fast else None
+    if config.reliability.rerun_mode == "validate_results":
+        callbacks.append(SuspiciousUpdates(scalars, checkpoints))
+    elif config.reliability.rerun_mode == "report_stats":
+        callbacks.append(ResultDifferences())
     callbacks += [SkippedUpdates(scalars, checkpoints, often), Goodput(), scalars]
     if config.training.check_weight_hash_across_dp_replicas_interval:
         callbacks.append(ReplicaHashes())

@@ -83,6 +83,9 @@ class Passes:
             another process; otherwise empty.
         labels: The number of labels of a micro-batch, whether they count or not; 0 until it is
             known.
+        kept: With --rerun-mode, the micro-batches, for `again`.
+        prints: With --rerun-mode, a number for each output, by part of the model: the sum of
+            squares of hidden states, or the loss.
     """
 
     def __init__(
@@ -101,12 +104,33 @@ class Passes:
         self.sample_ids: list[list[int]] = []
         self.counted: list[Tensor] = []
         self.labels = 0
+        self.kept: list[Batch] = []
+        self.prints: dict[int, list[Tensor]] = {}
+        is_update = first_sample is not None
+        self._keeps = is_update and run.config.reliability.rerun_mode != "disabled"
         self._run, self._batches, self._count = run, batches, count
         self._first_sample, self._scale = first_sample, scale
         self._forward = forward or DirectForward(run.recipe.forward)
         self._length = length
         self._loaded: dict[int, Batch] = {}
         self._begun: Tensor | None = None
+
+    def again(self, scale: Callable[[Tensor], Tensor]) -> Passes:
+        """Return the same passes, to be run once more with fresh gradients.
+
+        Args:
+            scale: The factor applied to the summed losses before the backward pass.
+        """
+        assert self._keeps, "--rerun-mode keeps the micro-batches"
+        return Passes(
+            self._run,
+            iter(self.kept),
+            self._count,
+            first_sample=self._first_sample,
+            scale=scale,
+            forward=self._forward,
+            length=self._length,
+        )
 
     def begin(self) -> None:
         """Run the first forward pass ahead of `forward_backward`. This process needs all parts."""
@@ -175,9 +199,19 @@ class Passes:
             inputs = (batch, hidden, run.config, run.tokenizer, run.layout)
             is_last = micro_batch == self._count - 1
             result = self._forward(run.parts[chunk], *inputs, is_last=is_last)
+        if self._keeps:
+            self._note(chunk, result)
         if isinstance(result, Tensor):
             return result
         return self._record(result, micro_batch)
+
+    def _note(self, chunk: int, result: Tensor | Mapping[str, Tensor]) -> None:
+        """Keep a number for the output of a pass."""
+        outputs = [result] if isinstance(result, Tensor) else list(result.values())
+        with torch.no_grad():
+            norms = [torch.linalg.vector_norm(x.detach(), dtype=torch.float32) for x in outputs]
+            part = chunk * self._run.layout.pipeline.size + self._run.layout.pipeline.rank
+            self.prints.setdefault(part, []).append(torch.stack(norms).sum().square())
 
     def _record(self, terms: Mapping[str, Tensor], micro_batch: int) -> Tensor:
         for name, value in terms.items():
@@ -227,6 +261,8 @@ class Passes:
                 self._run.layout.journal.inside(loading),
             ):
                 batch = next(self._batches)
+            if self._keeps:
+                self.kept.append(batch)
             target = self._run.device.torch_device
             batch = {
                 name: value if name == "id" else value.to(target, non_blocking=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron.training.expert_load import (
 from megatron.training.log_line import skipped_line
 from megatron.training.passes import Passes
 from megatron.training.recipe import ReportsMeans
+from megatron.training.rerun import Rerun, Reruns
 from megatron.training.run import Run
 from megatron.training.spikes import NORM
 
@@ -52,6 +54,7 @@ class StepOutcome(StepResult):
         ordinary: Whether each micro-batch of this rank had a finite loss that is not a spike.
         expert_load: The load of the experts since the last log line; `None` between log lines, and
             without mixtures of experts.
+        rerun: What a second computation gave, if --rerun-mode asks for one.
     """
 
     losses: dict[str, float]
@@ -67,6 +70,7 @@ class StepOutcome(StepResult):
     sample_ids: list[list[int]]
     ordinary: list[bool]
     expert_load: ExpertLoad | None
+    rerun: Rerun | None = None
 
 
 class Updates:
@@ -82,6 +86,9 @@ class Updates:
         """Create the sequence, with no pass in progress."""
         self._run = run
         self._begun: Passes | None = None
+        mode = run.config.reliability.rerun_mode
+        self._reports = mode == "report_stats"
+        self._reruns = None if mode == "disabled" else Reruns(run, partial(_gradients_of, run))
         self._flops_per_token: dict[int, int] = {}  # by sequence length
 
     @property
@@ -102,8 +109,7 @@ class Updates:
         tokens = run.batches.tokens_at(progress.iteration, progress.consumed_samples)
         length = run.next_length
         loss_scale = run.optimizer.loss_scale
-        passes = self._begun or _next_passes(run)
-        self._begun = None
+        passes = self._take_passes()
         with run.timers.measure("forward-backward"):
             passes.forward_backward()
         journal.enter("reduction of the gradients")
@@ -151,6 +157,7 @@ class Updates:
         if result.applied:
             progress.scheduled_samples += samples
         spike = _watch_spikes(run, result, losses)
+        rerun = self._compare(result, losses)
         return StepOutcome(
             **vars(result),
             losses=losses,
@@ -165,7 +172,27 @@ class Updates:
             sample_ids=passes.sample_ids,
             ordinary=ordinary,
             expert_load=load,
+            rerun=rerun,
         )
+
+    def _take_passes(self) -> Passes:
+        """Return the passes of this update, which may have begun. Collective."""
+        passes, self._begun = self._begun or _next_passes(self._run), None
+        if self._reruns is None:
+            return passes
+        self._reruns.begin(passes)
+        return self._reruns.try_first(passes) if self._reports else passes
+
+    def _compare(self, result: StepResult, losses: Mapping[str, float]) -> Rerun | None:
+        """Compute the update again if its result is suspicious. Collective."""
+        if self._reruns is None:
+            return None
+        if self._reports:
+            return self._reruns.compare_with_first(losses)
+        if self._reruns.is_suspicious(result):
+            begun, self._begun = self._begun, None
+            return self._reruns.again(losses, result.grad_norm, begun)
+        return None
 
     def _work(self, samples: int, length: int | None) -> dict[str, Any]:
         """Return the tokens and operations of an update by their names in its outcome."""
@@ -306,6 +333,13 @@ class _Reading:
         load = ExpertLoad.of(self._run.plan, packed[end:]) if self._load_size else None
         result = self._run.optimizer.end_step(ended)
         return result, losses | means, of_layers, flags, [x > 0 for x in ordinary], load
+
+
+def _gradients_of(run: Run, passes: Passes) -> tuple[dict[str, float], Tensor | None]:
+    """Average the gradients of passes, and return their losses and the gradients' divisor."""
+    reduce_gradients(run)
+    share = counted_share(passes, run) if run.config.training.calculate_per_token_loss else None
+    return reduce_losses(passes, [], run)[0], share
 
 
 def reduce_gradients(run: Run) -> None:

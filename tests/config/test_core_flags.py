@@ -43,7 +43,6 @@ _DEVIATIONS = {
         "--rotary-seq-len-interpolation-factor": "not always whole",
     },
     "default": {
-        "--rerun-mode": "disabled is what a run here does",
         "--rope-type": "unset means rope there, too",
         "--pipeline-model-parallel-comm-backend": "unset means nccl there, too",
         "--data-parallel-sharding-strategy": "what it was before 0.17",

@@ -1,15 +1,17 @@
 """Side tasks of a run, which the training loop calls around each update.
 
-    base             the hooks that a callback may have
-    logging          the log line, timers and memory report on the terminal
-    scalars          numbers for TensorBoard, Weights & Biases and JSON lines files
-    checkpoints      saving, and background saves
-    fast_state       non-persistent checkpoints, and goodput
-    skipped_updates  non-finite losses and spikes: skips, rewinds, the end of the run
-    replica_hashes   copies of weights and moments that differ between replicas
-    profiling        traces, and the pipeline bubble
-    samples          answers of the model to a few prompts
-    small            garbage, unused memory, bad lines, sample ids, the progress bar
+    base                the hooks that a callback may have
+    logging             the log line, timers and memory report on the terminal
+    scalars             numbers for TensorBoard, Weights & Biases and JSON lines files
+    checkpoints         saving, and background saves
+    fast_state          non-persistent checkpoints, and goodput
+    skipped_updates     non-finite losses and spikes: skips, rewinds, the end of the run
+    suspicious_updates  updates that were computed twice: the machine's or the data's fault
+    replica_hashes      copies of weights and moments that differ between replicas
+    stragglers          slow ranks
+    profiling           traces, and the pipeline bubble
+    samples             answers of the model to a few prompts
+    small               garbage, unused memory, bad lines, sample ids, health, the progress bar
 
 To add one, subclass `base.Callback`: see docs/tour.md.
 """

@@ -1,0 +1,222 @@
+"""A second computation of suspicious updates (`--rerun-mode`): is it the machine or the data?
+
+An update is suspicious if its loss or gradients are not finite, or if it is a spike (`--on-spike`).
+Its weights have not changed, so the same passes run again, with the same samples, weights and
+dropout. If the numbers now differ, a machine made a transient error. If they are the same, the data
+are the cause, or a machine that is wrong every time.
+
+Each rank also keeps a number for the output of each pass, and one for each bucket of its own
+gradients. They show where the two computations part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.optimizer.optimizer import StepResult
+from megatron.parallel.collectives import all_gather
+from megatron.parallel.gradients import GradientBuffer
+from megatron.training.passes import Passes
+from megatron.training.run import Run
+from megatron.training.spikes import NORM
+
+_TOLERANCE = 0.01  # of numbers that a GPU may add up in another order
+_NOWHERE = 2**31 - 1  # a part of the model behind all others
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """What a second computation of an update gave.
+
+    Attributes:
+        first: The losses and the gradient norm of the first computation.
+        second: Those of the second.
+        is_same: Whether they are the same, up to the order of additions.
+        ranks: If not, the ranks whose own numbers changed first; empty if only sums over ranks did.
+        hosts: The machines of these ranks or, if there are none, of all.
+        undo: Returns the run to the position before the update.
+    """
+
+    first: dict[str, float]
+    second: dict[str, float]
+    is_same: bool
+    ranks: list[int]
+    hosts: list[str]
+    undo: Callable[[], None] = field(compare=False, repr=False, default=lambda: None)
+
+
+def is_close(first: float, second: float, tolerance: float) -> bool:
+    """Return whether two numbers are the same. Any two that are not finite are."""
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return math.isfinite(first) == math.isfinite(second)
+    return abs(first - second) <= tolerance * max(abs(first), abs(second))
+
+
+def first_to_differ(
+    forward: Sequence[int], backward: Sequence[bool], stages: Sequence[int]
+) -> list[int]:
+    """Return the ranks at which two computations part.
+
+    Outputs change from the faulty part of the model on. If none does, gradients change from the
+    faulty stage back to the first one.
+
+    Args:
+        forward: For each rank, the first part of the model whose output changed, or `_NOWHERE`.
+        backward: For each rank, whether its own gradients changed.
+        stages: The pipeline stage of each rank.
+    """
+    if min(forward) < _NOWHERE:
+        return [rank for rank, part in enumerate(forward) if part == min(forward)]
+    changed = [rank for rank, each in enumerate(backward) if each]
+    last = max((stages[rank] for rank in changed), default=0)
+    return [rank for rank in changed if stages[rank] == last]
+
+
+class Reruns:
+    """The second computations of a run's updates.
+
+    Args:
+        run: The run.
+        reduce: Averages the gradients of the passes and returns their losses, by log name, and the
+            divisor of the gradients. Collective.
+    """
+
+    def __init__(
+        self, run: Run, reduce: Callable[[Passes], tuple[dict[str, float], Tensor | None]]
+    ) -> None:
+        """Ask each rank for its machine. Collective."""
+        self._run, self._reduce = run, reduce
+        exact = run.config.training.deterministic_mode or not run.device.is_gpu
+        self._tolerance = 0.0 if exact else _TOLERANCE
+        self._hosts: list[str] = JsonExchange(run.layout.world).gather(platform.node())
+        # PyTorch averages gradients itself, so that nothing of this rank alone is left of them.
+        buffer, is_ours = run.gradients, run.config.parallel.ddp_impl == "local"
+        self._buffer = buffer if is_ours and isinstance(buffer, GradientBuffer) else None
+        self._tried: dict[str, float] = {}
+
+    def begin(self, passes: Passes) -> None:
+        """Keep what an update changes, before its passes end."""
+        run = self._run
+        self._passes, self._scale = passes, run.optimizer.scale
+        self._before = replace(run.progress)
+        self._biases = [s.bias.clone() for s in run.layers.routers.states if s.bias is not None]
+        self._note_gradients()
+
+    def _note_gradients(self) -> list[Tensor]:
+        """Return the numbers of this rank's gradients, and start anew."""
+        return [] if self._buffer is None else self._buffer.take_prints()
+
+    def is_suspicious(self, result: StepResult) -> bool:
+        """Return whether the numbers of an update call for a second computation."""
+        return result.found_spike or (result.found_nonfinite and not result.overflow)
+
+    def again(self, losses: Mapping[str, float], norm: float, begun: Passes | None) -> Rerun:
+        """Compute the last update again, without applying it. Collective.
+
+        Args:
+            losses: The losses of the first computation, by log name.
+            norm: Its gradient norm.
+            begun: The passes of the next update, if they have begun. They are given up, and the run
+                gets their samples back.
+        """
+        run, passes, gradients = self._run, self._passes, self._note_gradients()
+        run.layout.journal.enter("second computation of the update")
+        if begun is not None:
+            run.train_batches = itertools.chain(begun.kept, run.train_batches)
+        second, scores = self._computed_again(lambda loss: loss * self._scale.value)
+        first = {name: losses.get(name, norm) for name in scores}
+        own = self._note_gradients()
+        evidence = self._evidence(passes.prints, second.prints, gradients, own)
+        of_stage = run.layout.world.size // run.layout.pipeline.size
+        stages = [rank // of_stage for rank in run.layout.world.ranks]
+        ranks = first_to_differ(*evidence, stages)
+        is_same = not ranks and all(
+            is_close(first[name], scores[name], self._tolerance) for name in scores
+        )
+        hosts = dict.fromkeys(self._hosts[rank] for rank in ranks or run.layout.world.ranks)
+        return Rerun(first, scores, is_same, ranks, list(hosts), self._undo)
+
+    def try_first(self, passes: Passes) -> Passes:
+        """Compute an update only for comparison, and return its passes for another time.
+
+        Collective (report_stats).
+        """
+        run = self._run
+        with self._as_before():
+            passes.forward_backward()
+            self._tried, _ = self._reduce(passes)
+        run.gradients.zero()
+        run.forward.begin_update()
+        return passes.again(run.optimizer.scale_loss)
+
+    def compare_with_first(self, losses: Mapping[str, float]) -> Rerun:
+        """Return the losses of `try_first`, and those of the update itself."""
+        second = {name: losses[name] for name in self._tried}
+        same = all(is_close(self._tried[name], second[name], 0.0) for name in second)
+        return Rerun(self._tried, second, same, [], [])
+
+    def _computed_again(self, scale: Callable[[Tensor], Tensor]) -> tuple[Passes, dict[str, float]]:
+        """Run the passes again, and return them with their losses and gradient norm."""
+        run = self._run
+        with self._as_before():
+            run.gradients.zero()
+            run.forward.begin_update()
+            second = self._passes.again(scale)
+            second.forward_backward()
+            losses, share = self._reduce(second)
+            norm = run.optimizer.gradient_norm(self._scale.value, share)
+        return second, {**losses, NORM: norm}
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Give the routers the biases from before the update, and drop what they record."""
+        states = self._run.layers.routers.states
+        biases = [state.bias for state in states if state.bias is not None]
+        now = [bias.clone() for bias in biases]
+        loads = [state.load.clone() for state in states]
+        self._set(biases, self._biases)
+        yield
+        self._run.layers.routers.take_losses()
+        self._set(biases, now)
+        self._set([state.load for state in states], loads)
+
+    @staticmethod
+    def _set(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+    def _evidence(
+        self,
+        outputs: Mapping[int, Sequence[Tensor]],
+        outputs_again: Mapping[int, Sequence[Tensor]],
+        gradients: Sequence[Tensor],
+        gradients_again: Sequence[Tensor],
+    ) -> tuple[list[int], list[bool]]:
+        """Return the first two arguments of `first_to_differ`. Collective."""
+        parts = [part for part, each in outputs.items() if self._differ(each, outputs_again[part])]
+        mine = [min(parts, default=_NOWHERE), int(self._differ(gradients, gradients_again))]
+        table = all_gather(torch.tensor([mine]), self._run.layout.world)
+        return table[:, 0].tolist(), table[:, 1].bool().tolist()
+
+    def _differ(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+        if not first:
+            return False
+        numbers = (torch.stack(list(each)).tolist() for each in (first, second))
+        return not all(is_close(a, b, self._tolerance) for a, b in zip(*numbers, strict=True))
+
+    def _undo(self) -> None:
+        """Return to the position before the update, to save it."""
+        run = self._run
+        vars(run.progress).update(vars(self._before))
+        run.optimizer.go_back_to(self._scale)
+        biases = [s.bias for s in run.layers.routers.states if s.bias is not None]
+        self._set(biases, self._biases)
