@@ -6,6 +6,7 @@ with its code. Failed assertions and other exceptions are our own bugs.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -90,7 +91,7 @@ class StorageError(UserError, exit_code=8):
 
 
 class ShortageError(UserError, exit_code=10):
-    """The device or the host has less memory than the run needs."""
+    """The device or the host has less memory, or allows fewer open files, than the run needs."""
 
 
 # Messages of the system, PyTorch, the dynamic linker, Rust and C++ about a lack of memory.
@@ -103,7 +104,7 @@ _REMEDY = "Free memory, raise the limit of the process or container, or use a ma
 
 
 def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None:
-    """Return the error to report if `error` means a lack of memory, otherwise `None`.
+    """Return the error to report if `error` means a lack of memory or files, otherwise `None`.
 
     Memory can run out anywhere, and each library reports it differently. This is the only place
     that knows all of their messages.
@@ -120,6 +121,9 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     if cause is None:
         return None
+    if _lacks_files(cause):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return ShortageError(f"too many open files: raise the limit (`ulimit -n` is {limit})")
     asked = re.search(r"allocate ([\d.]+ \w+)", str(cause))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return ShortageError(
@@ -133,7 +137,12 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
 def _is_shortage(error: BaseException) -> bool:
     if isinstance(error, UserError):  # its text may quote a file
         return isinstance(error, ShortageError)
-    return isinstance(error, MemoryError) or _SHORTAGE.search(str(error)) is not None
+    is_told = isinstance(error, MemoryError) or _SHORTAGE.search(str(error)) is not None
+    return is_told or _lacks_files(error)
+
+
+def _lacks_files(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 @contextmanager

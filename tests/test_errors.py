@@ -43,6 +43,9 @@ def test_a_shortage_below_a_file_s_error_is_recognized() -> None:
 
     with pytest.raises(ShortageError), shortage_errors(""):
         read(errno.ENOMEM)
+    told = "too many open files: raise the limit"
+    with pytest.raises(ShortageError, match=told), shortage_errors(""):
+        read(errno.EMFILE)
     with pytest.raises(DataError), shortage_errors(""):
         read(errno.EIO)
 

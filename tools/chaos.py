@@ -51,6 +51,7 @@ from megatron.errors import CheckpointError, ConfigError
 
 MARK = "MEGATRON_CHAOS"
 _FORK_SERVER = b"multiprocessing.forkserver"
+_LAUNCHER = re.compile(r"torchrun(\.py)?$|^torch\.distributed\.run$|(^|/)(mpirun|deepspeed)$")
 _PAUSE = 2.0  # seconds
 _LEAVE = 60.0  # seconds within which the ranks end after their launcher
 _FULL_BYTES = 4096
@@ -133,6 +134,7 @@ class Job:
     def __init__(self, plan: Plan) -> None:
         """Start the command."""
         self._mark = uuid.uuid4().hex
+        self._is_launched = any(_LAUNCHER.search(word) for word in plan.command)
         with plan.log.open("ab") as log:
             self.process = subprocess.Popen(
                 list(plan.command),
@@ -166,9 +168,8 @@ class Job:
         with_rank = {
             pid for pid, one in members.items() if one.has_rank or one.parent in servers
         } - servers
-        if not with_rank:  # without a launcher
-            is_alone = self.process.pid in members and not servers
-            return [self.process.pid] if is_alone else []
+        if not self._is_launched:
+            return [self.process.pid] if self.process.pid in members else []
         return sorted(pid for pid in with_rank if members[pid].parent not in with_rank)
 
     def end(self) -> tuple[int, int]:

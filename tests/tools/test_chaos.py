@@ -98,6 +98,18 @@ def test_times_have_units() -> None:
             chaos.duration(text)
 
 
+@pytest.mark.parametrize("name", ["torchrun", "/bin/torchrun", "megatron.processes.torchrun"])
+def test_a_launcher_is_no_rank(name: str, tmp_path: Path) -> None:
+    found = []
+    for word in (name, "train.py"):
+        command = [sys.executable, "-c", "import time; time.sleep(100)", word]
+        job = chaos.Job(chaos.Plan(command, ["kill"], 1.0, 1.0, tmp_path, tmp_path / "log"))
+        found.append([pid == job.process.pid for pid in job.ranks()])
+        job.process.kill()
+        job.end()
+    assert found == [[], [True]]
+
+
 @pytest.mark.slow
 def test_a_run_is_killed_until_it_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -105,8 +105,9 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         7,
-        "a run that continues with 4, 2, 1 and 3 processes, in all orders: each iteration reads"
-        " the samples of an uninterrupted run, none twice and none skipped",
+        "a run that continues with 4, 2, 1 and 3 processes, in all orders, and runs whose torchrun "
+        "loses a machine, gets another or has a spare one: each iteration reads the samples of an "
+        "uninterrupted run, none twice and none skipped",
         sample_order,
         full=24,
         quick=0,

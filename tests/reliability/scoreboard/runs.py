@@ -27,6 +27,7 @@ from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import state_of
 from tests.distributed import run_distributed
 from tests.reliability.scoreboard.commands import run_training, train_command
+from tests.reliability.scoreboard.elastic import changing_machines
 from tests.reliability.scoreboard.score import Trials, expect
 from tests.training.toy import train_toy
 
@@ -129,6 +130,7 @@ def sample_order(folder: Path, count: int) -> Trials:
             expect(got == expected, "other samples, or another order")
             every = [sample for samples in got.values() for sample in samples]
             expect(len(set(every)) == len(every) == 144, "samples repeated or skipped")
+    changing_machines(folder, trials)
     return trials
 
 
