@@ -94,5 +94,5 @@ def _test(launch: Launch, folder: Path | None, factor: float) -> int:
         if not problems:
             say("nothing stands out")
     if problems:
-        leave_message(f"{len(problems)} numbers stand out")  # for torchrun's report
+        leave_message("; ".join(problems))  # for torchrun's report
     return _STANDS_OUT if problems else 0

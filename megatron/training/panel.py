@@ -97,13 +97,13 @@ def finetuning_rows(run: Run) -> list[PanelRow]:
         what = "answers of the same kind" if preferences.trains_on_labels else "pairs"
         how = f"{preferences.preference_loss}; all {what} in an update have the same weight"
         return [("loss", how), ("packing", describe_pairs(run.datasets[0]))]
-    counted = "every turn" if options.train_on_inputs else "the assistant's turns"
+    counted = "all turns count" if options.train_on_inputs else "the assistant's turns count"
     how = "all tokens of an update have the same weight (--calculate-per-token-loss)"
     if not training.calculate_per_token_loss:
         how = "the mean over micro-batches (to weight tokens equally: --calculate-per-token-loss)"
     files = {member.examples.name: member.examples for member in packed_members(run.datasets[0])}
     rows = [("conversations", examples.summary()) for examples in files.values()]
-    rows += [("loss", f"{counted} counts; {how}")]
+    rows += [("loss", f"{counted}; {how}")]
     packing = describe_packing(run.datasets[0])
     return [*rows, ("packing", packing)] if packing else rows
 
