@@ -2,8 +2,9 @@
 
     megatron health --save checkpoints              # one process for each GPU of this machine
     torchrun --nproc-per-node 8 -m megatron health  # or under any launcher, on several machines
+    megatron health --hang checkpoints              # what every rank of a run waited for
 
-Without a launcher, this process becomes one.
+Without a launcher, this process becomes one. With --hang, nothing is tested.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def build_parser() -> ToolParser:
     add("--save", type=Path, help="A folder whose disk is tested.")
     text = "Name a rank with less than this share of the others' speed (default: %(default)s)."
     add("--factor", type=_share, default=HEALTH_FACTOR, metavar="SHARE", help=text)
+    text = "Show the view of a hang that a run wrote to this folder: its --save, or "
+    add("--hang", type=Path, metavar="FOLDER", help=f"{text}--flight-recorder-dump-path.")
+    add("--stacks", action="store_true", help="With --hang, also show all stacks.")
     return parser
 
 
@@ -47,6 +51,8 @@ def _share(text: str) -> float:
 def main(words: Sequence[str]) -> int:
     """Test the machines, print the table, and return the exit code: 1 if something stands out."""
     options = build_parser().read(words)
+    if options.hang is not None:
+        return run_command(lambda: _show_hang(options.hang, stacks=options.stacks))
     from megatron.processes.launch import is_launched
 
     if not is_launched() and options.processes != 1:
@@ -54,6 +60,12 @@ def main(words: Sequence[str]) -> int:
     from megatron.processes.process import run_process
 
     return run_process(words, lambda launch: _test(launch, options.save, options.factor))
+
+
+def _show_hang(folder: Path, *, stacks: bool) -> None:
+    from megatron.processes.hang_files import hang_view
+
+    print(hang_view(folder, stacks=stacks))
 
 
 def _become_launcher(count: int | None, words: Sequence[str]) -> None:

@@ -103,6 +103,7 @@ def _checked(text: str) -> str:
     return text
 
 
+_DUMPS = Need(lambda run: run.reliability.flight_recorder_dump_path, "--flight-recorder-dump-path")
 _SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
 
 
@@ -118,6 +119,11 @@ class ReliabilityConfig:
             not finite, or if it is a spike (--on-spike). Other results mean a fault of a machine,
             the same results a fault of the data. report_stats computes every update twice, and
             reports how much the losses differ.
+        flight_recorder_dump_path: Folder to which a run that hangs writes every rank's state and
+            stacks, for megatron health --hang. On GPUs, PyTorch's flight recorder adds the pending
+            collectives. Default: hang in --save, without the recorder.
+        flight_recorder_trace_buffer_size: With --flight-recorder-dump-path, number of collectives
+            that the flight recorder keeps.
         on_crash_loop: Action when torchrun or SLURM restarts a run that has failed twice in the
             same way at the same iteration: stop, or skip the samples of that iteration.
         fault_inject: Faults to inject, to test how a run survives them: POINT:RANK:STEP:KIND, for
@@ -127,6 +133,10 @@ class ReliabilityConfig:
     health_check: bool = False
     gpu_sniff_test_interval: int | None = flag(None, unit="iterations", at_least=1)
     rerun_mode: str = flag("disabled", choices=("disabled", "validate_results", "report_stats"))
+    flight_recorder_dump_path: str | None = None
+    flight_recorder_trace_buffer_size: int = flag(
+        2000, unit="collectives", at_least=1, needs=_DUMPS
+    )
     on_crash_loop: str = flag("stop", choices=("stop", "skip"), needs=_SAVES)
     fault_inject: tuple[str, ...] = flag((), convert=_checked, adds=True)
 

@@ -9,6 +9,7 @@
     crashes   a record of the run's failures, which ends crash loops
     faults    faults that are injected into a process on purpose
     watchdog  reports why a run hangs, and ends all processes when one hangs or fails
+    hang_files  the view of a hang, in files
 
 Training, inference, tasks and tools start their processes here.
 """

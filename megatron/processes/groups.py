@@ -21,6 +21,7 @@ from megatron.errors import ConfigError, HangError
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Layout
 from megatron.processes.ending import end_run, exit_code_of, first_line
+from megatron.processes.hang_files import HangFiles
 from megatron.processes.launch import Launch, check_meeting_place
 from megatron.processes.watchdog import GRACE, Verdict, Watchdog, ranks_text
 
@@ -40,6 +41,7 @@ def process_group(
     unmet: list[str],
     record: Callable[[Verdict], None] | None = None,
     faults: Sequence[Fault] = (),
+    hang_files: HangFiles | None = None,
 ) -> Iterator[Layout]:
     """Yield the layout of this run, with its process groups alive inside the block.
 
@@ -55,6 +57,7 @@ def process_group(
         unmet: The requirements that this device does not meet (see `refuse_together`).
         record: A function that is called with the reason of a failure, in one of the processes.
         faults: The faults to inject into this process.
+        hang_files: The files to which a view of a hang is written, if any.
 
     Raises:
         ConfigError: The device of some process does not meet the requirements of the run.
@@ -82,7 +85,7 @@ def process_group(
         "command running on every machine, and can each machine reach the address and port of "
         "the first one?"
     )
-    watchdog = Watchdog(launch, timeout.total_seconds(), record)
+    watchdog = Watchdog(launch, timeout.total_seconds(), record, hang_files)
     mute = unconnected.format("the launcher's store does not answer")
     watchdog.end_within(
         timeout.total_seconds() + GRACE, HangError.exit_code, f"[rank {launch.rank}] error: {mute}"

@@ -251,6 +251,12 @@ def check_meeting_place(world_size: int) -> None:
         raise ConfigError(f"MASTER_PORT is {port}: it must be a number from 1 to 65535")
 
 
+def record_collectives(entries: int) -> None:
+    """Let PyTorch's flight recorder keep the last collectives of NCCL, for `hang_files`."""
+    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):  # by version
+        os.environ.setdefault(name, str(entries))
+
+
 def prepare(launch: Launch, *, deterministic: bool) -> None:
     """Set the variables that CUDA and NCCL read once. Call this before the first CUDA call.
 

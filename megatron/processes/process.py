@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
@@ -20,7 +21,15 @@ from megatron.parallel.layout import Axis, Layout
 from megatron.processes.crashes import CrashLog
 from megatron.processes.ending import report
 from megatron.processes.groups import process_group
-from megatron.processes.launch import Launch, bare_task, placed, prepare, read_launch
+from megatron.processes.hang_files import HangFiles
+from megatron.processes.launch import (
+    Launch,
+    bare_task,
+    placed,
+    prepare,
+    read_launch,
+    record_collectives,
+)
 from megatron.processes.watchdog import ranks_text
 
 _TURN = 2.0  # seconds
@@ -104,10 +113,22 @@ def processes(
         for fault in config.reliability.faults
         if fault.rank == launch.rank and fault.attempt in (None, launch.restart_count)
     ]
-    with process_group(config.parallel, launch, device, at_end, unmet, record, faults) as layout:
+    hangs = _hang_files(config, launch)
+    with process_group(
+        config.parallel, launch, device, at_end, unmet, record, faults, hangs
+    ) as layout:
         assert kernels is not None, "a process with unmet requirements has no groups"
         expect_same_kernels(kernels, layout.world)
         yield device, layout
+
+
+def _hang_files(config: RunConfig, launch: Launch) -> HangFiles | None:
+    """Return where this process writes its view of a hang, and let NCCL's collectives be kept."""
+    options, save = config.reliability, config.checkpoint.save
+    if options.flight_recorder_dump_path is not None:
+        record_collectives(options.flight_recorder_trace_buffer_size)
+        return HangFiles(Path(options.flight_recorder_dump_path), launch.rank)
+    return None if save is None else HangFiles(Path(save) / "hang", launch.rank)
 
 
 def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:

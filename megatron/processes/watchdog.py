@@ -31,13 +31,16 @@ from itertools import groupby
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
 from megatron.errors import HangError, say_on_stderr
 from megatron.parallel.journal import Journal
 from megatron.processes.launch import Launch
+
+if TYPE_CHECKING:
+    from megatron.processes.hang_files import HangFiles
 
 BEAT = 1.0  # seconds between heartbeats
 _SILENCE = 3 * BEAT  # after this long without a heartbeat, a process counts as dead
@@ -121,7 +124,7 @@ def explain(
         for rank, state in states.items()
         if state is not None and rank not in silent and (state.wait or state.device_is_behind)
     }
-    missed = {rank: _absent(state, rank, states, silent) for rank, state in waiting.items()}
+    missed = {rank: absent_ranks(state, rank, states, silent) for rank, state in waiting.items()}
     missing = frozenset().union(*missed.values()) - missed.keys()
     awaited = [rank for rank in missed if missed[rank] & missing] or list(missed)
     # Positions are comparable between ranks of one pipeline stage.
@@ -143,7 +146,7 @@ def explain(
     return missing, "\n  ".join(lines)
 
 
-def _absent(
+def absent_ranks(
     state: State, rank: int, states: Mapping[int, State | None], silent: frozenset[int]
 ) -> frozenset[int]:
     """Return the ranks that a waiting process appears to be waiting for."""
@@ -251,13 +254,18 @@ class Watchdog:
             first rank on this machine prints why the run ends.
         seconds: The longest time that a process may wait for another.
         record: A function that is called with the verdict, in the process that announces it.
+        files: The files to which a view of a hang is written, if any.
     """
 
     def __init__(
-        self, launch: Launch, seconds: float, record: Callable[[Verdict], None] | None = None
+        self,
+        launch: Launch,
+        seconds: float,
+        record: Callable[[Verdict], None] | None = None,
+        files: HangFiles | None = None,
     ) -> None:
         """Start the clock."""
-        self._record = record
+        self._record, self._files = record, files
         self._launch, self._rank, self._seconds = launch, launch.rank, seconds
         self._main = threading.get_ident()
         self._store: dist.Store = dist.HashStore()  # until `connect`
@@ -380,6 +388,8 @@ class Watchdog:
             self.end_within(GRACE, verdict.code, self.farewell(verdict))
             self._known.set()
             if verdict.rank != self._rank and verdict.code == HangError.exit_code:
+                if self._files is not None:
+                    self._files.write_own(verdict.reason)
                 self.let_others_hear()
                 self._leave(verdict.code, self.farewell(verdict))
         self._answered = time.monotonic()
@@ -406,9 +416,13 @@ class Watchdog:
     def _explain_hang(self) -> None:
         if self._store.add("alarms", 1) > 1:
             return
-        missing, report = explain(*self._survey(), self._seconds)
+        states, silent = self._survey()
+        missing, report = explain(states, silent, self._seconds)
         if self._judge(HangError.exit_code, report.splitlines()[0], missing):
             say_on_stderr(f"error: {report}")
+            if self._files is not None:
+                self._files.write_report(report, states, silent)
+                self._files.write_own(report.splitlines()[0])
             time.sleep(_LINGER)
             self._leave(HangError.exit_code)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.processes.hang_files import hang_view
 from tests.reliability.processes import (
     TIMEOUT,
     Outcome,
@@ -41,7 +42,9 @@ def _errors(outcomes: list[Outcome | None]) -> str:
 def test_a_hang_is_explained_and_ends(
     kind: str, flags: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
-    outcomes = run_ranks(4, f"{kind}:3:2", tmp_path, *flags)
+    dumps = tmp_path / "dumps"
+    path = ("--flight-recorder-dump-path", str(dumps))
+    outcomes = run_ranks(4, f"{kind}:3:2", tmp_path, *flags, *path)
     assert (outcomes[3] is None) == (kind == "stop")
     for outcome in outcomes:
         if outcome is not None:
@@ -52,6 +55,15 @@ def test_a_hang_is_explained_and_ends(
     assert "rank 3 did not join the" in errors
     assert said in errors
     assert "Traceback" not in errors
+    view = hang_view(dumps, stacks=True)
+    assert view.splitlines()[0].partition(": ")[2] in errors
+    rows = {line.split()[0]: line for line in view.splitlines()[2:6]}
+    state = {"stop": " silent ", "skip": " waits "}.get(kind, " runs ")
+    assert state in rows["3"]
+    assert all(" waits " in rows[rank] for rank in "012")
+    assert any("  rank 3  " in rows[rank] for rank in "012")  # missing
+    assert view.count("  thread MainThread") >= 1
+    assert ("  no stacks were written" in view) == (kind == "stop")
 
 
 @pytest.mark.slow

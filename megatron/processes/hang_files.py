@@ -1,0 +1,198 @@
+"""The view of a hang: what every rank was doing, in files that `megatron health --hang` shows.
+
+When a run ends because of a hang, the process that explains it writes the last state of every rank,
+and every process that still runs writes its own stacks. A stopped process writes nothing: the
+others show that it is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
+from typing import Any
+
+import torch
+
+from megatron.durable import open_trusted, replace_file
+from megatron.errors import DataError
+from megatron.processes.watchdog import State, absent_ranks, ranks_text
+
+REPORT = "report.json"
+_MAX_BYTES = 2**26
+_SHOWN = 5  # unfinished collectives of a device
+
+
+@dataclass(frozen=True)
+class HangFiles:
+    """The files of a process.
+
+    Attributes:
+        folder: The folder that all ranks write to. It need not exist.
+        rank: This process's rank.
+    """
+
+    folder: Path
+    rank: int
+
+    def write_report(
+        self, report: str, states: Mapping[int, State | None], silent: frozenset[int]
+    ) -> None:
+        """Write what this process found out about all ranks. If the disk fails, write nothing.
+
+        Args:
+            report: The report, as it is printed.
+            states: The last state of each rank, or `None` for a rank that never published one.
+            silent: The ranks that no longer publish their state.
+        """
+        texts = {rank: None if s is None else s.to_text() for rank, s in states.items()}
+        content = {"time": time.time(), "report": report, "states": texts, "silent": list(silent)}
+        self._write(REPORT, content)
+
+    def write_own(self, reason: str) -> None:
+        """Write this process's stacks. If the disk fails, write nothing.
+
+        Args:
+            reason: The first line of the report, which tells this hang from earlier ones.
+        """
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = {
+            names.get(number, str(number)): stack_of(frame)
+            for number, frame in sys._current_frames().items()
+        }
+        content = {"reason": reason, "host": platform.node(), "stacks": stacks}
+        self._write(f"rank_{self.rank:05d}.json", content | {"device": _unfinished_collectives()})
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            replace_file(self.folder / name, json.dumps(content).encode() + b"\n")
+
+
+def stack_of(frame: FrameType) -> list[str]:
+    """Return a thread's calls, the innermost first. This reads no source file."""
+    return [
+        f"{Path(each.f_code.co_filename).name}:{line} in {each.f_code.co_name}"
+        for each, line in walk_stack(frame)
+    ]
+
+
+def _unfinished_collectives() -> list[str]:
+    """Return the collectives that the device has not finished, from PyTorch's flight recorder.
+
+    It exists on GPUs, and records if --flight-recorder-dump-path is given.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return []
+    try:
+        entries = json.loads(dump()).get("entries", [])
+        pending = [entry for entry in entries if entry["state"] != "completed"]
+        return [
+            f"{entry['profiling_name']} {entry['collective_seq_id']} of group "
+            f"{entry['process_group'][-1]} ({entry['state']})"
+            for entry in pending[:_SHOWN]
+        ]
+    except Exception:  # a view without it is better than none, and the format may change
+        return []
+
+
+def hang_view(folder: Path, *, stacks: bool = False) -> str:
+    """Return the table of a hang: who waits for what, and who is missing.
+
+    Args:
+        folder: The folder of the files, or that of the checkpoints, whose folder `hang` has them.
+        stacks: Whether all threads' stacks follow.
+
+    Raises:
+        DataError: There are no files of a hang.
+    """
+    inner = folder / "hang" if not (folder / REPORT).exists() else folder
+    held = _read(inner / REPORT)
+    if held is None:
+        raise DataError(
+            f"--hang {folder}: there is no {REPORT}: a run that ends with exit code 5 writes one "
+            "to hang in its --save folder, or to --flight-recorder-dump-path"
+        )
+    states = {
+        int(rank): None if text is None else State.from_text(text.encode())
+        for rank, text in held["states"].items()
+    }
+    silent = frozenset(map(int, held["silent"]))
+    reason = held["report"].splitlines()[0]
+    own = {rank: _read(inner / f"rank_{rank:05d}.json") or {} for rank in states}
+    own = {rank: each if each.get("reason") == reason else {} for rank, each in own.items()}
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held["time"]))
+    lines = [f"{when}: {reason}", *_table(states, silent, own)]
+    if stacks:
+        lines += _stacks(own)
+    return "\n".join(lines)
+
+
+def _table(
+    states: Mapping[int, State | None], silent: frozenset[int], own: Mapping[int, dict[str, Any]]
+) -> list[str]:
+    rows = [["rank", "host", "state", "iteration", "operation", "waits for", "missing", "at"]]
+    waiting = {
+        rank
+        for rank, state in states.items()
+        if state is not None and rank not in silent and (state.wait or state.device_is_behind)
+    }
+    for rank, state in sorted(states.items()):
+        host = own[rank].get("host", "?")
+        if state is None:
+            rows.append([str(rank), host, "never seen", "", "", "", "", ""])
+            continue
+        waits, missing, device = "", "", own[rank].get("device", [])
+        if rank in silent:
+            what = "silent"
+        elif rank in waiting:
+            what = "waits"
+            waits = state.wait.kind if state.wait else "; ".join(device) or "its device"
+            if state.wait is not None:
+                others = [other for other in state.wait.ranks if other != rank]
+                waits += f" with {ranks_text(others)}"
+            absent = absent_ranks(state, rank, states, silent) - {rank}
+            absent = absent - waiting or absent  # those that wait too are not the cause
+            missing = ranks_text(absent) if absent else "none"
+        else:
+            what = "runs"
+        place = [str(state.iteration), state.operation, waits, missing, state.source]
+        rows.append([str(rank), host, what, *place])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _stacks(own: Mapping[int, dict[str, Any]]) -> list[str]:
+    """Return the stacks of all ranks; ranks with the same stacks share theirs."""
+    same: dict[str, list[int]] = {}
+    for rank, each in own.items():
+        threads: Mapping[str, Sequence[str]] = each.get("stacks", {})
+        text = "\n".join(
+            line
+            for name, stack in threads.items()
+            for line in (f"  thread {name}", *(f"    {call}" for call in stack))
+        )
+        same.setdefault(text or "  no stacks were written", []).append(rank)
+    return [line for text, ranks in same.items() for line in ("", f"{ranks_text(ranks)}:", text)]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return a file's content, or `None` if there is none, or none that this user may trust."""
+    try:
+        with open_trusted(path) as file:
+            held = json.loads(file.read(_MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return held if isinstance(held, dict) else None
