@@ -14,24 +14,15 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.amax import Handovers
-from megatron.kernels.attention import Mask
 from megatron.kernels.delta_rule import chunked_delta_rule, delta_rule_step
-from megatron.kernels.rope import Rotation
-from megatron.models.attention import KeyValueCache
 from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.norm import Norm, Stream
 from megatron.models.plan import NormPlan
-from megatron.models.recurrence import (
-    CausalConvolution,
-    documents_of,
-    own_part,
-    own_tokens,
-    whole_sequences,
-)
+from megatron.models.recurrence import CausalConvolution, RecurrentMixer, own_part
 from megatron.models.recurrent_plan import GatedDeltaNetPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
@@ -42,14 +33,12 @@ _DECAY = (1.0, 16.0)
 _FP32 = 4  # bytes
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(RecurrentMixer):
     """Input projection, causal convolution, gated delta rule, gated normalization, and the output.
 
     The rows of the input projection are ordered by key head: its query, its key, the values that it
     serves, their gates, their rates and their decays. Channels of the convolution (queries, keys
-    and values) are ordered by key head too. A tensor rank holds whole key heads. With context
-    parallelism, each rank computes some of these heads for whole sequences, between two all-to-all
-    exchanges.
+    and values) are ordered by key head too.
 
     Args:
         plan: The record of its sizes.
@@ -58,8 +47,6 @@ class GatedDeltaNet(nn.Module):
         recompute_core: Whether to recompute what is between the projections in the backward pass
             instead of keeping its intermediates.
     """
-
-    bias_to_add = None
 
     def __init__(
         self,
@@ -70,9 +57,8 @@ class GatedDeltaNet(nn.Module):
         recompute_core: bool = False,
     ) -> None:
         """Allocate the projections, the convolution and the parameters of the heads."""
-        super().__init__()
-        self.plan, self.layer_number, self.recompute = plan, layer_number, recompute_core
-        self.context = context.layout.context
+        super().__init__(context, layer_number, group=sum(plan.widths) // plan.key_heads)
+        self.plan, self.recompute = plan, recompute_core
         self.input = Linear(
             plan.hidden,
             sum(plan.widths),
@@ -147,43 +133,13 @@ class GatedDeltaNet(nn.Module):
         projected = batch.width * (sum(plan.widths) + plan.values)
         return batch.tokens * (projected + _FP32 * wide) // batch.tensor
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Mask | None,
-        rotation: Rotation | None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """Pass states from token to token, within documents or from the cache.
-
-        Args:
-            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            mask: The ends of documents, where states are reset; `None` for none.
-            rotation: Ignored, because states follow the order of tokens.
-            cache: States of earlier tokens, in inference.
-
-        Returns:
-            The output in the shape of x.
-        """
-        projected = self.input(x)
-        if cache is not None:
-            return self.output(cache.recur(self.layer_number, projected, self._continue))
-        by_head = projected.unflatten(2, (-1, sum(self.plan.widths) // self.plan.key_heads))
-        by_head = whole_sequences(by_head, self.context)
-        inputs = (by_head, None, documents_of(mask))
-        if self.recompute and torch.is_grad_enabled():
-            mixed, _ = checkpoint(self._mix, *inputs, use_reentrant=False)
-        else:
-            mixed, _ = self._mix(*inputs)
-        return self.output(own_tokens(mixed, self.context).flatten(2))
-
-    def _continue(
-        self, projected: Tensor, states: tuple[Tensor, ...] | None
+    def mix(
+        self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the mixed tokens of sequences [s, b, n d / t], and the states after them."""
-        width = sum(self.plan.widths) // self.plan.key_heads
-        mixed, states = self._mix(projected.unflatten(2, (-1, width)), states, None)
-        return mixed.flatten(2), states
+        """Compute everything between the projections, and again in the backward pass if asked."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._mix, projected, states, documents, use_reentrant=False)
+        return self._mix(projected, states, documents)
 
     def _mix(
         self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None

@@ -16,21 +16,12 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.amax import Handovers
-from megatron.kernels.attention import Mask
-from megatron.kernels.rope import Rotation
-from megatron.models.attention import KeyValueCache
 from megatron.models.costs import MicroBatch, WeightSplit, Work
-from megatron.models.recurrence import (
-    CausalConvolution,
-    documents_of,
-    own_part,
-    own_tokens,
-    whole_sequences,
-)
+from megatron.models.recurrence import CausalConvolution, RecurrentMixer, own_part
 from megatron.models.recurrent_plan import MambaPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
@@ -42,13 +33,12 @@ _TIME_STEP = (0.001, 0.1)
 _FP32 = 4  # bytes
 
 
-class Mamba(nn.Module):
+class Mamba(RecurrentMixer):
     """Input projection, causal convolution, scan, gated normalization and output projection.
 
     The rows of the input projection are ordered by group: the group's gate z, its input x, its
     vectors B and C, and the time steps of its heads. Channels of the convolution (x, B and C) are
-    ordered by group too. A tensor rank holds whole groups. With context parallelism, each rank
-    computes some of these groups for whole sequences, between two all-to-all exchanges.
+    ordered by group too.
 
     Args:
         plan: The record of its sizes.
@@ -67,9 +57,8 @@ class Mamba(nn.Module):
         recompute_core: bool = False,
     ) -> None:
         """Allocate the projections, the convolution and the parameters of heads."""
-        super().__init__()
-        self.plan, self.layer_number, self.recompute = plan, layer_number, recompute_core
-        self.context = context.layout.context
+        super().__init__(context, layer_number, group=sum(plan.widths) // plan.groups)
+        self.plan, self.recompute = plan, recompute_core
         self.input = Linear(
             plan.hidden,
             sum(plan.widths),
@@ -142,47 +131,7 @@ class Mamba(nn.Module):
         states = 2 * plan.inner * plan.state // chunk
         return total + _FP32 * batch.tokens * (pairs + each + states) // batch.tensor
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Mask | None,
-        rotation: Rotation | None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """Pass states from token to token, within documents or from the cache.
-
-        Args:
-            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            mask: The ends of documents, where states are reset; `None` for none.
-            rotation: Ignored, because states follow the order of tokens.
-            cache: States of earlier tokens, in inference.
-
-        Returns:
-            The output in the shape of x; the caller adds `bias_to_add`.
-        """
-        projected = self.input(x)
-        if cache is not None:
-            mixed = cache.recur(self.layer_number, projected, self._continue)
-            return self.output(mixed)
-        by_group = projected.unflatten(2, (-1, sum(self.plan.widths) // self.plan.groups))
-        by_group = whole_sequences(by_group, self.context)
-        mixed, _ = self._mix(by_group, None, documents_of(mask))
-        return self.output(own_tokens(mixed, self.context).flatten(2))
-
-    @property
-    def bias_to_add(self) -> Tensor | None:
-        """Bias [h] that the residual sum still has to add; `None` if there is none."""
-        return self.output.bias_to_add
-
-    def _continue(
-        self, projected: Tensor, states: tuple[Tensor, ...] | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the mixed tokens of sequences [s, b, g r p / t], and the states after them."""
-        width = sum(self.plan.widths) // self.plan.groups
-        mixed, states = self._mix(projected.unflatten(2, (-1, width)), states, None)
-        return mixed.flatten(2), states
-
-    def _mix(
+    def mix(
         self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute everything between the two projections for this rank's groups.

@@ -1,24 +1,110 @@
-"""Parts that all mixers with states share: document indices and the causal convolution.
+"""What all mixers with states share: their forward pass, document indices, the causal convolution.
 
-A recurrent mixer writes one function, a `Recurrence`, that continues sequences from their states.
-Training calls it with whole sequences and no states. In inference, the cache calls it with each
-sequence's new tokens and states (`KeyValueCache.recur`).
-
-Shapes: s sequence, b micro-batch, c channels, k tokens that the convolution reads.
+Shapes: s sequence, b micro-batch, h hidden, g groups, c channels, k tokens that the convolution
+reads, t tensor-parallel size, C context-parallel size.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.attention import Mask, Segments, number_segments
+from megatron.kernels.rope import Rotation
+from megatron.models.attention import KeyValueCache
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_to_all
 from megatron.parallel.context.split import join_sequence, split_for_all
+from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Axis
 from megatron.parallel.parameter import Init
+
+
+class RecurrentMixer(nn.Module, ABC):
+    """A mixer that passes states from token to token, between two linear projections.
+
+    A subclass allocates both projections and writes `mix`, which continues sequences from their
+    states. Training calls it with whole sequences and no states. In inference, the cache calls it
+    with each sequence's new tokens and states (`KeyValueCache.recur`).
+
+    The rows of the input projection are ordered by group, and groups are independent of each other
+    until the output projection. A tensor rank holds whole groups. With context parallelism, each
+    rank computes some of these groups for whole sequences, between two all-to-all exchanges.
+
+    Args:
+        context: Layout, device, kernels and number formats.
+        layer_number: Index of the layer in the model, from 1.
+        group: Width of a group in the input projection.
+
+    Attributes:
+        context: The context-parallel axis.
+        input: Projection of the tokens.
+        output: Projection of the mixed tokens.
+    """
+
+    input: Linear
+    output: Linear
+
+    def __init__(self, context: BuildContext, layer_number: int, *, group: int) -> None:
+        """Keep what the forward pass needs."""
+        super().__init__()
+        self.layer_number, self._group = layer_number, group
+        self.context = context.layout.context
+
+    @abstractmethod
+    def mix(
+        self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute everything between the two projections for this rank's groups.
+
+        Args:
+            projected: [s, b, g, outputs of the input projection for a group].
+            states: The states of `RecurrentPlan.states` for each sequence; `None` means zeros.
+            documents: The index of each token's document, [s, b]; `None` for a single document.
+
+        Returns:
+            The mixed tokens [s, b, g, c] in the type of `projected`, and the states after them.
+        """
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Pass states from token to token, within documents or from the cache.
+
+        Args:
+            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            mask: The ends of documents, where states are reset; `None` for none.
+            rotation: Ignored, because states follow the order of tokens.
+            cache: States of earlier tokens, in inference.
+
+        Returns:
+            The output in the shape of x; the caller adds `bias_to_add`.
+        """
+        projected = self.input(x)
+        if cache is not None:
+            return self.output(cache.recur(self.layer_number, projected, self._continue))
+        by_group = whole_sequences(projected.unflatten(2, (-1, self._group)), self.context)
+        mixed, _ = self.mix(by_group, None, documents_of(mask))
+        return self.output(own_tokens(mixed, self.context).flatten(2))
+
+    def _continue(
+        self, projected: Tensor, states: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the mixed tokens of sequences [s, b, g c], and the states after them."""
+        mixed, states = self.mix(projected.unflatten(2, (-1, self._group)), states, None)
+        return mixed.flatten(2), states
+
+    @property
+    def bias_to_add(self) -> Tensor | None:
+        """Bias [h] that the residual sum still has to add; `None` if there is none."""
+        return self.output.bias_to_add
 
 
 def documents_of(mask: Mask | None) -> Tensor | None:
