@@ -16,9 +16,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from tests.distributed import freeze_inherited, start_method
 from tests.ports import free_port
+from tests.repository import ROOT
 
 _RECORD = """#!/bin/sh
 env -0 > "$RECORDED/environment"
@@ -62,23 +66,46 @@ def run_command(
     """`python ...`, or our launcher on this machine alone: see `run_ranks`."""
     program, *started = words
     assert program == "python", program
-    if "/".join(started[0].split("/")[-2:]) != "tools/torchrun.py":
+    if started[:2] == ["-m", "megatron.processes.torchrun"]:
+        launched = started[2:]
+    elif started[0].endswith("tools/torchrun.py"):
+        launched = started[1:]
+    else:
         return run_ranks(started, environment, 1, seconds=seconds)
     from torch.distributed.run import parse_args
 
-    options = parse_args(started[1:])
+    options = parse_args(launched)
     assert options.nnodes in ("1", "1:1"), "another machine is needed"
     command = [options.training_script, *options.training_script_args]
     return run_ranks(command, environment, int(options.nproc_per_node), seconds=seconds)
 
 
+def fork_steps(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
+    """Let the demos run their commands as forks of this process, for which nothing loads again."""
+    from megatron.tools import demo
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        done = run_command(words, environment)
+        print(done.stdout)
+        return done
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a demo sets for itself
+    monkeypatch.chdir(ROOT)  # where it starts its commands
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=run))
+
+
 def run_ranks(
-    words: Sequence[str], environment: Mapping[str, str], count: int = 1, *, seconds: float = 240.0
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    count: int = 1,
+    *,
+    seconds: float = 240.0,
+    before: Callable[[], object] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """A Python file with its flags, in `count` processes with the variables of torchrun."""
     with tempfile.TemporaryDirectory() as name:
         outputs = [Path(name, str(rank)) for rank in range(count)]
-        ranks = start_ranks(words, environment, outputs, outputs)
+        ranks = start_ranks(words, environment, outputs, outputs, before=before)
         end = time.monotonic() + seconds
         for process in ranks:
             process.join(max(0.0, end - time.monotonic()))

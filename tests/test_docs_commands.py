@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -10,25 +11,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.errors import ConfigError
 from tests.documented import Command, all_commands, blocks_of, pages
+from tests.launch import run_ranks
 from tests.repository import ROOT, name, tracked_files
 
-# Runs a script up to the end of its argument parsing, whatever its parser.
-_PARSE_ONLY = """
-import argparse, runpy, sys
-parse = argparse.ArgumentParser.parse_args
-def parse_and_leave(self, *args, **kwargs):
-    parse(self, *args, **kwargs)
-    raise SystemExit(0)
-argparse.ArgumentParser.parse_args = parse_and_leave
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0] or ".")
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 _GRPO = "examples/grpo/grpo.py"
 _SERVER = "tools/run_text_generation_server.py"
 _SAMPLES = "tools/generate_samples_gpt.py"
@@ -80,15 +71,19 @@ def _check_python(words: list[str]) -> None:
         module = words[1].replace(".", "/")
         is_package = (ROOT / module).is_dir()
         words = [f"{module}/__main__.py" if is_package else f"{module}.py", *words[2:]]
-    done = subprocess.run(
-        [sys.executable, "-c", _PARSE_ONLY, *words],
-        cwd=ROOT,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_ranks(words, _environment(), before=_leave_after_parsing)
+    assert done.returncode == 0, done.stdout
+
+
+def _leave_after_parsing() -> None:
+    """Let a script run up to the end of its argument parsing, whatever its parser."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_leave(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parse(self, *args, **kwargs)
+        raise SystemExit(0)
+
+    setattr(argparse.ArgumentParser, "parse_args", parse_and_leave)  # noqa: B010
 
 
 def _check_generation(words: list[str]) -> None:

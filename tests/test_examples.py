@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ import torch
 
 from megatron.environment import with_our_programs
 from megatron.errors import ConfigError
-from tests.launch import run_command, run_ranks, run_script
+from tests.launch import fork_steps, run_ranks, run_script
 from tests.ports import free_port
 from tests.repository import ROOT, name
 
@@ -381,17 +380,9 @@ def test_the_demos_of_other_models_run_small(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its commands as forks of this process, for which nothing is loaded again."""
     from megatron.tools import demo
 
-    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        done = run_command(words, toy.environment)
-        print(done.stdout)
-        return done
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the demo sets for itself
-    monkeypatch.chdir(ROOT)  # where it starts its commands
-    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=run))
+    fork_steps(monkeypatch, toy.environment)
     flags, out = _demo(model, tmp_path)
     code, output = demo.main(flags), capsys.readouterr()
     assert code == 0, output.out[-4000:] + output.err[-4000:]

@@ -147,10 +147,11 @@ class Server:
         with contextlib.closing(connection):
             try:
                 connection.request(method, path, data, self._headers)
-                response = connection.getresponse()
-                if response.status != http.HTTPStatus.OK:
-                    raise UserError(f"{where}: {_message(response)}")
-                yield response
+                # The response keeps the connection of an answer without a length.
+                with connection.getresponse() as response:
+                    if response.status != http.HTTPStatus.OK:
+                        raise UserError(f"{where}: {_message(response)}")
+                    yield response
             except TimeoutError as error:
                 raise UserError(
                     f"{where} sent nothing for {self._timeout:g} seconds: give a larger --timeout"

@@ -26,18 +26,17 @@ struct Barrier {
     if (members > 0 && arrived == members) { arrived = 0; generation++; }
   }
 };
+// Started once: a fiber runs one thread after the other, because starting takes system calls.
 struct Fiber {
-  ucontext_t context;  // to start it
-  jmp_buf resume;      // to go on, without system calls
+  std::unique_ptr<char[]> stack;  // none before it has started
+  jmp_buf resume;
   uint3 place;
   int warp;
-  bool started, done;
+  bool done;
   int turn;
 };
 constexpr size_t kStack = 128 * 1024;
-std::unique_ptr<char[]> stacks;
-int stack_count;
-std::vector<Fiber> fibers;
+std::vector<Fiber> fibers;  // of the largest block until now
 std::vector<Barrier> warps, rows;
 std::vector<uint64_t> slots;  // [warp][2][32]
 std::unique_ptr<char[]> shared;  // exactly what was asked for, which AddressSanitizer surrounds
@@ -58,23 +57,30 @@ void yield() {
   if (_setjmp(current->resume) == 0) _longjmp(scheduler, 1);
 }
 
+void enter() {
+  for (;;) {
+    (*kernel)();
+    current->done = true;
+    whole.members--;
+    whole.release();
+    warps[current->warp].members--;
+    warps[current->warp].release();
+    yield();
+  }
+}
+
 void resume(Fiber& fiber) {
   current = &fiber;
   threadIdx = fiber.place;
   if (_setjmp(scheduler) != 0) return;
-  if (fiber.started) _longjmp(fiber.resume, 1);
-  fiber.started = true;
-  setcontext(&fiber.context);
-}
-
-void enter() {
-  (*kernel)();
-  current->done = true;
-  whole.members--;
-  whole.release();
-  warps[current->warp].members--;
-  warps[current->warp].release();
-  yield();
+  if (fiber.stack) _longjmp(fiber.resume, 1);
+  fiber.stack.reset(new char[kStack]);
+  static ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.get();
+  context.uc_stack.ss_size = kStack;
+  makecontext(&context, enter, 0);
+  setcontext(&context);
 }
 
 void wait(Barrier& barrier) {
@@ -95,20 +101,21 @@ Choice choose() {
 
 // Overwrites shared memory, and the room that AddressSanitizer leaves between its variables.
 __attribute__((no_sanitize("address", "undefined"))) void forget_shared() {
+#ifdef __SANITIZE_ADDRESS__  // it would report a memset
   for (volatile char* at = __start_emulated_shared; at != __stop_emulated_shared; at++) {
     *at = choice.uninitialized;
   }
+#else
+  memset(__start_emulated_shared, choice.uninitialized,
+         __stop_emulated_shared - __start_emulated_shared);
+#endif
   memset(shared.get(), choice.uninitialized, shared_bytes);
 }
 
 void run_block() {
   const int threads = blockDim.x * blockDim.y * blockDim.z;
   forget_shared();
-  if (stack_count < threads) {
-    stack_count = threads;
-    stacks.reset(new char[threads * kStack]);
-  }
-  fibers.assign(threads, Fiber{});
+  if (fibers.size() < static_cast<size_t>(threads)) fibers.resize(threads);
   warps.assign((threads + 31) / 32, Barrier{});
   slots.assign(warps.size() * 64, 0);
   whole = Barrier{threads, 0, 0};
@@ -117,11 +124,9 @@ void run_block() {
     Fiber& fiber = fibers[i];
     fiber.place = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
     fiber.warp = i / 32;
+    fiber.turn = 0;
+    fiber.done = false;
     warps[fiber.warp].members++;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = &stacks[i * kStack];
-    fiber.context.uc_stack.ss_size = kStack;
-    makecontext(&fiber.context, enter, 0);
   }
   for (bool alive = true; alive;) {
     alive = false;

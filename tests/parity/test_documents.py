@@ -28,7 +28,7 @@ from tests.parity.layouts import (
 )
 from tests.parity.mixtures import IN_FP32, SOFTMAX, MixtureCase, differences
 
-ITERATIONS = 2
+ITERATIONS = 1  # documents matter to losses and gradients, not to the update after them
 _DROPLESS = "--moe-router-topk 2 --moe-shared-expert-intermediate-size 16"
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform"
 # The table has learned positions, except in two layouts.

@@ -15,7 +15,7 @@ from tests.parity.mixtures import (
     train_mixture,
 )
 
-ITERATIONS = 6
+ITERATIONS = 4
 
 
 @pytest.mark.slow

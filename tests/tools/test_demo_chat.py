@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from megatron.errors import DataError
 from megatron.tools import demo, demo_chat
+from tests.launch import fork_steps
 
 
 def test_conversations_repeat_no_question_and_have_the_form() -> None:
@@ -30,6 +32,7 @@ def test_judgement(answer: str, counts: tuple[int, int]) -> None:
 
 
 def test_all_steps_in_small(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_steps(monkeypatch, {**os.environ, "OMP_NUM_THREADS": "1"})
     monkeypatch.setattr(demo_chat, "QUESTIONS", 2)
     monkeypatch.setattr(demo_chat, "_CONVERSATIONS", 40)
     text, out = tmp_path / "text.jsonl", tmp_path / "demo"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from megatron.tools import demo, demo_retro
 from megatron.tools.plot_loss import read_validation
+from tests.launch import fork_steps
 
 
 def test_documents_quote_training_documents(tmp_path: Path) -> None:
@@ -26,6 +28,7 @@ def test_documents_quote_training_documents(tmp_path: Path) -> None:
 
 
 def test_all_steps_in_small(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_steps(monkeypatch, {**os.environ, "OMP_NUM_THREADS": "1"})
     bert = demo_retro._BERT.replace("--train-iters 100", "--train-iters 2")
     bert = bert.replace("--eval-interval 100", "--eval-interval 2")
     monkeypatch.setattr(demo_retro, "_BERT", bert)

@@ -156,7 +156,8 @@ def test_what_is_no_whole_answer_is_told(
     with listener:
         port = listener.getsockname()[1]
         assert cli.main([f"127.0.0.1:{port}", "--prompt", "x", "--timeout", "20"]) == 1
-    thread.join(timeout=20)
+    thread.join(timeout=10)
+    assert not thread.is_alive(), "the connection is still open"
     told = capsys.readouterr()
     assert told.out == out
     assert told.err.startswith("error: ")
