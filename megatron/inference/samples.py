@@ -8,6 +8,7 @@ way.
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -30,6 +31,7 @@ from megatron.durable import storage_errors
 from megatron.errors import EXIT_OK, ConfigError, DataError, StorageError, UserError, say_on_stderr
 from megatron.inference.adapters import OpenedAdapter, add_to, open_adapters
 from megatron.inference.build import EngineOptions, check_speculation, ranks_of_copy
+from megatron.inference.engine import BatchEngine
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Add, Command, Shutdown
 from megatron.inference.request import (
@@ -145,9 +147,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
             at_a_time=2 * samples.max_batch_size,
             adapter=len(adapters),
         )
-        serve(engine, inbox)
-        if options.speculation is not None:
-            say_on_stderr(describe_drafts(engine.stats))
+        _serve_and_tell(engine, inbox, has_drafts=options.speculation is not None)
         shared.finish()
     if layout.world.rank:
         return EXIT_OK
@@ -158,6 +158,17 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
         where = "above" if target is None else f"in {target}"
         raise UserError(f'{failed} prompt(s) got no answer: see "error" {where}')
     return EXIT_OK
+
+
+def _serve_and_tell(engine: BatchEngine, inbox: SampleInbox, *, has_drafts: bool) -> None:
+    """Generate all texts of this copy of the model, and tell how fast that was."""
+    begun = time.perf_counter()
+    serve(engine, inbox)
+    seconds, new = time.perf_counter() - begun, engine.stats.new_tokens
+    if new:
+        say_on_stderr(f"{new:,} tokens in {seconds:.1f} s: {new / seconds:,.0f} tokens/s")
+    if has_drafts:
+        say_on_stderr(describe_drafts(engine.stats))
 
 
 def _prompts_of(samples: SamplesConfig) -> list[str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +132,7 @@ def test_the_choices_are_said_and_not_among_the_samples(
     assert rows["window"].endswith(" tokens, for a prompt and its answer together")
     assert rows["attention"].startswith("new tokens: plain PyTorch (no fused kernels)")
     assert rows["CUDA graphs"] == "off (not available on cpu)"
+    assert re.search(r"^[12] tokens in [\d.]+ s: [\d,]+ tokens/s$", captured.err, re.MULTILINE)
     tokens, blocks = (int(rows["cache"].split()[i].replace(",", "")) for i in (0, 2))
     assert tokens == 16 * blocks
     assert rows["layout"]
