@@ -89,6 +89,12 @@ def peft_names(
                 "but here each of them has its own adapter: convert the merged weights with "
                 "--saver hf"
             )
+        if family.rotates_pairs and any(name in linear.adapter for name in ("query", "key")):
+            raise CheckpointError(
+                f"{theirs[0]} of a {family.name} model: its heads' channels have another order, "
+                "and so have PEFT's adapters of queries and keys: convert the merged weights with "
+                "--saver hf"
+            )
         for projection, module in zip(projections, theirs, strict=True):
             if projection in linear.adapter:
                 for kind, parameter in linear.adapter[projection].named_parameters():

@@ -253,6 +253,8 @@ class Family(ABC):
             and rotary frequencies. They are not read.
         head_activates: Whether the head has its own activation function, chosen by --openai-gelu.
         stacks_experts: Whether one tensor holds all experts of a layer.
+        rotates_pairs: Whether channels 2i and 2i + 1 of a head rotate together in the files, whose
+            queries and keys then have another order.
         whole_names: Suffixes of the names of tensors that are not a module's weight or bias.
     """
 
@@ -269,6 +271,7 @@ class Family(ABC):
     derived: str = ""
     head_activates: bool = False
     stacks_experts: bool = False
+    rotates_pairs: bool = False
     whole_names: tuple[str, ...] = ()
 
     def architecture(self, pieces: frozenset[str]) -> str:

@@ -404,6 +404,8 @@ def test_gemma_s_layers_have_windows_in_turns_without_layer_types() -> None:
         ),
         ("phi 3", "phi3", ("*attention.qkv",), "computes query, key, value at once"),
         ("neox", "gpt_neox", ("*attention.qkv",), "computes query, key, value at once"),
+        ("gpt-j", "gptj", ("*attention.qkv",), "attn.q_proj of a gptj model: its heads' channels"),
+        ("cohere 2", "cohere2", ("*attention.qkv",), "its heads' channels have another order"),
     ],
 )
 def test_adapters_that_peft_orders_otherwise_are_refused(
