@@ -28,6 +28,7 @@ from megatron.processes.watchdog import State, absent_ranks, ranks_text
 
 REPORT = "report.json"
 _MAX_BYTES = 2**26
+_WATCHDOG = ("_talk", "_watch")  # threads that are not part of the work
 _SHOWN = 5  # unfinished collectives of a device
 
 
@@ -64,9 +65,13 @@ class HangFiles:
             reason: The first line of the report, which tells this hang from earlier ones.
         """
         names = {thread.ident: thread.name for thread in threading.enumerate()}
+        main = threading.main_thread().ident
+        frames = sorted(sys._current_frames().items(), key=lambda one: one[0] != main)
+        # Autograd's threads for GPUs have no names.
         stacks = {
-            names.get(number, str(number)): stack_of(frame)
-            for number, frame in sys._current_frames().items()
+            name: stack_of(frame)
+            for number, frame in frames
+            if (name := names.get(number, str(number))) not in _WATCHDOG
         }
         content = {"reason": reason, "host": platform.node(), "stacks": stacks}
         self._write(f"rank_{self.rank:05d}.json", content | {"device": _unfinished_collectives()})

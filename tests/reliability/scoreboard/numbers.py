@@ -10,7 +10,7 @@ import torch
 from megatron.config.reliability import Fault
 from megatron.errors import NumericsError
 from megatron.parallel.layout import Layout
-from megatron.processes.faults import FaultyJournal
+from megatron.processes.faults import FaultyJournal, attach_faults
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
@@ -103,17 +103,29 @@ def _flipped(layout: Layout, seed: int, interval: int) -> tuple[int, int, str, s
     """The rank, the iteration and the weight of a flipped bit, and what was said of it."""
     words = ["--check-weight-hash-across-dp-replicas-interval", str(interval), "--on-nonfinite"]
     size = ["--global-batch-size", str(_REPLICAS), "--eval-iters", "0", "--train-iters", "20"]
-    run, flip = build_toy(layout, [*words, "skip", *size]), _Flip(seed)
+    flip, callbacks = _Flip(seed), list[Callback]()
+    if seed % 2:  # --fault-inject, which flips a bit of the first weight
+        fault = Fault.parse(f"step:{flip.rank}:{flip.iteration}:flip")
+        mine = FaultyJournal(None, [fault] if flip.rank == layout.world.rank else [])
+        layout = Layout.at(layout.world.rank, _REPLICAS).connect("cpu", mine)
+    else:
+        callbacks.append(flip)
+    run = build_toy(layout, [*words, "skip", *size])
+    attach_faults(layout.journal, run.parts)
     told = ""
     try:
-        train(run, [flip, *standard_callbacks(run, [])[0]])
+        train(run, [*callbacks, *standard_callbacks(run, [])[0]])
     except NumericsError as error:
         told = str(error)
-    return flip.rank, flip.iteration, flip.name, told
+    name = flip.name or next(name for name, _ in run.named_parameters())
+    return flip.rank, flip.iteration, name, told
 
 
 def flipped_bits(folder: Path, count: int) -> Trials:
-    """Try row 21: a bit of a weight flips on one of three replicas."""
+    """Try row 21: a bit of a weight flips on one of three replicas.
+
+    Half of them are flipped by --fault-inject.
+    """
     trials = Trials.with_seeds(count)
     for seed in range(count):
         interval = random.Random(seed).randrange(1, 11)

@@ -222,8 +222,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         21,
         "a random bit of a random weight flips on one of three replicas, and changes it by more "
-        "than 1e-6; they are compared every 1 to 10 iterations: the next comparison ends the run "
-        "on all ranks, and names the rank and the weight",
+        "than 1e-6, or `--fault-inject` flips one; they are compared every 1 to 10 iterations: the "
+        "next comparison ends the run on all ranks, and names the rank and the weight",
         flipped_bits,
         full=20,
         quick=0,  # tests/training/test_replica_hashes.py tries it
