@@ -8,14 +8,15 @@ The command must name --save, --load and --metrics-jsonl. It is started again, a
 until it ends with 0. Faults strike one rank, at random times, until --hours are over:
 
     kill      SIGKILL
-    stop      SIGSTOP, for good: the others must notice
+    stop      SIGSTOP, for good: the others must notice, so it never strikes the last one that runs
     pause     SIGSTOP and, two seconds later, SIGCONT: nothing may fail
     term      SIGTERM: all ranks save and exit
     launcher  SIGKILL to the launcher instead of a rank
     memory    the rank can allocate no more memory (RLIMIT_AS)
     files     the rank can open no more files (RLIMIT_NOFILE)
     disk      the rank's files cannot grow, as on a full disk (RLIMIT_FSIZE)
-    damage    one byte of the newest checkpoint is changed, and the rank is killed
+    damage    one byte of the newest checkpoint is changed and the rank killed, if there is an older
+              sound checkpoint
 
 The verdict uses only the command's exit codes, checkpoints and metrics. --seed determines every
 fault and its time, but what a fault hits also depends on the speed of the machine.
@@ -121,11 +122,13 @@ class Member(NamedTuple):
         parent: Its parent.
         has_rank: Whether a launcher started it with a rank.
         is_forked: Whether it is the server from which our launcher forks ranks, or such a fork.
+        is_stopped: Whether a signal has stopped it.
     """
 
     parent: int
     has_rank: bool
     is_forked: bool
+    is_stopped: bool
 
 
 class Job:
@@ -154,7 +157,8 @@ class Job:
                 if f"{MARK}={self._mark}".encode() in variables and state != "Z":
                     has_rank = any(one.startswith(b"RANK=") for one in variables)
                     is_forked = _FORK_SERVER in (folder / "cmdline").read_bytes()
-                    found[int(folder.name)] = Member(int(parent), has_rank, is_forked)
+                    member = Member(int(parent), has_rank, is_forked, is_stopped=state == "T")
+                    found[int(folder.name)] = member
         return found
 
     def ranks(self) -> list[int]:
@@ -199,20 +203,30 @@ def _pause(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def damage_newest(save: Path, draw: random.Random) -> None:
-    """Change a byte of the newest checkpoint's largest file."""
-    from megatron.checkpoint.find import scan  # imports torch, which --help does not need
+def damage_newest(save: Path, draw: random.Random) -> bool:
+    """Change a byte of the newest checkpoint's largest file, unless no other one is sound.
 
-    found = scan(save)[0]
-    if not found:
-        return
-    path = max(found[0].path.iterdir(), key=lambda file: file.stat().st_size)
+    Returns:
+        Whether there were two sound checkpoints, of which the newer one is damaged now.
+    """
+    from megatron.checkpoint.find import scan  # imports torch, which --help does without
+    from megatron.checkpoint.loading import open_found
+
+    sound = []
+    for one in scan(save)[0]:
+        with suppress(CheckpointError):
+            open_found(one)
+            sound.append(one.path)
+    if len(sound) < 2:
+        return False
+    path = max(sound[0].iterdir(), key=lambda file: file.stat().st_size)
     with path.open("r+b") as file:
         place = draw.randrange(path.stat().st_size)
         file.seek(place)
         byte = file.read(1)[0] ^ (1 << draw.randrange(8))
         file.seek(place)
         file.write(bytes([byte]))
+    return True
 
 
 STRIKES: dict[str, Callable[[int], None]] = {
@@ -230,15 +244,19 @@ KINDS = (*STRIKES, "launcher", "damage")
 
 
 def strike(kind: str, job: Job, save: Path, draw: random.Random) -> Strike | None:
-    """Inject a fault into a random rank and return the fault; `None` if there is no rank."""
+    """Inject a fault into a random rank and return the fault; `None` if there is no rank for it."""
     ranks = job.ranks()
+    if kind == "stop":
+        members = job.processes()
+        ranks = [pid for pid in ranks if pid in members and not members[pid].is_stopped]
+        ranks = ranks if len(ranks) > 1 else []
     if not ranks:
         return None
     pid = job.process.pid if kind == "launcher" else draw.choice(ranks)
     struck = Strike(kind, pid, time.time())
     try:
-        if kind == "damage":
-            damage_newest(save, draw)
+        if kind == "damage" and not damage_newest(save, draw):
+            return None
         STRIKES["kill" if kind in ("launcher", "damage") else kind](pid)
     except (ProcessLookupError, FileNotFoundError):  # it has just ended
         return None

@@ -54,7 +54,7 @@ def exit_code_of(error: Exception) -> int:
 
 def first_line(error: Exception) -> str:
     """Return an error's message in one line."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return (str(error) or type(error).__name__).splitlines()[0].removesuffix(":")
 
 
 def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchdog) -> SystemExit:

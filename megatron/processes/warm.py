@@ -112,6 +112,8 @@ def _run(kind: str, name: str, folders: str, words: Sequence[str]) -> None:
     Raises:
         SystemExit: The script ended with another code than 0.
     """
+    done = threading.Event()
+    threading.Thread(target=_follow_launcher, args=(done,), daemon=True).start()
     restore_search(folders or None)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [name, *words]
@@ -130,14 +132,21 @@ def _run(kind: str, name: str, folders: str, words: Sequence[str]) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
-    # torchrun lets this process wait until all ranks are done. It must not outlive torchrun.
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    done.set()
 
 
-def _end_with_launcher() -> None:
+def _follow_launcher(done: threading.Event) -> None:
+    """End this process once the launcher has ended, which otherwise nobody would notice.
+
+    A rank that trains saves and exits, as on any SIGTERM. torchrun lets one that is done wait until
+    all others are.
+    """
     launcher = parent_process()
     assert launcher is not None, "torchrun starts this process"
     connection.wait([launcher.sentinel])
+    if not done.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.wait()
     os._exit(0)
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.checkpoint.find import checkpoint_of
+from megatron.checkpoint.loading import open_found
+from megatron.errors import CheckpointError
 from tests.checkpoint.states import save_state
-from tests.reliability.processes import TOY
+from tests.reliability.processes import TOY, until
 from tests.repository import ROOT
 from tools import chaos
 from tools.chaos import Outcome, Strike, judge
@@ -108,6 +113,37 @@ def test_a_launcher_is_no_rank(name: str, tmp_path: Path) -> None:
         job.process.kill()
         job.end()
     assert found == [[], [True]]
+
+
+def test_the_last_sound_checkpoint_is_not_damaged(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    save_state(tmp_path, 3)
+    assert not chaos.damage_newest(tmp_path, draw)
+    save_state(tmp_path, 6)
+    assert chaos.damage_newest(tmp_path, draw)
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_found(checkpoint_of(tmp_path, 6))
+    assert not chaos.damage_newest(tmp_path, draw)
+    open_found(checkpoint_of(tmp_path, 3))
+
+
+def test_the_last_rank_that_runs_is_not_stopped(tmp_path: Path) -> None:
+    script = "import os, subprocess; os.environ['RANK'] = '0'; " + (
+        "[each.wait() for each in [subprocess.Popen(['sleep', '100']) for _ in range(2)]]"
+    )
+    command = [sys.executable, "-c", script, "torchrun"]
+    job = chaos.Job(chaos.Plan(command, ["stop"], 1.0, 1.0, tmp_path, tmp_path / "log"))
+    try:
+        until(lambda: len(job.ranks()) == 2, 30.0)
+        draw = random.Random(0)
+        first = chaos.strike("stop", job, tmp_path, draw)
+        assert first is not None
+        until(lambda: job.processes()[first.pid].is_stopped, 10.0)
+        assert chaos.strike("stop", job, tmp_path, draw) is None
+        assert chaos.strike("kill", job, tmp_path, draw) is not None
+    finally:
+        os.killpg(job.process.pid, signal.SIGKILL)
+        job.end()
 
 
 @pytest.mark.slow
