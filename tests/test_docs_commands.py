@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,7 @@ def _check_python(words: list[str]) -> None:
         return
     if words[:2] == ["-m", "pytest"]:
         assert (ROOT / words[-1]).exists()
-        words[-1] = name(ROOT / "tests" / "ports.py")  # has no test
-        done = subprocess.run([sys.executable, *words, "--collect-only"], cwd=ROOT, check=False)
-        assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+        assert _collects_nothing(*words[:-1])
         return
     if words[0] == "-m":
         module = words[1].replace(".", "/")
@@ -73,6 +72,14 @@ def _check_python(words: list[str]) -> None:
         words = [f"{module}/__main__.py" if is_package else f"{module}.py", *words[2:]]
     done = run_ranks(words, _environment(), before=_leave_after_parsing)
     assert done.returncode == 0, done.stdout
+
+
+@cache
+def _collects_nothing(*words: str) -> bool:
+    """Whether pytest takes these flags, for a file without tests."""
+    words = (*words, name(ROOT / "tests" / "ports.py"), "--collect-only")
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False)
+    return done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def _leave_after_parsing() -> None:

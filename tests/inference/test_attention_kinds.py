@@ -64,14 +64,24 @@ def toy(network: str, positions: int = 72) -> Loaded:
     return loaded
 
 
-def without_cache(model: Any, prompt: tuple[int, ...]) -> list[int]:
+def without_cache(model: Any, prompt: tuple[int, ...], new: int = NEW) -> list[int]:
     """Greedy tokens, each from a pass over the whole text."""
     tokens = list(prompt)
     with torch.no_grad():
-        for _ in range(NEW):
+        for _ in range(new):
             scores = model(torch.tensor([tokens]))[0, -1]
             tokens.append(scores[:VOCAB].argmax().item())
     return tokens[len(prompt) :]
+
+
+def likeliest(model: Any, prompt: tuple[int, ...], answer: list[int]) -> list[int]:
+    """The likeliest token after each place of an answer's text, from one pass over all of it.
+
+    They are the answer if it is greedy: each place sees what it saw when the answer ended there.
+    """
+    with torch.no_grad():
+        scores = model(torch.tensor([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
+    return scores[:, :VOCAB].argmax(1).tolist()
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -84,7 +94,12 @@ def test_greedy_tokens_are_those_of_a_model_without_a_cache(network: str) -> Non
         tensors = built.executor.memory.layers.values()
         assert {tuple(memory.shape) for memory in tensors} == {(1, 516, 1, 20 + 6)}
     for key, prompt in enumerate(PROMPTS):
-        assert tokens_of(events[str(key)]) == without_cache(loaded.model, prompt)
+        answer = tokens_of(events[str(key)])
+        assert len(answer) == NEW
+        if network == "longrope":  # divisors depend on how long a text has become
+            assert answer == without_cache(loaded.model, prompt)
+        else:
+            assert answer == likeliest(loaded.model, prompt, answer)
 
 
 def test_texts_grow_beyond_the_trained_context() -> None:
@@ -96,7 +111,8 @@ def test_texts_grow_beyond_the_trained_context() -> None:
     shared = tuple(range(40, 60))  # as long as the trained context
     asked = [*PROMPTS, shared, (*shared, 3), (*shared[:-1], 9), (*shared, 3, 8), *PROMPTS]
     requests = [Request(str(i), prompt, greedy(40)) for i, prompt in enumerate(asked)]
-    expected = [without_cache(loaded.model, prompt)[:40] for prompt in asked]
+    known = {prompt: without_cache(loaded.model, prompt, 40) for prompt in dict.fromkeys(asked)}
+    expected = [known[prompt] for prompt in asked]
     ngram = Speculation(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
     for changes, ahead in (
         ({}, False),
@@ -111,7 +127,7 @@ def test_texts_grow_beyond_the_trained_context() -> None:
         found = [tokens_of(events[str(i)]) for i in range(len(asked))]
         assert found == expected, (changes, ahead)
     short = toy(LONG_ROPE.replace("position-embeddings 20", "position-embeddings 72"))
-    assert without_cache(short.model, PROMPTS[0]) != expected[0]
+    assert without_cache(short.model, PROMPTS[0], 40) != expected[0]
 
 
 def test_tokens_keep_the_rotation_that_they_had_when_they_were_new() -> None:
@@ -132,10 +148,11 @@ def test_tokens_keep_the_rotation_that_they_had_when_they_were_new() -> None:
             return tuple(table(positions, lengths) for table in model.rotary)
 
         with patch.object(model, "rotation", rotation):
-            return without_cache(model, prompt)[:40]
+            return without_cache(model, prompt, 40)
 
-    expected = [as_when_new(prompt) for prompt in asked]
-    assert expected[len(PROMPTS)] != without_cache(model, shared)[:40], "keys do not grow"
+    known = {prompt: as_when_new(prompt) for prompt in dict.fromkeys(asked)}
+    expected = [known[prompt] for prompt in asked]
+    assert known[shared] != without_cache(model, shared, 40), "keys do not grow"
     requests = [Request(str(i), prompt, greedy(40)) for i, prompt in enumerate(asked)]
     ngram = Speculation(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
     for changes, ahead in (
