@@ -26,6 +26,11 @@ from tests.training.toy import Recorder, SpoiledRecipe, build_toy, fingerprint, 
 _ON = "--rerun-mode validate_results --eval-iters 0 --train-iters 8".split()
 _SPIKES = "--on-spike skip --spike-window 4".split()
 _NOWHERE = rerun._NOWHERE
+_MIXTURE = """
+    --swiglu --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-router-bias-update-rate 0.05
+"""
 
 
 @pytest.mark.parametrize(
@@ -94,14 +99,18 @@ _LAYOUTS = [
 
 
 @pytest.mark.parametrize(("sizes", "fault", "who"), _LAYOUTS)
-def test_a_transient_error_is_that_of_a_rank(sizes: dict[str, int], fault: str, who: str) -> None:
+def test_a_transient_error_is_that_of_a_rank(
+    sizes: dict[str, int], fault: str, who: str, tmp_path: Path
+) -> None:
     flags = [f"--{axis}-model-parallel-size {size}" for axis, size in sizes.items()]
-    words = [*" ".join(flags).split(), *_SPIKES]
+    save = ["--save", str(tmp_path), "--save-interval", "100"]
+    words = [*" ".join(flags).split(), *_SPIKES, *save]
     for told, code, events, _ in run_distributed(4, _faulty, words, sizes, fault):
         assert code == 17, told
         assert told.startswith("iteration 6: lm loss ")
         assert "when it was computed again from the same samples and weights" in told
         assert f"a transient error of {who} (on " in told
+        assert "the checkpoint of iteration 5 is saved" in told
         assert len(events) == 1
 
 
@@ -167,10 +176,11 @@ def test_other_machines_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "is sound now: a machine among them computes wrong results" in events[0]
 
 
-def test_a_spike_of_the_data_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", ["", _MIXTURE])
+def test_a_spike_of_the_data_is_skipped(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a second computation the run ends with the same bits."""
     monkeypatch.setitem(toy.RECIPES, "gpt", SpoiledRecipe(frozenset({21})))
-    words = [*_SPIKES, "--eval-iters", "0", "--train-iters", "8"]
+    words = [*flags.split(), *_SPIKES, "--eval-iters", "0", "--train-iters", "8"]
     plain = train_toy(Layout.single(), words)[1]
     recorder, checked = train_toy(Layout.single(), [*_ON, *words])
     assert fingerprint(checked) == fingerprint(plain)
