@@ -30,11 +30,14 @@ from megatron.durable import writing_to
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.processes.watchdog import ranks_text
+from megatron.training.timers import ReadyClock
 
 _SECONDS = 0.4  # for each speed of a device
 _REPEATS = 5  # of each message
 _MOST_CLOCK_SECONDS = 1.0  # between clocks; rendezvous fails at 15 s
 _DISK_BYTES = 16 << 20
+# Ranks of a machine share its disk, and all ranks take part in an all-reduce.
+_DISK, _ALL_REDUCE = "disk MB/s", "all-reduce GB/s"
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,9 @@ def check_health(layout: Layout, device: Device, folder: Path | None) -> list[He
     speeds = _speeds_of(device)
     digests = {_digest(device) for _ in range(3)}
     if folder is not None:
-        speeds["disk MB/s"] = _disk_speed(folder) / 1e6
+        speeds[_DISK] = _disk_speed(folder) / 1e6
     if layout.world.size > 1:
-        speeds["all-reduce GB/s"] = _all_reduce_speed(layout, device) / 1e9
+        speeds[_ALL_REDUCE] = _all_reduce_speed(layout, device) / 1e9
     mine = Health(
         host=platform.node(),
         device=device.name,
@@ -103,16 +106,19 @@ def check_health(layout: Layout, device: Device, folder: Path | None) -> list[He
 
 
 def _speed(work: Callable[[], object], amount: float, device: Device) -> float:
-    """Return the amount of work per second in the fastest of several repetitions."""
+    """Return the amount of work per second in the fastest of several repetitions.
+
+    On a CPU, time in which other processes had the cores does not count.
+    """
     work()  # libraries choose their kernels
     device.synchronize()
-    fastest, ends = float("inf"), time.perf_counter() + _SECONDS
+    fastest, ends, ready = float("inf"), time.perf_counter() + _SECONDS, ReadyClock()
     while True:
-        begun = time.perf_counter()
+        begun, waited = time.perf_counter(), ready.seconds()
         work()
         device.synchronize()
         now = time.perf_counter()
-        fastest = min(fastest, now - begun)
+        fastest = min(fastest, now - begun - (ready.seconds() - waited))
         if now > ends:
             return amount / fastest
 
@@ -227,7 +233,7 @@ def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[s
         factor: The share of the others' median speed below which a speed stands out.
     """
     lines = []
-    for name in rows[0].speeds:
+    for name in [name for name in rows[0].speeds if name not in (_DISK, _ALL_REDUCE)]:
         values = [row.speeds[name] for row in rows]
         kinds = [row.device for row in rows]
         lines += [
@@ -235,6 +241,12 @@ def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[s
             f"{usual:.3g}"
             for rank, usual in _slow(values, kinds, factor)
         ]
+    hosts = list(dict.fromkeys(row.host for row in rows))
+    disks = [max(row.speeds.get(_DISK, 0.0) for row in rows if row.host == host) for host in hosts]
+    lines += [
+        f"the disk of --save is slow on {hosts[at]}: {disks[at]:.3g} MB/s instead of {usual:.3g}"
+        for at, usual in _slow(disks, ["all"] * len(disks), factor)
+    ]
     pairs = [(a, b) for a, row in enumerate(rows) for b in row.links if a < b]
     places = ["one" if rows[a].host == rows[b].host else "two" for a, b in pairs]
     speeds = [min(rows[a].links[b], rows[b].links[a]) for a, b in pairs]

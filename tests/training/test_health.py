@@ -44,6 +44,8 @@ def test_alike_ranks_do_not_stand_out() -> None:
     assert problems_of(_ranks(speeds={"bf16 TFLOP/s": 430.0, "disk MB/s": 640.0})) == []
     other = {"bf16 TFLOP/s": 200.0, "disk MB/s": 300.0}
     assert problems_of(_ranks(device="NVIDIA A100", speeds=other, digest=8)) == []
+    # Ranks of a machine write at the same time.
+    assert problems_of(_ranks(speeds={"bf16 TFLOP/s": 600.0, "disk MB/s": 90.0})) == []
     assert problems_of(_ranks(1)) == []
 
 
@@ -53,6 +55,10 @@ def test_alike_ranks_do_not_stand_out() -> None:
         (
             {"speeds": {"bf16 TFLOP/s": 400.0, "disk MB/s": 900.0}},
             "rank 3 (on gpu-01) is slow: bf16 TFLOP/s 400 instead of 601",
+        ),
+        (
+            {"host": "gpu-02", "speeds": {"bf16 TFLOP/s": 600.0, "disk MB/s": 90.0}},
+            "the disk of --save is slow on gpu-02: 90 MB/s instead of 900",
         ),
         (
             {"links": {2: 20.0, 0: 5.0}},
