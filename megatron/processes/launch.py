@@ -205,8 +205,9 @@ def end_launcher(launch: Launch) -> None:
     """
     number = whole_number(_END_SIGNAL_ENV, signal.SIGHUP)
     signal.signal(number, signal.SIG_IGN)
+    launcher = _running_launcher() or os.getppid()
     if _is_restarted(launch) and launch.local_rank == 0:
-        os.kill(whole_number(_LAUNCHER_ENV, os.getppid()), number)
+        os.kill(launcher, number)
 
 
 def tell_saved(launch: Launch) -> None:
@@ -215,11 +216,21 @@ def tell_saved(launch: Launch) -> None:
     If the launcher had passed the signal on, it ends too. Otherwise it restarts the processes of
     this machine.
     """
-    launcher = whole_number(_LAUNCHER_ENV, 0)
-    if launcher and _is_restarted(launch):
+    launcher = _running_launcher()
+    if launcher is not None and _is_restarted(launch):
         signal.signal(SAVED, signal.SIG_IGN)  # the launcher ends the other processes with it
         if launch.local_rank == 0:
-            os.kill(launcher, SAVED)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(launcher, SAVED)
+
+
+def _running_launcher() -> int | None:
+    """Return our launcher if it is still a parent of this process or of its parent."""
+    launcher, parent = whole_number(_LAUNCHER_ENV, 0), os.getppid()
+    above = 0
+    with suppress(OSError):
+        above = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+    return launcher if launcher in (parent, above) and launcher else None
 
 
 def _is_restarted(launch: Launch) -> bool:

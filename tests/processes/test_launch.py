@@ -1,5 +1,8 @@
 """How a process learns who and where it is."""
 
+import os
+import signal
+
 import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -7,7 +10,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron.errors import ConfigError
 from megatron.processes import groups
 from megatron.processes.ending import report
-from megatron.processes.launch import Launch, bare_task, check_meeting_place, placed, read_launch
+from megatron.processes.launch import (
+    Launch,
+    bare_task,
+    check_meeting_place,
+    placed,
+    read_launch,
+    tell_saved,
+)
 from megatron.processes.process import processes, run_process
 from tests.config.command import parse
 
@@ -132,3 +142,14 @@ def test_a_rank_that_there_is_not(monkeypatch, rank, size):
         ConfigError, match=f"^RANK is {rank}, but WORLD_SIZE is {size or 1} .*torchrun"
     ):
         read_launch()
+
+
+def test_a_launcher_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *call: told.append(call))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    for pid in (os.getpid(), os.getppid()):  # only the second one is above this process
+        monkeypatch.setenv("MEGATRON_LAUNCHER_PID", str(pid))
+        tell_saved(Launch())
+    assert told == [(os.getppid(), signal.SIGUSR1)]
