@@ -129,10 +129,16 @@ def start_gather_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -
         axis: The ranks.
         exchange: The exchange over the axis that sends the rows; `None` runs collectives.
     """
-    way = Way(partial(start_all_gather, axis=axis))
-    if exchange is not None and exchange.fits(x.numel(), x.dtype):
-        way = Way(partial(_start_spreading, exchange=exchange))
-    return InTransit(x, way, _way_of_sums(axis, exchange))
+
+    def start(x: Tensor) -> Pending | LentRows:
+        if exchange is None or not exchange.fits(x.numel(), x.dtype):
+            return start_all_gather(x, axis)
+        x, use = x.contiguous(), exchange.open(x)
+        for step in range(1, axis.size):
+            use.send(step, x)
+        return LentRows(use, x, axis)
+
+    return InTransit(x, Way(start), _way_of_sums(axis, exchange))
 
 
 def start_sum_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> InTransit:
@@ -166,14 +172,6 @@ def _start_all_to_all(x: Tensor, axis: Axis, sent: list[int], received: list[int
         into, x.contiguous(), received, sent, group=axis.group, async_op=True
     )
     return Pending(into, axis.transfer("all-to-all", work))
-
-
-def _start_spreading(x: Tensor, exchange: Exchange) -> LentRows:
-    """Start sending the same rows to all ranks."""
-    x, use = x.contiguous(), exchange.open(x)
-    for step in range(1, exchange.axis.size):
-        use.send(step, x)
-    return LentRows(use, x, exchange.axis)
 
 
 def _way_of_sums(axis: Axis, exchange: Exchange | None) -> Way:

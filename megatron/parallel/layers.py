@@ -132,12 +132,6 @@ class Linear(nn.Module):
         """The bias [out] that the caller must add to the result; `None` if there is none."""
         return None if self.bias is None or self.adds_bias else self.bias.flatten()
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether the weight is frozen, and multiplied in its own format by the whole input."""
-        alone = self._transport is None and self._sums_over is None
-        return alone and self.products.is_autograds and not self.weight.requires_grad
-
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [s, b, in] -> [s, b, out].
 
@@ -149,7 +143,8 @@ class Linear(nn.Module):
         added = bias if self._sums_over is None and self.adapter is None else None
         low = None
         if self.adapter is not None:
-            if self._is_plain:
+            alone = self._transport is None and self._sums_over is None
+            if alone and self.products.is_autograds and not self.weight.requires_grad:
                 out = self.adapter.product(x, self.weight)
                 if out is not None:
                     return out if bias is None else out + bias.flatten()
