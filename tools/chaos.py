@@ -8,7 +8,7 @@ The command must name --save, --load and --metrics-jsonl. It is started again, a
 until it ends with 0. Faults strike one rank, at random times, until --hours are over:
 
     kill      SIGKILL
-    stop      SIGSTOP, for good: the others must notice, so it never strikes the last one that runs
+    stop      SIGSTOP without SIGCONT: the others must notice, so the last one that runs is spared
     pause     SIGSTOP and, two seconds later, SIGCONT: nothing may fail
     term      SIGTERM: all ranks save and exit
     launcher  SIGKILL to the launcher instead of a rank

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.reliability.scoreboard.score import Row, Trials
 
 _BEGIN, _END = "<!-- scoreboard: written by tools/scoreboard.py -->\n", "<!-- end -->\n"
-_COLUMNS = ("#", "what is done, and what must hold", "held", "longest", "beside", "commit")
+_COLUMNS = ("#", "what is done, and what must hold", "held", "longest", "details", "commit")
 
 
 def table(lines: Iterable[str]) -> str:
@@ -47,11 +47,11 @@ def table(lines: Iterable[str]) -> str:
 def result(row: Row, trials: Trials, commit: str) -> str:
     """Return one line of results."""
     notes = [f"{text}: {count:,}" for text, count in sorted(trials.notes.items())]
-    beside = "; ".join([trials.seeds, *notes])
+    details = "; ".join([trials.seeds, *notes])
     held = f"{trials.passed} of {trials.tried}"
     # Trials that were all made at once have no individual times.
     longest = f"{trials.worst:.1f} s" if trials.worst >= 0.05 else ""
-    return _line([str(row.number), row.what, held, longest, beside, commit])
+    return _line([str(row.number), row.what, held, longest, details, commit])
 
 
 def _line(values: Sequence[str]) -> str:

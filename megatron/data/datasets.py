@@ -450,7 +450,7 @@ def _build_split(
         try:
             return build(split, kept[0], num_samples, 0)
         except NoTokensError as error:
-            # As above, if the split is only a share: --split leaves little of a small text.
+            # A run can do without this split too: --split may leave no tokens of a small text.
             if split == "train" or kept[0].bounds == (0, kept[0].documents):
                 raise
             if request.is_builder:

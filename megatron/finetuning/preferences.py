@@ -313,7 +313,7 @@ def run_part(
 def at_segments(batch: Batch, name: str) -> Tensor:
     """Return the values of one of the batch's arrays [b, s] at the first token of each segment.
 
-    Empty segments behind the last token have the values of that token, at which no pair begins.
+    Empty segments after the last token have the values of that token, at which no pair begins.
     """
     values = batch[name].flatten()
     return values[batch[SEGMENT_ENDS][:-1].clamp(max=len(values) - 1)]

@@ -64,7 +64,7 @@ class Answer(ABC):
         Args:
             row: The computed row.
             results: One result for each of the row's `choices`.
-            scheduler: The scheduler. It is told about sequences that begin or end.
+            scheduler: The scheduler, to which sequences that begin or end are reported.
 
         Returns:
             The events to report.

@@ -132,7 +132,7 @@ class Snapshots:
         """Start without snapshots.
 
         Args:
-            places: Where states can be copied to.
+            places: The places to which states can be copied.
         """
         self._empty = list(places)
         self._places: OrderedDict[BlockKey, int] = OrderedDict()  # the one unused longest is first

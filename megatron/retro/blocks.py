@@ -31,7 +31,7 @@ from megatron.parallel.layout import Axis
 if TYPE_CHECKING:
     import h5py
 
-_WAIT = 5.0  # seconds between two signs of life from the first process
+_WAIT = 5.0  # seconds between two heartbeats of the first process
 _RUN = 1 << 16  # rows of a table that are checked at a time
 MADE_AGAIN = "run tools/retro/main.py again, which rebuilds missing and damaged files"
 

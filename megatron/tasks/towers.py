@@ -139,7 +139,7 @@ def _passages(
 
 
 def _entries(path: str, flag: str) -> Iterator[Any]:
-    """Yield the entries of a JSON list, with one in memory at a time. DPR's file has 7 GB."""
+    """Yield the entries of a JSON list, with one in memory at a time. DPR's file is 7 GB."""
     decoder, text, begun = json.JSONDecoder(), "", False
     broken = f"{flag} {path}: not a JSON list of questions in DPR's format"
     try:

@@ -340,9 +340,8 @@ class CoreFiles:
         """Return the optimizers' settings and counters. Divided experts have their own."""
         meta, plan = self.snapshot.meta, self.snapshot.plan
         divided = self.config.parallel.expert_model_parallel_size > 1
-        groups = defaultdict[bool, list[bool]](
-            list
-        )  # whether groups decay, by whether they belong to experts
+        # Whether each group has weight decay, by whether it belongs to experts.
+        groups = defaultdict[bool, list[bool]](list)
         for name in self.places:
             if name.startswith(WEIGHTS) and not name.endswith("expert_bias"):
                 decays = not name.endswith("bias") and len(plan.shapes[name]) > 1

@@ -379,7 +379,7 @@ class AdapterExport:
         }
 
     def _targets(self, *, stacked: bool) -> list[str] | None:
-        """Return the ends of the names of adapted modules, or whole names if layers differ.
+        """Return the suffixes of adapted modules' names, or whole names if layers differ.
 
         Args:
             stacked: Whether to name weights of experts instead of modules.

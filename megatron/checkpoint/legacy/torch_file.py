@@ -236,7 +236,7 @@ def write_torch_file(path: Path, tree: Any) -> None:
     """Write a new file that `torch.load` reads and flush it to the disk, but not its folder.
 
     Args:
-        path: The file. Its stem begins the names of the records, as with torch.save.
+        path: The file. Its stem is the prefix of the records' names, as with torch.save.
         tree: Dicts, lists, tuples, scalars, argparse.Namespace, and tensors, which may be lazy:
             each is read when its record is written.
 

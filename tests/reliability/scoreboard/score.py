@@ -56,7 +56,7 @@ class Trials:
         self.worst = max(self.worst, time.perf_counter() - started)
 
     def note(self, text: str, count: int = 1) -> None:
-        """Count something that the table tells beside the result."""
+        """Count something that the table reports in addition to the result."""
         self.notes[text] = self.notes.get(text, 0) + count
 
     def side_by_side(self, attempts: Sequence[Attempt], workers: int) -> None:
