@@ -156,7 +156,7 @@ def _depth_by_depth(model: GPTModel, tokens: list[int], depths: int) -> list[int
     with torch.no_grad():
         places = torch.arange(len(tokens) - 1)
         rotation = model.rotation_in(model.plan.layers[-1], model.rotation(places))
-        x, _ = model._run_layers(torch.tensor([text[:-1]]), None, None, None, None)
+        x, _ = model._run_layers(torch.tensor([text[:-1]]), None, None, None, None, len(text) - 1)
         for depth in range(depths):
             read = torch.tensor([text[depth + 1 : depth + len(tokens)]])
             x = model.mtp[depth](x, model.embed(read, places), None, rotation)
