@@ -298,3 +298,11 @@ def test_small_starts_the_demo_with_the_recipe_s_kind(tmp_path: Path, monkeypatc
     ((kind, out, source, iterations),) = started
     assert "--qk-layernorm" in kind.blocks
     assert (out, source, iterations) == (tmp_path / "out", None, 3)
+
+
+def test_a_file_with_a_task_s_name_is_a_recipe() -> None:
+    """Only a task's exact name, or a name that resembles none of the recipes, is a task."""
+    found = {
+        word: pretrain._is_task(word) for word in ("MNLI", "lambada.yaml", "-LAMBADA", "gpt-tiny")
+    }
+    assert found == {"MNLI": True, "lambada.yaml": False, "-LAMBADA": False, "gpt-tiny": False}

@@ -26,7 +26,15 @@ from pyarrow import parquet
 
 from megatron.config.data import TokenizerConfig
 from megatron.corpora import blocks, sources
-from megatron.corpora.plan import CorpusPlan, TasksStep, TokenizeStep, default_steps, plan_from_dict
+from megatron.corpora.cleaning import judge_quality
+from megatron.corpora.plan import (
+    CorpusPlan,
+    QualityStep,
+    TasksStep,
+    TokenizeStep,
+    default_steps,
+    plan_from_dict,
+)
 from megatron.corpora.run import DATASET, Cluster, build_corpus
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
@@ -468,3 +476,11 @@ def test_an_unusable_tokenizer_is_found_before_any_work(planted, tmp_path) -> No
             CorpusPlan((str(planted.folder),), steps), tmp_path / "out", Cluster(), overwrite=False
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_single_word_is_measured_by_its_letters() -> None:
+    step = QualityStep(min_words=1, min_word_length=4.0, max_word_length=6.0, stop_words=0)
+    texts = {"four": "", "sixsix": "", "the": "short words", "sevenxx": "long words", "": "too few"}
+    for text, reason in texts.items():
+        assert judge_quality(text, step).startswith(reason)
+        assert bool(judge_quality(text, step)) == bool(reason)

@@ -292,3 +292,39 @@ def test_scores_that_are_not_finite_are_refused(classifier: Path, tmp_path: Path
     with pytest.raises(DataError, match=f"--classifier-model {folder}.*not finite"):
         annotate(source, tmp_path / "out.jsonl", ClassifierScorer(str(folder), "rude", 8))
     assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_one_score_that_is_not_finite_is_enough_to_refuse(classifier: Path, monkeypatch) -> None:
+    """Labels may be independent of each other: then only some scores are damaged."""
+    scorer = ClassifierScorer(str(classifier), "rude", 8)
+    found = [{"label": "rude", "score": 0.5}, {"label": "polite", "score": float("nan")}]
+    monkeypatch.setattr(scorer, "_pipeline", lambda texts, **_: [found for _ in texts])
+    with pytest.raises(DataError, match="not finite"):
+        list(scorer.score(["a lake"]))
+
+
+def test_a_tokenizer_without_a_limit_cuts_texts_for_the_network(classifier: Path, tmp_path) -> None:
+    folder = shutil.copytree(classifier, tmp_path / "unbounded")
+    about = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**about, "model_max_length": int(1e30)})
+    )
+    scorer = ClassifierScorer(str(folder), "rude", 8)
+    text = "thank " * 30 + "you stupid idiot " * 200
+    positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    cut = scorer._pipeline._preprocess_params["max_length"]
+    assert cut == positions - 2  # some models do not use their first two positions
+    (scored,) = scorer.score([text])
+    assert scored.scores
+
+
+@pytest.mark.parametrize(("total", "asked"), [(0, 4), (1, 1), (3, 3)])
+def test_the_command_annotates_all_without_a_total(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, asked: int
+) -> None:
+    source = write(tmp_path / "own.jsonl", [{"text": f"rude 0.{i}"} for i in range(4)])
+    scorer = ToyScorer()
+    monkeypatch.setattr(annotation, "build_scorer", lambda _: scorer)
+    words = ["--data-path", str(source), "--total", str(total)]
+    annotation.run(annotation.build_parser().parse_args(words))
+    assert len(scorer.asked) == asked

@@ -10,7 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.detoxify import perspective as module
-from megatron.detoxify.perspective import PerspectiveClient, ServiceError, TextRefusedError
+from megatron.detoxify.perspective import (
+    PerspectiveClient,
+    RequestPace,
+    ServiceError,
+    TextRefusedError,
+)
 from megatron.detoxify.scorers import ATTRIBUTES, PerspectiveScorer, Scored
 from megatron.errors import ConfigError
 from tests.detoxify.stand_in import KEY, Answer, StandIn, error_body, perspective
@@ -171,3 +176,31 @@ def test_no_server(service: StandIn) -> None:
     )
     with pytest.raises(ServiceError, match="2 attempts failed.*refused"):
         client.score("text")
+
+
+@pytest.mark.parametrize("value", [True, False, -0.01, 1.01, None, "0.5"])
+def test_a_score_that_is_no_probability_is_asked_for_again(service: StandIn, value: object) -> None:
+    score = {"summaryScore": {"value": value}}
+    body = {"attributeScores": {name.upper(): score for name in ATTRIBUTES}}
+    service.answers = [Answer(200, json.dumps(body).encode())]
+    assert client_of(service).score("rude 0.4")["toxicity"] == 0.4
+    assert len(service.bodies) == 2
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_the_ends_of_the_range_are_scores(service: StandIn, value: int) -> None:
+    score = {"summaryScore": {"value": value}}
+    body = {"attributeScores": {name.upper(): score for name in ATTRIBUTES}}
+    service.answers = [Answer(200, json.dumps(body).encode())]
+    assert client_of(service).score("text") == dict.fromkeys(ATTRIBUTES, float(value))
+    assert len(service.bodies) == 1
+
+
+def test_a_shorter_pause_does_not_end_a_longer_one() -> None:
+    """Of the pauses that several workers ask for, the longest counts."""
+    pace = RequestPace(1000)
+    pace.pause(0.2)
+    pace.pause(0.0)
+    began = time.monotonic()
+    pace.wait()
+    assert time.monotonic() - began > 0.1

@@ -8,7 +8,7 @@ cannot matter, or not to a test on a CPU, is left out by these rules:
   `warn` and loggers, and help texts.
 - Time and memory: `time.sleep`, the garbage collector, arguments and constants whose names tell a
   timeout, a pause, an interval, or the size of a chunk, buffer or cache; and constants that tell
-  how much of something is shown.
+  how much of something is shown, such as a chart's points.
 - Code that needs a GPU: functions and classes that use `torch.cuda`, the `if` branches of GPUs, and
   what follows in a function after CPUs have left it.
 """
@@ -34,7 +34,7 @@ _ARGUMENTS = (
 ).split()
 _CONSTANTS = re.compile(
     "CHUNK|PIECE|AT_ONCE|AT_A_TIME|CACHE|BUFFER|TIMEOUT|WAIT|PAUSE|REST|SECONDS|EVERY|INTERVAL"
-    "|SHOWN|NAMED|LONGEST"
+    "|SHOWN|NAMED|LONGEST|BINS"
 )
 _OF_GPUS = re.compile(r"(\w+\.)*(is_gpu|is_cuda|is_available\(\))|.*type == 'cuda'")
 
@@ -155,8 +155,9 @@ def _is_left_out(node: ast.AST) -> bool:
             return _is_left_out(value)
         case ast.keyword(arg=name):
             return name in _ARGUMENTS
-        case ast.Assign(targets=[ast.Name(id=name)]):
-            return name.isupper() and _CONSTANTS.search(name) is not None
+        case ast.Assign(targets=[ast.Name() | ast.Tuple() as target]):
+            names = [part.id for part in ast.walk(target) if isinstance(part, ast.Name)]
+            return all(name.isupper() and _CONSTANTS.search(name) for name in names)
         case ast.FunctionDef() | ast.ClassDef():
             return any(_is_cuda(part) for part in ast.walk(node) if part is not node)
     return isinstance(node, ast.Assert | ast.JoinedStr | ast.Raise)

@@ -77,6 +77,7 @@ def test_a_module_is_tried_with_the_tests_that_import_it_first() -> None:
 _LEFT_OUT = """
 import time, torch
 _WAIT_SECONDS = 1.0
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 FACTOR = 1.0
 
 def wait(a, b, device):

@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.optimizer import muon
 from megatron.optimizer.muon import COEFFICIENTS, Muon, RowExchange, cost_of, orthogonalize
 from megatron.optimizer.update import MatrixPlace
 from megatron.parallel.layout import Axis, Layout
@@ -161,3 +162,10 @@ def test_only_matrices_of_layers_follow_muon():
     table.spec = ParameterSpec((4, 4), (4, 4), (0, 0), ZEROS, is_vocabulary=True)
     assert isinstance(choose("layers.0.mlp.up.weight", matrix), Muon)
     assert isinstance(choose("embedding.word.weight", table), AdamW)
+
+
+def test_matrices_that_just_fill_a_chunk_share_it(monkeypatch):
+    monkeypatch.setattr(muon, "CHUNK", 64)
+    axis = Axis(size=1, rank=0, ranks=(0,))
+    places = [MatrixPlace(_spec((8, 4)), None, axis) for _ in range(5)]
+    assert muon._chunks(places) == [[0, 1], [2, 3], [4]]

@@ -67,8 +67,13 @@ def test_processes_that_do_not_know_where_to_meet(monkeypatch):
         ConfigError, match="WORLD_SIZE is 4, but MASTER_PORT must also be set for the processes"
     ):
         check_meeting_place(4)
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    check_meeting_place(4)
+    for port in ("1", "29500", "65535"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        check_meeting_place(4)
+    for port in ("0", "65536"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT is {port}: .* from 1 to 65535"):
+            check_meeting_place(4)
 
 
 @pytest.mark.parametrize("step", [{}, {"SLURM_STEP_NUM_TASKS": "4"}])

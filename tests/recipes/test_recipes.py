@@ -148,7 +148,8 @@ def test_a_file_of_one_s_own_is_a_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(125_226_240, "125M"), (6_738_415_616, "6.74B"), (15 * 10**12, "15T"), (12, "12"), (None, "")],
+    [(125_226_240, "125M"), (6_738_415_616, "6.74B"), (15 * 10**12, "15T"), (12, "12"), (None, "")]
+    + [(10**6, "1M"), (10**9, "1B"), (10**12, "1T"), (999_999, "999999")],
 )
 def test_numbers_of_the_table(number: object, text: str) -> None:
     assert catalog.short(number) == text

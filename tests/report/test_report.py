@@ -348,3 +348,27 @@ def test_the_timeline_of_the_last_profiled_iteration(tmp_path):
     assert second["rows"][0]["spans"][0] == (8.0, 20.0, "forward")
     assert report(run) == 0
     assert len(data_of(run / "report.html")["runs"][0]["timelines"]) == 2
+
+
+def test_the_busiest_and_the_idlest_expert_are_curves():
+    history = History("run")
+    history.add(record(1, **{"expert load": {"0": [0.5, 0.25, 0.25], "3": [0.125, 0.875]}}))
+    history.add(record(2, **{"expert load": {"0": []}}))
+    assert history.curves["expert-load/busiest"].values[0] == 0.875
+    assert history.curves["expert-load/idlest"].values[0] == 0.125
+
+
+def test_evaluations_of_event_files_are_in_the_order_of_time(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        for step in (1, 2):
+            for number, split in enumerate(("validation", "test")):
+                when = 1e9 + 10 * step + number
+                writer.add_scalar(f"lm loss {split}", 8.0 - step, step, walltime=when)
+    events = read_run(tmp_path).events
+    assert [(event.iteration, event.text.split()[2]) for event in events] == [
+        (1, "validation"),
+        (1, "test"),
+        (2, "validation"),
+        (2, "test"),
+    ]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
+from megatron.submit.command import Host, read_hostfile
 from tests.submit.descriptions import COMMAND, RESUME, job_file
 
 _FILE = """
@@ -171,3 +172,33 @@ def test_a_bad_hostfile_says_its_remedy(text: str, message: str, tmp_path: Path)
     (tmp_path / "hosts").write_text(text)
     problems = _problems("--hostfile", str(tmp_path / "hosts"), *COMMAND, target="hostfile")
     assert message in problems
+
+
+@pytest.mark.parametrize("asked", [("--chain", "2"), ("--requeue",)])
+def test_a_job_that_continues_needs_a_checkpoint(asked: tuple[str, ...]) -> None:
+    words = (*asked, "--time", "01:00:00", "--")
+    assert f"{' '.join(asked)} continues from a checkpoint" in _problems(*words, "a.py")
+    # Without a second job, there is nothing to continue.
+    job_file("slurm", "--chain", "1", "--time", "01:00:00", "--", "a.py")
+
+
+def test_every_line_of_a_hostfile_is_checked_and_numbered_from_1(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# two machines\n\nnode0 slots=x\nnode1 slots=8  # fast\n\na b c\nnode1\n")
+    with pytest.raises(ConfigError) as caught:
+        read_hostfile(path)
+    said = str(caught.value)
+    assert "line 3: 'node0 slots=x': expected" in said
+    assert "line 6: 'a b c': expected" in said
+    assert "line 7: node1 appears twice" in said
+    path.write_text("node0\nnode1 slots=4\nnode2:2\n")
+    assert read_hostfile(path) == [Host("node0", None), Host("node1", 4), Host("node2", 2)]
+    path.write_text("# none\n")
+    with pytest.raises(ConfigError, match="no machine: write one per line"):
+        read_hostfile(path)
+
+
+def test_a_time_limit_in_seconds() -> None:
+    """Kubernetes takes the limit in seconds."""
+    text = job_file("kubernetes", "--time", "01:02:03", "--image", "x", *COMMAND)
+    assert "activeDeadlineSeconds: 3723" in text

@@ -117,3 +117,19 @@ def test_bad_flags(words: list[str]):
     without = words[: words.index("--vocab-file")] + words[words.index("--vocab-file") + 2 :]
     with pytest.raises(ConfigError, match="both --tokenizer-type and --vocab-file"):
         run(without)
+
+
+def test_shares_from_0_to_1_and_sizes_from_1_are_accepted(tmp_path: Path):
+    """Without texts, the command ends after its flags have been checked."""
+    (tmp_path / "none.jsonl").touch()
+    words = ["--input", str(tmp_path / "none.jsonl"), "--output-dir", str(tmp_path / "vectors")]
+    words += ["--load", "x", "--block-size", "1", "--batch-size", "1"]
+    for share in ("0", "1"):
+        with pytest.raises(DataError, match="there is no text"):
+            run([*words, "--mask-prob", share])
+    for share in ("-0.1", "1.1", "nan"):
+        with pytest.raises(ConfigError, match=f"--mask-prob {share}: give a number from 0 to 1"):
+            run([*words, "--mask-prob", share])
+    for flag in ("--block-size", "--batch-size"):
+        with pytest.raises(ConfigError, match=f"{flag} 0: give at least 1"):
+            run([*words, flag, "0"])

@@ -1,10 +1,13 @@
 """The kinds of `make demo`: their flags fit together."""
 
+import json
+
 import pytest
 
 from megatron.config.parser import parse_config
 from megatron.models.arithmetic import flops_per_token
 from megatron.models.plans import model_plan
+from megatron.tools import demo
 from megatron.tools.demo_kinds import KINDS, VOCAB_SIZE
 
 
@@ -28,3 +31,20 @@ def test_the_mixture_computes_as_much_for_a_token_as_the_gpt():
         for config in (_config("gpt"), _config("moe"))
     )
     assert dense < mixture < 1.01 * dense  # the routers
+
+
+def test_tests_of_the_standard_library_are_left_out_at_any_depth(tmp_path, monkeypatch):
+    library = tmp_path / "lib"
+    kept = {"a.py": "a = 1", "pkg/b.py": "b = 2\n\nc = 3", "pkg/deep/test.py": "d = 4"}
+    left_out = ("test/x.py", "pkg/tests/x.py", "pkg/deep/test/y/x.py", "_sysconfigdata_x.py")
+    for name, text in {**kept, **dict.fromkeys(left_out, "x = 0")}.items():
+        path = library / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (library / "old.py").write_bytes(b"# \xff")
+    monkeypatch.setattr(demo.sysconfig, "get_path", lambda _: str(library))
+    for in_lines in (False, True):
+        demo.write_standard_library(tmp_path / "out.jsonl", in_lines=in_lines)
+        found = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").open()]
+        expected = [[s for s in t.split("\n") if s] if in_lines else t for t in kept.values()]
+        assert sorted(found) == sorted(expected)

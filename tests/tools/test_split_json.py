@@ -107,3 +107,14 @@ def test_a_bad_line_is_named_and_nothing_is_written(tmp_path, capsys, monkeypatc
     assert message in error
     assert error.endswith("; fix or remove the line")
     assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("shares", "counts"), [((0.5, 0.5), [0, 2, 1]), ((0.5, 0.34), [0, 2, 1]), ((1,), [0, 3, 0])]
+)
+def test_shares_that_are_rounded_up_leave_no_more_than_there_is(tmp_path, shares, counts):
+    (tmp_path / "in.json").write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
+    words = ("--input_files", tmp_path / "in.json", "--test_percent", *shares)
+    assert split(*words, "--output_dir", tmp_path / "out") == 0
+    names = ("train.json", "dev.json", "test.json")
+    assert [len((tmp_path / "out" / name).read_text().splitlines()) for name in names] == counts
