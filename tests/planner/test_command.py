@@ -15,7 +15,7 @@ from megatron.device import datasheet_flops
 from megatron.errors import ConfigError, DataError, UserError
 from megatron.planner.command import build_parser, command, describe, read_request, run
 from megatron.planner.machine import MACHINES, read_machine
-from megatron.planner.search import Search, spell
+from megatron.planner.search import Search, layouts, spell
 from tests.repository import ROOT
 
 SMALL = (
@@ -341,3 +341,14 @@ def test_a_teacher_is_named_as_a_model(capsys):
     assert taught.teacher is not None
     assert len(taught.teacher.layers) == 32
     assert taught.teacher.embedding.vocabulary == alone.embedding.vocabulary
+
+
+def test_layers_that_are_split_split_sequences_too():
+    start = _search("--gpus 8xH100 --global-batch 64 --", SMALL)[0].start
+    found = list(layouts(start, 8, 4))
+    sizes = {values["parallel.tensor_model_parallel_size"] for values in found}
+    assert sizes == {1, 2, 4}
+    for values in found:
+        is_split = values["parallel.tensor_model_parallel_size"] > 1
+        assert values["parallel.sequence_parallel"] is is_split
+        assert values["parallel.tp_comm_overlap"] is is_split

@@ -106,6 +106,8 @@ def test_it_learns_and_reports(toy, tmp_path, capsys):
     assert found.keys() == {"rank", "top1_acc", "top3_acc"}
     first = float(lines[0].split("rank ")[1].split()[0])
     assert found["rank"] < 0.7 * first
+    correct = found["top3_acc"] * QUESTIONS / 100
+    assert 0 < correct == pytest.approx(round(correct), abs=1e-3)
     assert "correct predictions" in said
     # What was saved is a bi-encoder like any other.
     parsed = towers.parse(TASK, [*words_of(toy), "--load", str(tmp_path / "run")], 1)
