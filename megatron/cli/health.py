@@ -52,7 +52,9 @@ def main(words: Sequence[str]) -> int:
     """Test the machines, print the table, and return the exit code: 1 if something stands out."""
     options = build_parser().read(words)
     if options.hang is not None:
-        return run_command(lambda: _show_hang(options.hang, stacks=options.stacks))
+        from megatron.processes.hang_files import hang_view
+
+        return run_command(lambda: print(hang_view(options.hang, stacks=options.stacks)))
     from megatron.processes.launch import is_launched
 
     if not is_launched() and options.processes != 1:
@@ -60,12 +62,6 @@ def main(words: Sequence[str]) -> int:
     from megatron.processes.process import run_process
 
     return run_process(words, lambda launch: _test(launch, options.save, options.factor))
-
-
-def _show_hang(folder: Path, *, stacks: bool) -> None:
-    from megatron.processes.hang_files import hang_view
-
-    print(hang_view(folder, stacks=stacks))
 
 
 def _become_launcher(count: int | None, words: Sequence[str]) -> None:

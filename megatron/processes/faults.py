@@ -87,7 +87,12 @@ class FaultyJournal(Journal):
             # After loading data within a forward pass, the process is in that pass again.
             self._last = (self.iteration, text)
             self._strike(point)
-        self._factor = self._factor_at(point)
+        factors = [
+            fault.factor
+            for fault in self._faults
+            if fault.factor and self.iteration >= fault.step and fault.point in (point, "step")
+        ]
+        self._factor = max(factors, default=1.0) if point is not None else 1.0
         self._since, self._waited = time.monotonic(), 0.0
 
     def begin_wait(self, transfer: Transfer) -> None:
@@ -106,14 +111,6 @@ class FaultyJournal(Journal):
         with super().joining(kind, ranks):
             yield
         self._waited += time.monotonic() - self._waits_since
-
-    def _factor_at(self, point: str | None) -> float:
-        factors = [
-            fault.factor
-            for fault in self._faults
-            if fault.factor and self.iteration >= fault.step and fault.point in (point, "step")
-        ]
-        return max(factors, default=1.0) if point is not None else 1.0
 
     def _stretch(self) -> None:
         """Let the operation that ends take longer, if a fault slows it down by a factor."""

@@ -187,7 +187,8 @@ class Stragglers(Callback):
             self._times = {}
 
     def _compare(self, run: Run) -> None:
-        row = [_lower_quartile(column) for column in zip(*self._window, strict=True)]
+        columns_here = zip(*self._window, strict=True)
+        row = [sorted(column)[len(column) // 4] for column in columns_here]  # lower quartiles
         mine = torch.tensor([row], dtype=torch.float64)
         columns = all_gather(mine, run.layout.world).T.tolist()
         self._times = dict(zip(self._clock.columns, columns, strict=True))
@@ -219,10 +220,6 @@ def _usual(seconds: float, peers: Sequence[float]) -> float | None:
 
 def _name(section: str) -> str:
     return _SECTION_NAMES.get(section) or f"communication ({section.replace('_', ' ')} axis)"
-
-
-def _lower_quartile(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 4]
 
 
 def times_line(times: Mapping[str, Sequence[float]], count: int) -> str:

@@ -87,11 +87,14 @@ class SuspiciousUpdates(Callback):
         if not rerun.is_same:
             self._end_after_error(run, rerun)
         told = f"iteration {at}: computed again, it gives {_words(rerun.second)} as before"
+        flags = run.config.training
+        keeps_all = not flags.check_for_nan_in_loss_and_grad
+        goes_on = outcome.found_spike or flags.on_nonfinite == "skip" or keeps_all
         if known is not None and not set(known.hosts) & set(rerun.hosts):
             self._tell(run, f"{told}, on other machines too: the data are at fault")
         elif known is not None:
             self._tell(run, f"{told}, but on the same machines: the data or a machine is at fault")
-        elif _is_skipped(run, outcome) or run.config.checkpoint.save is None:
+        elif goes_on or run.config.checkpoint.save is None:
             self._tell(run, f"{told}: the data or a machine is at fault")
         else:
             self._leave_to_others(run, rerun, told)
@@ -181,13 +184,6 @@ def largest_difference(rerun: Rerun) -> float:
     if not all(math.isfinite(one) for pair in pairs for one in pair):
         return math.inf
     return max(abs(a - b) / max(abs(a), abs(b), _LEAST) for a, b in pairs)
-
-
-def _is_skipped(run: Run, outcome: StepOutcome) -> bool:
-    """Return whether the flags skip the update and go on."""
-    options = run.config.training
-    is_checked = options.check_for_nan_in_loss_and_grad
-    return outcome.found_spike or options.on_nonfinite == "skip" or not is_checked
 
 
 def _words(numbers: dict[str, float]) -> str:
