@@ -1,4 +1,4 @@
-"""Shared fixtures: real data beside the checkout, and small distributed runs on gloo."""
+"""Shared fixtures: real data from ../shared, and settings for every test."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def _shared(name: str) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: then no worker has one left when the others are done."""
+    """Run files with slow tests first, so that no worker starts one when the others are done."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real tokenizers, corpora and evaluation sets."""
+    """Return the folder of real tokenizers, corpora and evaluation sets."""
     return _shared("data")
 
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """Recorded runs of Megatron-LM 23.08."""
+    """Return the folder of recorded runs of Megatron-LM 23.08."""
     return _shared("golden")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
-    """One thread everywhere: bits do not depend on the machine, and forked ranks start clean."""
+    """Use one thread, so that results do not depend on the machine and forked ranks start clean."""
     import torch
 
     torch.set_num_threads(1)
@@ -49,14 +49,17 @@ def _one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def _interruptions_arrive() -> None:
-    """A suite that a shell started in the background ignores SIGINT, and its children would too."""
+    """Restore SIGINT, which is ignored in a suite that a shell started in the background.
+
+    Child processes would inherit that.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _launches_are_forgotten() -> Iterator[None]:
-    """What a program that runs in the test's process tells of its launch ends with the test."""
+    """Restore the launch variables that a program running in the test's process has set."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     before = {name: os.environ.get(name) for name in names}
     yield
@@ -69,9 +72,9 @@ def _launches_are_forgotten() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _trainings_freeze_nothing() -> Iterator[None]:
-    """The garbage collector leaves alone what this file has frozen, see below.
+    """Let trainings leave alone what this file has frozen (see below).
 
-    A training gives back at its end what it has frozen at its start, and all else with it.
+    At its end, a training unfreezes what it froze at its start, and everything else with it.
     """
     from megatron.training.callbacks import small
 
@@ -84,9 +87,9 @@ def _trainings_freeze_nothing() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_is_loaded_stays() -> None:
-    """Collections pass over modules and tests: going through them takes 0.2 s.
+    """Exclude modules and tests from garbage collections: scanning them takes 0.2 s.
 
-    Every training begins with a collection, and tests have hundreds of trainings.
+    Every training starts with a collection, and the tests run hundreds of trainings.
     """
     gc.collect()
     gc.freeze()

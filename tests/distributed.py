@@ -1,11 +1,11 @@
 """Run a function in several processes on this machine.
 
-On CPUs they talk by gloo or through memory. With MEGATRON_TEST_DEVICE=gpu the toy trainings of all
-tests go to GPUs instead, with kernels, and talk by NCCL:
+On CPUs they communicate over gloo or shared memory. With MEGATRON_TEST_DEVICE=gpu the toy
+trainings of all tests run on GPUs instead, with kernels, and communicate over NCCL:
 
     MEGATRON_TEST_DEVICE=gpu python -m pytest tests/parity
 
-More processes than GPUs share them: right, and slow.
+If there are more processes than GPUs, they share them. Results are correct, but slow.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ DEVICE_ENV = "MEGATRON_TEST_DEVICE"
 
 
 def toy_device(rank: int = 0) -> Device:
-    """Where a rank of a toy training computes: see above.
+    """Return the device of a rank of a toy training (see above).
 
     Raises:
-        ValueError: the variable asks for what is not here.
+        ValueError: The variable asks for a device that is not available.
     """
     asked = os.environ.get(DEVICE_ENV, "cpu")
     if asked == "cpu":
         return Device.cpu()
     if asked != "gpu" or not gpu_count():
         raise ValueError(f"{DEVICE_ENV}={asked}: cpu, or gpu where there is one")
-    # Side by side the processes of pytest-xdist (gw0, gw1 ...) begin with different GPUs.
+    # Parallel processes of pytest-xdist (gw0, gw1 ...) start at different GPUs.
     first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     device = Device.pick(first + rank)
     if find_library(device.torch_device).library is None:
@@ -55,9 +55,9 @@ def toy_device(rank: int = 0) -> Device:
 def run_distributed(
     world_size: int, function: Callable[..., Any], *args: Any, **sizes: int
 ) -> list[Any]:
-    """Call `function(layout, *args)` in `world_size` gloo processes; results in rank order.
+    """Call `function(layout, *args)` in `world_size` gloo processes; return results in rank order.
 
-    `sizes` are Layout.at's tensor, context and pipeline. Results must be picklable.
+    `sizes` are `Layout.at`'s tensor, context and pipeline sizes. Results must be picklable.
     Raises RuntimeError with the traceback of the first rank that failed.
     """
     return _run(world_size, None, function, args, sizes)
@@ -66,10 +66,10 @@ def run_distributed(
 def run_sharing_memory(
     world_size: int, function: Callable[..., Any], *args: Any, **sizes: int
 ) -> list[Any]:
-    """The same in processes that talk through shared memory: see `tests.shared_memory`.
+    """Do the same in processes that communicate through shared memory (`tests.shared_memory`).
 
-    For what is computed, not how it is sent: with four processes and more gloo costs several times
-    what a toy model does. Where they cannot, they talk by gloo.
+    For tests of what is computed rather than how it is sent: with four or more processes, gloo
+    takes several times as long as a toy model. Falls back to gloo where memory cannot be shared.
     """
     if toy_device().is_gpu or not can_share_memory():
         return run_distributed(world_size, function, *args, **sizes)
@@ -89,7 +89,7 @@ def _run(
 ) -> list[Any]:
     context = start_method()
     results: Any = context.SimpleQueue()
-    received: Any = context.Event()  # tensors in results live as long as the process that sent them
+    received: Any = context.Event()  # a result's tensors die with the process that sent them
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         common = (world_size, store, memory, function, args, sizes, results, received)
@@ -107,20 +107,20 @@ def _run(
 
 
 def can_share_memory() -> bool:
-    """Processes are forked here, on Linux."""
+    """Return whether processes are forked here and the system is Linux."""
     return start_method().get_start_method() == "fork" and hasattr(os, "eventfd")
 
 
-# What `fully_shard` and pipelines import, seconds long: once, not in every process.
+# `fully_shard` and pipelines import for seconds: do it once, not in every process.
 _SLOW_IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 
 
 @cache
 def start_method() -> Any:
-    """Fork: everything is loaded already, so children start in milliseconds.
+    """Return "fork" if possible: everything is loaded already, so children start in milliseconds.
 
-    Where there is a GPU, autograd leaves threads that no fork may follow: there from a server
-    process that has only loaded torch.
+    On machines with a GPU, autograd leaves threads that do not survive a fork. There, fork from a
+    server process that has only loaded torch.
     """
     if torch.cuda.is_available():
         context = mp.get_context("forkserver")
@@ -132,18 +132,19 @@ def start_method() -> Any:
 
 
 def freeze_inherited() -> None:
-    """To be called first in a forked process: its garbage collector leaves what it inherits alone.
+    """Exclude inherited objects from garbage collection. Call this first in a forked process.
 
-    A collection writes into every object that it looks at, which would copy the memory of the
-    process that it was forked from: of one that has run many tests, seconds.
+    A collection writes to every object that it visits, which would copy the parent's memory. If
+    the parent has run many tests, that takes seconds.
     """
     gc.freeze()
 
 
 def _share_gpus(rank: int, world_size: int) -> None:
-    """Let several processes have one GPU, each as if it were alone on its machine.
+    """Let several processes share one GPU, each as if it were alone on its machine.
 
-    NCCL refuses that on one machine, but goes by this name of it; its network is then the sockets.
+    NCCL refuses to share a GPU within one machine, but identifies machines by this name. It then
+    communicates over sockets.
     """
     if world_size > gpu_count():
         os.environ |= {"NCCL_HOSTID": f"toy {rank}", "NCCL_NET": "Socket"}

@@ -1,4 +1,4 @@
-"""What the documentation shows: the commands in its bash blocks, one by one, and other blocks."""
+"""Commands and other blocks in the documentation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.repository import ROOT, name
 
 
 class Command(NamedTuple):
-    """One command of a page, its backslash-continued lines joined."""
+    """One command on a page, with its backslash-continued lines joined."""
 
     page: str
     line: int
@@ -29,21 +29,21 @@ def _as_empty_lines(match: re.Match[str]) -> str:
 
 
 def pages() -> list[Path]:
-    """Every Markdown page of the project."""
+    """Return every Markdown page of the project."""
     return sorted(ROOT.glob("*.md")) + sorted(
         file for folder in ("docs", "examples") for file in (ROOT / folder).rglob("*.md")
     )
 
 
 def blocks_of(page: Path, language: str) -> list[tuple[int, str]]:
-    """(first line number, text) of every block that is marked with the language."""
+    """Return (first line number, text) of every block marked with this language."""
     text = page.read_text(encoding="utf-8")
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text[: match.start(1)].count("\n") + 1, match.group(1)) for match in found]
 
 
 def commands(page: Path) -> list[Command]:
-    """All commands of a page's bash blocks, without here-documents, comments and redirections."""
+    """Return a page's bash commands, without here-documents, comments and redirections."""
     result = []
     for first, raw in blocks_of(page, "bash"):
         block = _HERE_DOCUMENT.sub(_as_empty_lines, raw)
@@ -60,5 +60,5 @@ def commands(page: Path) -> list[Command]:
 
 
 def all_commands() -> list[Command]:
-    """Every documented command."""
+    """Return every documented command."""
     return [command for page in pages() for command in commands(page)]

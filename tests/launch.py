@@ -1,8 +1,8 @@
-"""Run launch scripts as a shell and torchrun would, without starting Python anew.
+"""Run launch scripts as a shell and torchrun would, without starting new interpreters.
 
-A new interpreter loads torch for two seconds, torchrun for itself and for each rank. Here the shell
-runs the script, but what it would start is only written down, and then run by forks of this
-process, which has torch loaded.
+A new interpreter takes two seconds to load torch, and torchrun needs one for itself and one for
+each rank. Here the shell runs the script, but the command that it would start is only recorded,
+and then run in forks of this process, which has already loaded torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ printf '%s\\0' "${0##*/}" "$@" > "$RECORDED/words"
 def run_script(
     words: Sequence[str], environment: Mapping[str, str], *, seconds: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """A shell script with its flags, and the one command that it starts, which is a `python`.
+    """Run a shell script with its flags, and the single `python` command that it starts.
 
     Returns:
-        The script's own code and errors where it starts none; else those of the first rank that
-        failed, and the output of all.
+        The script's own exit code and errors if it starts no command. Otherwise the exit code and
+        errors of the first rank that failed, and the output of all ranks.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -63,7 +63,7 @@ def run_script(
 def run_command(
     words: Sequence[str], environment: Mapping[str, str], *, seconds: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """`python ...`, or our launcher on this machine alone: see `run_ranks`."""
+    """Run `python ...`, or our launcher on this machine (see `run_ranks`)."""
     program, *started = words
     assert program == "python", program
     if started[:2] == ["-m", "megatron.processes.torchrun"]:
@@ -81,7 +81,7 @@ def run_command(
 
 
 def fork_steps(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
-    """Let the demos run their commands as forks of this process, for which nothing loads again."""
+    """Let the demos run their commands in forks of this process, where everything is loaded."""
     from megatron.tools import demo
 
     def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -89,8 +89,8 @@ def fork_steps(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) 
         print(done.stdout)
         return done
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a demo sets for itself
-    monkeypatch.chdir(ROOT)  # where it starts its commands
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the demo sets this itself
+    monkeypatch.chdir(ROOT)  # the folder in which it starts its commands
     monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=run))
 
 
@@ -102,14 +102,14 @@ def run_ranks(
     seconds: float = 240.0,
     before: Callable[[], object] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """A Python file with its flags, in `count` processes with the variables of torchrun."""
+    """Run a Python file with its flags in `count` processes with torchrun's variables."""
     with tempfile.TemporaryDirectory() as name:
         outputs = [Path(name, str(rank)) for rank in range(count)]
         ranks = start_ranks(words, environment, outputs, outputs, before=before)
         end = time.monotonic() + seconds
         for process in ranks:
             process.join(max(0.0, end - time.monotonic()))
-            process.kill()  # one that hangs
+            process.kill()  # if it hangs
             process.join()
         text = "".join(output.read_text() for output in outputs)
     code = next((process.exitcode for process in ranks if process.exitcode), 0)
@@ -126,13 +126,13 @@ def start_ranks(
     before: Callable[[], object] | None = None,
     is_new: bool = False,
 ) -> list[BaseProcess]:
-    """Start a rank for each of `outputs`, where it writes to; several know of each other.
+    """Start one rank for each of `outputs`; several ranks can connect to each other.
 
     Args:
-        words: what would follow `python`: a file or `-m module`, and its flags.
-        port: where they meet, if not at one that is free.
+        words: What would follow `python`: a file or `-m module`, and its flags.
+        port: The port at which they meet. By default, a free one.
         before: Called in each rank before it begins, for example to set limits.
-        is_new: Whether each rank becomes a new interpreter, which imports everything again.
+        is_new: Whether each rank is a new interpreter, which imports everything again.
     """
     count = len(outputs)
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port or free_port())}
@@ -157,7 +157,7 @@ def _as_main(
     before: Callable[[], object] | None = None,
     is_new: bool = False,
 ) -> None:
-    """Become `python words...`, in a process that has just been forked."""
+    """Turn this newly forked process into `python words...`."""
     freeze_inherited()
     for number, path in ((1, output), (2, errors)):
         with path.open("a") as stream:
@@ -179,5 +179,5 @@ def _as_main(
             sys.path.insert(0, str(Path(words[0]).parent))
             runpy.run_path(words[0], run_name="__main__")
     except Exception:
-        sys.excepthook(*sys.exc_info())  # a program may have one of its own
+        sys.excepthook(*sys.exc_info())  # a program may install its own hook
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Jobs of Megatron-DeepSpeed start as they are: dry at their size, and really in small."""
+"""Megatron-DeepSpeed jobs start unchanged: as dry runs at full size, and for real at toy size."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.launch import run_ranks
 from tests.repository import ROOT
 
 JOBS = sorted(Path(__file__).parent.glob("*.sh"))
-# In place of the launcher: writes its words down.
+# Replaces the launcher and records its arguments.
 _LAUNCHER = """#!/bin/sh
 printf '%s\\0' "$@" > words
 """
-# Given last, so that they win.
+# Given last, so that they take precedence.
 _SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-samples 12 "
@@ -32,7 +32,7 @@ _SMALL_TOKENS = "--train-tokens 10000 --lr-warmup-tokens 64 --lr-decay-tokens 10
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A corpus and a vocabulary, as the jobs' variables name them."""
+    """Write a corpus and a vocabulary, and return the jobs' variables that name them."""
     from tokenizers import ByteLevelBPETokenizer
 
     from megatron.data.indexed import IndexedDatasetBuilder
@@ -51,7 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def start(job: Path, folder: Path, files: dict[str, str]) -> list[str]:
-    """Run a job's script in a folder; the words that it gives to the launcher, from ours on."""
+    """Run a job's script in a folder and return the launcher's arguments after our script."""
     (folder / "bin").mkdir()
     launcher = folder / "bin" / "deepspeed"
     launcher.write_text(_LAUNCHER)
@@ -69,7 +69,7 @@ def processes_of(job: Path) -> int:
 
 
 def small(config: dict[str, Any]) -> dict[str, Any]:
-    """The job's file with sizes for two processes."""
+    """Return the job's DeepSpeed configuration with batch sizes for two processes."""
     config |= {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}
     if "gradient_accumulation_steps" in config:
         config["gradient_accumulation_steps"] = 2

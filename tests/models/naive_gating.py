@@ -1,6 +1,6 @@
-"""DeepSpeed's gating in loops over tokens and experts, from its published rules.
+"""DeepSpeed's gating as loops over tokens and experts, written from its published rules.
 
-Every function takes fp64 tensors, and autograd differentiates it. Shapes: T tokens, E experts.
+Every function takes fp64 tensors and is differentiated by autograd. T: tokens, E: experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.models.naive_mixture import Assignment
 
 
 class Gates(NamedTuple):
-    """The experts of each token with their factors, and the balancing loss."""
+    """The experts of each token, their weights, and the balancing loss."""
 
     assignment: Assignment
     loss: Tensor
@@ -25,14 +25,14 @@ class Gates(NamedTuple):
 def gates(
     logits: Tensor, plan: RouterPlan, room: int | None, gumbel: Tensor, selection: Tensor
 ) -> Gates:
-    """Return what DeepSpeed makes of logits [T, E].
+    """Return DeepSpeed's gates for logits [T, E].
 
     Args:
         logits: The scores before the softmax.
         plan: The router's record.
-        room: Tokens that an expert keeps; None: all.
-        gumbel: Noise of the choice, [T, E]; zeros for none.
-        selection: Numbers above 0, [T, E]: the highest of them are kept.
+        room: The number of tokens that an expert keeps, or `None` for no limit.
+        gumbel: The noise added to the choice, [T, E]; zeros for none.
+        selection: Positive numbers, [T, E]: each expert keeps the tokens with the highest.
     """
     tokens, experts = logits.shape
     scores = [row.exp() / row.exp().sum() for row in logits]
@@ -60,7 +60,7 @@ def gates(
 
 
 def _choose(row: list[float], noise: list[float], plan: RouterPlan) -> list[int]:
-    """The experts of a token, the best first."""
+    """Return a token's experts, the best first."""
     noisy = [logit + extra for logit, extra in zip(row, noise, strict=True)]
     order = range(len(row))
     if plan.chosen == 1:
@@ -79,7 +79,7 @@ def _place(
     scores: list[Tensor],
     selection: Tensor,
 ) -> tuple[float, int]:
-    """A token's place in an expert's queue: lower ones are kept."""
+    """Return a token's position in an expert's queue: lower positions are kept."""
     assert plan.gating is not None
     if plan.chosen == 2:
         return rank, token
@@ -89,6 +89,6 @@ def _place(
 
 
 def room(tokens: int, plan: RouterPlan) -> int:
-    """The capacity that DeepSpeed gives an expert, for sizes that fp32 divides exactly."""
+    """Return the capacity that DeepSpeed gives an expert, for sizes that fp32 divides exactly."""
     assert plan.capacity is not None
     return max(math.ceil(tokens / plan.experts * plan.capacity * plan.chosen), plan.min_capacity)

@@ -1,6 +1,6 @@
-"""Mixtures of experts by Megatron Core's published formulas: loops over tokens and experts.
+"""Mixtures of experts as loops over tokens and experts, from Megatron Core's published formulas.
 
-Every function takes fp64 tensors, and autograd differentiates it. Shapes: T tokens, E experts.
+Every function takes fp64 tensors and is differentiated by autograd. T: tokens, E: experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Assignment = list[dict[int, Tensor]]
 
 
 def assign(logits: Tensor, plan: RouterPlan, bias: Tensor | None = None) -> Assignment:
-    """The experts of each token, given logits [T, E] and the biases of the experts [E]."""
+    """Return the experts of each token, given logits [T, E] and the experts' biases [E]."""
     found = []
     for row in logits:
         scores = _alone(row, plan) if plan.score != "softmax" else row
@@ -41,12 +41,12 @@ def assign(logits: Tensor, plan: RouterPlan, bias: Tensor | None = None) -> Assi
 
 
 def _alone(row: Tensor, plan: RouterPlan) -> Tensor:
-    """Scores that do not depend on each other."""
+    """Return scores that are independent of each other."""
     return torch.sigmoid(row) if plan.score == "sigmoid" else (1 + row.exp()).log().sqrt()
 
 
 def _allowed(rank: list[float], plan: RouterPlan) -> list[int]:
-    """The experts of the best groups."""
+    """Return which experts are in the best groups."""
     size, each = plan.experts // plan.groups, plan.chosen // plan.groups_chosen
     groups = [list(range(g * size, (g + 1) * size)) for g in range(plan.groups)]
     groups.sort(key=lambda group: -sum(sorted((rank[e] for e in group), reverse=True)[:each]))
@@ -54,7 +54,7 @@ def _allowed(rank: list[float], plan: RouterPlan) -> list[int]:
 
 
 def without_overflow(assignment: Assignment, plan: RouterPlan) -> Assignment:
-    """The assignment without the tokens for which their experts have no room."""
+    """Return the assignment without the tokens that exceed their expert's capacity."""
     assert plan.capacity is not None
     room = math.ceil(len(assignment) * plan.chosen / plan.experts * plan.capacity)
     kept: Assignment = [{} for _ in assignment]
@@ -70,12 +70,12 @@ def without_overflow(assignment: Assignment, plan: RouterPlan) -> Assignment:
 def balancing_loss(
     logits: Tensor, plan: RouterPlan, sequences: int = 1, others: Sequence[Tensor] = ()
 ) -> Tensor:
-    """The mean over sequences, which are interleaved, of Switch Transformers' loss.
+    """Return Switch Transformers' loss, averaged over sequences, which are interleaved.
 
     Args:
         logits: [T, E].
         plan: The router's record.
-        sequences: Their number.
+        sequences: The number of sequences.
         others: Logits of other micro-batches, whose tokens count as well.
     """
     losses = []
@@ -96,7 +96,7 @@ def balancing_loss(
 
 
 def sinkhorn(logits: Tensor) -> list[list[float]]:
-    """Ranks of the experts for each token, by the rounds that Core publishes."""
+    """Rank the experts for each token by Core's published Sinkhorn iteration."""
     cost = logits.detach().exp().tolist()
     tokens, experts = len(cost), len(cost[0])
     columns, change = [1.0] * experts, 1.0
@@ -118,18 +118,18 @@ def sinkhorn(logits: Tensor) -> list[list[float]]:
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """The mean of the squared logarithms of the sums of exponentials."""
+    """Return the mean of the squared logsumexp of the logits."""
     return sum(row.exp().sum().log() ** 2 for row in logits) / len(logits)
 
 
 def mlp(x: Tensor, weights: Mapping[str, Tensor], plan: MLPPlan) -> Tensor:
-    """One expert's output [h] for a token [h].
+    """Return one expert's output [h] for a token [h].
 
     Args:
         x: The token.
         weights: "up" [up, h] and "down" [h, inner], and "up_bias" [up] and "down_bias" [h] if it
             has biases.
-        plan: Its record; only SwiGLU and GeLU are known here.
+        plan: The expert's plan; only SwiGLU and GeLU are supported.
     """
     inner = weights["up"] @ x + weights.get("up_bias", 0)
     if plan.gated:

@@ -16,7 +16,7 @@ from megatron.parallel.parameter import initialize
 from tests.models.small import BATCH, SEQUENCE, VOCAB, config, new_context, plan
 
 NETWORKS: dict[str, type[nn.Module]] = {"bert": BertModel, "t5": T5Model}
-DECODER = 8  # tokens of the T5's decoder
+DECODER = 8  # tokens of T5's decoder
 
 
 def build(
@@ -30,7 +30,7 @@ def build(
     head: HeadSpec = LANGUAGE_MODEL_HEAD,
     **options: Any,
 ) -> Any:
-    """A model of a kind; without dropout unless the flags say so."""
+    """Return a model of this kind, without dropout unless the flags ask for it."""
     own = {"decoder_num_layers": 2} if kind == "t5" else {}
     quiet = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     network = config(architecture=kind, **{**own, **quiet, **(flags or {})})
@@ -42,7 +42,7 @@ def build(
 
 
 def batch_of(kind: str, device: torch.device | str = "cpu") -> list[Tensor]:
-    """What the model's forward takes, its labels last. The second sample has padding."""
+    """Return the arguments of the model's forward, labels last. The second sample has padding."""
     return [part.to(device) for part in _batch_of(kind)]
 
 
@@ -61,7 +61,7 @@ def _batch_of(kind: str) -> list[Tensor]:
 
 
 def losses(kind: str, model: Any, batch: list[Tensor]) -> Tensor:
-    """Of tokens that are no padding, and BERT's of the segments' order."""
+    """Return the losses of non-padding tokens, plus BERT's sentence-order loss."""
     result = model(*batch)
     if kind == "t5":
         loss: Tensor = result.mean()

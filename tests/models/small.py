@@ -46,7 +46,7 @@ def config(**flags: Any) -> ModelConfig:
 
 
 def plan(model: ModelConfig, head: HeadSpec = LANGUAGE_MODEL_HEAD) -> ModelPlan:
-    """The network's plan, with the vocabulary of these tests."""
+    """Return the network's plan with the vocabulary of these tests."""
     return model_plan(model, VOCAB, head)
 
 
@@ -59,7 +59,7 @@ def new_context(
     cp_comm_type: str = "p2p",
     **options: Any,
 ) -> BuildContext:
-    """What a model of these flags is built in."""
+    """Return the context in which a model with these flags is built."""
     layout, where = layout or Layout.single(), torch.device(device)
     numbers = precision or PrecisionConfig()
     kernels = choose_kernels(model, numbers, layout, where, cp_comm_type=cp_comm_type)
@@ -87,14 +87,14 @@ def gpt(
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Tokens and labels [b, s]."""
+    """Return tokens and labels [b, s]."""
     generator = torch.Generator().manual_seed(7)
     text = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
     return text[:, :-1], text[:, 1:]
 
 
 def loss_and_gradients(model: GPTModel, *, seed: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss [b, s] and every parameter's gradient, with dropout seeded."""
+    """Return the loss [b, s] and every parameter's gradient, with dropout seeded."""
     tokens, labels = batch()
     torch.manual_seed(seed)
     loss = model(tokens, labels=labels)

@@ -1,4 +1,4 @@
-"""Counts by arithmetic against real modules and published numbers."""
+"""Computed counts against real modules and published numbers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Counts by arithmetic of BERT and T5: real modules, FLOPs that PyTorch counts, published sizes."""
+"""Computed counts of BERT and T5 against modules, PyTorch's FLOP counts and published sizes."""
 
 import pytest
 import torch
@@ -73,13 +73,13 @@ def test_a_tasks_head_stands_in_the_place_of_those_of_pretraining(name):
     assert count_parameters(plan(model, head)) == _held(_build_chooser(model, head))
     last = ModelPart(range(2, model.all_layers), embedding=False, head=True)
     network = _build_chooser(model, head, part=last, layout=Layout.at(0, 2, tensor=2))
-    assert network.embedding is None  # nothing here reads words or scores them
+    assert network.embedding is None  # this stage neither embeds words nor scores them
     counted = count_part_parameters(plan(model, head), last, WeightSplit(tensor=2))
     assert counted == _held(network)
 
 
 def test_published_sizes():
-    """BERT-large of the paper has 340 million parameters, Megatron's head and pooler included."""
+    """BERT-large has 340 million parameters in the paper, Megatron's head and pooler included."""
     sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16}
     sizes |= {"kv_channels": 64, "num_layers": 24, "max_position_embeddings": 512}
     model = config(**{**BERT, **sizes})
@@ -87,7 +87,7 @@ def test_published_sizes():
 
 
 def _counted(network, passing, *given):
-    """Operations of a forward pass, by PyTorch."""
+    """Return the operations of a forward pass as PyTorch counts them."""
     for parameter in network.eval().parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -106,7 +106,7 @@ def test_flops_of_a_task_are_those_that_pytorch_counts():
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_flops_are_those_that_pytorch_counts(kind):
-    """Of the products of forward, in plain attention, whose scores hold both triangles."""
+    """Compare the products of the forward pass, with attention that computes both triangles."""
     model = config(**NETWORKS[kind], masked_softmax_fusion=False, max_position_embeddings=12)
     network = _build(model, device="cpu")
     e, d = 12, 8
@@ -116,5 +116,5 @@ def test_flops_are_those_that_pytorch_counts(kind):
     counted = _counted(network, network, *given)
     ours = flops_per_token(plan(model), e, d if kind == "t5" else None)
     count = e if kind == "bert" else e + d
-    causal = 0 if kind == "bert" else 2 * 2 * d * d * 16  # the half that is not counted
+    causal = 0 if kind == "bert" else 2 * 2 * d * d * 16  # the half that we do not count
     assert ours * count / 3 == pytest.approx(counted - causal, rel=1e-3)

@@ -1,4 +1,4 @@
-"""BERT and T5 on one process: who sees whom, every knob, names, 16 bits, recomputation."""
+"""BERT and T5 on one process: attention masks, every knob, names, 16 bits, recomputation."""
 
 import pytest
 import torch
@@ -100,12 +100,12 @@ def test_what_a_t5s_decoder_sees():
     tokens, decoder, padding, _ = batch_of("t5")
     before = model(tokens, decoder, padding)
     assert before.shape == (BATCH, DECODER, VOCAB)
-    later = model(tokens, _changed(decoder, 5), padding)  # itself, backwards only
+    later = model(tokens, _changed(decoder, 5), padding)  # causal self-attention
     torch.testing.assert_close(before[:, :5], later[:, :5])
     assert not torch.allclose(before[:, 5], later[:, 5])
-    read = model(_changed(tokens, SEQUENCE - 1), decoder, padding)  # all of the encoder's tokens
+    read = model(_changed(tokens, SEQUENCE - 1), decoder, padding)  # all encoder tokens are visible
     assert not torch.allclose(before[0, 0], read[0, 0])
-    assert torch.equal(before[1], read[1])  # and none of its padding
+    assert torch.equal(before[1], read[1])  # but the padding is not
 
 
 def test_names_of_a_bert():
@@ -193,7 +193,7 @@ def test_a_headless_bert_gives_normalized_hidden_states():
 
 
 def test_a_bert_may_take_its_samples_one_after_the_other():
-    """As on a GPU with dropout; here by the mask that stands for the stretches."""
+    """Take samples one at a time, as on a GPU with dropout; a mask replaces the spans."""
     model = build("bert", {"attention_dropout": 0.0, "hidden_dropout": 0.0})
     assert model.shortest_in_one is None, "a CPU has no flash kernel"
     batch = batch_of("bert", "cpu")

@@ -126,7 +126,7 @@ def _rank_s_part(layout: Layout):
     )
     found = compare_all(mine, layout.data, scale=1.0)
     found.loss.backward()
-    # As gradients of parameters are: averaged over the ranks.
+    # Averaged over the ranks, as parameter gradients are.
     return found.loss.item(), found.places.tolist(), [v.grad / size for v in mine]
 
 
@@ -138,7 +138,7 @@ def _whole():
 def test_ranks_compare_their_texts_with_each_others():
     queries, contexts = (part.requires_grad_() for part in _whole())
     scores = queries @ contexts.t()
-    loss = F.cross_entropy(scores, torch.tensor([0, 1, 3, 4]))  # each rank has a wrong one, too
+    loss = F.cross_entropy(scores, torch.tensor([0, 1, 3, 4]))  # each rank has a negative, too
     loss.backward()
     results = run_distributed(2, _rank_s_part)
     for rank, (value, places, grads) in enumerate(results):

@@ -1,4 +1,4 @@
-"""Gated delta nets and gated attention, compared with their equations, and their counts."""
+"""Gated delta nets and gated attention against their equations, and their counts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NETWORK: dict[str, Any] = {
 
 
 def delta_net() -> GatedDeltaNet:
-    """The layer with random weights, with chunks of 8 tokens, so that a sequence has two."""
+    """Return the layer with random weights and chunks of 8 tokens, so that a sequence has two."""
     layer = gpt(NETWORK).eval().layers["1"].attention
     assert isinstance(layer, GatedDeltaNet)
     layer.plan = replace(layer.plan, chunk=8)
@@ -53,7 +53,7 @@ def tokens() -> Tensor:
 
 
 def by_equations(layer: GatedDeltaNet, x: Tensor) -> Tensor:
-    """One sample, one head, one token after another."""
+    """Compute one sample and one head, one token at a time."""
     widths = (KEYS, KEYS, SERVES * VALUES, SERVES * VALUES, SERVES, SERVES)
     rows = (x @ layer.input.weight.T).unflatten(2, (KEY_HEADS, -1))
     filters = layer.convolution.weight.unflatten(0, (KEY_HEADS, -1))
@@ -134,7 +134,7 @@ def test_parameters_and_work_are_counted() -> None:
     plan = layers["1"].attention.plan
     assert isinstance(plan, GatedDeltaNetPlan)
     once, twice = (GatedDeltaNet.work(plan, 64 * times, 0) for times in (1, 2))
-    assert twice == tuple(2 * part for part in once)  # linear in the length
+    assert twice == tuple(2 * part for part in once)  # linear in the sequence length
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -158,7 +158,7 @@ def test_activation_bytes_are_about_those_that_autograd_keeps(recompute: bool) -
     assert out.requires_grad
     parts = frozenset({"core_attn"} if recompute else ())
     batch = MicroBatch(sequences=2, length=128, recomputed=parts)
-    held = sum(kept.values()) - x.nbytes  # the normalization's result is counted there
+    held = sum(kept.values()) - x.nbytes  # x, the normalization's output, is counted there
     assert GatedDeltaNet.activation_bytes(plan, batch) == pytest.approx(held, rel=0.03)
 
 

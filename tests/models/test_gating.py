@@ -1,4 +1,4 @@
-"""DeepSpeed's gating: against loops in fp64, and against DeepSpeed itself where it is installed."""
+"""DeepSpeed's gating against loops in fp64, and against DeepSpeed itself where it is installed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_factors_gradients_and_losses(plan):
     assert router.state.losses.item() == pytest.approx(loops(logits, plan).loss.item(), rel=1e-5)
     assert bool((routing.choices < 0).any()) == (plan.capacity is not None)
     sums = routing.weights.sum(1)
-    if plan.chosen > 1:  # what is left of a token's experts adds up to 1
+    if plan.chosen > 1:  # the weights of a token's remaining experts add up to 1
         kept = (routing.choices >= 0).any(1)
         torch.testing.assert_close(sums, kept.float())
     else:
@@ -102,7 +102,7 @@ def test_the_noise_is_of_the_micro_batch_the_layer_and_training():
         other_layer.weight.copy_(other_batch.weight)
     for other in (other_batch, other_layer):
         assert not torch.equal(first, other(tokens()).choices)
-    # Evaluation draws no experts, and what full experts keep is the same in every micro-batch.
+    # Evaluation draws no experts, and full experts keep the same tokens in every micro-batch.
     evaluation = build(plan).eval()(tokens()).choices
     assert torch.equal(evaluation, other_batch.eval()(tokens()).choices)
     kept = evaluation >= 0
@@ -114,8 +114,8 @@ def test_recomputation_draws_the_micro_batch_s_numbers_again():
     router = build(PLANS["two, the second drawn"])
     routers = router.state._routers
     first = router(tokens()).choices
-    again = routers.paused()  # as backward gets it: made in forward, entered later
-    routers.seed = SEED + 1  # of the next micro-batch
+    again = routers.paused()  # as in backward: created in the forward pass, entered later
+    routers.seed = SEED + 1  # the next micro-batch
     assert not torch.equal(first, router(tokens()).choices)
     with again:
         assert torch.equal(first, router(tokens()).choices)
@@ -142,7 +142,7 @@ def test_ranks_that_share_sequences_draw_their_part_of_one_process_s_numbers(
         found.append(part.view(-1, BATCH, EXPERTS).double())
     if sizes == {"tensor": 2}:
         assert torch.equal(torch.cat(found), whole)
-    else:  # the early chunk and the late one of each context rank
+    else:  # each context rank has an early and a late chunk
         rows = {tuple(row.flatten().tolist()) for part in found for row in part}
         assert rows == {tuple(row.flatten().tolist()) for row in whole}
         early = SEQUENCE // 4
@@ -169,7 +169,7 @@ def deepspeed():
 
 
 def _of_deepspeed(deepspeed, monkeypatch, logits, plan):
-    """Its factors [T, E], gradients of which autograd gives, and its loss."""
+    """Return DeepSpeed's weights [T, E], which autograd can differentiate, and its loss."""
     uniforms, gumbel = drawn("selection").float(), drawn("choice").float()
     gumbel = -torch.log(-torch.log(gumbel))
     selection = {logits.device: lambda shape: uniforms}
@@ -199,7 +199,7 @@ def _of_deepspeed(deepspeed, monkeypatch, logits, plan):
 
 @pytest.mark.parametrize(
     "name",
-    # Without random selection DeepSpeed keeps any of equal tokens, as torch.topk happens to.
+    # Without random selection, DeepSpeed keeps whichever tied tokens torch.topk happens to return.
     [name for name in PLANS if name != "one, the first stay"],
 )
 def test_deepspeed_itself_agrees(deepspeed, monkeypatch, name):

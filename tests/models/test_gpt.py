@@ -1,4 +1,4 @@
-"""GPT on one process: every knob trains, the mathematics of the switches, recomputation."""
+"""GPT on one process: every knob trains, the math of the switches, recomputation."""
 
 import math
 
@@ -61,7 +61,7 @@ KNOBS = {
     "plain attention": {"masked_softmax_fusion": False},
     "xavier": {"init_method_xavier_uniform": True},
 }
-# Other ways to compute what the default computes: fused GeLU is the tanh form already.
+# Other ways to compute the default: fused GeLU already is the tanh form.
 SAME_FUNCTION = {"plain attention", "openai gelu"}
 
 
@@ -87,7 +87,7 @@ def test_every_knob_trains(knob):
 @pytest.mark.parametrize("knob", sorted(KNOBS.keys() - SAME_FUNCTION - {"default"}))
 def test_every_knob_changes_the_network(knob):
     def trained(flags):
-        """Away from the start, where many switches make no difference yet."""
+        """Leave the initial weights, where many switches make no difference yet."""
         model = gpt(flags).eval()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -129,7 +129,7 @@ def test_no_look_ahead(flags):
 
 
 def test_mask_and_position_ids_keep_documents_apart():
-    """Two documents in one sample, kept apart, score like each one alone."""
+    """Two documents in one sample, kept apart, give the same losses as each one alone."""
     model = gpt().eval()
     tokens, _ = batch()
     cut = 5
@@ -144,7 +144,7 @@ def test_mask_and_position_ids_keep_documents_apart():
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("flags", [NO_DROPOUT, {**LLAMA, **NO_DROPOUT}], ids=["gpt2", "llama"])
 def test_samples_with_documents_may_run_as_one_row(flags, resets):
-    """As they do on a GPU; the learned or rotary positions are those of each sample."""
+    """GPUs run samples this way; learned or rotary positions are those of each sample."""
     model = gpt(flags)
     tokens, labels = batch()
     ends = torch.tensor([0, 5, SEQUENCE, *(SEQUENCE + torch.tensor([7, SEQUENCE]))])
@@ -174,23 +174,23 @@ def test_dropout_follows_the_generator_and_ends_in_evaluation():
 
 
 def test_dropout_places():
-    """Dropping everything hidden leaves a final norm of zeros; dropping all attention does not."""
+    """Dropping all hidden states makes the final norm's output 0; dropping attention does not."""
     nothing_hidden = gpt({"hidden_dropout": 1.0, "attention_dropout": 0.0})
     assert (nothing_hidden(batch()[0]) == 0).all()
     no_attention = gpt({"hidden_dropout": 0.0, "attention_dropout": 1.0})
     tokens, _ = batch()
     changed = tokens.clone()
     changed[:, 0] += 1
-    # Each position now sees itself only.
+    # Each position now attends only to itself.
     assert torch.equal(no_attention(tokens)[:, 1:], no_attention(changed)[:, 1:])
     assert not torch.equal(no_attention(tokens)[:, 0], no_attention(changed)[:, 0])
 
 
 @pytest.mark.parametrize("after_norm", [False, True])
 def test_dropout_leaves_the_rest_of_a_block_as_it_is(after_norm):
-    """Biases that dropout takes over from the layers are added all the same."""
+    """Biases that the dropout kernel takes over from the layers are still added."""
     flags = {**NO_DROPOUT, "apply_residual_connection_post_layernorm": after_norm}
-    models = [gpt(flags), gpt({**flags, "hidden_dropout": 1e-9})]  # which drops nothing
+    models = [gpt(flags), gpt({**flags, "hidden_dropout": 1e-9})]  # small enough to drop nothing
     for model in models:
         torch.manual_seed(8)
         for name, parameter in model.named_parameters():
@@ -209,7 +209,7 @@ def test_plain_and_fused_attention_agree():
 
 
 def test_kernels_are_those_of_the_device_it_runs_on(monkeypatch):
-    """Parameters may have no memory yet, on "meta"."""
+    """Parameters may still be without memory, on "meta"."""
     library = object()
     asked = []
 

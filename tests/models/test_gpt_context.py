@@ -14,12 +14,12 @@ from tests.parallel.buffers import new_buffer
 from tests.parallel.test_layers import take_part
 
 S = 16
-BASE = {"max_position_embeddings": S, "init_method_std": 0.3}  # large: attention must matter
+BASE = {"max_position_embeddings": S, "init_method_std": 0.3}  # large, so that attention matters
 NETWORKS = {
     "learned": {**BASE, "attention_dropout": 0.0, "hidden_dropout": 0.0},
     "rope": {**LLAMA, **BASE},
     "groups": {**LLAMA, **BASE, "num_query_groups": 4},
-    "longrope": {  # the sequence is long, and each rank's part of it is not
+    "longrope": {  # the whole sequence is long, each rank's part is not
         **LLAMA,
         **BASE,
         "rope_type": "longrope",
@@ -27,7 +27,7 @@ NETWORKS = {
         "longrope_short_factor": (1.0, 1.0),
         "longrope_long_factor": (3.0, 5.0),
     },
-    "dynamic": {  # the same
+    "dynamic": {  # as above
         **LLAMA,
         **BASE,
         "rope_type": "dynamic",
@@ -69,14 +69,14 @@ CASES = {
 
 
 def whole_batch():
-    """Documents end here and there: positions start again, and the ends do not count."""
+    """Return a batch with document ends, where positions restart and the loss mask is 0."""
     text = torch.randint(VOCAB, (2, S + 1), generator=torch.Generator().manual_seed(5))
     text[0, 3] = text[1, 10] = text[1, 12] = 0
     return make_batch({"text": text}, eod=0, reset_position_ids=True, eod_mask_loss=True)
 
 
 def step(model, layout):
-    """Loss [b, s/C] and gradients of the mean over the whole batch, reduced as in training."""
+    """Return the loss [b, s/C] and gradients of the whole batch's mean, reduced as in training."""
     gradients = new_buffer(model.named_parameters(), layout, accumulate_in_fp32=False)
     gradients.zero()
     batch = whole_batch()

@@ -1,4 +1,4 @@
-"""GPT split over tensor ranks: the same start, loss and gradients as on one process."""
+"""GPT split over tensor ranks: the same initial weights, loss and gradients as on one process."""
 
 import weakref
 from dataclasses import replace
@@ -105,7 +105,7 @@ NETWORKS = {
     "parallel": {**NO_DROPOUT, "parallel_residual": True},
     "parallel, dropout": {**NO_DROPOUT, "parallel_residual": True, "hidden_dropout": 1e-9},
     "after, dropout": {**NO_DROPOUT, "norm_placement": "both", "hidden_dropout": 1e-9},
-    # Dropout's way through a block, with nothing dropped.
+    # The dropout code path, with nothing dropped.
     "dropout": {**NO_DROPOUT, "hidden_dropout": 1e-9},
 }
 
@@ -146,7 +146,7 @@ def _train_all(layout, cases):
 
 
 def _check_equal(flags, results):
-    """Every rank's loss, logits and gradients against the single process."""
+    """Compare every rank's loss, logits and gradients with the single process."""
     whole = gpt(flags)
     loss, grads = loss_and_gradients(whole)
     logits = whole.eval()(batch()[0]).detach()
@@ -186,7 +186,7 @@ PLANS = [
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("plain", [False, True])
 def test_other_ways_to_the_same_bits(sequence, plain):
-    """With dropout: a second run, every recomputation, and communication without overlap."""
+    """With dropout: a second run, every recomputation mode, and communication without overlap."""
     flags = {**DROPOUT, "masked_softmax_fusion": not plain}
     cases = [(flags, sequence), (flags, sequence), *((flags, sequence, plan) for plan in PLANS)]
     cases.append((flags, sequence, None, None, False))
@@ -196,7 +196,7 @@ def test_other_ways_to_the_same_bits(sequence, plain):
 
 
 def test_fp32_residual_and_fp32_lookup_equal_one_process():
-    """In fp32 they change nothing, split or not."""
+    """In fp32 these flags change nothing, split or not."""
     precision = {"fp32_residual_connection": True, "embedding_weights_in_fp32": True}
     case = (NO_DROPOUT, True, None, precision)
     by_rank = run_distributed(2, _train_all, [case], tensor=2)
@@ -204,7 +204,7 @@ def test_fp32_residual_and_fp32_lookup_equal_one_process():
 
 
 def _masks(layout, sequence):
-    """What survives dropout at every site of a one-layer network, fed with ones."""
+    """Return the dropout masks at every site of a one-layer network."""
     layout = _layout(layout, sequence)
     model = gpt({**DROPOUT, "num_layers": 1}, layout=layout)
     seen = {}
@@ -242,7 +242,7 @@ def test_dropout_differs_where_ranks_hold_different_parts_only(sequence):
 
 
 def _saved_bytes(layout, plan):
-    """Live bytes of saved group inputs after a forward pass."""
+    """Return how many group inputs are alive after a forward pass, and how many there were."""
     model = gpt(NO_DROPOUT, layout=layout, recompute=plan)
     inputs = []
     for block in model.layers.values():

@@ -1,4 +1,4 @@
-"""Latent attention: against its equations, its counts, and the settings that it refuses."""
+"""Latent attention: its equations, its counts, and the settings that it refuses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def turned(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def by_equations(layer: LatentAttention, x: Tensor, rotation: Rotation, scale: float) -> Tensor:
-    """The paper's equations, one head after another, each with its own sizes."""
+    """Evaluate the paper's equations one head at a time, each with its own sizes."""
     plan = layer.plan
     epsilon = plan.qk_norm.epsilon
     query = x
@@ -112,6 +112,7 @@ def test_work_counts_products_of_weights_and_pairs_of_tokens() -> None:
     plan = gpt(NETWORK).layers["0"].attention.plan
     work = LatentAttention.work(plan, SEQUENCE, 0)
     weights = sum(a * b for a, b in LatentAttention.matrices(plan, WeightSplit()))
-    # Forward and twice as much backward, of two operations each; half of the pairs are causal.
+    # Backward costs twice the forward pass; a multiply-add is two operations; half of the pairs are
+    # causal.
     each = HEADS * (KEY + VALUE)
     assert tuple(work)[:2] == (6 * SEQUENCE * weights, 3 * SEQUENCE**2 * each)

@@ -59,7 +59,7 @@ def tokens(length: int, samples: int = 2) -> Tensor:
 
 
 def inputs(length: int, samples: int = 2, groups: int = 3) -> list[Tensor]:
-    """x, time steps, rates, B and C of a scan, in float64."""
+    """Return x, time steps, rates, B and C of a scan, in float64."""
     draw = torch.Generator().manual_seed(4)
     sizes = ((2, 7), (2,), (5,), (5,))
     x, steps, b, c = (
@@ -71,7 +71,7 @@ def inputs(length: int, samples: int = 2, groups: int = 3) -> list[Tensor]:
 
 
 def one_by_one(parts: list[Tensor], documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The recurrence as its definition says."""
+    """Compute the recurrence step by step, as it is defined."""
     x, steps, rates, b, c = parts
     state = x.new_zeros(*x.shape[1:], b.shape[-1])
     results = []
@@ -110,7 +110,7 @@ def test_a_scan_goes_on_from_a_state() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 16])
 def test_states_start_anew_in_each_document(chunk: int) -> None:
-    """Documents that end within chunks, at their ends, and that fill several."""
+    """Documents end within chunks and at chunk boundaries, and some span several chunks."""
     lengths = ([1, 2, 9, 1, 3], [4, 8, 4])
     rows = [
         torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) + 10 * index
@@ -205,7 +205,7 @@ def test_activation_bytes_are_about_those_that_autograd_keeps(recompute: bool) -
     assert out.requires_grad
     parts = frozenset({"core_attn"} if recompute else ())
     batch = MicroBatch(sequences=2, length=128, recomputed=parts)
-    held = sum(kept.values()) - x.nbytes  # the normalization's result is counted there
+    held = sum(kept.values()) - x.nbytes  # x, the normalization's output, is counted there
     assert Mamba.activation_bytes(mamba, batch) == pytest.approx(held, rel=0.03)
 
 

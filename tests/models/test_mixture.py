@@ -1,4 +1,4 @@
-"""Mixture layers against a loop over tokens and experts in fp64: outputs and all gradients."""
+"""Mixture layers against an fp64 loop over tokens and experts: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ PULL = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_s
 
 
 def weights_of(parameters, prefix, expert=None):
-    """What `naive.mlp` takes of an expert, or of the shared experts."""
+    """Return the weights that `naive.mlp` needs of an expert or of the shared experts."""
     found = {}
     for name, key in (("up", "up"), ("down", "down")):
         for kind in ("weight", "bias"):
@@ -103,7 +103,7 @@ def weights_of(parameters, prefix, expert=None):
 
 
 def loop(layer, parameters, x):
-    """Outputs [T, h] and the sum of the router's losses with their coefficients."""
+    """Return outputs [T, h] and the sum of the router's losses with their coefficients."""
     logits = (x @ parameters["router.weight"].t()).flatten(0, 1)
     assignment = naive.assign(logits, layer.router)
     if layer.router.capacity is not None:
@@ -133,7 +133,7 @@ def loop(layer, parameters, x):
 
 
 def expected(layer, mixture, x):
-    """Outputs, the input's gradient, and every parameter's, in fp64."""
+    """Return the outputs, the input's gradient and every parameter's gradient, in fp64."""
     named = mixture.named_parameters()
     parameters = {n: p.detach().double().requires_grad_() for n, p in named}
     x = x.detach().double().requires_grad_()
@@ -229,7 +229,7 @@ def test_weight_gradients_may_wait(layer, slots):
 
 
 def test_experts_without_tokens_add_nothing():
-    """All tokens go to experts 0 and 1: the others' gradients are zero, and are there."""
+    """All tokens go to experts 0 and 1: the other experts' gradients exist and are zero."""
     mixture, _ = build(PLANS["biases"])
     with torch.no_grad():
         mixture.router.weight[2:] = 0
@@ -242,7 +242,7 @@ def test_experts_without_tokens_add_nothing():
 
 
 def test_a_router_that_sends_nothing_away_leaves_zeros():
-    """Every choice dropped but one: the outputs of the others are 0, not of any memory."""
+    """All choices but one are dropped: the other outputs are 0, not uninitialized memory."""
     layer = mixture_plan(chosen=1, scores_all=True, capacity=0.01)
     mixture, _ = build(layer)
     out = mixture(tokens()).flatten(0, 1)
@@ -315,7 +315,7 @@ def test_counts_are_those_of_each_process(flags, grid):
 
 
 def test_active_parameters_are_those_of_one_token():
-    """Those of a dense network as wide as the experts that a token uses, and the router's."""
+    """Count a dense network as wide as the experts that a token uses, plus the router."""
     network = config(
         num_experts=(4,), moe_router_topk=2, moe_ffn_hidden_size=8, add_bias_linear=False
     )
@@ -330,12 +330,12 @@ def test_active_parameters_are_those_of_one_token():
     "name", ["gated", "shared behind a gate", "residual", "one of five", "every expert"]
 )
 def test_operations_are_those_that_pytorch_counts(name):
-    """Forward is a third; of the experts those that a token uses."""
+    """Forward is a third of the total; only the experts that a token uses count."""
     mixture, _ = build(PLANS[name])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         mixture.eval()(tokens())
     work = Mixture.work(PLANS[name], SEQUENCE, 0)
-    # To PyTorch the weighted sum of several rows is a product too.
+    # PyTorch also counts the weighted sum of several rows as a product.
     chosen = PLANS[name].router.chosen
     combined = 2 * SEQUENCE * BATCH * chosen * HIDDEN if chosen > 1 else 0
     assert counter.get_total_flops() == work.products * BATCH // 3 + combined

@@ -1,4 +1,4 @@
-"""Multi-token prediction: its definition, what it costs, and what it does not change."""
+"""Multi-token prediction: its definition, its cost, and what it must not change."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ _TWO_STAGES = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layou
 
 
 def _ahead(depths: int = 2) -> tuple[TokenBatch, list[Ahead]]:
-    """A whole micro-batch, and what each depth reads of it."""
+    """Return a whole micro-batch, and the inputs and labels of each depth."""
     tokens, labels = batch()
     places = torch.arange(SEQUENCE).expand_as(tokens)
     whole = TokenBatch(tokens, labels, torch.ones(tokens.shape), places)
@@ -53,7 +53,7 @@ def _rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_each_depth_predicts_one_more_token_from_the_depth_before():
-    """By definition, for one sample at a time, with only the tokens that exist."""
+    """Apply the definition to one sample at a time, using only the tokens that exist."""
     model = gpt({**LLAMA, **DEPTHS})
     for parameter in model.parameters():  # norms start at one, which would hide their order
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator())
@@ -167,7 +167,7 @@ def test_operations_are_those_of_layers_projections_and_outputs():
     assert base == plan(config(**LLAMA))
     assert record.output is not None
     each = sum(Block.work(record.layers[-1], length)) + Output.flops(record.output, length)
-    each += 6 * length * 2 * 16 * 16  # the projection [2h -> h], forward and twice backward
+    each += 6 * length * 2 * 16 * 16  # the projection [2h -> h], forward and backward
     assert flops_per_token(record, length) == flops_per_token(base, length) + 2 * each // length
 
 

@@ -1,4 +1,4 @@
-"""Relative positions: buckets by the paper's words, the bias score by score, who shares a table."""
+"""Relative positions: the paper's buckets, the bias score by score, and who shares a table."""
 
 import math
 
@@ -22,7 +22,7 @@ RELATIVE = {
 
 
 def bucket_of(distance, both_ways, buckets, longest):
-    """Of one distance: near ones alone, then logarithmically, the last without end."""
+    """Return a distance's bucket: exact if short, then logarithmic, with an unbounded last one."""
     first = 0
     if both_ways:
         buckets //= 2
@@ -110,16 +110,16 @@ def test_what_a_t5_with_relative_positions_sees(fused):
     before = model(tokens, decoder, padding)
     later = decoder.clone()
     later[:, 5] += 1 - 2 * (later[:, 5] > 0)
-    after = model(tokens, later, padding)  # itself, backwards only
+    after = model(tokens, later, padding)  # causal self-attention
     torch.testing.assert_close(before[:, :5], after[:, :5])
     assert not torch.allclose(before[:, 5], after[:, 5])
     last = tokens.clone()
     last[:, SEQUENCE - 1] += 1 - 2 * (last[:, SEQUENCE - 1] > 0)
-    read = model(last, decoder, padding)  # all of the encoder's tokens
+    read = model(last, decoder, padding)  # all encoder tokens are visible
     assert not torch.allclose(before[0, 0], read[0, 0])
-    assert torch.equal(before[1], read[1])  # and none of its padding
+    assert torch.equal(before[1], read[1])  # but the padding is not
     swapped = tokens.clone()
-    swapped[:, [0, 1]] = tokens[:, [1, 0]]  # order counts, though nothing is added to the words
+    swapped[:, [0, 1]] = tokens[:, [1, 0]]  # order matters without position embeddings
     assert not torch.allclose(before, model(swapped, decoder, padding), atol=1e-4)
 
 
@@ -140,7 +140,7 @@ def test_the_scale_of_scores():
         build("t5", {"softmax_scale": scale, "masked_softmax_fusion": fused})(
             tokens, decoder, padding
         )
-        for scale in (None, 0.5, 1.0)  # heads of 4: 0.5 is what is computed anyway
+        for scale in (None, 0.5, 1.0)  # heads are 4 wide, so 0.5 is the default
         for fused in (True, False)
     ]
     for one in scores[1:4]:
@@ -156,7 +156,7 @@ def test_the_output_reads_less_and_has_no_bias():
     with torch.no_grad():
         model.output.bias.zero_()
     logits = scaled(tokens, decoder, padding)
-    torch.testing.assert_close(logits, model(tokens, decoder, padding) / 4)  # root of 16
+    torch.testing.assert_close(logits, model(tokens, decoder, padding) / 4)  # the square root of 16
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     found = scaled(tokens, decoder, padding, labels)
     torch.testing.assert_close(found, loss.view(-1, DECODER))

@@ -1,4 +1,4 @@
-"""The recomputation plan: which layers run together and which are computed again."""
+"""The recomputation plan: which layers run together and which are recomputed."""
 
 import weakref
 
@@ -96,7 +96,7 @@ def test_a_graph_without_a_backward_pass_is_freed():
     x = torch.randn(3, requires_grad=True)
     y = x * 2
     with without_keeping(y, lambda: y):
-        z = y.sigmoid()  # which keeps its result
+        z = y.sigmoid()  # sigmoid saves its result
     memory = weakref.ref(z.untyped_storage())
     del z
     assert memory() is None
@@ -119,7 +119,7 @@ def _parts(*modules):
 
 
 def _kept(model):
-    """Whether a forward pass keeps norms' outputs, and experts' before and after activation."""
+    """Return whether forward saves norm outputs and experts' values before and after activation."""
     seen = []
 
     def watch(activation):
@@ -151,11 +151,11 @@ def _kept(model):
         (("layernorm",), "00 0011 0011"),
         (("moe_act",), "11 1110 1110"),
         (("layernorm", "moe_act"), "00 0010 0010"),
-        (("moe",), "11 1100 1100"),  # which keeps its input
+        (("moe",), "11 1100 1100"),  # the recomputed part's input is saved
         (("moe", "moe_act"), "11 1100 1100"),
         (("layernorm", "mlp"), "01 0011 0011"),
     ],
 )
 def test_what_is_recomputed_is_not_kept(modules, kept):
-    """A dense layer with its two normalizations; two mixtures with theirs and an activation's."""
+    """Test a dense layer with two norms, and two mixtures with two norms and an activation."""
     assert _kept(gpt(MIXTURE, recompute=_parts(*modules))) == kept.replace(" ", "")

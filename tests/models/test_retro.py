@@ -55,7 +55,7 @@ LLAMA = {
 
 
 def retro(flags=None, layout=None, part=None, recompute=None, parallel=False):
-    """A small Retro, the same weights in every layout."""
+    """Return a small Retro with the same weights in every layout."""
     network = config(**{**FLAGS, **(flags or {})})
     layout = replace(layout or Layout.single(), sequence_parallel=parallel)
     model = RetroModel(
@@ -66,7 +66,7 @@ def retro(flags=None, layout=None, part=None, recompute=None, parallel=False):
 
 
 def batch():
-    """Tokens [b, s + 1] and neighbors [b, l, k, r]."""
+    """Return tokens [b, s + 1] and neighbors [b, l, k, r]."""
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
     shape = (BATCH, LENGTH // CHUNK, 3, 2 * CHUNK)
@@ -74,7 +74,7 @@ def batch():
 
 
 def step(model, layout):
-    """Loss [b, s/C] and gradients of the mean over the whole batch, reduced as in training."""
+    """Return the loss [b, s/C] and gradients of the whole batch's mean, reduced as in training."""
     gradients = new_buffer(model.named_parameters(), layout, accumulate_in_fp32=False)
     gradients.zero()
     text, neighbors = batch()
@@ -171,7 +171,7 @@ def test_parameters_are_counted(flags):
 
 @pytest.fixture(scope="module")
 def recording(golden):
-    """The recorded model, a function that reads recorded arrays, and the recorded numbers."""
+    """Return the recorded model, a reader of recorded arrays, and the recorded numbers."""
     folder = golden / "retro_fp32"
     reader = LegacyReader(folder / "ckpt/iter_0000020", Axis(), verify=False, allow_foreign=True)
     # Megatron-LM takes the chunk length from its working folder.

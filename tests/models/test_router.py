@@ -1,4 +1,4 @@
-"""The router against loops in fp64 written from Megatron Core's formulas."""
+"""The router against loops in fp64, written from Megatron Core's formulas."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def tokens(seed=2):
 
 
 def exact(router, x):
-    """Logits [T, E] in fp64, from leaves whose gradients autograd fills."""
+    """Return logits [T, E] in fp64, computed from leaves that autograd gives gradients."""
     x = x.detach().double().requires_grad_()
     weight = router.weight.detach().double().requires_grad_()
     return x, weight, (x @ weight.t()).flatten(0, 1)
 
 
 def dense(assignment):
-    """Factors [T, E], 0 where a token does not use an expert."""
+    """Return weights [T, E], 0 where a token does not use an expert."""
     rows = []
     for factors in assignment:
         row = [factors.get(e, torch.zeros((), dtype=torch.float64)) for e in range(EXPERTS)]
@@ -77,14 +77,14 @@ def dense(assignment):
 
 
 def scattered(routing):
-    """The same of a `Routing`."""
+    """Return the same for a `Routing`."""
     kept = routing.choices >= 0
     weights = torch.zeros(len(routing.choices), EXPERTS, dtype=routing.weights.dtype)
     return weights.scatter_add(1, routing.choices.clamp(min=0), routing.weights * kept)
 
 
 def check(router, x, expected, loss=None):
-    """Factors and all gradients are those of `expected(logits)`, of which `loss` is added."""
+    """Compare weights and all gradients with `expected(logits)`, to which `loss` is added."""
     x = x.detach().requires_grad_()
     routing = router(x)
     factors = scattered(routing)
@@ -133,13 +133,13 @@ def test_balanced_scores_choose_and_plain_ones_weigh(plan):
     check(router, tokens(), expected)
     evaluated = router.eval()(tokens())
     plain = build(replace(plan, sinkhorn=False)).eval()(tokens())
-    assert torch.equal(evaluated.choices, plain.choices)  # only training balances
+    assert torch.equal(evaluated.choices, plain.choices)  # balancing is only for training
 
 
 def test_balanced_scores_have_even_sums():
     logits = 2 * torch.randn(40, EXPERTS, generator=torch.Generator().manual_seed(4))
     logits[:, 0] += 5
-    scores = balance(logits + torch.linspace(0, 1000, 40).unsqueeze(1))  # no overflow
+    scores = balance(logits + torch.linspace(0, 1000, 40).unsqueeze(1))  # no expert overflows
     even = torch.full((EXPERTS,), 1 / EXPERTS)
     torch.testing.assert_close(scores.sum(0), even, rtol=1e-4, atol=0)
     torch.testing.assert_close(scores.sum(1), torch.full((40,), 1 / 40), rtol=2e-2, atol=0)
@@ -149,7 +149,7 @@ def test_balanced_scores_have_even_sums():
 
 
 def test_a_bias_changes_choices_but_no_factor():
-    """The factors are those of scores without biases."""
+    """Weights are computed from scores without biases."""
     x, router = tokens(), build(SIGMOID)
     biased = router(x)
     router.state.bias.zero_()
@@ -160,7 +160,7 @@ def test_a_bias_changes_choices_but_no_factor():
 
 
 def test_scores_are_computed_in_fp32():
-    """With weights and tokens in 16 bits the products are those of fp32."""
+    """With 16-bit weights and tokens, the products are those of fp32."""
     router = build(BASE, BuildContext(Layout.single(), dtype=torch.bfloat16))
     x = tokens().bfloat16()
     _, _, logits = exact(router, x)
@@ -179,7 +179,7 @@ def test_groups_are_as_good_as_the_experts_a_token_takes_of_them():
 LOSSES = {
     "aux_loss": naive.balancing_loss,
     "seq_aux_loss": lambda logits, plan: naive.balancing_loss(logits, plan, BATCH),
-    "global_aux_loss": naive.balancing_loss,  # of the first micro-batch
+    "global_aux_loss": naive.balancing_loss,  # for the first micro-batch
 }
 
 
@@ -202,7 +202,7 @@ def test_balancing_losses_and_their_gradients(kind, name):
 
 
 def global_loss(router, batches, plan):
-    """What the last of several micro-batches adds to the loss, and its input's gradient."""
+    """Return the last micro-batch's contribution to the loss, and its input's gradient."""
     for x in batches[:-1]:
         router(x)
     before = router.state.losses.clone()
@@ -223,7 +223,7 @@ def test_the_global_loss_counts_all_micro_batches_so_far():
     added, grad, loss, wanted = global_loss(router, batches, plan)
     assert added == pytest.approx(loss, rel=1e-5)
     torch.testing.assert_close(grad.double(), wanted, rtol=1e-4, atol=1e-6)
-    router.state.reset()  # the next global batch begins anew
+    router.state.reset()  # the next global batch starts over
     added, grad, loss, wanted = global_loss(router, batches[1:], plan)
     assert added == pytest.approx(loss, rel=1e-5)
     torch.testing.assert_close(grad.double(), wanted, rtol=1e-4, atol=1e-6)
@@ -284,7 +284,7 @@ def test_the_z_loss_and_its_gradient():
 
 
 def test_all_losses_at_once_under_a_scale_and_drops():
-    """Losses see the tokens that are dropped, and backward multiplies them by the loss scale."""
+    """Losses include dropped tokens, and backward multiplies them by the loss scale."""
     both = (("aux_loss", 0.2), ("seq_aux_loss", 0.4))
     plan = replace(BASE, z_loss=0.3, balancing=both, capacity=0.5)
     router = build(plan)
@@ -299,7 +299,7 @@ def test_all_losses_at_once_under_a_scale_and_drops():
 
     check(router, tokens(), expected, loss)
     first = router.state.losses.clone()
-    router(tokens())  # losses of micro-batches add up until they are taken
+    router(tokens())  # losses of micro-batches accumulate until they are read
     torch.testing.assert_close(router.state.losses, 2 * first)
 
 
@@ -339,7 +339,7 @@ def test_full_experts_drop_tokens(drops_last, factor):
     assert not routing.weights[dropped].any()
     counts = torch.bincount(routing.choices[~dropped], minlength=EXPERTS)
     assert counts.max() <= capacity(SEQUENCE * BATCH, plan)
-    assert torch.equal(router.state.counts.long(), counts)  # as Core counts: what is left
+    assert torch.equal(router.state.counts.long(), counts)  # without dropped tokens, as in Core
 
 
 def dropped(choices, weights, plan):
@@ -368,7 +368,7 @@ def test_the_most_probable_stay():
         0,
         0,
         0,
-    ]  # a factor of 0 is an expert all the same
+    ]  # an expert with weight 0 still counts as chosen
 
 
 def test_evaluation_may_have_a_capacity_of_its_own():
@@ -389,14 +389,14 @@ def test_noise_is_of_training_only():
     first, again = router(x).weights, router(x).weights
     assert not torch.equal(first, plain)
     assert torch.equal(first, again)
-    router.state._routers.seed = 5  # of another micro-batch
+    router.state._routers.seed = 5  # another micro-batch
     assert not torch.equal(first, router(x).weights)
     router.eval()
     assert torch.equal(router(x).weights, plain)
 
 
 def test_noise_multiplies_the_input_by_at_most_its_size():
-    """A router of one feature and two experts shows the factor: its logits are (w x, 0)."""
+    """A router with one feature and two experts shows the factor: its logits are (w x, 0)."""
     plan = replace(BASE, hidden=1, experts=2, chosen=2, jitter=0.25)
     router = Router(plan, BuildContext(Layout.single()))
     with torch.no_grad():

@@ -40,7 +40,7 @@ def tables(monkeypatch):
 
 
 def toy_plan(network=None):
-    """Four layers: as always, with a toy mixer, with a toy MLP, and with a wider MLP."""
+    """Return four layers: the default, a toy mixer, a toy MLP, and a wider MLP."""
     whole = plan(config(num_layers=4, **NO_DROPOUT) if network is None else network)
     usual = whole.layers[0]
     shared = {"hidden": whole.hidden, "init": usual.mixer.init}
@@ -102,7 +102,7 @@ def test_their_operations_are_those_that_pytorch_counts():
     model, (tokens, _) = toy_model().eval(), batch()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens[:1])
-    # PyTorch counts neither half of attention's square here: the fused form is one operation.
+    # PyTorch counts neither half of the attention matrix here: the fused form is one operation.
     scores = sum(Block.work(layer, SEQUENCE).scores for layer in toy_plan().layers) / 3
     counted = counter.get_total_flops()
     ours = flops_per_token(toy_plan(), SEQUENCE) * SEQUENCE / 3

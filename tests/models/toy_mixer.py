@@ -1,4 +1,4 @@
-"""A mixer from outside the package: each channel's running mean over the tokens so far, gated."""
+"""A mixer from outside the package: a gated running mean of each channel over the tokens so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunningMeanPlan(MixerPlan):
 
 
 class RunningMean(nn.Module):
-    """Gate and values, the values' mean over the tokens so far, and the way back."""
+    """A gate and values, the running mean of the values, and an output projection."""
 
     bias_to_add = None
 

@@ -1,4 +1,4 @@
-"""An MLP from outside the package: a single square matrix and a non-linearity."""
+"""An MLP from outside the package: a single square matrix and a nonlinearity."""
 
 from __future__ import annotations
 

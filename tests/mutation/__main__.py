@@ -1,4 +1,4 @@
-"""Mutate the package, and tell which mutations no test detects.
+"""Mutate the package and report which mutations no test detects.
 
     python -m tests.mutation --count 400 --seed 1 --jobs 2 --out mutations.jsonl
     python -m tests.mutation --out mutations.jsonl --table
@@ -6,8 +6,8 @@
 `changes.py` says what is changed. Mutations are tried in copies of the repository, which have no
 `../shared` beside them. First, the tests run without mutations; then each mutation is tried with
 the tests that execute it. It is killed by a test that fails with it twice and passes without it.
-All results are kept in files, and the same command continues where an earlier one stopped. What was
-out of time is tried again.
+All results are kept in files, and the same command continues where an earlier one stopped. Trials
+that ran out of time are repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.repository import ROOT
 
 
 def table(path: Path) -> str:
-    """Return results as a Markdown table of rooms, and a list of what was not killed."""
+    """Return results as a Markdown table of rooms and a list of surviving mutations."""
     by_room: dict[str, Counter[str]] = defaultdict(Counter)
     others = []
     for one, result in read_results(path).items():

@@ -1,16 +1,16 @@
-"""Small changes of the package's source, each of which some test should detect.
+"""Small changes to the package's source, each of which some test should detect.
 
-A mutation changes one operator, number, condition or statement of `megatron/`, kernels aside. What
-cannot matter, or not to a test on a CPU, is left out by these rules:
+A mutation changes one operator, number, condition or statement of `megatron/`, except kernels.
+These rules leave out what cannot matter, or cannot matter to a test on a CPU:
 
-- Types, decorators and assertions, among them the `strict` of `zip`.
-- What is only said: f-strings, `raise` statements with what they raise, calls of `print`, `say`,
+- Types, decorators and assertions, including the `strict` of `zip`.
+- Messages: f-strings, `raise` statements with what they raise, calls of `print`, `say`,
   `warn` and loggers, and help texts.
-- Time and memory: `time.sleep`, the garbage collector, arguments and constants whose names tell a
-  timeout, a pause, an interval, or the size of a chunk, buffer or cache; and constants that tell
+- Time and memory: `time.sleep`, the garbage collector, arguments and constants whose names denote a
+  timeout, a pause, an interval, or the size of a chunk, buffer or cache; and constants that set
   how much of something is shown, such as a chart's points.
 - Code that needs a GPU: functions and classes that use `torch.cuda`, the `if` branches of GPUs, and
-  what follows in a function after CPUs have left it.
+  the rest of a function after CPUs have left it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one place of a file.
+    """A change at one place in a file.
 
     Attributes:
         file: The file, relative to the root.
@@ -86,7 +86,7 @@ class Mutation:
 
     @property
     def room(self) -> str:
-        """The folder of `megatron/` with the file, or "base"."""
+        """Return the folder of `megatron/` that contains the file, or "base"."""
         parts = self.file.split("/")
         return parts[1] if len(parts) > 2 else "base"
 
@@ -95,14 +95,14 @@ class Mutation:
         return f"{self.file}:{self.line}: `{before}` -> `{after}`"
 
     def apply_to(self, source: bytes) -> bytes:
-        """Return the file's content with the change."""
+        """Return the file's content with the change applied."""
         return source[: self.start] + self.after.encode() + source[self.end :]
 
 
 @cache
 def mutations_of(file: str, source: str) -> tuple[Mutation, ...]:
     """Return every mutation of a file, in source order."""
-    starts = [0]  # of each line, in bytes, as syntax trees count
+    starts = [0]  # for each line, in bytes, as syntax trees count
     for line in source.encode().split(b"\n"):
         starts.append(starts[-1] + len(line) + 1)
     data, found = source.encode(), []
@@ -118,7 +118,7 @@ def mutations_of(file: str, source: str) -> tuple[Mutation, ...]:
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
-    """Yield expressions and statements with what they become."""
+    """Yield expressions and statements with their replacements."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
@@ -129,7 +129,7 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
 
 
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a node that may change, by the rules above."""
+    """Yield the parts of a node that may change under the rules above."""
     left_out: set[str] = {"annotation", "returns", "decorator_list"}
     if isinstance(node, ast.If | ast.IfExp):
         test = ast.unparse(node.test)
@@ -168,7 +168,7 @@ def _is_cuda(node: ast.AST) -> bool:
 
 
 def _leaves_cpus(node: ast.If) -> bool:
-    """Whether only GPUs come past a statement: `if not device.is_gpu: return`."""
+    """Return whether only GPUs get past a statement: `if not device.is_gpu: return`."""
     leaves = isinstance(node.body[-1], ast.Return | ast.Raise)
     return leaves and _is_of_cpus(ast.unparse(node.test))
 
@@ -178,7 +178,7 @@ def _is_of_cpus(test: str) -> bool:
 
 
 def _become(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
-    """Yield what a single expression or statement may become."""
+    """Yield the replacements of a single expression or statement."""
 
     def with_(**fields: object) -> ast.AST:
         changed = copy.copy(node)
@@ -214,19 +214,19 @@ def _become(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
 
 
 def _is_type(node: ast.expr) -> bool:
-    """Whether `a | b` looks like a type."""
+    """Return whether `a | b` looks like a type."""
     text = ast.unparse(node)
     return re.fullmatch(r"[A-Za-z.\[\], |]+", text) is not None and "|" in text
 
 
 def draw(root: Path, count: int, seed: int, rooms: Sequence[str] = ()) -> list[Mutation]:
-    """Draw different mutations at random, from each room in turn until it has no more.
+    """Draw distinct mutations at random, from each room in turn until it has no more.
 
     Args:
         root: The repository.
-        count: Their number.
+        count: The number of mutations.
         seed: The seed.
-        rooms: The rooms to draw from; empty for all but kernels.
+        rooms: The rooms to draw from; empty for all except kernels.
     """
     chance, by_room = random.Random(seed), defaultdict(list)
     for file in sorted((root / "megatron").rglob("*.py")):

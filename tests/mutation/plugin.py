@@ -1,4 +1,4 @@
-"""What a trial of mutations adds to pytest: a record of what tests execute, and their order.
+"""Pytest plugin for mutation trials: records what tests execute, and sets their order.
 
 A tree in which trials run has this file in its root, and pytest loads it with `-p`. Two environment
 variables say what to do. `MUTATION_WATCH` names a file with the lines to watch; the tests are then
@@ -30,13 +30,13 @@ _Trace = Callable[[FrameType, str, Any], Any]
 
 @cache
 def recorder() -> Recorder | None:
-    """Return the recorder of this process, if the environment asks for one."""
+    """Return this process's recorder, if the environment asks for one."""
     path = os.environ.get(WATCH)
     return Recorder(json.loads(Path(path).read_text(encoding="utf-8"))) if path else None
 
 
 def watch() -> None:
-    """Start to record in a new interpreter, if the environment asks for it.
+    """Start recording in a new interpreter, if the environment asks for it.
 
     Pytest itself waits for the first test, because a trace function makes imports slow.
     """
@@ -45,7 +45,7 @@ def watch() -> None:
 
 
 class Recorder:
-    """Marks what has been executed, in memory that all processes of a test share.
+    """Records what has been executed, in memory that all processes of a test share.
 
     A mark is a byte: 1 once a line of a mutation or any function of a file has been executed.
     """
@@ -68,7 +68,7 @@ class Recorder:
         sys.settrace(self._called)
 
     def _called(self, frame: FrameType, _event: str, _argument: object) -> _Trace | None:
-        """Trace a call if its function has lines that have not been marked."""
+        """Trace a call if its function has unmarked lines."""
         code = frame.f_code
         watched = self._files.get(code.co_filename)
         if watched is None:
@@ -90,19 +90,19 @@ class Recorder:
         return self._reached
 
     def begin(self) -> None:
-        """Forget the marks, because a test begins."""
+        """Clear the marks, because a test begins."""
         self._marks[:] = bytes(len(self._marks))
         self._outcome, self._seconds = PASSED, 0.0
         self.start()
 
     def add(self, report: pytest.TestReport) -> None:
-        """Add the setup, the call or the teardown of a test."""
+        """Add the setup, call or teardown of a test."""
         self._seconds += report.duration
         if report.failed or (report.skipped and self._outcome == PASSED):
             self._outcome = FAILED if report.failed else SKIPPED
 
     def end(self, name: str) -> None:
-        """Write what a test has executed, as a line of JSON."""
+        """Write what a test has executed as a line of JSON."""
         marks = [number for number, mark in enumerate(self._marks[:]) if mark]
         line = json.dumps([name, self._outcome, round(self._seconds, 3), marks])
         with self._out.open("a", encoding="utf-8") as file:
@@ -125,7 +125,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests that are asked for, in that order, and limit the time of each."""
+    """Keep the requested tests in the requested order, and limit the time of each."""
     import pytest
 
     if not (path := os.environ.get(TESTS)):

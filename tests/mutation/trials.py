@@ -1,7 +1,7 @@
 """Trials of mutations: trees to change, what tests execute, and the tests that kill a mutation.
 
 A tree is a copy of the repository. First, every test file that covers one of the mutations runs
-without any: this tells which tests pass here, how long they take and what they execute
+without any mutation, to see which tests pass here, how long they take and what they execute
 (`plugin.py`). Then each mutation is tried with the tests that execute its statement, those of its
 module and room first. A statement that is executed by an import, such as a default value, is tried
 with the tests of the files that cover its module, and with those that call anything in it.
@@ -35,7 +35,7 @@ from tests.mutation.plugin import PASSED, TESTS, WATCH
 from tests.repository import ROOT
 
 _COPIED = ("megatron", "tests", "tools", "tasks", "examples", "docs", ".ci")
-_ON_ALL = ("parallel", "models", "optimizer", "training")  # rooms that parity tests cover
+_ON_ALL = ("parallel", "models", "optimizer", "training")  # rooms covered by parity tests
 _LEFT_OUT = ("tests/gpu/", "tests/kernels/", "tests/mutation/")
 _FIRST, _LONG = 15.0, 5.0  # seconds of tests in the first run; of a test that runs last
 _START = 2.0  # seconds to import a test file, at most
@@ -46,7 +46,7 @@ SURVIVED, KILLED, SLOW = "survived", "killed", "out of time"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A test that passes without mutations: its id and its seconds."""
+    """A test that passes without mutations: its id and duration in seconds."""
 
     name: str
     seconds: float
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Place:
-    """The lines of the statement with a mutation, and whether an import executes them."""
+    """The lines of the mutated statement, and whether an import executes them."""
 
     first: int
     last: int
@@ -63,7 +63,7 @@ class Place:
 
 @cache
 def _statements(source: str) -> tuple[tuple[Place, ...], ...]:
-    """Return for each line of a file the statements that have it, the innermost last."""
+    """Return the statements that contain each line of a file, the innermost last."""
     found: list[list[Place]] = [[] for _ in range(source.count("\n") + 2)]
 
     def enter(statements: Iterable[ast.AST], is_import: bool) -> None:
@@ -98,7 +98,7 @@ def place_of(mutation: Mutation, source: str) -> Place:
 
 @cache
 def _imports(file: Path) -> frozenset[str]:
-    """Return the modules that a file imports, by their full names."""
+    """Return the full names of the modules that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -114,10 +114,10 @@ def _test_files(root: Path) -> tuple[Path, ...]:
 
 
 def covering_files(mutation: Mutation, root: Path) -> list[str]:
-    """Return the test files that cover a mutation's module, the likeliest to fail first.
+    """Return the test files that cover a mutation's module, the most likely to fail first.
 
-    These are the files that import it, those of its room before others; then the other files of
-    its room; then, for modules of every training, the comparison of layouts.
+    These are the files that import it, those in its room first; then the other files in
+    its room; then, for modules that every training uses, the comparison of layouts.
     """
     module = mutation.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     here = root / "tests" / mutation.room
@@ -136,7 +136,7 @@ def covering_files(mutation: Mutation, root: Path) -> list[str]:
 
 
 class Tree:
-    """A copy of the repository with nothing next to it, in which one run of tests takes place."""
+    """A copy of the repository with nothing next to it, for one test run at a time."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -150,11 +150,11 @@ class Tree:
 
         Args:
             words: Arguments of pytest.
-            limit: Seconds.
-            **variables: Added to the environment.
+            limit: The time limit in seconds.
+            **variables: Variables added to the environment.
 
         Returns:
-            The exit code, `None` if time is up; and the test that failed with its message, or the
+            The exit code, or `None` if time ran out; the failed test with its message, or the
             last line.
         """
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -187,7 +187,7 @@ class Tree:
         return code, failed[0] if failed else (text.splitlines() or [""])[-1]
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill every process of a run, also those in sessions of their own."""
+        """Kill every process of a run, including those in their own sessions."""
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -214,7 +214,7 @@ def copied(folder: Path) -> Tree:
 
 
 def linked(tree: Tree, folder: Path) -> Tree:
-    """Return a further tree, whose files are hard links until they are changed."""
+    """Return another tree, whose files are hard links until they are changed."""
     root = folder / "alone" / "repository"
     shutil.copytree(tree.root, root, copy_function=os.link, symlinks=True)
     return Tree(root)
@@ -223,13 +223,13 @@ def linked(tree: Tree, folder: Path) -> Tree:
 def _write(file: Path, data: bytes) -> None:
     file.unlink(missing_ok=True)  # another tree may have a link to it
     file.write_bytes(data)
-    # Compiled files are compared with the source's size and second of change.
+    # Compiled files are validated by the source's size and modification time in seconds.
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
         compiled.unlink()
 
 
 class Baseline:
-    """What the tests do without mutations: recorded by test file, and kept in a file."""
+    """What the tests do without mutations, recorded by test file and kept in a file."""
 
     def __init__(self, path: Path, mutations: Sequence[Mutation], root: Path) -> None:
         self._path, self._mutations, self._root = path, mutations, root
@@ -258,7 +258,7 @@ class Baseline:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
     def missing(self) -> list[str]:
-        """Return the test files to record, those that may take long first."""
+        """Return the test files still to be recorded, slow ones first."""
         files = {file for one in self._mutations for file in covering_files(one, self._root)}
         long = [file for file in files if b"mark.slow" in (self._root / file).read_bytes()]
         return sorted(files - set(self._records), key=lambda file: (file not in long, file))
@@ -291,7 +291,7 @@ class Baseline:
             for name, outcome, seconds, marks in record["tests"]:
                 imports = place.is_import and (file in ranks or module in marks)
                 if outcome == PASSED and (number in marks or imports or shares):
-                    # Tests of further files stay together, for the sake of their fixtures.
+                    # Keep tests of each further file together, because of their fixtures.
                     fast_first = seconds if file in ranks else 0.0
                     order = seconds > _LONG, rank, number not in marks, fast_first
                     found.append((order, Candidate(name, seconds)))
@@ -300,7 +300,7 @@ class Baseline:
 
 @cache
 def _shares(file: Path) -> bool:
-    """Whether tests of a file use what only the first of them computes."""
+    """Return whether tests of a file use something that only the first of them computes."""
     return re.search(r"@(functools\.)?(lru_)?cache|scope=", file.read_text("utf-8")) is not None
 
 
@@ -321,7 +321,7 @@ def try_mutation(
             count = _of_first_run(rest) if len(rest) == len(tests) else len(rest)
             left = limit - (time.monotonic() - began)
             outcome, said = _run_chosen(tree, rest[:count], left)
-            if outcome == KILLED:  # once more, because some tests fail now and then
+            if outcome == KILLED:  # retried, because some tests fail occasionally
                 culprits = _named(rest[:count], said)
                 said = culprits[0].name if len(culprits) == 1 else said
                 left = limit - (time.monotonic() - began)
@@ -338,7 +338,7 @@ def try_mutation(
 
 
 def _of_first_run(tests: Sequence[Candidate]) -> int:
-    """Return how many tests run first, so that a mutation that is easily killed takes little."""
+    """Return how many tests to run first, so that easily killed mutations take little time."""
     seconds, files = 0.0, set()
     for count, test in enumerate(tests):
         files.add(test.name.partition("::")[0])
@@ -349,7 +349,7 @@ def _of_first_run(tests: Sequence[Candidate]) -> int:
 
 
 def _named(tests: Sequence[Candidate], said: str) -> list[Candidate]:
-    """Return the test that pytest names, those of the file that it cannot import, or all."""
+    """Return the test that pytest names, the tests of a file that fails to import, or all tests."""
     named = [one for one in tests if said.startswith(one.name)]
     if named:
         return [max(named, key=lambda one: len(one.name))]
@@ -377,17 +377,17 @@ def try_all(
     until: float,
     again: Collection[str] = (SLOW,),
 ) -> None:
-    """Try mutations side by side and append each result to a file.
+    """Try mutations in parallel and append each result to a file.
 
-    Beside the file, another one with the suffix `.tests` keeps what the tests do without mutations.
+    A second file next to it, with suffix `.tests`, keeps what the tests do without mutations.
 
     Args:
         mutations: The mutations.
         out: The file of results, JSON lines.
         jobs: How many run at a time.
-        limit: Seconds for one mutation.
-        until: When to end, by `time.monotonic`.
-        again: The outcomes in the file of mutations to try again.
+        limit: The time limit for each mutation in seconds.
+        until: The `time.monotonic` time at which to stop.
+        again: Outcomes whose mutations are tried again.
     """
     before = read_results(out)
     done = {one for one, result in before.items() if result["outcome"] not in again}
@@ -431,7 +431,7 @@ def try_all(
 
 
 def read_results(path: Path) -> dict[Mutation, dict[str, object]]:
-    """Return the last result of each mutation in a file of results."""
+    """Return the last result of each mutation in a results file."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     found = {}
     for result in map(json.loads, text.splitlines()):

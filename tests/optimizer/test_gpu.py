@@ -1,4 +1,4 @@
-"""The optimizer on a GPU: the CPU's numbers, and one wait for the device a step."""
+"""The optimizer on a GPU: the CPU's numbers, and one host synchronization per step."""
 
 import warnings
 
@@ -25,7 +25,7 @@ PRECISIONS = {
 
 
 def _train(device, precision, dtype, rule):
-    """Five steps, the third with an inf; the norms and all tensors, and waits of the last step."""
+    """Make five steps, the third with an inf; return norms, tensors and the last step's waits."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 32)).to(device, dtype)
     named = list(model.named_parameters())
@@ -51,7 +51,7 @@ def _train(device, precision, dtype, rule):
 
 
 def _count_waits(function):
-    """Run it; how often it made the host wait, by PyTorch's own watch."""
+    """Run the function and return how often it made the host wait, as PyTorch reports it."""
     if not torch.cuda.is_initialized():
         function()
         return 0

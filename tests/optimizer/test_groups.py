@@ -1,4 +1,4 @@
-"""Which parameters decay, and which stand apart."""
+"""Which parameters decay, and which have groups of their own."""
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ def test_matrices_and_embeddings_decay_and_biases_and_vectors_do_not():
         "layers.0.input_norm.weight": _parameter(4),
         "layers.0.input_norm.bias": _parameter(4),
         "layers.0.mlp.dense_h_to_4h.weight": _parameter(2, 4, 4),
-        "layers.0.mlp.dense_h_to_4h.bias": _parameter(2, 4),  # SwiGLU: a bias of two dimensions
+        "layers.0.mlp.dense_h_to_4h.bias": _parameter(2, 4),  # SwiGLU: a two-dimensional bias
         "head.unbiased.weight": _parameter(8, 4),
         "bias": _parameter(2, 2),
     }
@@ -61,7 +61,7 @@ def test_vocabularies_stand_apart_where_they_have_a_rate_of_their_own():
             "output": (8, 4),
         }.items()
     }
-    named["head.weight"] = _parameter(2, 4)  # of no model: it has no spec
+    named["head.weight"] = _parameter(2, 4)  # belongs to no model, so it has no spec
     together = [group.names for group in split_groups(named.items(), _one_rule)]
     assert together == [("words", "a.weight", "output", "head.weight"), ("a.bias",)]
     groups = split_groups(named.items(), _one_rule, decouples=True)

@@ -1,4 +1,4 @@
-"""Transitions of the dynamic loss scale, and which scale the flags choose."""
+"""Transitions of the dynamic loss scale, and which scale the flags select."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from megatron.optimizer.optimizer import LossScale, loss_scale_of
 
 
 def _run(scale, events):
-    """The scale's values after a string of events: x overflow, . clean."""
+    """Return the scale after each event: x for an overflow, . for a clean iteration."""
     values = []
     for event in events:
         scale = scale.update(found_overflow=event == "x")
@@ -28,8 +28,8 @@ def _start(**changes):
         ("x", [16]),
         ("xxx", [16, 8, 4]),  # once used up, every overflow halves
         ("x.x.x", [16, 16, 8, 8, 4]),  # clean iterations alone do not restore the hysteresis
-        ("xx...xx", [16, 8, 8, 8, 16, 16, 8]),  # a doubling does
-        ("..x...", [16, 16, 16, 16, 16, 32]),  # an overflow starts the window anew
+        ("xx...xx", [16, 8, 8, 8, 16, 16, 8]),  # doubling does
+        ("..x...", [16, 16, 16, 16, 16, 32]),  # an overflow restarts the window
         ("xxxxxxxx", [16, 8, 4, 2, 1, 1, 1, 1]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Muon: against PyTorch's, against itself in other forms, and its distribution over processes."""
+"""Muon: against PyTorch's, against its other forms, and distributed over processes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_singular_values_come_close_to_1():
 
 
 def test_projections_and_stacked_matrices_are_orthogonalized_by_themselves():
-    # Two groups of 2 queries, a key and a value, each of 3 rows; and gate and up.
+    # Two groups of two queries, a key and a value with 3 rows each; and a gate and up projection.
     named = _named({"qkv": (24, 9), "up": (2, 12, 9)}, {"qkv": (6, 3, 3)})
     rows = torch.arange(24).view(2, 12)
     parts = [rows[:, a:b].flatten() for a, b in ((0, 6), (6, 9), (9, 12))]

@@ -1,4 +1,4 @@
-"""Norms and counts: precision, and one answer however the model is split."""
+"""Norms and counts: precision, and equal results however the model is split."""
 
 from math import sqrt
 
@@ -27,7 +27,7 @@ def test_sum_of_squares(elements):
 
 
 def test_long_sums_keep_their_precision():
-    """Added one after another in fp32, so many equal squares are off by 1e-2."""
+    """A sequential fp32 sum of this many equal squares would be off by 1e-2."""
     tensor = torch.full((2**24,), 0.1)
     expected = tensor.double().square().sum().item()
     assert sum_of_squares([tensor], CPU).item() == pytest.approx(expected, rel=1e-5)
@@ -39,7 +39,7 @@ def test_16bit_squares_do_not_overflow():
 
 
 def _split_model(layout):
-    """A column-split weight [8, 3] and a bias [3] that every tensor rank holds, with gradients."""
+    """Return a column-split weight [8, 3] and a replicated bias [3], with gradients."""
     generator = torch.Generator().manual_seed(0)
     weight = new_parameter((8, 3), init=ZEROS, axis=layout.tensor, split_dim=0)
     bias = new_parameter((3,), init=ZEROS)
@@ -85,7 +85,7 @@ def test_pipeline_stages_add_up():
 
 
 def _sizes(layout, stage):
-    """Of a column-split weight [8, 3] and a bias [3], after an update with gradients of 2."""
+    """Return the sizes of a column-split weight [8, 3] and a bias [3], after an update."""
     weight = new_parameter((8, 3), init=ZEROS, axis=layout.tensor, split_dim=0)
     bias = new_parameter((3,), init=ZEROS)
     named = [("weight", weight), ("bias", bias)]

@@ -50,7 +50,7 @@ def _draw(seed, size=1.0):
 
 
 def _set_gradients(optimizer, named, values):
-    """As backward of a scaled loss would leave them."""
+    """Set gradients as the backward pass of a scaled loss would."""
     optimizer.gradients.zero()
     for name, parameter in named.items():
         optimizer.gradients.gradient(parameter).copy_(values[name] * optimizer.loss_scale)
@@ -61,7 +61,7 @@ def _norm(values):
 
 
 def _snapshot(optimizer, named):
-    """Copies of all parameters and state tensors."""
+    """Return copies of all parameters and state tensors."""
     tensors = {name: tensor for name, (tensor, _) in optimizer.named_tensors().items()}
     return {name: tensor.detach().clone() for name, tensor in (named | tensors).items()}
 
@@ -78,7 +78,7 @@ STEPS = [(1e-2, 0.1, 1.0), (3e-2, 0.1, 1e-3), (2e-2, 0.2, 100.0), (1e-2, 0.0, 1e
 
 
 def _clipped(values, clip):
-    """float64 gradients with the norm brought down to `clip`."""
+    """Return float64 gradients with their norm clipped to `clip`."""
     factor = min(1.0, clip / (_norm(values) + 1e-6)) if clip else 1.0
     return {name: value.double() * factor for name, value in values.items()}
 
@@ -171,7 +171,7 @@ def test_a_norm_near_the_limit_is_clipped_with_megatrons_epsilon():
 
 @pytest.mark.parametrize("precision", [BF16, FP16], ids=["bf16", "fp16"])
 def test_16bit_weights_are_rounded_masters_that_follow_fp32(precision):
-    """The masters are what fp32 training from the same start gives, so small steps add up."""
+    """The masters match fp32 training from the same start, so small steps add up."""
     half, full = _parameters(_dtype(precision)), _parameters()
     for name, parameter in full.items():
         parameter.data.copy_(half[name])
@@ -265,7 +265,7 @@ def test_fp16_overflow_lowers_the_scale_until_it_cannot():
         seen.append((result.applied, result.overflow, optimizer.loss_scale))
     assert seen == [
         (False, True, 2.0),
-        (False, False, 2.0),  # nothing left to shrink: the caller must decide
+        (False, False, 2.0),  # the scale cannot shrink further: the caller must decide
         (True, False, 2.0),
         (True, False, 4.0),
         (False, True, 2.0),
@@ -324,7 +324,7 @@ def test_all_ranks_agree_not_to_step():
 
 
 def _data_parallel_run(layout, steps):
-    """Four samples a step, shared by the ranks; the losses and the final bits."""
+    """Train on four samples a step, shared by the ranks; return the norms and final weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 1))
     named = list(model.named_parameters())

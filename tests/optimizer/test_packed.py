@@ -1,4 +1,4 @@
-"""Optimizer states in fewer bits: what is stored, and Adam on it."""
+"""Optimizer states in fewer bits: what is stored, and Adam with them."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ from tests.parallel.buffers import new_buffer, new_optimizer
 
 FORMS = pytest.mark.parametrize("form", FORMATS)
 ROOTS = pytest.mark.parametrize("roots", [False, True])
-# Relative to a value, the largest distance to a code: of the value or of its root.
+# The largest relative distance from a value, or from its root, to a code.
 STEP = {"bf16": 2.0**-7, "fp16": 2.0**-10, "fp8": 2.0**-3}
 
 
 def _drawn(*, roots, spread=2.0):
-    """Values of many magnitudes, a block that is partly empty, one of zeros, and zeros between."""
+    """Return values of many magnitudes with scattered zeros, a zero block and a partial one."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(5 * BLOCK + 37, generator=generator)
     values *= 10 ** (spread * torch.randn(values.shape, generator=generator) - 4)
@@ -37,7 +37,7 @@ def _packed(values, form, *, roots, count=None):
 @FORMS
 @ROOTS
 def test_encoding_what_was_decoded_changes_nothing(form, roots):
-    """This includes values in the checkpoint's type. With other blocks, small ones may change."""
+    """This includes values in the checkpoint's type. With other blocks, small values may change."""
     for spread in (0.1, 2.0, 6.0):
         for count in map(torch.tensor, (1.0, 2.0)):
             first = _packed(_drawn(roots=roots, spread=spread), form, roots=roots, count=count)
@@ -78,7 +78,7 @@ def test_no_variance_becomes_zero():
 
 @FORMS
 def test_an_average_follows_its_values(form):
-    """With rounding to nearest, the average would stay at its first value in every format."""
+    """With rounding to nearest, the average would keep its first value in every format."""
     tensor = PackedTensor(torch.zeros(4096), FORMATS[form], roots=True)
     tensor.store(torch.full((4096,), 4.0))
     beta = 0.95 if form == "fp8" else 0.999

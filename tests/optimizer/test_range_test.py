@@ -1,4 +1,4 @@
-"""The range test of the learning rate, beside DeepSpeed's."""
+"""The learning-rate range test, compared with DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_rates_are_deepspeeds(first: float, size: int, rise: float, staircase: b
 
 @pytest.mark.parametrize("style", ["constant", "linear"])
 def test_warm_up_flags_are_deepspeeds_one_update_later(style: str) -> None:
-    """What docs/curriculum.md says about WarmupLR and WarmupDecayLR."""
+    """Check what docs/curriculum.md says about WarmupLR and WarmupDecayLR."""
     module = pytest.importorskip("deepspeed.runtime.lr_schedules", reason="needs deepspeed")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     words = "--lr 1e-2 --lr-warmup-init 1e-4 --lr-warmup-iters 10"
@@ -88,11 +88,11 @@ def test_a_logarithmic_warm_up_is_deepspeeds_one_update_later(style: str) -> Non
 
 @pytest.mark.parametrize("shape", ["log", "linear"])
 def test_a_cosine_is_deepspeeds_and_its_warm_up_one_update_later(shape: str) -> None:
-    """DeepSpeed's cosine is an update ahead of its warm-up, so that its updates have our rates."""
+    """DeepSpeed's cosine runs one update ahead of its warm-up, so its updates have our rates."""
     module = pytest.importorskip("deepspeed.runtime.lr_schedules", reason="needs deepspeed")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
     theirs = module.WarmupCosineLR(optimizer, 40, 0.1, 10, 0.05, shape)
-    theirs.step()  # before it, the rate is 0
+    theirs.step()  # before the first step, the rate is 0
     ours = _rate(
         f"--lr 1e-2 --lr-warmup-init 1e-3 --lr-warmup-iters 10 --lr-warmup-style {shape} "
         "--lr-decay-style cosine --lr-decay-iters 40 --min-lr 5e-4"
@@ -104,7 +104,7 @@ def test_a_cosine_is_deepspeeds_and_its_warm_up_one_update_later(shape: str) -> 
 
 
 def test_a_logarithmic_warm_up_without_deepspeed() -> None:
-    """The rates that DeepSpeed 0.19.8 gave, and the same in samples and tokens."""
+    """Compare with the rates that DeepSpeed 0.19.8 gave, and in samples and tokens."""
     words = "--lr 1e-2 --lr-warmup-init 1e-4 --lr-warmup-style log --lr-decay-style constant "
     expected = [
         *(0.0001, 0.004363697924926592, 0.006857801325411256, 0.008627395849853182),

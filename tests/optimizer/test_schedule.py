@@ -77,7 +77,7 @@ def test_wsd_is_saved_and_gone_on_with():
     other = _schedules().to_dict(360)
     assert not {"wsd_decay_steps", "lr_wsd_decay_style"} & set(other)
     taken, _ = ours.resumed(other, use_checkpoint=True)
-    assert taken == _schedules()  # as its own checkpoint has to be, for a run without WSD's flags
+    assert taken == _schedules()  # a run without WSD flags must equal its own checkpoint
     assert taken.to_dict(360) == other
     for key in ("wsd_decay_steps", "lr_wsd_decay_style"):  # Megatron saves neither
         del saved[key]
@@ -133,7 +133,7 @@ def test_learning_rates_of_the_golden_run(golden):
         global_batch=args["global_batch_size"],
     ).learning_rate
     assert len(run["train"]) == 40
-    for line in run["train"]:  # it logs the rate of the next update
+    for line in run["train"]:  # it logs the next update's rate
         assert float(f"{rate.at(line['consumed samples']):.3E}") == line["learning rate"]
 
 
@@ -175,7 +175,7 @@ def test_lengths_that_differ_are_told_by_the_flags_that_set_them():
 
 
 def test_a_longer_run_with_fixed_decay_may_resume():
-    """The length of a constant weight decay means nothing, so it is not compared."""
+    """The length of a constant weight decay has no meaning, so it is not compared."""
     saved = _schedules({"lr_decay_iters": 80}).to_dict(10)
     longer = _schedules({"lr_decay_iters": 80}, training={"train_iters": 200})
     assert longer.resumed(saved)[0].learning_rate == longer.learning_rate
@@ -209,7 +209,7 @@ def test_names_before_2022_are_read():
     ("key", "value", "expected"),
     [
         ("lr_decay_style", "polynomial", "one of constant, linear, cosine, inverse-square-root, W"),
-        ("decay_style", "exponential", "one of constant, linear, cosine"),  # of 2019
+        ("decay_style", "exponential", "one of constant, linear, cosine"),  # the key of 2019
         ("lr_wsd_decay_style", "quadratic", "one of exponential, linear, cosine, minus_sqrt:"),
         ("wd_incr_style", "exponential", "one of constant, linear, cosine:"),
         ("wd_incr_style", None, "one of constant"),
@@ -218,7 +218,7 @@ def test_names_before_2022_are_read():
     ],
 )
 def test_a_saved_value_of_no_schedule_is_refused(key, value, expected):
-    """Not with a KeyError, nor by taking another style for it."""
+    """Such values must not raise a KeyError or be taken for another style."""
     flags = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}
     ours = _schedules(flags)
     saved = ours.to_dict(360)
@@ -239,8 +239,8 @@ def test_a_saved_value_of_no_schedule_is_refused(key, value, expected):
 
 
 def test_one_saved_value_of_a_decoupled_rate_is_read_as_its_flag():
-    """Another program may write one: a peak alone has the minimum of --min-lr, and a minimum alone
-    is none."""
+    """Other programs may write one: a lone peak takes its minimum from --min-lr, a lone minimum
+    is ignored."""
     ours = _schedules({"min_lr": 0.1, "decoupled_lr": 0.5})
     saved = ours.to_dict(30)
     del saved["decoupled_min_lr"]

@@ -1,4 +1,4 @@
-"""Optimizer states shared by processes: memory, norms, and what a rank without a share does."""
+"""Optimizer states shared by processes: memory, norms, and ranks without a share."""
 
 import gc
 
@@ -34,7 +34,7 @@ def _build(named, layout, stage, precision, bucket_bytes=2**16, config=None, **o
 
 
 def _held_bytes():
-    """Bytes of all tensors that Python holds, shared memory counted once."""
+    """Return the bytes of all tensors that Python holds, counting shared memory once."""
     gc.collect()
     storages = {
         thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()
@@ -45,7 +45,7 @@ def _held_bytes():
 
 
 def _bytes_a_parameter(layout, stage, kind):
-    """What a model and its optimizer hold between two updates, per parameter."""
+    """Return the bytes per parameter that a model and its optimizer hold between two updates."""
     dtype, precision = PRECISIONS[kind]
     before = _held_bytes()
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).to(dtype)
@@ -59,8 +59,8 @@ def _bytes_a_parameter(layout, stage, kind):
     return (_held_bytes() - before) / sum(p.numel() for p in model.parameters())
 
 
-# Per parameter, for d processes: (held by each, shared). For fp16 the update adds an fp32 copy of
-# the shard's gradients, 4 / d, for a moment.
+# Bytes per parameter for d processes: (held by each, shared). For fp16 the update briefly adds an
+# fp32 copy of the shard's gradients, 4 / d.
 TABLE = {
     (0, "fp32"): (16, 0),
     (0, "bf16"): (18, 0),
@@ -83,7 +83,7 @@ def test_memory_is_what_the_table_says(stage, kind, size):
 
 
 def _split_model(layout, stage):
-    """A column-split weight [8, 9] and a bias [9] that every tensor rank holds; one update."""
+    """Update a column-split weight [8, 9] and a replicated bias [9]."""
     generator = torch.Generator().manual_seed(0)
     weight = new_parameter((8, 9), init=ZEROS, axis=layout.tensor, split_dim=0)
     bias = new_parameter((9,), init=ZEROS)
@@ -111,7 +111,7 @@ def _split_model(layout, stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_norm_and_zeros_count_every_element_once(stage):
-    """Buckets of 64 elements and up for weights of 36: some processes own nothing of some."""
+    """Buckets hold at least 64 elements, weights 36: some processes own nothing in a bucket."""
     alone = _split_model(Layout.single(), 0)
     assert alone[1] == 9
     for size, sizes in ((2, {}), (4, {}), (4, {"tensor": 2}), (4, {"context": 2})):
@@ -124,7 +124,7 @@ def test_norm_and_zeros_count_every_element_once(stage):
 
 
 def _one_bad_element(layout, stage):
-    """nan in the gradient of one process; every process's weights before and after."""
+    """Put a nan into one process's gradient; return every process's weights before and after."""
     weight = nn.Parameter(torch.ones(16, 16, dtype=torch.bfloat16))
     named = [("weight", weight)]
     gradients, optimizer = _build(named, layout, stage, PRECISIONS["bf16"][1])

@@ -17,7 +17,7 @@ from tests.training.toy import train_toy
 
 @dataclass(frozen=True)
 class Orthogonal:
-    """w = w - lr U V^T, with the gradient's singular vectors, as Muon approximates it."""
+    """w = w - lr U V^T, with the gradient's singular vectors, which Muon approximates."""
 
     momentum: float = 0.5
 
@@ -46,7 +46,7 @@ class Orthogonal:
 
 
 def _choose(name, parameter):
-    """Matrices of layers are orthogonalized, the others follow Adam; some by plain SGD."""
+    """Choose SGD for "plain", orthogonalization for other matrices, and Adam for the rest."""
     if "plain" in name:
         return SGD(0.0)
     return Orthogonal() if parameter.ndim > 1 else AdamW(0.9, 0.95, 1e-8)
@@ -63,7 +63,7 @@ SHAPES = {
 
 
 def _updates(layout, stage, dtype, bucket_bytes):
-    """Weights after three updates, which each process can tell, and the names of states here."""
+    """Return the weights after three updates, and the names of the states on this process."""
     generator = torch.Generator().manual_seed(0)
     named = {
         name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
@@ -87,7 +87,7 @@ def _updates(layout, stage, dtype, bucket_bytes):
             for seed in seeds:
                 drawn = torch.Generator().manual_seed(100 * update + seed)
                 for p in named.values():
-                    # Small whole numbers: sums of them are exact in any order.
+                    # Small whole numbers, whose sums are exact in any order.
                     factor = torch.randint(-3, 4, p.shape, generator=drawn).float()
                     total = total + (p.float() * factor).sum()
             (total / len(seeds)).backward()
@@ -114,7 +114,7 @@ def test_whole_matrices_under_every_stage(dtype, bucket_bytes):
             continue
         for name in ("a.weight", "b.weight", "c.weight"):
             holders = [held for _, held in ranks if f"{name}.velocity" in held]
-            assert len(holders) == 1  # one process alone
+            assert len(holders) == 1  # exactly one process
             elements = torch.Size(SHAPES[name]).numel()
             assert holders[0][f"{name}.velocity"] == (elements,)
         for _, held in ranks:  # both have a share of the work
@@ -133,7 +133,7 @@ def test_a_plan_that_cuts_the_matrix_is_refused():
 
 
 def _train(layout, flags):
-    """A run whose --optimizer has another meaning, in this process only."""
+    """Train with --optimizer redefined, in this process only."""
     rules.RULES["sgd"] = lambda config: _choose
     recorder, run = train_toy(layout, ["--optimizer", "sgd", "--lr", "0.01", *flags])
     kinds = {name.rpartition(".")[2] for name in run.optimizer.named_tensors()}
