@@ -1,4 +1,4 @@
-"""Gradient buffers and optimizers as tests want them: a plan and its executor in one call."""
+"""Gradient buffers and optimizers for tests: a plan and its executor in one call."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megatron.parallel.layout import Axis, Layout
 
 
 def new_parameter(shape, *, axis=None, device="cpu", **options):
-    """A parameter on one process, or its part on this rank of a tensor axis."""
+    """Return a parameter on one process, or this rank's part of it along a tensor axis."""
     layout = replace(Layout.single(), tensor=axis or Axis())
     return BuildContext(layout, device=torch.device(device)).new_parameter(shape, **options)
 
@@ -36,7 +36,7 @@ def new_buffer(
     partial: Collection[str] = (),
     whole: Collection[str] = (),
 ) -> GradientBuffer:
-    """The buffer of these parameters; the others are sets of their names with some trait."""
+    """Return a buffer for these parameters; other arguments are sets of names with that trait."""
     named = list(named_parameters)
     traits = [
         replace(
@@ -64,7 +64,7 @@ def new_buffer(
 def new_optimizer(
     named_parameters, gradients, config=None, precision=None, layout=None, *, rules=None, **options
 ) -> Optimizer:
-    """The optimizer of these parameters, which waits for the weights that it gathers."""
+    """Return an optimizer for these parameters, which waits for the weights that it gathers."""
     config, precision = config or OptimizerConfig(), precision or PrecisionConfig()
     groups = split_groups(
         named_parameters, rules or rules_of(config), decouples=options.pop("decouples", False)
@@ -74,5 +74,5 @@ def new_optimizer(
 
 
 def bucket_count(gradients: GradientBuffer) -> int:
-    """How many buckets a buffer has."""
+    """Return the number of buckets in a buffer."""
     return len(gradients.plan.order)

@@ -75,14 +75,14 @@ def _plan(parameters, *, replicas=None, stage=1, bucket_bytes=1, in_fp32=True):
 
 
 def _sent(plan):
-    """The names in each bucket, in the order of sending."""
+    """Return the names in each bucket, in the order of sending."""
     return [
         [member.traits.name for member in plan.flats[i].buckets[j].members] for i, j in plan.order
     ]
 
 
 def _owner(plan, name):
-    """The ranks, along its replica axis, that update some part of a parameter."""
+    """Return the ranks, along its replica axis, that update some part of a parameter."""
     ((flat, bucket, slot),) = (
         (flat, bucket, member.slot)
         for flat in plan.flats
@@ -122,7 +122,7 @@ def test_experts_have_a_replica_axis_of_their_own():
     assert _owner(plan, "experts.1") == (0,)
     alone = _plan(parameters, replicas={"data": 2, "expert_data": 1})
     assert alone.zero_stage == 1
-    assert alone.flats[0].replicas == 1  # of the experts nobody else has a copy
+    assert alone.flats[0].replicas == 1  # the experts have no other copy
     assert _plan(parameters, replicas={"data": 1, "expert_data": 1}).zero_stage == 0
 
 
@@ -210,7 +210,7 @@ def test_plans_of_the_same_parameters_are_equal():
 
 @pytest.mark.parametrize("shards", [2, 4, 8, 16])
 def test_the_matrices_of_equal_layers_are_dealt_evenly(shards):
-    """Also where a layer has fewer matrices than there are shards, and they differ in size."""
+    """This holds even if a layer has fewer matrices than shards, of different sizes."""
     layer = [6144 * 2048, 2048 * 2048, 11264 * 2048, 2048 * 5632]
     sizes = layer * 24
     buckets = lay_out(sizes, alignment=64, limit=2**24, shards=shards, keeps_whole=True)
@@ -223,4 +223,4 @@ def test_the_matrices_of_equal_layers_are_dealt_evenly(shards):
             loads[shard] += sizes[i]
     assert max(loads) <= 1.1 * sum(sizes) / shards
     assert sum(span.size for span, _ in buckets) <= 1.1 * sum(sizes)
-    assert len(buckets) >= 3  # so that sending overlaps with the backward pass
+    assert len(buckets) >= 3  # so that communication overlaps with the backward pass

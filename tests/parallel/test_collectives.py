@@ -17,7 +17,7 @@ from tests.distributed import run_distributed
 
 
 def _run(layout, function, weight):
-    """Forward of rank + 1, then backward of a gradient: both as lists."""
+    """Run forward on rank + 1 and backward on a gradient; return both results as lists."""
     x = torch.full((2, 2), layout.tensor.rank + 1.0, requires_grad=True)
     out = function(x, layout.tensor)
     out.backward(weight * torch.arange(1.0, out.numel() + 1).view_as(out))
@@ -70,13 +70,13 @@ def _sum_rows(x, axis):
 
 
 def _send_rows(x, axis):
-    counts = [[1, 3], [2, 2]]  # from each rank to each one
+    counts = [[1, 3], [2, 2]]  # from each rank to each rank
     received = [row[axis.rank] for row in counts]
     return start_all_to_all_rows(x, axis, counts[axis.rank], received)
 
 
 class _Noted(torch.autograd.Function):
-    """The identity, which notes its passes."""
+    """The identity, which records its passes."""
 
     @staticmethod
     def forward(ctx, x, notes):
@@ -91,7 +91,7 @@ class _Noted(torch.autograd.Function):
 
 
 def _overlapped(layout, start):
-    """Values, gradients, and the order of what happened on this rank."""
+    """Return values, gradients, and the order of events on this rank."""
     notes, transfer = [], layout.journal.transfer
 
     def noted(kind, ranks, work):
@@ -134,7 +134,7 @@ def test_rows_in_transit_arrive_and_their_gradients_return():
     rows = [[0, 1], [2, 3], [4, 5], [6, 7]]
     others = [[10, 11], [12, 13], [14, 15], [16, 17]]
     assert first[0] == second[0] == rows + others
-    # Both ranks give a row the gradient 1 + its place; 1 more comes from what happened meanwhile.
+    # Both ranks give a row the gradient 1 + its index; `between` adds another 1.
     assert first[1] == [[2 * i + 1] * 2 for i in range(1, 5)]
     assert second[1] == [[2 * i + 1] * 2 for i in range(5, 9)]
 

@@ -38,7 +38,7 @@ def run(layout, dtype=torch.float32, in_16_bits=False):
     form = choose_cross_entropy(None, in_16_bits=in_16_bits)
     loss = vocabulary_cross_entropy(part, labels, layout.tensor, form=form)
     (loss * weights).sum().backward()
-    assert torch.equal(part, before)  # the caller's logits stay as they were
+    assert torch.equal(part, before)  # the caller's logits are unchanged
     return loss.detach(), part.grad
 
 
@@ -102,9 +102,9 @@ def test_the_gradient_may_take_the_logits_place(dtype):
     (loss * weights).sum().backward(retain_graph=True)
     _, plain = run(Layout.single(), dtype)
     assert torch.equal(leaf.grad, plain)
-    assert torch.equal(made.detach(), plain)  # no second tensor of that size
+    assert torch.equal(made.detach(), plain)  # there is no second tensor of that size
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.sum().backward()  # the logits are gone
+        loss.sum().backward()  # the logits have been overwritten
 
 
 def test_reuse_is_refused_where_others_need_the_logits():
@@ -139,7 +139,7 @@ def linear_expected():
 
 
 def run_linear(layout, sequence_parallel=False, chunk_logits=2**27, dtype=torch.float32):
-    """Loss, and gradients of x (this rank's part) and of the weight's part."""
+    """Return the loss, and gradients of this rank's part of x and of its part of the weight."""
     x, weight, labels, weights = linear_problem(dtype)
     axis = layout.tensor
     if sequence_parallel:
@@ -194,7 +194,7 @@ def test_chunked_keeps_small_probabilities_in_fp16():
     x.requires_grad_()
     weight.requires_grad_()
     loss = linear_cross_entropy(LinearCall(x, weight), labels, Communication())
-    (2.0**10 * loss.total).backward()  # as a loss scale does
+    (2.0**10 * loss.total).backward()  # like a loss scale
     others = torch.arange(2**16) != labels.item()
     expected_grad = 2.0**-6 * x.detach()[0].float()
     torch.testing.assert_close(weight.grad[others].float(), expected_grad.expand(2**16 - 1, H))
@@ -215,7 +215,7 @@ def test_chunked_differentiates_one_sum_alone(mask):
     (whole,) = torch.autograd.grad((losses * 0.5 * counted).sum(), weight)
     torch.testing.assert_close(gradient(0.5), whole, rtol=1e-5, atol=1e-6)
     assert gradient(0.0).abs().max() == 0
-    # Another function of the losses cannot be differentiated by mistake.
+    # No other function of the losses can be differentiated by mistake.
     found = linear_cross_entropy(LinearCall(x, weight), labels, Communication(), loss_mask=mask)
     with pytest.raises(RuntimeError, match="does not require grad"):
         (found.losses * other).sum().backward()

@@ -1,4 +1,4 @@
-"""Divergence from a teacher, on whole and split vocabularies, against PyTorch's own."""
+"""KL divergence from a teacher, with whole and split vocabularies, against PyTorch's own."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def _split(layout):
     return [run(layout, 2.0, k) for k in (None, 4, REAL)]
 
 
-@pytest.mark.parametrize("size", [2, 8])  # of 8 ranks the last holds nothing but padding
+@pytest.mark.parametrize("size", [2, 8])  # the last of 8 ranks holds only padding
 def test_split_vocabulary_equals_pytorch(size):
     results = run_distributed(size, _split, tensor=size)
     for of_rank, k in zip(zip(*results, strict=True), (None, 4, None), strict=True):
@@ -103,7 +103,7 @@ def test_16_bit_logits_lose_nothing_in_the_losses(k):
     wanted = reference(2.0, k, torch.bfloat16)
     check((ce, kl), wanted[:2], rtol=1e-6, atol=1e-5)
     assert grad.dtype == torch.bfloat16
-    # Two numbers are rounded and added, and may nearly cancel.
+    # Two rounded numbers are added and may nearly cancel.
     torch.testing.assert_close(grad.double(), wanted[2], rtol=2**-7, atol=2**-8)
 
 
@@ -127,7 +127,7 @@ def test_top_p_keeps_what_reaches_it_and_the_rest_is_all_others():
 
 
 def test_rounded_log_probabilities_are_normalized():
-    """A student that equals its teacher has no gradient, whatever the rounding of files."""
+    """A student equal to its teacher has no gradient, however the stored values are rounded."""
     _, teacher, labels, _ = problem()
     vocabulary = VocabularyPart(Layout.single().tensor, REAL)
     top = top_log_probs(teacher.reshape(-1, V), vocabulary, k=5)

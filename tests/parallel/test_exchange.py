@@ -1,17 +1,17 @@
-"""What keeps ranks from writing over rows that another has not read: the account of uses."""
+"""The ledger of uses, which keeps ranks from overwriting rows that another has not read yet."""
 
 import random
 
 from megatron.parallel.exchange import SLOTS, Ledger
 
-# What products do with their ledger, in order; letters are uses.
+# The order in which products use their ledger; letters are uses.
 ROW = "open a, send a, receive a, close a"
 COLUMN_BACKWARD = "open a, send a, receive a, open b, send b, close a, receive b, close b"
 NESTED = "open a, send a, open b, send b, receive b, receive a, close b, close a"
 
 
 class Rank:
-    """Runs a program step by step, where nothing has to be waited for."""
+    """Runs a program step by step, until it has to wait."""
 
     def __init__(self, lines, *, asks):
         self.steps = [
@@ -53,7 +53,7 @@ class Rank:
 
 
 def barriers(lines, seed, *, size=3, asks=True):
-    """Run ranks in a random order, each now and then alone for long."""
+    """Run ranks in random order, some far ahead at times; return the first one's barriers."""
     chosen, ranks = random.Random(seed), [Rank(lines, asks=asks) for _ in range(size)]
     while any(rank.at < len(rank.steps) for rank in ranks):
         rank = chosen.choice(ranks)

@@ -1,4 +1,4 @@
-"""Tokens on their way to experts of other processes and back, against a loop over experts."""
+"""Tokens sent to experts on other processes and back, against a loop over experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS, TOKENS, HIDDEN, CHOSEN = 8, 6, 4, 3
 
 
 def _inputs(rank, kind):
-    """Tokens, choices and weights of one process; what a kind sends is unlike on every rank."""
+    """Return the tokens, choices and weights of one process, which differ on every rank."""
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
     weights = torch.rand(TOKENS, CHOSEN, generator=generator, dtype=torch.float64)
@@ -34,7 +34,7 @@ def _inputs(rank, kind):
 
 
 def _factors():
-    """What stands for an expert: it multiplies by a vector of its own."""
+    """Return the experts' stand-ins: each multiplies by its own vector."""
     generator = torch.Generator().manual_seed(99)
     return torch.randn(EXPERTS, HIDDEN, generator=generator, dtype=torch.float64)
 
@@ -42,7 +42,7 @@ def _factors():
 def _naive(tokens, choices, weights, factors):
     rows = []
     for token, chosen, shares in zip(tokens, choices.tolist(), weights, strict=True):
-        total = 0 * token * shares.sum() * factors.sum()  # gradients, if only zeros
+        total = 0 * token * shares.sum() * factors.sum()  # gradients exist, even if they are zero
         for expert, share in zip(chosen, shares, strict=True):
             if expert >= 0:
                 total = total + share * token * factors[expert]
@@ -51,9 +51,9 @@ def _naive(tokens, choices, weights, factors):
 
 
 def _exchanged(layout, kind, sequence_parallel, way):
-    """Outputs, gradients, and the number of tokens that came; with the replicas' division."""
+    """Return outputs, gradients as divided among replicas, and the number of received tokens."""
     layout = replace(layout, sequence_parallel=sequence_parallel)
-    # Without sequence parallelism tensor ranks have the same tokens.
+    # Without sequence parallelism, all tensor ranks have the same tokens.
     rank = layout.world.rank
     if not sequence_parallel:
         rank -= layout.tensor.rank
@@ -68,8 +68,8 @@ def _exchanged(layout, kind, sequence_parallel, way):
     here = _factors()[first : first + exchange.local].requires_grad_()
     received = len(arrived.choices)
     rows, grouping = arrived.rows(exchange.local, None)
-    # Of an expert that is split, each part gives a part of the sum.
-    experts = grouping.expert_of_row().clamp(max=len(here) - 1)  # rows without one count nothing
+    # Each part of a split expert gives a part of the sum.
+    experts = grouping.expert_of_row().clamp(max=len(here) - 1)  # expertless rows do not count
     scale = here[experts] / layout.expert_tensor.size
     outputs = collect((rows * scale).float(), arrived.weights.float(), grouping).double()
     out = exchange.bring_back(outputs, arrived)()
@@ -105,13 +105,13 @@ def test_every_token_meets_its_experts(kind, processes, sizes, sequence_parallel
         tokens, weights = tokens.requires_grad_(), weights.requires_grad_()
         expected = _naive(tokens, choices, weights, factors)
         torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
-        # The tensor ranks that have the same tokens do not have them twice.
+        # Tokens that several tensor ranks share must not count twice.
         share = 1 if sequence_parallel else 1 / tensor
         (share * expected.square().sum()).backward()
         for ours, theirs in ((tokens_grad, tokens.grad), (weights_grad, weights.grad)):
             torch.testing.assert_close(ours * share, theirs, rtol=1e-4, atol=1e-5)
-    # The sum over an expert's replicas, times the size of a replica, as their mean is taken over
-    # all of them and the mean of other weights over the ranks with other tokens.
+    # Sum over an expert's replicas, times a replica's size: their mean is over all of them, that
+    # of other weights is over the ranks with different tokens.
     total = torch.zeros_like(factors)
     for *_, grad, _, first in results:
         total[first : first + len(grad)] += grad
@@ -121,7 +121,7 @@ def test_every_token_meets_its_experts(kind, processes, sizes, sequence_parallel
 
 
 def _count_sent(layout):
-    """Tokens that came; their experts here, and the numbers that say how many there are."""
+    """Return the number of tokens received, and all ranks' choices."""
     tokens, choices, weights = _inputs(layout.world.rank, "dropped")
     exchange = ExpertExchange(layout, EXPERTS, CHOSEN)
     arrived = exchange.send(tokens, choices, weights, equally_many=False)

@@ -1,4 +1,4 @@
-"""Delayed scaling: what the history makes of what casts find, and what casts make of it."""
+"""Delayed scaling: how casts update the history, and how the history scales casts."""
 
 import math
 
@@ -26,7 +26,7 @@ def _history(scaling, layout=None, layers=("one", "two")):
 
 
 def _expected(found, scaling):
-    """What is held after each update, in plain numbers."""
+    """Yield the expected held value after each update, in plain numbers."""
     held, past = 0.0, []
     for iteration, value in enumerate(found, 1):
         past = [value if math.isfinite(value) else 0.0, *past][: scaling.length]
@@ -59,7 +59,7 @@ def test_what_is_held_follows_from_what_was_found(scaling, first):
         assert slot.has_begun()
         assert slot.held.item() == held
         assert slot.found == 0
-        assert other.held == 57344  # of a tensor that was never anything but zero: a scale of 1
+        assert other.held == 57344  # a tensor that was always zero has scale 1
 
 
 def _after_an_update(layout, wrong):
@@ -125,7 +125,7 @@ def _tensors(seed):
 
 
 def _rounded(x, amax, fp8):
-    """x in fp8 by an amax, in fp64."""
+    """Return x rounded to fp8 with this amax, in fp64."""
     top = torch.finfo(fp8).max
     scaled = (x.float() * (torch.full([], top) / amax)).clamp(-top, top)
     return scaled.to(fp8).double() * amax.double() / top
@@ -148,7 +148,7 @@ def test_the_first_update_scales_as_it_goes_the_second_by_the_first(form):
     history.update(1)
     products.forget()
 
-    later = [2 * x for x in _tensors(2)]  # of which some saturate
+    later = [2 * x for x in _tensors(2)]  # some of which saturate
     amaxes = [x.abs().max() for x in tensors]
     kinds = (form.values, form.values, form.gradients)
     x, weight, grad = (_rounded(*parts) for parts in zip(later, amaxes, kinds, strict=True))
@@ -219,7 +219,7 @@ def test_a_gpu_does_the_same_and_nothing_waits_for_it(form):
     results = []
     try:
         for iteration, tensors in enumerate(there, 1):
-            if iteration == 2:  # the first may compile, choose, allocate
+            if iteration == 2:  # the first iteration may compile, select kernels and allocate
                 torch.cuda.set_sync_debug_mode("error")
             results.append(_use(ours, *tensors))
             history.update(iteration)
@@ -230,7 +230,7 @@ def test_a_gpu_does_the_same_and_nothing_waits_for_it(form):
         plain = _use(reference, *_tensors(6 + iteration))
         expected.update(iteration)
         reference.forget()
-        if iteration < 3:  # later the longer history matters
+        if iteration < 3:  # afterwards, differences in the history add up
             for mine, theirs in zip(found, plain, strict=True):
                 error = (mine.cpu().double() - theirs.double()).norm() / theirs.double().norm()
                 assert error < 0.01

@@ -93,7 +93,7 @@ def test_mixed_dtypes_and_frozen_parameters():
     assert buffer.gradient(half).dtype == torch.float16
     assert buffer.gradient(full).dtype == torch.float32
     assert not hasattr(frozen, "main_grad")
-    buffer.reduce()  # alone: nothing to talk about
+    buffer.reduce()  # alone, there is nothing to communicate
 
 
 def test_views_merge_neighbours():
@@ -114,7 +114,7 @@ def test_views_merge_neighbours():
 
 
 def _reduced(layout, dtype, bucket_bytes):
-    """Every rank takes its share of four micro-batches; the gradients after the reduction."""
+    """Split four micro-batches among the ranks and return the reduced gradients."""
     model = _model(dtype)
     buffer = _buffer(model, layout, accumulate_in_fp32=True, bucket_bytes=bucket_bytes)
     mine = range(layout.data.rank, 4, layout.data.size)
@@ -130,7 +130,7 @@ def test_averages_are_equal_on_all_ranks_and_for_all_sizes(dtype, bucket_bytes):
     alone = _reduced(Layout.single(), dtype, bucket_bytes)
     for size in (2, 4):
         ranks = run_distributed(size, _reduced, dtype, bucket_bytes)
-        assert all(rank == ranks[0] for rank in ranks)  # the same bits
+        assert all(rank == ranks[0] for rank in ranks)  # bit for bit
         for ours, theirs in zip(ranks[0], alone, strict=True):
             torch.testing.assert_close(
                 torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-8

@@ -1,4 +1,4 @@
-"""Where a process is, by its own count and by the marks that come back from its device."""
+"""Where a process is, by its own count and by the marks that its device has reached."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron.parallel.journal import Journal
 
 
 class _Marks:
-    """A device's queue that nothing has run of."""
+    """A device queue that has executed nothing yet."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []

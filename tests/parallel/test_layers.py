@@ -24,7 +24,7 @@ def _stacked(parts):
 
 
 def take_part(full, parameter):
-    """The slice of a whole tensor that `parameter` stands for."""
+    """Return the slice of a whole tensor that `parameter` holds."""
     spec = spec_of(parameter)
     box = zip(spec.offset, parameter.shape, strict=True)
     return full[tuple(slice(start, start + size) for start, size in box)]
@@ -35,11 +35,11 @@ def gradients(module):
 
 
 def run_linear(layout, split, parts):
-    """Output (whole), input gradient and weight gradients of a layer fed with whole inputs."""
+    """Return a layer's whole output, input gradient and weight gradients, given whole inputs."""
     module = Linear(
         8, 12, BuildContext(layout), split=split, init=INIT, projections=_stacked(parts)
     )
-    for parameter in module.parameters():  # biases too: zeros would hide mistakes
+    for parameter in module.parameters():  # biases too, as zeros would hide mistakes
         shape = spec_of(parameter).global_shape
         full = torch.sin(torch.arange(float(math.prod(shape)))).view(shape)
         with torch.no_grad():
@@ -109,7 +109,7 @@ def test_split_embedding_equals_whole():
 
 
 def test_lookup_in_fp32_sums_gradients_in_fp32():
-    """Ones summed 4096 times: a bf16 sum gets stuck at 256."""
+    """Add up 4096 ones: a bf16 sum would stop at 256."""
 
     def gradient(lookup_in_fp32):
         module = VocabularyEmbedding(
@@ -130,7 +130,7 @@ def test_lookup_in_fp32_sums_gradients_in_fp32():
 
 
 class Queue:
-    """Keeps pushed work until it is run."""
+    """Keeps pushed work until `run`."""
 
     def __init__(self):
         self.is_collecting = True
@@ -148,7 +148,7 @@ CASES = [("column", False), ("column", True), ("row", False), ("row", True), (No
 
 
 def _two_backwards(layout, case, deferred, dtype, overlap=True):
-    """Gradients of two micro-batches in a buffer, and how often the weight's hook ran."""
+    """Return two micro-batches' gradients in a buffer, and how often the weight's hook ran."""
     split, sequence = case
     layout = replace(layout, sequence_parallel=sequence)
     queue = Queue() if deferred else None
@@ -192,7 +192,7 @@ def _all_two_backwards(layout, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_put_off_weight_gradients_are_the_same_bits(dtype):
-    """And so are those without overlap."""
+    """The same holds for gradients without overlap."""
     for results in run_distributed(2, _all_two_backwards, dtype, tensor=2):
         for direct, deferred, in_turn in results:
             assert direct[2] == deferred[2] == 2
@@ -215,7 +215,7 @@ def test_a_queue_that_does_not_collect_is_passed_over():
 
 
 def _order_of_events(layout, sequence, overlap):
-    """Collectives and products of a column layer's backward, in the order they are started."""
+    """Return the collectives and products of a column layer's backward, in starting order."""
     layout = replace(layout, sequence_parallel=sequence)
     events = []
 

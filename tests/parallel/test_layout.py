@@ -9,7 +9,7 @@ from tests.distributed import run_distributed
 
 
 def test_rank_order_is_tensor_context_data_pipeline():
-    layout = Layout.at(13, 16, tensor=2, context=2, pipeline=2)  # data 2
+    layout = Layout.at(13, 16, tensor=2, context=2, pipeline=2)  # DP 2
     assert (layout.tensor.rank, layout.context.rank) == (1, 0)
     assert (layout.data.rank, layout.pipeline.rank) == (1, 1)
     assert layout.tensor.ranks == (12, 13)
@@ -30,7 +30,7 @@ def _sum_over_axes(layout):
 
 
 def test_groups_talk_along_their_axis():
-    torch.ones(3, requires_grad=True).sum().backward()  # a parent that has used autograd may fork
+    torch.ones(3, requires_grad=True).sum().backward()  # forking still works after autograd
     assert run_distributed(4, _sum_over_axes, tensor=2) == [[1, 2], [1, 4], [5, 2], [5, 4]]
 
 
@@ -85,7 +85,7 @@ GRIDS = [
 
 @pytest.mark.parametrize(("world", "sizes"), GRIDS, ids=str)
 def test_experts_fold_the_ranks_of_a_stage(world, sizes):
-    """As in Megatron Core: rank = ((p * R + r) * E + e) * T + t, whatever the other axes are."""
+    """As in Megatron Core, rank = ((p * R + r) * E + e) * T + t, whatever the other axes are."""
     experts, stages = sizes["expert"], sizes.get("pipeline", 1)
     parts = sizes.get("expert_tensor", sizes.get("tensor", 1))
     replicas = world // (stages * experts * parts)
@@ -127,7 +127,7 @@ def test_without_division_experts_are_replicated_as_other_layers_are():
 
 
 def _expert_groups(layout):
-    """The sum of ranks along each expert axis, and the group's ranks."""
+    """Return the ranks of each expert axis, after checking its group by a sum."""
     found = {}
     for name in ("expert", "expert_tensor", "expert_replica"):
         axis = getattr(layout, name)

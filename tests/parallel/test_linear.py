@@ -1,4 +1,4 @@
-"""Products that are cut by rows to travel beside their parts: the numbers of those that are not."""
+"""Products cut by rows to overlap with communication equal those that are not cut."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ CASES = [(split, bias, to) for split in ("column", "row") for bias in (False, Tr
 
 
 class Counting(GroupExchange):
-    """Counts what is opened."""
+    """Counts the uses that are opened."""
 
     def __init__(self, axis):
         super().__init__(axis)
@@ -32,7 +32,7 @@ class Counting(GroupExchange):
 
 
 def two_passes(layout, case, dtype, exchange):
-    """Outputs, input gradients and gradients of two micro-batches."""
+    """Return outputs, input gradients and weight gradients of two micro-batches."""
     split, bias, to = case
     queue = WeightGradientQueue() if "queue" in to else None
     context = BuildContext(layout, dtype=dtype, exchange=exchange, weight_gradients=queue)
@@ -83,14 +83,14 @@ def all_cases(layout, dtype):
 def test_the_numbers_are_those_of_collectives(size, dtype):
     for results in run_distributed(size, all_cases, dtype, tensor=size):
         for (split, *_), (cut, again, expected, uses) in zip(CASES, results, strict=True):
-            # A pass forward one use; backward of a column two, of its input and of its gradient.
+            # Forward opens one use; a column layer's backward two, for its input and its gradient.
             assert uses == 2 * 2 * (3 if split == "column" else 2)
             torch.testing.assert_close(cut, expected, rtol=None, atol=None)
             torch.testing.assert_close(cut, again, rtol=0, atol=0)
 
 
 class Full(GroupExchange):
-    """Takes no message."""
+    """Accepts no message."""
 
     def fits(self, elements, dtype):
         return False
@@ -100,7 +100,7 @@ class Full(GroupExchange):
 
 
 def other_cases(layout):
-    """Gradients where the input, the weight or nothing has one; a message that is too long."""
+    """Return gradients if the input, the weight or neither needs one, also for large messages."""
     layout = replace(layout, sequence_parallel=True)
     results = []
     for exchange in (None, GroupExchange(layout.tensor), Full(layout.tensor)):

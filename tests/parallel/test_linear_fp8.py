@@ -1,4 +1,4 @@
-"""Products in 8 bits that are cut by rows: the bits of those that are not."""
+"""8-bit products cut by rows are bit-identical to those that are not cut."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ CASES = [(split, *how) for split in ("column", "row") for how in HOW]
 
 
 def two_passes(layout, case, exchange):
-    """Outputs, input gradients and gradients of two updates of one micro-batch."""
+    """Return outputs, input gradients and weight gradients of two updates of one micro-batch."""
     split, slots, deferred, delayed = case
     queue = WeightGradientQueue() if deferred else None
     context = BuildContext(
@@ -96,5 +96,5 @@ def test_scales_of_rows_are_not_cut(form):
     initialize(layer.named_parameters(), seed=3)
     layer(torch.ones(16, 1, 32, dtype=torch.bfloat16))
     plain = Linear(32, 32, context, split="row", init=Init("normal", 0.1))
-    with pytest.raises(AssertionError, match="not cut"):  # as the others are
+    with pytest.raises(AssertionError, match="not cut"):  # unlike the layer above
         plain(torch.ones(16, 1, 32, dtype=torch.bfloat16))

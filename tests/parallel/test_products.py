@@ -1,4 +1,4 @@
-"""Products in 8 bits against products in fp64, and what layers make of them."""
+"""8-bit products against products in fp64, and layers that use them."""
 
 from collections import Counter
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_products_are_right_to_the_formats_precision(form):
     grad = torch.randn(32, 2, 80, dtype=torch.bfloat16) * 1e-4
     out, x_grad, weight_grad = _products(form, x, weight, grad)
     rows, top = x.flatten(0, 1).double(), grad.flatten(0, 1).double()
-    coarse = 0.04 if form.gradients == E4M3 else 0.08  # 3 or 2 bits of mantissa
+    coarse = 0.04 if form.gradients == E4M3 else 0.08  # 3 or 2 mantissa bits
     assert out.dtype == x_grad.dtype == torch.bfloat16
     assert 0.005 < _error(out.flatten(0, 1), rows @ weight.double().t()) < 0.04
     assert 0.005 < _error(x_grad, top @ weight.double()) < coarse
@@ -98,7 +98,7 @@ def test_a_weight_is_cast_again_only_when_it_has_changed():
 
 
 class _Noting:
-    """Casts that note the shape of what they are given."""
+    """Casts that record the shape of their input."""
 
     def __init__(self):
         self.shapes = []
@@ -116,7 +116,7 @@ class _Noting:
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_matrix_is_cast_once_for_all_its_products(form):
-    """In two micro-batches: the weight once in all, an input and a gradient once in each."""
+    """In two micro-batches, the weight is cast once in total, inputs and gradients once in each."""
     casts = _Noting()
     layer = Linear(
         *(48, 80),
@@ -141,7 +141,7 @@ def _fp8_gpt(layout, sequence=False, recompute=None, precision=None):
 
 
 def test_a_model_in_8_bits_is_close_to_one_in_16():
-    with pytest.MonkeyPatch.context() as patch:  # 3 x 12 tokens are no multiple of 16
+    with pytest.MonkeyPatch.context() as patch:  # 3 x 12 tokens are not a multiple of 16
         patch.setattr("tests.models.small.SEQUENCE", 16)
         loss, grads = _fp8_gpt(Layout.single())
         plain = gpt(WIDE, {"bf16": True}, dtype=torch.bfloat16)
@@ -177,15 +177,17 @@ def test_split_layers_agree(sequence):
 
 
 class _GatheredFirst(Fp8Products):
-    """Gathers inputs in 16 bits, then casts."""
+    """Gathers inputs in 16 bits before casting them."""
 
     def forward(self, call, communication=ALONE):
         return super().forward(call._replace(x=communication.start_gather(call.x).wait()))
 
 
 def _column(layout, kind, form, delayed, overlap):
-    """Two updates of a layer whose input is divided along the sequence: all that comes out, and
-    bytes that forward gathered."""
+    """Make two updates of a layer with sequence-parallel input.
+
+    Return all results, and the bytes that the forward pass gathered.
+    """
     gathered = []
     start = collectives.start_all_gather
 
@@ -246,10 +248,10 @@ def test_an_input_gathered_in_8_bits_is_the_one_gathered_in_16():
             form = case[0]
             if not form.by_row:
                 assert less == [elements] * 2
-            elif form.weight_gradient:  # its transpose would travel too
+            elif form.weight_gradient:  # its transpose would have to be sent too
                 assert less == much
             else:
-                assert less == [elements + 8 * 3 * 4] * 2  # with the scales
+                assert less == [elements + 8 * 3 * 4] * 2  # including the scales
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Frozen weights in 8 or 4 bits: their memory, and the layers that multiply by them."""
+"""Frozen weights in 8 or 4 bits: their memory, and the layers that use them."""
 
 import pytest
 import torch

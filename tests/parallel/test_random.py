@@ -1,4 +1,4 @@
-"""Random numbers that differ over an axis, and only inside a split region."""
+"""Random numbers that differ over an axis, but only inside a split region."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def _axis(rank: int, size: int = 2):
 
 
 def _draw(rank: int, *sites: int | str, seed: int = 1) -> list[torch.Tensor]:
-    """Before, inside each region, and after."""
+    """Return numbers drawn before, inside each region, and after."""
     torch.manual_seed(seed)
     drawn = [torch.rand(4)]
     for site in sites:
@@ -73,7 +73,7 @@ def test_recomputation_draws_the_same():
 
     torch.manual_seed(1)
     out = checkpoint(drop, x, use_reentrant=False)
-    torch.manual_seed(2)  # the next micro-batch has started meanwhile
+    torch.manual_seed(2)  # the next micro-batch has started in the meantime
     out.sum().backward()
     assert len(masks) == 2
     assert torch.equal(*masks)

@@ -12,11 +12,11 @@ from megatron.parallel.parameter import Init
 from tests.distributed import run_distributed
 from tests.parallel.buffers import new_buffer
 
-BUCKET = 600  # bytes: several buckets, none of them of one size
+BUCKET = 600  # bytes: several buckets of different sizes
 
 
 class _Model(nn.Module):
-    """One weight used twice, one not at all, and sizes that divide by nothing."""
+    """A model with a weight used twice, an unused one, and indivisible sizes."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -36,7 +36,7 @@ def _backward(model, seed):
 
 
 def _reduce(layout, dtype, micro_batches, zero_stage, overlap):
-    """Two updates' worth of gradients; what this process keeps of the second."""
+    """Reduce the gradients of two updates; return what this process keeps of the second."""
     model = _Model(dtype)
     buffer = new_buffer(
         model.named_parameters(),
@@ -63,7 +63,7 @@ def _reduce(layout, dtype, micro_batches, zero_stage, overlap):
 
 
 def _joined(ranks, is_sharded):
-    """The whole gradients, from every process's part."""
+    """Return the whole gradients, joined from every process's part."""
     if not is_sharded:
         assert all(rank == ranks[0] for rank in ranks)
         return {name: values for name, (_, values) in ranks[0][0].items()}
@@ -80,7 +80,7 @@ def _joined(ranks, is_sharded):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_stages_give_the_same_bits(size, dtype):
-    """With one micro-batch: with several, stage 2 adds in another order."""
+    """With several micro-batches, stage 2 adds in another order, so this uses one."""
     reference = _joined(run_distributed(size, _reduce, dtype, 1, 0, False), False)
     assert all(len(values) for values in reference.values())
     norm = sum(value * value for values in reference.values() for value in values)
@@ -97,18 +97,18 @@ def test_micro_batches_add_up(stage):
     alone, _ = _reduce(Layout.single(), torch.float32, 4, 0, False)
     ranks = run_distributed(2, _reduce, torch.float32, 2, stage, True)
     for name, values in _joined(ranks, stage > 0).items():
-        # Two processes average over two; each adds two of the four micro-batches.
+        # Two processes average over two, and each adds two of the four micro-batches.
         expected = torch.tensor(_sum_of(name, alone)) / 2
         torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-5, atol=1e-7)
 
 
 def _sum_of(name, alone):
-    """Update 1 alone draws seeds 1 to 4; two processes with two micro-batches do so too."""
+    """Return update 1, which uses seeds 1 to 4, as do two processes with two micro-batches each."""
     return alone[name][1]
 
 
 def _log_sends(layout, stage, micro_batches, tied=(), apart=(), idle=()):
-    """What happens in which order: backwards that end, and buckets that are sent."""
+    """Return the order of finished backward passes and sent buckets, and the number of buckets."""
     log = []
     name = "start_reduce_scatter" if stage else "start_all_reduce"
     start = getattr(collectives, name)
@@ -117,7 +117,7 @@ def _log_sends(layout, stage, micro_batches, tied=(), apart=(), idle=()):
         log.append("send")
         return start(*arguments, **named)
 
-    setattr(collectives, name, logged)  # in this forked process only
+    setattr(collectives, name, logged)  # only in this forked process
     model = _Model(torch.float32)
     buffer = new_buffer(
         model.named_parameters(),
@@ -141,7 +141,7 @@ def _log_sends(layout, stage, micro_batches, tied=(), apart=(), idle=()):
 
 def test_complete_buckets_are_sent_during_the_last_backward():
     for log, buckets in run_distributed(2, _log_sends, 0, 2):
-        # The first parameter gets no gradient: its bucket, the last one, is sent by `reduce`.
+        # The first parameter gets no gradient, so `reduce` sends its bucket, the last one.
         assert log == ["backward", *["send"] * (buckets - 1), "backward", "send"]
 
 
@@ -154,7 +154,7 @@ def test_buckets_of_several_buffers_are_sent_as_backward_completes_them():
 
 
 def test_late_gradients_are_waited_for():
-    for log, _ in run_distributed(2, _log_sends, 1, 1, ["layers.2.bias"]):  # of the first bucket
+    for log, _ in run_distributed(2, _log_sends, 1, 1, ["layers.2.bias"]):  # in the first bucket
         assert log[0] == "backward"
     for log, buckets in run_distributed(2, _log_sends, 1, 1, ["layers.0.weight"]):
         sent = log.index("backward")
@@ -173,14 +173,14 @@ def test_context_ranks_share_the_shards_too():
 
 
 def test_a_parameter_without_a_gradient_holds_up_only_itself():
-    """A bucket that waits for it stands in the way of those behind it, unless the plan knows."""
+    """Waiting for it would delay the buckets behind it, unless the plan knows that it is idle."""
     for stage in (0, 1, 2):
         for log, buckets in run_distributed(2, _log_sends, stage, 1, (), (), ["unused"]):
             assert log == [*["send"] * (buckets - 1), "backward", "send"]
 
 
 class _Experts(nn.Module):
-    """Experts of which a process uses one: the others get no gradient in that iteration."""
+    """Experts of which each process uses one; the others get no gradient in that iteration."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +194,7 @@ class _Experts(nn.Module):
 
 
 def _train_experts(layout, stage, overlap, is_known, in_fp32):
-    """What each of three updates leaves, the rank and the update choosing the experts."""
+    """Return the gradients after three updates in which rank and update determine the experts."""
     model = _Experts().to(torch.bfloat16 if in_fp32 else torch.float32)
     names = [name for name, _ in model.named_parameters()]
     buffer = new_buffer(
@@ -212,7 +212,7 @@ def _train_experts(layout, stage, overlap, is_known, in_fp32):
             with buffer.micro_batch(is_last=i == 1):
                 generator = torch.Generator().manual_seed(10 * update + i)
                 x = torch.randn(4, 7, generator=generator).to(next(model.parameters()).dtype)
-                # In the last micro-batch one update uses the same expert everywhere.
+                # In the last micro-batch, all ranks use the same expert in one of the updates.
                 expert = (update + i * layout.data.rank) % 3
                 model(x, expert).float().square().mean().backward()
         buffer.reduce()
@@ -225,24 +225,24 @@ def _train_experts(layout, stage, overlap, is_known, in_fp32):
 
 @pytest.mark.parametrize("in_fp32", [False, True])
 def test_idle_experts_count_as_zero_and_stall_nothing(in_fp32):
-    """Each process uses other experts, and all of them other ones in each update."""
+    """Each process uses different experts, which change in each update."""
     options = (0, False, False, in_fp32)
     reference = _joined(run_distributed(2, _train_experts, *options), False)
     assert any(reference["experts.2.weight"])
-    assert not any(reference["experts.1.weight"])  # of an update before, nothing is left
+    assert not any(reference["experts.1.weight"])  # nothing is left from an earlier update
     for stage in (0, 1, 2):
         for is_known in (False, True):
             ranks = run_distributed(2, _train_experts, stage, True, is_known, in_fp32)
             joined = _joined(ranks, stage > 0)
             for name, values in reference.items():
-                if stage == 2:  # adds micro-batches in another order
+                if stage == 2:  # stage 2 adds micro-batches in another order
                     assert joined[name] == pytest.approx(values, rel=1e-2 if in_fp32 else 1e-5)
                 else:
                     assert joined[name] == values, (name, stage, is_known)
 
 
 def _idle_slots(layout, stage):
-    """Slots that an update leaves out hold nothing of the update before."""
+    """Return the slots' sums; a slot that an update leaves out must not keep the previous one."""
     options = {"split": None, "init": Init("normal", 1.0)}
     context = BuildContext(Layout.single())
     layers = [Linear(8, 8, context, **options) for _ in range(2)]
@@ -262,7 +262,7 @@ def _idle_slots(layout, stage):
     for update in range(2):
         buffer.zero()
         with buffer.micro_batch(is_last=True):
-            # First each its own layer, then both the first one.
+            # In update 0 each rank uses its own layer, then both use the first one.
             chosen = layers[layout.data.rank if update == 0 else 0]
             chosen(torch.ones(1, 1, 8)).sum().backward()
         buffer.reduce()
@@ -273,7 +273,7 @@ def _idle_slots(layout, stage):
 def test_idle_slots_count_as_zero_and_stall_nothing():
     for stage in (0, 1, 2):
         ranks = run_distributed(2, _idle_slots, stage)
-        if stage:  # each holds half of each
+        if stage:  # each rank holds half of each layer
             whole = [
                 [sum(each) for each in zip(*update, strict=True)]
                 for update in zip(*ranks, strict=True)
@@ -285,7 +285,7 @@ def test_idle_slots_count_as_zero_and_stall_nothing():
 
 
 def _partial(layout, stage, overlap):
-    """The bias is a partial gradient: rank t of the tensor axis adds t + 1 times what it sees."""
+    """Return gradients of which some are partial: tensor rank t contributes t + 1 times as much."""
     model = _Model(torch.float32)
     buffer = new_buffer(
         model.named_parameters(),
@@ -319,6 +319,6 @@ def test_partial_gradients_are_added_once_over_tensor_ranks():
                 factor = 3 if name in ("layers.0.bias", "table") else rank + 1
                 expected = [factor * value for value in values]
                 assert joined[name] == pytest.approx(expected, rel=1e-5, abs=1e-9), name
-    both = run_distributed(2, _partial, 0, True, tensor=2)  # nobody to average with
+    both = run_distributed(2, _partial, 0, True, tensor=2)  # no other replica to average with
     for kept, _ in both:
         assert kept["table"][1] == pytest.approx([3 * value for value in alone["table"]], rel=1e-5)

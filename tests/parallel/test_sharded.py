@@ -1,4 +1,4 @@
-"""A model in shards: what a process holds, and that it is all there together."""
+"""A sharded model: what each process holds, and that the shards make up the whole."""
 
 import gc
 import threading
@@ -17,7 +17,7 @@ from tests.distributed import run_distributed
 
 
 class _Network(nn.Module):
-    """Layers of [2, 64, 64] (as gate and up) and [64, 128], and a normalization outside."""
+    """Layers of [2, 64, 64] (a gate and up projection) and [64, 128], and a norm outside them."""
 
     def __init__(self, layout, device):
         super().__init__()
@@ -55,7 +55,7 @@ def _build(layout, dtype):
 
 
 def _held_bytes():
-    """Of all tensors with memory, shared memory counted once."""
+    """Return the bytes of all tensors with memory, counting shared memory once."""
     gc.collect()
     held = {}
     for thing in gc.get_objects():
@@ -90,7 +90,7 @@ def test_a_process_keeps_a_shard_of_weights_and_gradients(size, dtype):
 
 
 def _waits_seen(layout):
-    """What the watchdog could see of a forward and backward to which rank 1 comes late."""
+    """Return what the watchdog could see of a forward and backward pass that rank 1 joins late."""
     network, sharded = _build(layout, torch.float32)
     seen, done = set(), threading.Event()
 
@@ -111,7 +111,7 @@ def _waits_seen(layout):
 
 
 def test_what_pytorch_waits_for_stands_in_the_journal():
-    """Forward gathers all of 4 layers and the rest, backward 3 layers again; all are reduced."""
+    """Forward gathers 4 layers and the rest, backward gathers 3 layers again; all are reduced."""
     (seen, *first), (_, *second) = run_distributed(2, _waits_seen)
     assert ("all-gather", (0, 1)) in seen
     assert first == second == [{(0, 1): 5 + 4 + 5}, None]
@@ -127,7 +127,7 @@ def _describe(layout):
 
 
 def test_spans_tile_every_parameter_evenly():
-    """Two tensor ranks, two replicas: the weight of two parts is shared by both replicas."""
+    """On two tensor ranks and two replicas, both replicas share the two-part weight."""
     answers = run_distributed(4, _describe, tensor=2)
     for rank, (parameters, counted) in enumerate(answers):
         assert counted == [64 * 32]

@@ -1,4 +1,4 @@
-"""Gradients that their products write into the buffer themselves: equal to autograd's."""
+"""Gradients that products write directly into the buffer equal autograd's."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ VOCAB, WIDTH = 13, 8
 
 
 class _Tied(nn.Module):
-    """A table with two uses, a layer, and a weight that nothing uses."""
+    """An embedding used twice, a layer, and an unused weight."""
 
     def __init__(self, context):
         super().__init__()
@@ -37,7 +37,7 @@ class _Tied(nn.Module):
 
 
 def _gradients(layout, dtype, slots, options, micro_batches=2):
-    """What this process keeps after each of two updates."""
+    """Return what this process keeps after each of two updates."""
     context = BuildContext(Layout.single(), dtype=dtype)
     model = _Tied(context)
     buffer = new_buffer(
@@ -73,7 +73,7 @@ def test_equals_autograd(dtype):
     fused = _gradients(Layout.single(), dtype, True, {})
     _close(fused, plain, dtype)
     for kept in fused:
-        assert not kept["unused.weight"].any()  # nothing of the update before is left
+        assert not kept["unused.weight"].any()  # nothing is left from the update before
         assert kept["word.weight"].any()
 
 
@@ -101,7 +101,7 @@ def test_equals_autograd_however_gradients_are_shared(dtype):
 
 
 def _sent_in_backward(layout):
-    """Buckets on their way when backward of the last micro-batch is over."""
+    """Return the buckets sent by the end of the last backward pass, and the number of buckets."""
     context = BuildContext(Layout.single(), dtype=torch.bfloat16)
     model = _Tied(context)
     model.unused.weight.requires_grad_(False)
@@ -124,7 +124,7 @@ def test_buckets_leave_during_backward():
 
 
 def test_all_parameters_may_have_slots():
-    """As on a first stage of the embedding alone."""
+    """This is the case on a first stage that has only the embedding."""
     context = BuildContext(Layout.single())
     word = VocabularyEmbedding(VOCAB, WIDTH, context, init=Init("normal", 1.0))
     nn.init.ones_(word.weight)

@@ -16,7 +16,7 @@ from tests.parallel.buffers import new_buffer
 
 
 class _Table(nn.Module):
-    """Holds a weight and is never called, as an output matrix is."""
+    """A weight whose module is never called, like an output matrix."""
 
     def __init__(self, size):
         super().__init__()
@@ -50,7 +50,7 @@ def test_the_outermost_called_module_waits():
 
 
 def test_a_copy_of_tied_words_is_waited_for_by_the_model_itself():
-    """Nobody calls the copy: the output reads its weight."""
+    """No module calls the copy: the output layer reads its weight."""
     model = config()
     part = ModelPart(range(2, 3), embedding=False, head=True)
     network = GPTModel(
@@ -65,7 +65,7 @@ def test_a_copy_of_tied_words_is_waited_for_by_the_model_itself():
 
 
 def _gathering(monkeypatch, log, *, overlap):
-    """A model with a bucket for every weight."""
+    """Return a model with one bucket per weight."""
     model = _Model(log)
     gradients = new_buffer(
         model.named_parameters(), Layout.single(), accumulate_in_fp32=False, bucket_bytes=256
@@ -94,9 +94,9 @@ def test_forward_waits_for_what_it_uses_next(monkeypatch):
     assert torch.equal(model(torch.ones(2, 8)), expected)
     waits = [entry for entry in log if isinstance(entry, int)]
     assert sorted(waits) == list(range(count))  # each once
-    assert log[0] == 0  # the output's, by the model itself
+    assert log[0] == 0  # the output weight, by the model itself
     assert log.index("first") > log.index(count - 1)
-    assert log.index(1) > log.index("0")  # block 1's is not waited for before block 0 is done
+    assert log.index(1) > log.index("0")  # block 1's weight is not waited for until block 0 is done
     log.clear()
     model(torch.ones(2, 8))
     assert log == ["first", "0", "1"]

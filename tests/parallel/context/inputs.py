@@ -13,24 +13,24 @@ from megatron.parallel.layout import Axis
 
 
 def heads(sequence: int, groups: int, *, batch: int = 2, n: int = 4, d: int = 8) -> list[Tensor]:
-    """Query [s, b, n, d], key and value [s, b, g, d]."""
+    """Return query [s, b, n, d], key and value [s, b, g, d]."""
     generator = torch.Generator().manual_seed(groups)
     query = torch.randn(sequence, batch, n, d, generator=generator)
     return [query, *torch.randn(2, sequence, batch, groups, d, generator=generator)]
 
 
 def weights_of(out: Tensor) -> Tensor:
-    """A gradient for `out` that tells every element apart."""
+    """Return a gradient for `out` with distinct elements."""
     return torch.linspace(-1, 1, out.numel()).view_as(out)
 
 
 def by_head(inputs: list[Tensor]) -> list[Tensor]:
-    """As blocks take them: [b, n or g, s, d]."""
+    """Return the inputs as blocks take them: [b, n or g, s, d]."""
     return [x.permute(1, 2, 0, 3) for x in inputs]
 
 
 def one_process(inputs: list[Tensor], *, causal: bool, mask: Tensor | None = None) -> list[Tensor]:
-    """Result [s, b, n * d] and gradients by the formula, in float64."""
+    """Return the result [s, b, n * d] and gradients of the attention formula, in float64."""
     query, key, value = (x.detach().double().requires_grad_() for x in inputs)
     options = AttentionOptions(mask, causal=causal)
     out = attention_reference(query, key, value, options, softmax_in_fp32=False)
@@ -42,7 +42,7 @@ def one_process(inputs: list[Tensor], *, causal: bool, mask: Tensor | None = Non
 def ring_in_one(
     inputs: list[Tensor], segments: Segments, *, size: int, block: BlockAttention
 ) -> list[Tensor]:
-    """Result [s, b, n * d] and gradients of a ring whose ranks take turns in this process."""
+    """Return the result [s, b, n * d] and gradients of a ring whose ranks take turns here."""
     axes = [Axis(size=size, rank=rank, ranks=tuple(range(size))) for rank in range(size)]
     by_rank = [[split_sequence(x, axis, 0) for x in inputs] for axis in axes]
     query, key, value = (list(x) for x in zip(*map(by_head, by_rank), strict=True))

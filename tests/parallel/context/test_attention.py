@@ -1,4 +1,4 @@
-"""Ring and Ulysses over gloo processes equal attention on one."""
+"""Ring and Ulysses attention over gloo processes equal attention on one process."""
 
 import pytest
 import torch
@@ -59,8 +59,8 @@ def test_attention_equals_one_process(size):
 
 
 SLOPES = torch.tensor([0.7, 0.3, 0.1, 0.01])
-# Windows that end in the first chunk and in the middle of another, that hide nothing, and one that
-# leaves each token alone; documents, and other scores.
+# Windows that end in the first chunk or inside another, that hide nothing, or that leave each token
+# only itself; documents, and other score functions.
 RULES = {
     "alone": {"window": 0},
     "near": {"window": 1},
@@ -124,7 +124,7 @@ def test_blocks_of_a_window_cover_its_pairs_once_and_skip_the_rest(size, window,
         sources = list(dict.fromkeys(step.source for step in plan))
         assert sources == [(axis.rank - i) % size for i in range(size)]
         own = [step.source == axis.rank and step.causal for step in plan[:2]]
-        assert own == [True, True]  # a query's own key comes before all others
+        assert own == [True, True]  # a query sees its own key first
         for step in plan:
             rows, columns = places[axis.rank][step.queries], places[step.source][step.keys]
             distance = rows[:, None] - columns
@@ -137,7 +137,7 @@ def test_blocks_of_a_window_cover_its_pairs_once_and_skip_the_rest(size, window,
 
 
 def _change_the_future(layout, comm_type):
-    """Whether results before and from position 6 change with keys and values from 6 on."""
+    """Return which results change with the keys and values from position 6, and which should."""
     axis = layout.context
     query, key, value = (split_sequence(x, axis, 0) for x in heads(S, 2))
     before = attend(comm_type, axis, True, (query, key, value))
@@ -173,11 +173,11 @@ def test_the_plan_covers_every_pair_once(size, causal):
             seen[rows[:, None], columns] += block.tril() if step.causal else block
     expected = torch.ones_like(seen)
     assert torch.equal(seen, expected.tril() if causal else expected)
-    assert areas == {(False, 16), (True, 8 if causal else 16)}  # even work at every step
+    assert areas == {(False, 16), (True, 8 if causal else 16)}  # every step has equal work
 
 
 def _drop(layout, seed):
-    """Weights that a ring keeps of this rank's queries [l, b, n, s], and gradients with them."""
+    """Return the weights that a ring keeps for this rank's queries [l, b, n, s], and gradients."""
     axis, dropout = layout.context, 0.25
     query, key, _ = heads(S, 4, d=S)
     units = torch.eye(S)[:, None, None].expand_as(key)
@@ -216,7 +216,7 @@ def test_a_ring_drops_weights_alike_in_both_directions(size):
 
 
 class _Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returned."""
+    """Records the size of the largest tensor that any operation returned."""
 
     def __init__(self):
         super().__init__()
@@ -247,7 +247,7 @@ def test_a_ring_holds_no_more_scores_than_one_block():
 
 
 class _CountCopies(TorchDispatchMode):
-    """Counts the kernels that only copy, and the elements that they write."""
+    """Counts copy-only kernels and the elements that they write."""
 
     def __init__(self):
         super().__init__()
@@ -262,7 +262,7 @@ class _CountCopies(TorchDispatchMode):
 
 
 class _Zeros(torch.autograd.Function):
-    """Stands for attention that copies nothing itself, such as cuDNN's."""
+    """Stands in for an attention that copies nothing itself, such as cuDNN's."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -292,7 +292,7 @@ def _copies_of_all_to_all(layout, n, g):
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_planner_counts_the_copies_of_all_to_all(size):
     n, g = 8, 4
-    channels = S // size * 2 * 4  # of each head
+    channels = S // size * 2 * 4  # per head
     expected = [
         (kernels + size, channels * (inputs * (n + 2 * g) + results * n))
         for inputs, results, kernels in (_FORWARD_COPIES, _BACKWARD_COPIES)

@@ -1,4 +1,4 @@
-"""Blocks: the plain form against autograd, merging rows, and the choice."""
+"""Attention blocks: the plain form against autograd, merging rows, and the choice of block."""
 
 import math
 from functools import partial
@@ -47,9 +47,9 @@ def test_the_plain_form_equals_attention(groups, causal):
 
 
 def in_two_blocks(forward, backward, inputs, grad, dropout=0.0):
-    """Result, log-sum-exp and gradients of full attention, from an early and a late block of keys.
+    """Return result, log-sum-exp and gradients of attention over an early and a late block of keys.
 
-    Backward of each block sees the merged result, and only the late queries of the early block.
+    Both backward passes see the merged result; the late block has only the late queries.
     """
     forward = partial(forward, dropout=dropout)
     backward = partial(backward, dropout=dropout)
@@ -82,7 +82,7 @@ def in_two_blocks(forward, backward, inputs, grad, dropout=0.0):
 
 
 def pairs_of_two_blocks(length):
-    """Bool [q, k]: which pairs the two blocks have."""
+    """Return which pairs the two blocks cover, bool [q, k]."""
     allowed = torch.ones(length, length, dtype=torch.bool)
     allowed[: length // 2, length // 2 :] = False
     allowed[length // 2 :, length // 2 :].tril_()
@@ -90,7 +90,7 @@ def pairs_of_two_blocks(length):
 
 
 def formula_in_two_blocks(inputs, grad, factors=None):
-    """What `in_two_blocks` should give, in float64; `factors` [b, n, q, k] multiply weights."""
+    """Return the expected `in_two_blocks`, in float64; `factors` [b, n, q, k] multiply weights."""
     query, key, value = inputs = [x.detach().double().requires_grad_() for x in inputs]
     allowed = pairs_of_two_blocks(key.shape[2]).to(key.device)
     times = query.shape[1] // key.shape[1]
@@ -105,7 +105,7 @@ def formula_in_two_blocks(inputs, grad, factors=None):
 
 
 def dropped_factors(forward, inputs, dropout, rtol=1e-5):
-    """The factors [b, n, q, k] by which two blocks' dropout multiplies weights, d = k.
+    """Return the factors [b, n, q, k] by which two blocks' dropout multiplies weights, d = k.
 
     The values are unit vectors, so the results are the weights.
     """
@@ -133,7 +133,7 @@ def test_blocks_merge():
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_blocks_drop_the_same_weights_in_both_directions(groups):
-    """And merge to what the formula gives with the masks that forward drew."""
+    """Blocks also merge to the formula's result with the masks drawn in forward."""
     inputs = by_head(heads(32, groups, d=32))
     state = torch.random.get_rng_state()
     factors = dropped_factors(reference_forward, inputs, dropout=0.25)
@@ -160,7 +160,7 @@ def test_sums_are_in_fp32():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_flash_form_calls_operations_that_torch_has(dropout):
-    """Types and shapes on the meta device; values are compared on a GPU."""
+    """Check types and shapes on the meta device; values are compared on a GPU."""
     query, key, value = (x.bfloat16().to("meta") for x in by_head(heads(16, 2)))
     out, logsumexp, drawn = flash_forward(query, key, value, causal=True, dropout=dropout)
     assert len(drawn) == (2 if dropout else 0)

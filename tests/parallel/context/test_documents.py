@@ -1,4 +1,4 @@
-"""Documents in a ring and in all-to-all attention: none attends to another."""
+"""Documents in ring and all-to-all attention: no document attends to another."""
 
 import math
 
@@ -29,8 +29,8 @@ from tests.parallel.context.inputs import by_head, heads, one_process, ring_in_o
 S = 16
 CPU = torch.device("cpu")
 BLOCK = choose_block(8, torch.float32, CPU)
-# Of two samples each: the ends of documents that are shorter than a chunk, that span several, that
-# fill a sample, and that are empty.
+# For two samples each: the ends of documents that are shorter than a chunk, span several chunks,
+# fill a sample, or are empty.
 ENDS = {
     "short": [0, 1, 3, 6, 9, 11, 15, 16, 18, 18, 21, 25, 30, 32, 32, 32],
     "mixed": [0, 13, 16, 32],
@@ -100,7 +100,7 @@ def test_blocks_cover_every_pair_of_a_document_once(name, causal):
         plan = ring_plan(axis, length, causal=causal, longest=segments.longest)
         for step, documents in zip(plan, documents_of(segments, plan, axis, length), strict=True):
             pairs = documents.query_ends.diff() * documents.key_ends.diff()
-            if step.causal:  # own tokens: as many keys as queries
+            if step.causal:  # the rank's own tokens: as many keys as queries
                 pairs = documents.query_ends.diff() * (documents.query_ends.diff() + 1) // 2
             assert not (step.is_empty and pairs.any())
             lonely = documents.query_ends.diff()[documents.key_ends.diff() == 0].sum()
@@ -110,13 +110,13 @@ def test_blocks_cover_every_pair_of_a_document_once(name, causal):
                 assert lonely == 0
             skipped += step.is_empty
             seen += int(pairs.sum())
-    # Documents of up to 5 tokens do not reach over two chunks of 2, from rank 0 to rank 3.
+    # Documents of up to 5 tokens do not span two chunks of 2, from rank 0 to rank 3.
     assert skipped == (2 if name == "short" else 0)
     assert seen == int(segments.mask.sum())
 
 
 def test_a_query_without_keys_changes_nothing():
-    """Its document has none in the block: the sum is -inf, and a merge leaves its row alone."""
+    """Its document has no keys in the block: the sum is -inf, and merging keeps its row."""
     query, key, value = by_head(heads(8, 2))
     ends = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
     documents = BlockDocuments(ends, torch.tensor([0, 0, 8, 16], dtype=torch.int32), 8)
@@ -136,7 +136,7 @@ def test_a_query_without_keys_changes_nothing():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_flash_form_of_documents_calls_operations_that_torch_has(dropout):
-    """Types and shapes on the meta device; values are compared on a GPU."""
+    """Check types and shapes on the meta device; values are compared on a GPU."""
     query, key, value = (x.bfloat16().to("meta") for x in by_head(heads(16, 2)))
     ends = torch.zeros(4, dtype=torch.int32, device="meta")
     has_keys = torch.ones(2, 16, dtype=torch.bool, device="meta")
@@ -153,7 +153,7 @@ def test_the_flash_form_of_documents_calls_operations_that_torch_has(dropout):
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_ring_on_one_process_equals_attention(name):
-    """What the GPU's test of the same kind relies on."""
+    """The corresponding GPU test relies on this."""
     inputs, segments = heads(S, 2), segments_of(name)
     got = ring_in_one(inputs, segments, size=2, block=BLOCK)
     for ours, theirs in zip(got, one_process(inputs, causal=True, mask=segments.mask), strict=True):

@@ -1,4 +1,4 @@
-"""Which tokens a context rank holds."""
+"""Which tokens each context rank holds."""
 
 import pytest
 import torch

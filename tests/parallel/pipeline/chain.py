@@ -1,4 +1,4 @@
-"""A toy network to run in a pipeline: linear parts, a loss behind the last."""
+"""A toy network for pipelines: linear parts, with a loss after the last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = (3, 2, 4)  # s, b, h
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, its weight gradient put off where a queue collects."""
+    """x W^T, whose weight gradient is deferred where a queue collects."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradientQueue | None) -> Tensor:
@@ -41,7 +41,7 @@ class _Product(torch.autograd.Function):
 
 
 class Part(nn.Module):
-    """tanh(x W^T + b); the first part makes its own input, the last one a loss."""
+    """tanh(x W^T + b); the first part creates its own input, the last one computes a loss."""
 
     def __init__(self, index: int, count: int, micro_batches: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def gradients_of(parts: list[Part]) -> list[Tensor]:
 
 
 def alone(count: int, micro_batches: int) -> tuple[list[float], list[Tensor]]:
-    """Losses and every part's gradients, by plain autograd."""
+    """Return the losses and every part's gradients, by plain autograd."""
     parts = [Part(i, count, micro_batches) for i in range(count)]
     for micro_batch in range(micro_batches):
         x = None
@@ -90,7 +90,7 @@ def alone(count: int, micro_batches: int) -> tuple[list[float], list[Tensor]]:
 def in_pipeline(
     layout: Layout, kind: ScheduleKind, chunks: int, micro_batches: int, *, backward: bool = True
 ) -> tuple[list[float], list[Tensor]]:
-    """Losses (of the last stage) and this stage's gradients, chunk by chunk."""
+    """Return the losses (on the last stage) and this stage's gradients, chunk by chunk."""
     stages, stage = layout.pipeline.size, layout.pipeline.rank
     count = stages * chunks
     parts = [Part(c * stages + stage, count, micro_batches) for c in range(chunks)]

@@ -1,4 +1,4 @@
-"""Any schedule gives the gradients of a single process, and holds no tensor longer than it must."""
+"""Every schedule gives a single process's gradients, and holds no tensor longer than necessary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from tests.distributed import run_distributed
 from tests.parallel.pipeline.chain import alone, in_pipeline
 
-MICRO_BATCHES = 5  # no multiple of the stages
+MICRO_BATCHES = 5  # not a multiple of the number of stages
 
 
 def _all_kinds(layout: Layout) -> list[tuple[str, int, list[float], list[Tensor]]]:
@@ -43,7 +43,7 @@ def test_every_schedule_gives_one_process_gradients_to_the_bit(stages: int) -> N
             assert len(gradients) == len(mine) == 2 * chunks
             for gradient, wanted in zip(gradients, mine, strict=True):
                 assert wanted.abs().max() > 0
-                # Each adds up its micro-batches in the same order.
+                # Each part accumulates its micro-batches in the same order.
                 assert torch.equal(gradient, wanted), (kind, chunks, stage)
 
 
@@ -70,7 +70,7 @@ def _several_pipelines(layout: Layout) -> tuple[list[float], list[Tensor]]:
 
 
 def test_pipelines_beside_each_other_do_not_mix() -> None:
-    results = run_distributed(4, _several_pipelines, pipeline=2)  # and data 2
+    results = run_distributed(4, _several_pipelines, pipeline=2)  # and DP 2
     for rank, (losses, gradients) in enumerate(results):
         twin_losses, twin = results[rank ^ 1]
         assert losses == twin_losses
@@ -78,7 +78,7 @@ def test_pipelines_beside_each_other_do_not_mix() -> None:
 
 
 class _Loopback:
-    """The last stage's neighbour: activations arrive, gradients are taken. Keeps nothing."""
+    """The last stage's neighbor: supplies activations and takes gradients, but keeps nothing."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
@@ -115,7 +115,7 @@ def test_an_output_is_freed_when_it_is_sent_and_an_input_after_its_backward() ->
         most_inputs = max(most_inputs, held)
         assert all(reference() is None for reference in outputs)
 
-    gc.disable()  # nothing may need it
+    gc.disable()  # memory must be freed without it
     try:
         operations = make_schedule("1f1b", 4, 1, 8)[1]
         channel = _Loopback()

@@ -1,4 +1,4 @@
-"""Schedules are proven for a sample of layouts here; `show_schedule --check-all` proves all."""
+"""Schedules are proven for some layouts here; `show_schedule --check-all` proves all."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_memory_bounds_are_reached_and_differ(kind) -> None:
 
 @pytest.mark.parametrize("kind", SCHEDULE_KINDS)
 def test_only_gpipe_holds_more_than_one_loss(kind) -> None:
-    """On the last stage, from the last part's forward to the backward of its inputs."""
+    """Count on the last stage, from the last part's forward to the backward of its inputs."""
     chunks = {"gpipe": (1, 2), "interleaved": (2, 3)}.get(kind, (1,))
     for stages, micro_batches in ((1, 3), (2, 1), (2, 5), (4, 3), (4, 16)):
         for count in chunks:
@@ -95,7 +95,7 @@ def test_only_gpipe_holds_more_than_one_loss(kind) -> None:
 
 def test_forward_only_is_a_schedule_too() -> None:
     schedule = forward_only(make_schedule("interleaved", 3, 2, 5))
-    assert check(schedule) == (10, 10, 10)  # counts what nobody lets go: evaluation keeps nothing
+    assert check(schedule) == (10, 10, 10)  # nothing is released here, but evaluation keeps nothing
     assert sum(len(operations) for operations in schedule) == 5 * (6 + 2 * 5)
 
 
@@ -106,7 +106,7 @@ def _changed(change) -> tuple[tuple[Operation, ...], ...]:
 
 
 def _swap_micro_batches(lines) -> None:
-    """Stage 1 takes micro-batch 1 before 0: each in order by itself, but not as sent."""
+    """Let stage 1 take micro-batch 1 before 0: consistent in itself, but not as sent."""
     swap = {0: 1, 1: 0, 2: 2}
     lines[1] = [o._replace(micro_batch=swap[o.micro_batch]) for o in lines[1]]
 

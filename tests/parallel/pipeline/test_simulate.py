@@ -1,4 +1,4 @@
-"""Predicted times equal the published formulas."""
+"""Simulated times equal the published formulas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_bubble_of_interleaved(p: int, v: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (8, 8), (8, 16)])
 def test_zero_bubble_leaves_a_third_of_1f1bs_idle_time(p: int, m: int) -> None:
-    """(p - 1) (F + B - W) where 1F1B has (p - 1) (F + B + W); Qi et al., 2023, table 2."""
+    """Check (p - 1) (F + B - W), where 1F1B has (p - 1) (F + B + W); Qi et al., 2023, table 2."""
     timeline = _uniform("zero-bubble", p, 1, m)
     assert timeline.total == pytest.approx(3 * m + p - 1)
     uneven = _uniform("zero-bubble", p, 1, m, f=1, b=1.2, w=0.8)
