@@ -8,6 +8,9 @@ The keys of a record determine its format:
     prompt, completion, label       the same, and whether the answer is desirable (KTO)
     prompt, chosen, rejected        preferences; if the prompt is missing, or is a string while the
                                     answers are messages, the prompt is the answers' common start
+    messages, chosen, rejected      Axolotl's preferences: each answer is a single message
+    conversations, chosen, rejected     the same in ShareGPT's form (LLaMA-Factory)
+    input, preferred_output, non_preferred_output       OpenAI's preferences
     text                            a text, all of which is trained on
 
 Every function raises a ValueError that says what is wrong and how to fix it. The caller adds the
@@ -42,8 +45,10 @@ _SHAREGPT_ROLES = {
 # The roles that may precede each role.
 _FOLLOWS = {"user": {"system", "assistant"}, "assistant": {"user", "tool"}}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_OPENAI_ANSWERS = ("preferred_output", "non_preferred_output")
 _FORMATS = (
     ("preference", {"chosen", "rejected"}),
+    ("preference", {"input", *_OPENAI_ANSWERS}),
     ("completion", {"prompt", "completion"}),
     ("messages", {"messages"}),
     ("sharegpt", {"conversations"}),
@@ -52,7 +57,7 @@ _FORMATS = (
 # The keys of a record that are read. Tables may have further columns.
 COLUMNS = (
     *("messages", "conversations", "system", "prompt", "completion", "chosen", "rejected", "text"),
-    "label",
+    *("label", "input", *_OPENAI_ANSWERS),
     *("tools", "documents", "chat_template_kwargs"),
 )
 _KNOWN = (
@@ -132,22 +137,25 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
         return [_chat(_from_sharegpt(record), record)]
     if name == "messages":
         return [_chat(_messages(record, "messages"), record)]
-    answers = ("chosen", "rejected") if preferences else ("completion",)
+    asked, answers = "prompt", ("chosen", "rejected") if preferences else ("completion",)
+    if preferences and record.get("chosen") is None:
+        asked, answers, record = "input", _OPENAI_ANSWERS, _from_openai(record)
+    elif preferences and all(isinstance(record[key], dict) for key in answers):
+        record = _with_single_messages(record)
     # UltraFeedback's prompts are strings, while both of its answers are lists of messages.
     kinds_of_values = [type(record.get(key)) for key in ("prompt", "chosen", "rejected")]
-    if preferences and (record.get("prompt") is None or kinds_of_values == [str, list, list]):
+    if record.get(asked) is None or kinds_of_values == [str, list, list]:
         record = _with_prompt(record)
-    kinds = {isinstance(record[key], str) for key in ("prompt", *answers)}
+    kinds = {isinstance(record[key], str) for key in (asked, *answers)}
     if len(kinds) > 1:
-        names = ", ".join(map(repr, ("prompt", *answers)))
+        names = ", ".join(map(repr, (asked, *answers)))
         raise ValueError(
             f"{names}: some are strings, some are lists of messages: use one form for all"
         )
     if kinds == {True}:
-        prompt = record["prompt"]
-        return [Plain(prompt, _text(record, key)) for key in answers]
-    prompt_messages = _messages(record, "prompt")
-    return [_completed(prompt_messages, _messages(record, key), record, key) for key in answers]
+        return [Plain(record[asked], _text(record, key)) for key in answers]
+    prompt = _messages(record, asked)
+    return [_completed(prompt, _messages(record, key), record, key) for key in answers]
 
 
 def read_labelled(record: Record) -> list[tuple[Example, bool]]:
@@ -181,6 +189,27 @@ def _text(record: Record, key: str) -> str:
     if not value or value.isspace():
         raise ValueError(f"{key!r} is empty: write a text, or remove the line")
     return value
+
+
+def _from_openai(record: Record) -> Record:
+    """Return one of OpenAI's preferences with the messages and the tools of its `input`."""
+    given = record["input"]
+    if not isinstance(given, dict) or "messages" not in given:
+        raise ValueError("'input' has no messages: write {\"messages\": [...]}")
+    return {**record, "input": given["messages"], "tools": given.get("tools")}
+
+
+def _with_single_messages(record: Record) -> Record:
+    """Return a preference whose answers are single messages, with lists of messages."""
+    answers: Record = {key: [record[key]] for key in ("chosen", "rejected")}
+    if all("from" in turn for (turn,) in answers.values()):
+        answers = {key: _from_sharegpt({"conversations": turns}) for key, turns in answers.items()}
+    prompt = record.get("prompt") or record.get("messages")
+    if prompt is None:
+        if not record.get("conversations"):
+            raise ValueError("'chosen' and 'rejected' follow no prompt: write it in 'messages'")
+        prompt = _from_sharegpt(record)
+    return {**record, **answers, "prompt": prompt}
 
 
 def _with_prompt(record: Record) -> Record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.config.run import field_at, sections
 from megatron.models.arithmetic import count_parameters
 from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.models.plans import model_plan
+from megatron.tokenizer.build import vocabulary_multiple
 
 
 def describe_network(path: Path) -> Described:
@@ -72,7 +74,10 @@ def derive_flags(path: Path) -> tuple[str, list[str]]:
     Raises:
         CheckpointError: The file cannot be read, or describes a network that is not supported.
     """
-    model = describe_network(path).model
+    described = describe_network(path)
+    model = replace(
+        described.model, make_vocab_size_divisible_by=vocabulary_multiple(described.vocab)
+    )
     tokenizer = tokenizer_in(_file(path).parent, model.architecture)
     return model.architecture, network_flags(model) + _flags(_differences("tokenizer", tokenizer))
 

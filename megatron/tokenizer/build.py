@@ -14,6 +14,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import digest
 
+_MOST_RANKS = 64  # largest tensor-parallel size considered for the padding of a vocabulary
 # The module and class of each tokenizer type. A module is imported only when its type is built, so
 # that no type loads the libraries of the others.
 _CLASSES = {
@@ -82,6 +83,18 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: 
     """
     multiple = math.lcm(divisible_by, tensor_parallel_size)
     return -(-vocab_size // multiple) * multiple
+
+
+def vocabulary_multiple(rows: int) -> int:
+    """Return the --make-vocab-size-divisible-by with which a network keeps its embedding's rows.
+
+    Further rows would take part in the softmax. A Hugging Face folder does not say how many entries
+    its tokenizer has: if its rows look padded, all of them count, otherwise there is no padding.
+
+    Args:
+        rows: Rows of the word embedding.
+    """
+    return rows if rows % _MOST_RANKS == 0 else 1
 
 
 class NullTokenizer(Tokenizer):

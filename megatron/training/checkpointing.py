@@ -41,6 +41,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.replicas import Gradients
+from megatron.tokenizer.build import vocabulary_multiple
 from megatron.training.batches import evaluation_position
 from megatron.training.branches import open_trunk, resumed_schedules
 from megatron.training.changed_settings import changed_corpus, changed_settings
@@ -48,7 +49,6 @@ from megatron.training.fast_state import open_newest
 from megatron.training.run import Progress, Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
-_MOST_RANKS = 64  # largest tensor-parallel size considered for the padding of a vocabulary
 _SCORE = "model.score."  # a reward model's head
 # The parameters that a new reward model keeps.
 _KEPT = ("model.embedding.", "model.layers.", "model.final_norm.")
@@ -407,13 +407,10 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
         del network["model.max_position_embeddings"]  # relative positions work at any length
     # Also take two flags that are not part of the network's shape but affect its results. The
     # padding of the vocabulary decides the padding entries' share of the softmax, and an import may
-    # set the exact GeLU, which is not our default. A Hugging Face folder does not say how many
-    # entries its tokenizer has: if its rows look padded, all of them count, otherwise there is no
-    # padding.
+    # set the exact GeLU, which is not our default.
     multiple = int(saved.get("make_vocab_size_divisible_by", _PADDING))
     if reader.format == "hf":
-        rows = int(reader.meta["padded_vocab_size"])
-        multiple = rows if rows % _MOST_RANKS == 0 else 1
+        multiple = vocabulary_multiple(int(reader.meta["padded_vocab_size"]))
     network["model.make_vocab_size_divisible_by"] = multiple
     return network | ({"model.onnx_safe": True} if saved.get("onnx_safe") else {})
 
@@ -466,14 +463,14 @@ def restore_run(run: Run, reader: Reader) -> None:
     else:
         _restore_position(run, reader)
     # With pipeline parallelism, no rank holds every parameter.
-    whole = () if run.layout.pipeline.size > 1 else _KEPT if _SCORE in anew else ("model.",)
+    is_dropped = _SCORE in anew
+    whole = () if run.layout.pipeline.size > 1 else _KEPT if is_dropped else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only, cast_below=(STATES,))
     run.optimizer.take_loaded({name: tensor for name, (tensor, _) in named.items()})
     if _ADAPTERS in anew:
         start_adapters(run.parts)
     if run.config.model.load_adapter is not None:
-        anew = tuple(name for name in anew if name != _ADAPTERS)
-        _load_adapter(run, Path(run.config.model.load_adapter))
+        anew = _load_adapter(run, Path(run.config.model.load_adapter), anew)
     if weights_only:
         run.optimizer.reload_masters()
     else:
@@ -485,7 +482,7 @@ def restore_run(run: Run, reader: Reader) -> None:
             f"  successfully loaded checkpoint from {reader.path} at iteration {reader.iteration} "
             f"(read in {seconds:.2f} s)"
             + f"; not in the checkpoint, initialized anew: {drawn}" * bool(anew)
-            + "; the output layer is dropped" * (_SCORE in anew)
+            + "; the output layer is dropped" * is_dropped
         )
         for line in reader.meta.get("notices", ()):
             say(f"  {line}")
@@ -563,8 +560,17 @@ def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...
     return anew, state
 
 
-def _load_adapter(run: Run, folder: Path) -> None:
-    """Fill the adapters from PEFT's files, which --load-adapter names."""
+def _load_adapter(run: Run, folder: Path, anew: tuple[str, ...]) -> tuple[str, ...]:
+    """Fill the adapters, and a reward model's head, from PEFT's files, which --load-adapter names.
+
+    Args:
+        run: The run.
+        folder: The files.
+        anew: The parts that the checkpoint does not hold.
+
+    Returns:
+        The parts that the files do not hold either.
+    """
     # Few runs need these modules.
     from megatron.checkpoint.huggingface.families import family_for
     from megatron.checkpoint.huggingface.peft import PeftReader, peft_names
@@ -575,10 +581,11 @@ def _load_adapter(run: Run, folder: Path) -> None:
     names = peft_names(model, adapted_layers(model, vocabulary), family)
     reader = PeftReader(folder, model, names, allow_foreign=trust)
     state = _weights_state(run, is_copy=False)
-    adapters = {name: entry for name, entry in state.items() if is_of_adapter(name)}
-    restore(reader, adapters, cast=True)
+    restore(reader, {name: state[name] for name in state.keys() & reader.names()}, cast=True)
+    has_head = any(name.startswith(_SCORE) for name in reader.names())
     if run.layout.world.rank == 0:
-        say(f"  adapters loaded from {folder}")
+        say(f"  adapters{' and score' * has_head} loaded from {folder}")
+    return tuple(name for name in anew if name != _ADAPTERS and not (has_head and name == _SCORE))
 
 
 def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:

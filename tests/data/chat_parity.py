@@ -1,10 +1,9 @@
 """A thousand conversations as TRL turns them into ids and labels, recorded in chat_parity.json.
 
-    pip install "trl==1.16.0" "transformers==5.23.0"
     python -m tests.data.chat_parity tests/data/chat_parity.json
 
-writes the record anew: TRL's SFTTrainer prepares each data set, and its `input_ids` and `labels`
-are kept for the first conversations and as digests for all.
+writes the record anew, with the extra [parity]: TRL's SFTTrainer prepares each data set, and its
+`input_ids` and `labels` are kept for the first conversations and as digests for all.
 """
 
 from __future__ import annotations
@@ -170,7 +169,8 @@ def _train_merges(kind: str) -> list[list[str]]:
     return [list(pair) for pair in json.loads(pipeline.to_str())["model"]["merges"]]
 
 
-def _prepared_by_trl(folder: Path, template: str, form: str) -> list[tuple[list[int], list[bool]]]:
+def prepared_by_trl(folder: Path, template: str, form: str) -> list[tuple[list[int], list[bool]]]:
+    """Return the ids of the records in one of the `FORMS`, and which of them are trained."""
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -212,7 +212,7 @@ def main() -> None:
             write_tokenizer(Path(place), style.kind, merges)
             for form in FORMS:
                 template = style.marked if form == "messages" else style.plain
-                examples = _prepared_by_trl(Path(place), template, form)
+                examples = prepared_by_trl(Path(place), template, form)
                 kept = [
                     {"ids": ids, "trained": [int(on) for on in trained]}
                     for ids, trained in examples[:KEPT]

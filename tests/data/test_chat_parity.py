@@ -12,7 +12,15 @@ import pytest
 
 from megatron.config.data import TokenizerConfig
 from megatron.data.conversations import ConversationEncoder, ConversationOptions
-from tests.data.chat_parity import FORMS, RECORD, STYLES, digests, records, write_tokenizer
+from tests.data.chat_parity import (
+    FORMS,
+    RECORD,
+    STYLES,
+    digests,
+    prepared_by_trl,
+    records,
+    write_tokenizer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +55,16 @@ def test_ids_and_labels_are_those_of_trl(
             ((same_ids, same_trained),) = unmarked.encode_record(line, Counter())
             assert np.array_equal(same_ids, ids)
             assert np.array_equal(same_trained, trained)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", STYLES)
+def test_the_record_is_what_trl_prepares(
+    name: str, form: str, record: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("trl", reason="needs the extra [parity]")
+    style = STYLES[name]
+    write_tokenizer(tmp_path, style.kind, record["merges"][style.kind])
+    template = style.marked if form == "messages" else style.plain
+    examples = prepared_by_trl(tmp_path, template, form)
+    assert digests(examples) == record["styles"][name][form]["digests"]

@@ -109,6 +109,11 @@ def test_ids_come_from_the_cache_until_something_changes(
 
 
 PREFERENCE = {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "No."}]}
+OPENAI = {
+    "input": {"messages": [USER], "tools": [], "parallel_tool_calls": True},
+    "preferred_output": PREFERENCE["chosen"],
+    "non_preferred_output": PREFERENCE["rejected"],
+}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]}
 
 
@@ -250,6 +255,10 @@ def test_malformed_records_are_left_out_if_wanted(
             "'rejected' does not begin with a turn of the assistant",
         ),
         ({**PREFERENCE, "rejected": [{**ANSWER, "weight": 0}]}, "weight 0|only in 'messages'"),
+        ({**OPENAI, "input": [USER]}, "'input' has no messages"),
+        ({**OPENAI, "input": {"messages": []}}, "'input' is an empty list"),
+        ({**OPENAI, "preferred_output": [USER]}, "'preferred_output' does not begin with a turn"),
+        ({"chosen": ANSWER, "rejected": ANSWER}, "follow no prompt: write it in 'messages'"),
     ],
 )
 def test_malformed_preferences_are_refused(
@@ -265,13 +274,19 @@ def test_a_preference_is_two_examples_with_one_prompt(folder: Path, tmp_path: Pa
     strings = {"chosen": "One two three", "rejected": "One two four"}
     repeated = {"prompt": USER["content"], **implicit}
     question = {**PREFERENCE, "prompt": USER["content"]}
-    found = _load(tmp_path, encoder, [PREFERENCE, implicit, strings, repeated, question])
+    single = {key: PREFERENCE[key][0] for key in ("chosen", "rejected")}
+    spoken = {key: {"from": "gpt", "value": turn["content"]} for key, turn in single.items()}
+    asked = [{"from": "human", "value": USER["content"]}]
+    axolotl = {"messages": [USER], "prompt": None, **single}
+    factory = {"conversations": asked, **spoken}
+    records = [PREFERENCE, implicit, strings, repeated, question, OPENAI, axolotl, factory]
+    found = _load(tmp_path, encoder, records)
     answers = ["Hi there.<|endoftext|>", "No.<|endoftext|>"]
     ends = [" three<|endoftext|>", " four<|endoftext|>"]
-    assert _trained(encoder, found) == [*answers, *answers, *ends, *answers, *answers]
-    for one in (1, 3, 4):
+    assert _trained(encoder, found) == [*answers, *answers, *ends, *answers * 5]
+    for one in (1, *range(3, len(records))):
         assert np.array_equal(found[2 * one][0], found[0][0])
-    for pair in range(5):
+    for pair in range(len(records)):
         chosen, rejected = found[2 * pair], found[2 * pair + 1]
         assert np.array_equal(chosen[0][~chosen[1]], rejected[0][~rejected[1]])
     for kind in ("preferences", "labels"):

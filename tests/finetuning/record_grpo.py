@@ -1,6 +1,6 @@
 """Record what TRL's GRPOTrainer computes from random log-probabilities, for test_grpo.py.
 
-Run it with TRL 1.16 installed: python -m tests.finetuning.record_grpo
+Run it with the extra [parity] installed: python -m tests.finetuning.record_grpo
 """
 
 from __future__ import annotations

@@ -210,6 +210,10 @@ BAD: dict[str, tuple[Build, str]] = {
     ),
     "a pair among answers": (second(PAIR), ":2: a preference record, but .*give other data"),
     "an answer among pairs": (second(said("user: a", "assistant: b"), *DPO), ":1: a messages reco"),
+    "answers without a prompt": (
+        data(json.dumps({"chosen": TURNS[1], "rejected": TURNS[1]}), "a.jsonl", *DPO),
+        ":1: .*no prompt: write it in 'messages'",
+    ),
     "mixed pairs": (data(json.dumps({**PAIR, "chosen": TURNS}), "a.jsonl", *DPO), ":1: .*one form"),
     "long pairs": (
         data(json.dumps({**PAIR, "chosen": "y " * 99}), "a.jsonl", *DPO),
@@ -287,6 +291,14 @@ BAD: dict[str, tuple[Build, str]] = {
     "another kind of adapter": (
         adapter(configured(peft_type="LOHA")),
         "peft_type LOHA is not supp",
+    ),
+    "an adapter with an output layer": (
+        adapter(configured(modules_to_save=["lm_head"])),
+        r"adapter_config.json: modules_to_save \['lm_head'\] is not supported: merge the adapter",
+    ),
+    "a reward model's adapter": (
+        adapter(configured(modules_to_save=["classifier", "score"])),
+        "adapter_config.json: modules_to_save .*for --preference-loss bradley-terry",
     ),
     "broken settings": (
         adapter(written("adapter_config.json", lambda b: b[:-9])),

@@ -35,7 +35,16 @@ from megatron.training.generation import GeneratedAnswer
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
 from tests.distributed import run_sharing_memory, toy_device
-from tests.finetuning.record_grpo import CASES, CLIP, CLIP_HIGH, GROUP, GROUPS, LONGEST, RECORD
+from tests.finetuning.record_grpo import (
+    CASES,
+    CLIP,
+    CLIP_HIGH,
+    GROUP,
+    GROUPS,
+    LONGEST,
+    RECORD,
+    trl_loss,
+)
 from tests.launch import run_ranks
 from tests.repository import ROOT
 from tests.training.toy import CPU, TOY, Recorder
@@ -98,6 +107,20 @@ def test_loss_and_gradient_are_those_of_trl(case: int) -> None:
     gradient = torch.tensor(recorded["gradient"], dtype=torch.float64)
     assert policy.grad is not None
     torch.testing.assert_close(policy.grad.view(-1, LONGEST), gradient, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_the_record_is_what_trl_computes(case: int) -> None:
+    pytest.importorskip("trl", reason="needs the extra [parity]")
+    names = ("old", "policy", "reference", "rewards")
+    old, policy, reference, rewards = (
+        torch.tensor(RECORDED[name], dtype=torch.float64) for name in names
+    )
+    mask = (torch.arange(LONGEST) < torch.tensor(RECORDED["lengths"])[:, None]).double()
+    found = trl_loss(*CASES[case], old, policy, reference, mask, rewards)
+    for name in ("value", "advantages", "gradient"):
+        ours, theirs = torch.tensor(found[name]), torch.tensor(RECORDED["cases"][case][name])
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
 def _alone() -> Any:

@@ -1,8 +1,7 @@
-"""KTO: against a second implementation, in every layout, and whole runs of finetune.py."""
+"""KTO: learning, every layout, and whole runs of finetune.py. test_trl.py compares it with TRL."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from functools import cache
@@ -11,121 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_words
-from megatron.config.parser import parse_config
 from megatron.data.preferences import FittedAnswers
 from megatron.errors import EXIT_OK, DataError
 from megatron.finetuning.kto import METRICS
-from megatron.finetuning.reference import ReferenceLogProbs
 from megatron.parallel.layout import Layout
-from megatron.training.build import build_run
-from megatron.training.checkpointing import network_of
-from megatron.training.loop import standard_callbacks, train
 from megatron.training.pretrain import main
-from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
-from tests.distributed import run_sharing_memory, toy_device
-from tests.finetuning.record_trl import BATCH, LR
+from tests.distributed import run_sharing_memory
 from tests.finetuning.test_reference import losses_in
-from tests.finetuning.test_trl import WORDS
-from tests.finetuning.toy_pairs import (
-    FILE,
-    ToyAnswers,
-    rows_of_one_pair,
-    toy_answers,
-    toy_pairs,
-    train_pairs,
-)
-from tests.training.toy import TOY, Recorder
+from tests.finetuning.toy_pairs import toy_pairs, train_pairs
+from tests.training.toy import TOY
 
 KTO = "--preference-loss kto"
-STEPS, BETA, WEIGHTS = 20, 0.3, {True: 1.0, False: 1.5}
-
-
-class TinyAnswers(ToyAnswers):
-    """Training on answers of the tiny Llama's tokens."""
-
-    vocabulary = 70
-
-
-def second_implementation(folder: Path) -> dict[str, list[float]]:
-    """Train transformers' Llama with the loss of the paper (arXiv:2402.01306, equation 8).
-
-    Every sequence is computed alone, and the reference is a second model.
-    """
-    transformers = pytest.importorskip("transformers")
-    policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    reference = copy.deepcopy(policy).eval()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, eps=1e-8, weight_decay=0)
-    examples = toy_answers(70)
-    count = len(examples)
-    prompts = [int((~examples[i][1][1:]).sum()) + 1 for i in range(count)]
-
-    def log_prob(model: Any, prompt: int, answer: int) -> torch.Tensor:
-        start = examples[prompt][0][: prompts[prompt]]
-        ids = torch.tensor(np.append(start, examples[answer][0][prompts[answer] :])).long()
-        scores = model(ids[None, :-1]).logits[0].double().log_softmax(-1)
-        return scores.gather(1, ids[1:, None])[len(start) - 1 :].sum()
-
-    def ratio(prompt: int, answer: int) -> torch.Tensor:
-        with torch.no_grad():
-            known = log_prob(reference, prompt, answer)
-        return log_prob(policy, prompt, answer) - known
-
-    found: dict[str, list[float]] = {name: [] for name in (*METRICS, "grad-norm")}
-    order = rows_of_one_pair(examples, STEPS * BATCH, FittedAnswers)
-    for step in range(STEPS):
-        batch = order[step * BATCH : (step + 1) * BATCH]
-        with torch.no_grad():
-            others = [ratio(i, (i + count // 2) % count) for i in batch]
-            divergence = max(0.0, float(sum(others)) / BATCH)
-        terms, log_probs, rewards = [], {True: [], False: []}, {True: [], False: []}
-        for i in batch:
-            is_desirable = bool(examples[i][1][0])
-            log_ratio = ratio(i, i)
-            gain = BETA * (log_ratio - divergence) * (1 if is_desirable else -1)
-            terms.append(WEIGHTS[is_desirable] * (1 - torch.sigmoid(gain)))
-            rewards[is_desirable].append(BETA * float(log_ratio.detach()))
-            with torch.no_grad():
-                log_probs[is_desirable].append(float(log_prob(policy, i, i)))
-        loss = sum(terms) / BATCH
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        mean = {
-            kind: [
-                float(np.mean(each[kind])) if each[kind] else 0.0 for each in (rewards, log_probs)
-            ]
-            for kind in (True, False)
-        }
-        values = (float(loss.detach()), divergence, len(rewards[True]) / BATCH)
-        values += (mean[True][0], mean[False][0], mean[True][0] - mean[False][0])
-        values += (mean[True][1], mean[False][1], float(norm))
-        for name, value in zip(found, values, strict=True):
-            found[name].append(value)
-    return found
-
-
-def test_training_equals_a_second_implementation(tmp_path: Path) -> None:
-    case = CASES["llama"]
-    model = write_folder(tmp_path / "model", case.config, tensors_of(case))
-    words = f"{KTO} --preference-beta {BETA} --kto-undesirable-weight {WEIGHTS[False]}".split()
-    words += ["--train-iters", str(STEPS), "--micro-batch-size", str(BATCH)]
-    words = [*WORDS, "--load", str(model), "--data-path", str(FILE), *words]
-    config = parse_config(
-        words, world_size=1, architecture="gpt", read_checkpoint=network_of
-    ).config
-    run = build_run(config, TinyAnswers(), toy_device(), Layout.single())
-    ReferenceLogProbs().begin(run)
-    recorder = Recorder()
-    train(run, standard_callbacks(run, [recorder])[0])
-    expected = second_implementation(model)
-    assert max(expected["kl"]) > 0
-    for name, values in expected.items():
-        assert recorder.values(name) == pytest.approx(values, rel=1e-5, abs=1e-5), name
 
 
 @cache

@@ -7,142 +7,37 @@ import math
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_words
-from megatron.config.parser import parse_config
 from megatron.errors import EXIT_OK, CheckpointError, ConfigError
 from megatron.finetuning.preferences import REWARD_METRICS
 from megatron.parallel.layout import Layout
 from megatron.tools import score
-from megatron.training.build import build_run
-from megatron.training.checkpointing import network_of
-from megatron.training.loop import standard_callbacks, train
 from megatron.training.pretrain import main
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
-from tests.distributed import run_sharing_memory, toy_device
-from tests.finetuning.record_trl import BATCH, LR
+from tests.distributed import run_sharing_memory
 from tests.finetuning.test_reference import losses_in
-from tests.finetuning.test_trl import WORDS
-from tests.finetuning.toy_pairs import FILE, ToyRewards, rows_of_one_pair, toy_pairs, train_pairs
+from tests.finetuning.toy_pairs import FILE, train_pairs
 from tests.tools.test_checkpoint_util import convert
-from tests.training.toy import TOY, Recorder
+from tests.training.toy import TOY
 
 CENTERING = 0.01
 REWARDS = f"--preference-loss bradley-terry --center-rewards-coefficient {CENTERING} --lr 1e-2"
 LORA = "--lora-rank 4 --lora-alpha 8"
-STEPS = 20
-# transformers' module of each projection that has an adapter.
-MODULES = {
-    "attention.qkv.adapter.query": "self_attn.q_proj",
-    "attention.qkv.adapter.key": "self_attn.k_proj",
-    "attention.qkv.adapter.value": "self_attn.v_proj",
-    "attention.output.adapter.weight": "self_attn.o_proj",
-    "mlp.up.adapter.gate": "mlp.gate_proj",
-    "mlp.up.adapter.up": "mlp.up_proj",
-    "mlp.down.adapter.weight": "mlp.down_proj",
-}
+LLAMA = """
+    --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --ffn-hidden-size 48
+""".split()
 
 
 @cache
 def one_process(words: str = "") -> dict[str, list[float]]:
     return train_pairs(Layout.single(), f"{REWARDS} {words}".split())
-
-
-class TinyRewards(ToyRewards):
-    """Training on pairs of the tiny Llama's tokens."""
-
-    vocabulary = 70
-
-
-class LowRank(nn.Module):
-    """A weight with an adapter of rank 4 and alpha 8, which changes nothing at first."""
-
-    def __init__(self, a: Tensor, rows: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(a.clone()), nn.Parameter(torch.zeros(rows, len(a)))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + 8 / 4 * self.b @ self.a
-
-
-def second_implementation(folder: Path, start: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Train transformers' reward model with the loss of TRL's documentation.
-
-    Every sequence is computed alone.
-
-    Args:
-        folder: The language model to start from.
-        start: Our first values of the head and of the adapters' A, by our names.
-    """
-    transformers = pytest.importorskip("transformers")
-    kind = transformers.LlamaForSequenceClassification
-    model = kind.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-    adapters = {name: tensor for name, tensor in start.items() if name.endswith(".a")}
-    if adapters:
-        model.requires_grad_(False)
-    for name, a in adapters.items():
-        _, layer, *site = name.removesuffix(".a").split(".")
-        module = model.get_submodule(f"model.layers.{layer}.{MODULES['.'.join(site)]}")
-        low_rank = LowRank(a, module.out_features)
-        parametrize.register_parametrization(module, "weight", low_rank)
-    model.score.weight = nn.Parameter(start["score.weight"].clone())
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, eps=1e-8, weight_decay=0)
-    pairs = toy_pairs(70)
-    found: dict[str, list[float]] = {name: [] for name in (*REWARD_METRICS, "grad-norm")}
-    order = rows_of_one_pair(pairs, STEPS * BATCH)
-
-    def reward(example: int) -> Any:
-        return model(torch.tensor(pairs[example][0])[None].long()).logits[0, 0]
-
-    for step in range(STEPS):
-        batch = order[step * BATCH : (step + 1) * BATCH]
-        chosen = torch.stack([reward(2 * i) for i in batch])
-        rejected = torch.stack([reward(2 * i + 1) for i in batch])
-        loss = -nn.functional.logsigmoid(chosen - rejected).mean()
-        loss = loss + CENTERING * ((chosen + rejected) ** 2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        margins = (chosen - rejected).detach()
-        values = (loss, chosen.mean(), rejected.mean(), (margins > 0).float().mean())
-        for name, value in zip(found, (*values, margins.mean(), norm), strict=True):
-            found[name].append(float(value))
-    return found
-
-
-@pytest.mark.parametrize("lora", ["", LORA], ids=["full", "lora"])
-def test_training_equals_a_second_implementation(lora: str, tmp_path: Path) -> None:
-    case = CASES["llama"]
-    model = write_folder(tmp_path / "model", case.config, tensors_of(case))
-    words = ["--preference-loss", "bradley-terry", "--center-rewards-coefficient", str(CENTERING)]
-    words += ["--train-iters", str(STEPS), "--load", str(model), "--data-path", str(FILE)]
-    words = [*WORDS, *words, *lora.split()]
-    config = parse_config(
-        words, world_size=1, architecture="gpt", read_checkpoint=network_of
-    ).config
-    run = build_run(config, TinyRewards(), toy_device(), Layout.single())
-    start = {name: parameter.detach().clone() for name, parameter in run.named_parameters()}
-    recorder = Recorder()
-    train(run, standard_callbacks(run, [recorder])[0])
-    after = dict(run.named_parameters())
-    changed = {name for name, before in start.items() if not torch.equal(before, after[name])}
-    assert "score.weight" in changed
-    if lora:
-        assert all(".adapter." in name for name in changed - {"score.weight"})
-        assert len([name for name in start if name.endswith(".adapter.query.a")]) == 2
-    expected = second_implementation(model, start)
-    for name, values in expected.items():
-        assert recorder.values(name) == pytest.approx(values, rel=1e-5, abs=1e-5), name
 
 
 def test_rewards_of_chosen_answers_grow() -> None:
@@ -227,10 +122,8 @@ def test_a_reward_model_of_adapters_is_scored_exported_and_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start, folder = tmp_path / "start", tmp_path / "reward"
-    llama = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
-    network = [*llama.split(), "--untie-embeddings-and-output-weights", "--ffn-hidden-size", "48"]
-    words = [*REWARDS.split(), *LORA.split(), *network]
-    assert run_program(start, "--preference-loss", "orpo", *network) == EXIT_OK
+    words = [*REWARDS.split(), *LORA.split(), *LLAMA]
+    assert run_program(start, "--preference-loss", "orpo", *LLAMA) == EXIT_OK
     assert run_program(folder, *words, "--load", str(start)) == EXIT_OK
     told = capsys.readouterr().out
     assert "initialized anew: score, the adapters; the output layer is dropped" in told
@@ -241,14 +134,57 @@ def test_a_reward_model_of_adapters_is_scored_exported_and_resumed(
     assert len(output.read_text().splitlines()) == 12
     assert convert("native", "hf", folder, tmp_path / "merged", "--verify") == EXIT_OK
     assert "score.weight" in load_file(tmp_path / "merged" / "model.safetensors")
-    assert convert("native", "peft", folder, tmp_path / "peft") == CheckpointError.exit_code
-    assert (
-        "whose head was trained along with the adapters: use --saver hf" in capsys.readouterr().err
-    )
     shutil.rmtree(folder / "iter_0000004")
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
     assert run_program(folder, *words, "--load", str(folder)) == EXIT_OK
     assert losses_in(capsys.readouterr().out) == {i: expected[i] for i in (3, 4)}
+
+
+def test_peft_reads_and_writes_the_adapters_with_the_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder, ours = tmp_path / "base", tmp_path / "reward", tmp_path / "peft"
+    words = [*REWARDS.split(), *LORA.split(), *LLAMA]
+    assert run_program(tmp_path / "start", "--preference-loss", "orpo", *LLAMA) == EXIT_OK
+    assert convert("native", "hf", tmp_path / "start", base) == EXIT_OK
+    assert run_program(folder, *words, "--load", str(base)) == EXIT_OK
+    assert convert("native", "peft", folder, ours) == EXIT_OK
+    said = json.loads((ours / "adapter_config.json").read_text())
+    assert (said["task_type"], said["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    tensors = load_file(ours / "adapter_model.safetensors")
+    assert "base_model.model.score.weight" in tensors
+    # The adapters and the head come back from the files as they were.
+    capsys.readouterr()
+    again = [*words, "--load", str(base), "--load-adapter", str(ours), *"--lr 0 --min-lr 0".split()]
+    assert run_program(tmp_path / "again", *again) == EXIT_OK
+    told = capsys.readouterr().out
+    assert f"adapters and score loaded from {ours}" in told
+    assert "initialized anew" not in told
+    assert convert("native", "peft", tmp_path / "again", tmp_path / "back") == EXIT_OK
+    back = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(back[name].equal(tensors[name]) for name in tensors)
+    language_model = ["--preference-loss", "orpo", *LORA.split(), *LLAMA]
+    refused = [*language_model, "--load", str(base), "--load-adapter", str(ours)]
+    assert run_program(tmp_path / "other", *refused) == CheckpointError.exit_code
+    assert "a reward model's adapter is for --preference-loss brad" in capsys.readouterr().err
+    # PEFT computes the merged model's rewards.
+    peft = pytest.importorskip("peft", reason="needs the extra [parity]")
+    transformers = pytest.importorskip("transformers")
+    assert convert("native", "hf", folder, tmp_path / "merged", "--verify") == EXIT_OK
+    kind = transformers.AutoModelForSequenceClassification
+    adapted = peft.PeftModel.from_pretrained(kind.from_pretrained(base, num_labels=1), ours)
+    merged = kind.from_pretrained(tmp_path / "merged")
+    tokens = torch.arange(1, 17)[None]
+    with torch.no_grad():
+        rewards = [model.eval()(tokens).logits for model in (adapted, merged)]
+    torch.testing.assert_close(*rewards, rtol=1e-5, atol=1e-5)
+    adapted.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    assert theirs.keys() == tensors.keys()
+    assert all(theirs[name].equal(tensors[name]) for name in tensors)
+    again = [*words, "--load", str(base), "--load-adapter", str(tmp_path / "theirs")]
+    assert run_program(tmp_path / "more", *again) == EXIT_OK
 
 
 @pytest.mark.parametrize("words", ["--ckpt-format torch_dist", "--sample-prompts prompts.jsonl"])

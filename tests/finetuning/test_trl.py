@@ -3,89 +3,121 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from megatron.config.parser import parse_config
-from megatron.config.preferences import PreferenceConfig
-from megatron.finetuning.preferences import METRICS, Pairs, pair_losses
 from megatron.finetuning.reference import ReferenceLogProbs
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
 from megatron.training.checkpointing import network_of
 from megatron.training.loop import standard_callbacks, train
-from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.distributed import toy_device
-from tests.finetuning.record_trl import BATCH, DPO, LORA, LR, RECORD, first_adapter
-from tests.finetuning.toy_pairs import FILE, ToyPreferences
+from tests.finetuning.record_trl import (
+    BATCH,
+    LORA,
+    LR,
+    RECORD,
+    STEPS,
+    TRAININGS,
+    VOCABULARY,
+    Log,
+    Training,
+    first_adapter,
+    record,
+    write_model,
+)
+from tests.finetuning.toy_pairs import FILE, ToyAnswers, ToyPreferences, ToyRewards
 from tests.training.toy import Recorder
 
 TRL = json.loads(RECORD.read_text())
 WORDS = f"""
-    --use-checkpoint-args --finetune --tokenizer-type NullTokenizer --vocab-size 69
+    --use-checkpoint-args --finetune --tokenizer-type NullTokenizer --vocab-size {VOCABULARY}
     --make-vocab-size-divisible-by 2 --seq-length 24 --max-position-embeddings 24 --no-packing
     --sft --calculate-per-token-loss --micro-batch-size 2 --global-batch-size {BATCH} --lr {LR}
     --lr-decay-style constant --adam-eps 1e-8 --adam-beta2 0.999 --weight-decay 0 --clip-grad 1
     --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --log-interval 1 --num-workers 0
-    --no-exit-signal-handler
+    --no-exit-signal-handler --train-iters {STEPS} --data-path {FILE}
 """.split()
 
 
 class TinyPreferences(ToyPreferences):
     """Training on pairs of the tiny Llama's tokens."""
 
-    vocabulary = 70
+    vocabulary = VOCABULARY
 
 
-@pytest.mark.parametrize("loss", DPO)
-def test_training_equals_dpo_trainer(loss: str, tmp_path: Path) -> None:
-    smoothing = str(DPO[loss].get("label_smoothing", 0))
-    words = ["--preference-loss", loss]
-    words += ["--preference-label-smoothing", smoothing] if loss == "robust" else []
-    assert_equals_trl(TRL[loss], tmp_path, words)
+class TinyRewards(ToyRewards):
+    """Training of a reward model on these pairs."""
+
+    vocabulary = VOCABULARY
 
 
-def assert_equals_trl(expected: dict[str, list[float]], folder: Path, words: list[str]) -> None:
-    """Train the tiny Llama as TRL did, and compare the logs."""
-    case = CASES["llama"]
-    model = write_folder(folder / "model", case.config, tensors_of(case))
-    words = [*WORDS, "--load", str(model), "--data-path", str(FILE), *words]
-    words += ["--train-iters", str(len(expected["loss"]))]
+class TinyAnswers(ToyAnswers):
+    """Training on these answers one by one."""
+
+    vocabulary = VOCABULARY
+
+
+RECIPES: dict[str, type[ToyPreferences]] = {"Reward": TinyRewards, "KTO": TinyAnswers}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_training_equals_trl(name: str, tmp_path: Path) -> None:
+    training, recorded = TRAININGS[name], TRL[name]
+    words = ["--preference-loss", *training.words.split()]
+    if training.adapter:
+        words += write_adapter(tmp_path / "adapter", recorded["adapter"])
+    found = train_as_trl(training, tmp_path / "model", words)
+    if training.trainer == "Reward":
+        both = zip(found["rewards/chosen"], found["rewards/rejected"], strict=True)
+        found["mean_reward"] = [(chosen + rejected) / 2 for chosen, rejected in both]
+    assert_same(found, recorded["log"])
+
+
+def write_adapter(folder: Path, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Write the adapter that TRL started from, and return the flags to start from it."""
+    folder.mkdir()
+    save_file(first_adapter(shapes), folder / "adapter_model.safetensors")
+    is_reward_model = any("score" in name for name in shapes)
+    settings = {"peft_type": "LORA", **LORA, "modules_to_save": ["score"] * is_reward_model}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    sizes = f"--lora-rank {LORA['r']} --lora-alpha {LORA['lora_alpha']}"
+    return [*sizes.split(), "--load-adapter", str(folder)]
+
+
+def train_as_trl(training: Training, folder: Path, words: list[str]) -> Log:
+    """Train the tiny Llama as TRL did, and return the log."""
+    model = write_model(folder, rewards=training.trainer == "Reward")
     config = parse_config(
-        words, world_size=1, architecture="gpt", read_checkpoint=network_of
+        [*WORDS, "--load", str(model), *words],
+        world_size=1,
+        architecture="gpt",
+        read_checkpoint=network_of,
     ).config
-    run = build_run(config, TinyPreferences(), toy_device(), Layout.single())
+    recipe = RECIPES.get(training.trainer, TinyPreferences)()
+    run = build_run(config, recipe, toy_device(), Layout.single())
     ReferenceLogProbs().begin(run)
     recorder = Recorder()
     train(run, standard_callbacks(run, [recorder])[0])
-    for name in (*METRICS, "grad-norm"):
+    return {name: recorder.values(name) for name in (*recipe.loss_names(config), "grad-norm")}
+
+
+def assert_same(found: Log, expected: Log) -> None:
+    """Compare each number of each update that is expected."""
+    for name, values in expected.items():
+        ours = [x for x, y in zip(found[name], values, strict=True) if y is not None]
         # Sums of log-probabilities are around -20, of which 1e-5 is five digits of float32.
-        assert recorder.values(name) == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
+        theirs = [y for y in values if y is not None]
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), name
 
 
-def test_training_an_adapter_equals_dpo_trainer(tmp_path: Path) -> None:
-    """The reference is the model with its adapter off, there and here."""
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    save_file(first_adapter(TRL["adapter"]), adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **LORA}))
-    words = f"--lora-rank {LORA['r']} --lora-alpha {LORA['lora_alpha']} --load-adapter {adapter}"
-    assert_equals_trl(TRL["lora"], tmp_path, ["--preference-loss", "dpo", *words.split()])
-
-
-def test_losses_without_reference_equal_trl() -> None:
-    given = TRL["losses"]
-    policy = Pairs(torch.tensor(given["chosen"]), torch.tensor(given["rejected"]))
-    one = Pairs(*(torch.ones(8) for _ in range(2)))
-    simpo = PreferenceConfig(
-        preference_loss="simpo", preference_beta=2.0, preference_label_smoothing=0.1
-    )
-    found = pair_losses(simpo, policy, one)
-    assert found.losses.tolist() == pytest.approx(given["simpo"], rel=1e-6)
-    for rewards, expected in zip(found.rewards, given["simpo rewards"], strict=True):
-        assert rewards.tolist() == pytest.approx(expected, rel=1e-6)
-    found = pair_losses(PreferenceConfig(preference_loss="orpo"), policy, one)
-    assert found.losses.tolist() == pytest.approx(given["orpo"], rel=1e-6)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_record_is_what_trl_computes(name: str) -> None:
+    pytest.importorskip("trl", reason="needs the extra [parity]")
+    found = record(TRAININGS[name])
+    assert found["adapter"] == TRL[name]["adapter"]
+    assert_same(found["log"], TRL[name]["log"])

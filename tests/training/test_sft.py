@@ -24,12 +24,16 @@ from tests.training.trl import (
     FEW,
     LEARNING_RATE,
     LENGTH,
+    LONG,
     MANY,
     RECORDED,
+    RECORDINGS,
     STEPS,
     TEMPLATE,
+    record,
     write_conversations,
     write_model,
+    write_styled,
 )
 
 _FLAGS = f"""
@@ -43,8 +47,7 @@ _FLAGS = f"""
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("model")
     write_model(found)
-    for count in (FEW, MANY):
-        write_conversations(found / f"{count}.jsonl", count)
+    write_conversations(found / f"{FEW}.jsonl", FEW)
     return found
 
 
@@ -74,18 +77,25 @@ def _losses(layout: Layout, folder: Path, count: int, words: Sequence[str]) -> l
 _events: list[str] = []  # the answers to --sample-prompts in the last run
 
 
-@pytest.mark.parametrize("packing", ["packed", "separate"])
-@pytest.mark.parametrize(("name", "count", "epochs"), [("few", FEW, STEPS), ("many", MANY, 1)])
-def test_losses_are_those_of_trl(
-    packing: str, name: str, count: int, epochs: int, folder: Path
-) -> None:
-    recorded = json.loads(RECORDED.read_text())[f"{name}, {packing}"]
-    words = ["--train-epochs", str(epochs)]
-    if packing == "separate":
-        words += ["--no-packing", "--micro-batch-size", "8"]
-    losses = _losses(Layout(), folder, count, words)
-    assert losses == pytest.approx(recorded, rel=1e-5)
-    assert len(losses) == epochs
+@pytest.mark.parametrize("which", RECORDINGS)
+def test_losses_are_those_of_trl(which: str, folder: Path, tmp_path: Path) -> None:
+    name, _, packing = which.rpartition(", ")
+    words = [] if packing == "packed" else ["--no-packing", "--micro-batch-size", "8"]
+    if name == "few":
+        losses = _losses(Layout(), folder, FEW, ["--train-epochs", str(STEPS), *words])
+    else:
+        write_styled(tmp_path, name)
+        write_conversations(tmp_path / f"{MANY}.jsonl", MANY)
+        words += ["--train-epochs", "1", "--seq-length", str(LONG)]
+        losses = _losses(Layout(), tmp_path, MANY, words)
+    assert losses == pytest.approx(json.loads(RECORDED.read_text())[which], rel=1e-5)
+
+
+@pytest.mark.parametrize("which", RECORDINGS)
+def test_the_record_is_what_trl_computes(which: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="needs the extra [parity]")
+    expected = json.loads(RECORDED.read_text())[which]
+    assert record(which, tmp_path) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])

@@ -2,7 +2,7 @@
 
     python -m tests.training.trl
 
-runs TRL (pip install trl==1.16 transformers==5.23) and writes trl_losses.json beside this file.
+runs TRL (the extra [parity]) and writes trl_losses.json beside this file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.data import chat_parity
 from tests.inference.server.live import write_tokenizer
 
 LENGTH, VOCABULARY = 96, 384
+LONG = 256  # the tokens of a row in the styles of chat_parity
 HIDDEN, LAYERS, HEADS, INNER = 32, 2, 4, 64
 LEARNING_RATE, STEPS = 2e-3, 20
 FEW, MANY = 24, 1000
 RECORDED = Path(__file__).with_name("trl_losses.json")
+# `STEPS` updates on `FEW` conversations, or one update on `MANY` in a style of chat_parity.
+RECORDINGS = ("few, separate", "few, packed", *(f"{n}, packed" for n in chat_parity.STYLES))
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{% generation %}"
     "{{ m.content }}<|endoftext|>{% endgeneration %}{% else %}<|{{ m.role }}|>{{ m.content }}\n"
@@ -38,6 +42,24 @@ def write_model(folder: Path) -> None:
     settings |= {"chat_template": TEMPLATE, "eos_token": "<|endoftext|>", "pad_token": "<|system|>"}
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    _write_weights(folder, VOCABULARY, LENGTH)
+
+
+def write_styled(folder: Path, style: str) -> None:
+    """Write the Llama with a tokenizer and a template of chat_parity."""
+    kind = chat_parity.STYLES[style].kind
+    merges = json.loads(chat_parity.RECORD.read_text())["merges"][kind]
+    chat_parity.write_tokenizer(folder, kind, merges)
+    settings = {**chat_parity.SPECIAL, "pad_token": chat_parity.SPECIAL["eos_token"]}
+    settings["chat_template"] = chat_parity.STYLES[style].marked
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    pipeline = json.loads((folder / "tokenizer.json").read_text())
+    added = [token["id"] for token in pipeline["added_tokens"]]
+    _write_weights(folder, max(*pipeline["model"]["vocab"].values(), *added) + 1, LONG)
+
+
+def _write_weights(folder: Path, vocabulary: int, positions: int) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -46,8 +68,8 @@ def write_model(folder: Path) -> None:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": LENGTH,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -59,7 +81,7 @@ def write_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     draws = np.random.RandomState(1)
     half = HIDDEN // 2
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, HIDDEN)}
     for layer in range(LAYERS):
         part = f"model.layers.{layer}"
         shapes |= {
@@ -73,7 +95,7 @@ def write_model(folder: Path) -> None:
             f"{part}.input_layernorm.weight": (HIDDEN,),
             f"{part}.post_attention_layernorm.weight": (HIDDEN,),
         }
-    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (vocabulary, HIDDEN)}
     weights = {
         name: (draws.randn(*shape) * 0.1 + (len(shape) == 1)).astype(np.float32)
         for name, shape in shapes.items()
@@ -99,20 +121,25 @@ def write_conversations(path: Path, count: int) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def record(folder: Path, chats: Path, *, rows: int, steps: int, packing: bool) -> list[float]:
+def record(which: str, folder: Path) -> list[float]:
     """Return TRL's loss in each update, which trains on every conversation.
 
     Args:
-        folder: The model.
-        chats: The conversations.
-        rows: At least the number of rows in the file; TRL accumulates over all of them.
-        steps: The number of updates.
-        packing: Whether TRL packs.
+        which: One of the `RECORDINGS`.
+        folder: An empty folder.
     """
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from trl import SFTConfig, SFTTrainer
 
+    name, _, packing = which.rpartition(", ")
+    if name == "few":
+        rows, steps, length = FEW, STEPS, LENGTH
+        write_model(folder)
+    else:
+        rows, steps, length = MANY, 1, LONG
+        write_styled(folder, name)
+    write_conversations(folder / f"{rows}.jsonl", rows)
     losses: list[float] = []
 
     class Recording(SFTTrainer):
@@ -130,14 +157,14 @@ def record(folder: Path, chats: Path, *, rows: int, steps: int, packing: bool) -
     arguments = SFTConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=rows,
+        gradient_accumulation_steps=rows,  # at least the number of rows, all of which count
         max_steps=steps,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         weight_decay=0.0,
-        max_length=LENGTH,
-        packing=packing,
+        max_length=length,
+        packing=packing == "packed",
         assistant_only_loss=True,
         gradient_checkpointing=False,
         bf16=False,
@@ -150,7 +177,7 @@ def record(folder: Path, chats: Path, *, rows: int, steps: int, packing: bool) -
     trainer = Recording(
         model=model,
         args=arguments,
-        train_dataset=load_dataset("json", data_files=str(chats), split="train"),
+        train_dataset=load_dataset("json", data_files=str(folder / f"{rows}.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
     assert len(trainer.train_dataset) <= rows
@@ -160,16 +187,10 @@ def record(folder: Path, chats: Path, *, rows: int, steps: int, packing: bool) -
 
 def main() -> None:
     """Record the losses."""
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_model(folder)
-        for name, count, steps in (("few", FEW, STEPS), ("many", MANY, 1)):
-            write_conversations(folder / "chats.jsonl", count)
-            for packing in (False, True):
-                found[f"{name}, {'packed' if packing else 'separate'}"] = record(
-                    folder, folder / "chats.jsonl", rows=count, steps=steps, packing=packing
-                )
+    found: dict[str, list[float]] = {}
+    for which in RECORDINGS:
+        with tempfile.TemporaryDirectory() as folder:
+            found[which] = record(which, Path(folder))
     RECORDED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

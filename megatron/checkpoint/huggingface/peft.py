@@ -3,7 +3,8 @@
 PEFT names an adapter's tensors after the module of `transformers` that it adapts. It gives an
 adapter to each of queries, keys, values, gate and up, as we do, so each of its tensors corresponds
 to one of ours. The adapters of a mixture's experts are stacked in two matrices
-(`target_parameters`): A [experts rank, in], B [out, rank experts].
+(`target_parameters`): A [experts rank, in], B [out, rank experts]. The head of a reward model is
+trained in full beside the adapters, and is in the same file (`modules_to_save`).
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ PeftNames = Mapping[str, tuple[str, HeldTensor]]  # by our name
 _LAYER = re.compile(r".*?layers\.\d+\.")
 _EXPERTS = "mlp.experts"  # the module of transformers 5 in which all experts share a weight
 _PREFIX = "base_model.model."
+_HEAD = "score"  # a reward model's, in both programs
+_UNUSED_HEADS = ("classifier",)  # PEFT adds it to modules_to_save, for other models
 _SUFFIXES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 # Further settings of PEFT's configuration, with the only value that we support.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
     "lora_bias": (False, None),
@@ -62,6 +64,8 @@ def peft_names(
 ) -> PeftNames:
     """Return PEFT's name, and the shape, of each of our adapters' tensors, by our name.
 
+    A reward model's head is one of them.
+
     Args:
         model: The network with adapters.
         layers: Its layers that have adapters, by name.
@@ -72,6 +76,9 @@ def peft_names(
     """
     found: dict[str, tuple[str, HeldTensor]] = {}
     for ours, modules in family.names(plain_network(model)):
+        if ours == _HEAD and model.reward_head:
+            held = HeldTensor((1, model.hidden_size), torch.float32)
+            found[f"model.{_HEAD}.weight"] = (f"{_PREFIX}{_HEAD}.weight", held)
         linear = layers.get(ours)
         if linear is None or not isinstance(linear.adapter, Adapter | ExpertAdapter):
             continue
@@ -188,7 +195,9 @@ class PeftReader(Reader):
                 f"--load-adapter {path}: adapter_model.bin is a pickle, which could run code and "
                 f"is not read: load it with peft and write {ADAPTER} with save_pretrained"
             )
-        said = _settings_in(path, allow_foreign=allow_foreign)
+        said = _settings_in(path, allow_foreign=allow_foreign, has_head=model.reward_head)
+        if not said.get("modules_to_save"):  # an adapter of a language model
+            names = {ours: one for ours, one in names.items() if ".adapter." in ours}
         self._remedy = _remedy(said) if remedy is None else remedy
         self._file = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign)
         theirs = self._file.header()
@@ -245,8 +254,13 @@ class PeftReader(Reader):
         return whole[wanted.within(Box.whole(tuple(whole.shape)))]
 
 
-def _settings_in(path: Path, *, allow_foreign: bool) -> dict[str, Any]:
+def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> dict[str, Any]:
     """Return adapter_config.json.
+
+    Args:
+        path: The folder of PEFT's files.
+        allow_foreign: Accept files owned by other users.
+        has_head: Whether the adapter may come with the head of a reward model.
 
     Raises:
         CheckpointError: The file cannot be read, or has a setting that we do not support.
@@ -258,6 +272,16 @@ def _settings_in(path: Path, *, allow_foreign: bool) -> dict[str, Any]:
                 f"{path / ADAPTER_CONFIG}: {key} {said[key]!s:.80} is not supported: merge the "
                 "adapter with merge_and_unload of peft"
             )
+    saved = said.get("modules_to_save") or []
+    saved = saved if isinstance(saved, list) else [saved]
+    others = [name for name in saved if not (has_head and name in (_HEAD, *_UNUSED_HEADS))]
+    if others:
+        remedy = "merge the adapter with merge_and_unload of peft"
+        if _HEAD in others:
+            remedy = "a reward model's adapter is for --preference-loss bradley-terry"
+        raise CheckpointError(
+            f"{path / ADAPTER_CONFIG}: modules_to_save {saved!s:.80} is not supported: {remedy}"
+        )
     return said
 
 
@@ -327,7 +351,7 @@ def _remedy(said: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class AdapterExport:
-    """The adapters of a checkpoint, to be written as PEFT's files.
+    """The adapters of a checkpoint, and a reward model's head, to be written as PEFT's files.
 
     Attributes:
         reader: The checkpoint.
@@ -363,7 +387,7 @@ class AdapterExport:
         model = self.model
         return {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": "SEQ_CLS" if model.reward_head else "CAUSAL_LM",
             "base_model_name_or_path": base,
             "r": model.lora_rank,
             "lora_alpha": model.lora_rank if model.lora_alpha is None else model.lora_alpha,
@@ -375,7 +399,7 @@ class AdapterExport:
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
-            "modules_to_save": None,
+            "modules_to_save": [_HEAD] if model.reward_head else None,
         }
 
     def _targets(self, *, stacked: bool) -> list[str] | None:
@@ -386,7 +410,7 @@ class AdapterExport:
         """
         by_end = defaultdict(set)
         for ours, (theirs, held) in self.names.items():
-            if _is_stacked(held.shape) == stacked:
+            if ".adapter." in ours and _is_stacked(held.shape) == stacked:
                 name = theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]
                 end = name.rpartition(".")[2]
                 if stacked:

@@ -487,7 +487,7 @@ def _add_chat(companions: dict[str, bytes], config: TokenizerConfig) -> None:
 
 
 def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write the adapters as PEFT's files."""
+    """Write the adapters, and a reward model's head, as PEFT's files."""
     model, path = source.config.model, source.reader.path
     if model.lora_rank is None:
         raise CheckpointError(
@@ -497,11 +497,6 @@ def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) ->
         raise CheckpointError(
             f"--saver peft: {path} holds {with_article(model.architecture)}, but PEFT's files are "
             "written only for a gpt: use --saver hf, which merges the adapters"
-        )
-    if model.reward_head:
-        raise CheckpointError(
-            f"--saver peft: {path} holds a reward model, whose head was trained along with the "
-            "adapters: use --saver hf, which merges the adapters"
         )
     wanted = options.model_family or source.family
     family = family_for(plain_network(model), source.rows, wanted)

@@ -2,16 +2,17 @@
 
     python -m tests.checkpoint.huggingface.record_peft tests/checkpoint/huggingface/peft
 
-The packages are those that `peft/record.json` names: pip install peft==0.21.0 transformers.
+The packages are those of the extra [parity], in the versions that `peft/record.json` names.
 """
+
+from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-import peft
 import torch
-import transformers
 from torch.nn.functional import cross_entropy
 
 KINDS = {
@@ -34,6 +35,9 @@ VOCAB = 32
 
 def main(out: Path) -> None:
     """Write tiny models, an adapter of each kind, and logits and gradients of each."""
+    import peft
+    import transformers
+
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCAB,
@@ -69,25 +73,27 @@ def main(out: Path) -> None:
         model.peft_config["default"].base_model_name_or_path = None  # a path of this machine
         model.save_pretrained(out / kind)
         (out / kind / "README.md").unlink()
-        logits = model(input_ids=tokens).logits
-        labels = tokens[:, 1:].flatten()
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels)
-        loss.backward()
-        gradients = {
-            name.replace(".default", ""): parameter.grad.flatten()[:: parameter.numel() // 8]
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
-        record[kind] = {
-            "loss": loss.item(),
-            "logits": logits[:, ::4].tolist(),
-            "gradients": {name: values.tolist() for name, values in gradients.items()},
-        }
+        record[kind] = computed(model, tokens)
     (out / "record.json").write_text(json.dumps(record) + "\n")
 
 
-def write_base(config: transformers.PretrainedConfig, folder: Path) -> None:
-    """Write a model with random weights."""
+def computed(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
+    """Return a model's loss, and some of its logits and gradients, by PEFT's names."""
+    logits = model(input_ids=tokens).logits
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    gradients = {
+        name.replace(".default", ""): parameter.grad.flatten()[:: parameter.numel() // 8].tolist()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return {"loss": loss.item(), "logits": logits[:, ::4].tolist(), "gradients": gradients}
+
+
+def write_base(config: Any, folder: Path) -> None:
+    """Write a model with random weights, of a configuration of transformers."""
+    import transformers
+
     base = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for parameter in base.parameters():

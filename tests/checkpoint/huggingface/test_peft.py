@@ -15,11 +15,15 @@ from torch.nn.functional import cross_entropy
 from megatron.checkpoint.huggingface.families import families
 from megatron.checkpoint.huggingface.peft import peft_names, to_peft
 from megatron.device import Device
-from megatron.errors import CheckpointError
+from megatron.errors import EXIT_OK, CheckpointError
 from megatron.inference.load import load_gpt
 from megatron.models.adapters import adapted_layers
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
+from megatron.training.pretrain import main
+from pretrain_gpt import GPTRecipe
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
+from tests.checkpoint.huggingface.record_peft import computed
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
 
@@ -81,6 +85,20 @@ def test_logits_loss_and_gradients_are_pefts(kind):
         torch.testing.assert_close(found[:: found.numel() // 8], wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_record_is_what_peft_computes(kind):
+    peft = pytest.importorskip("peft", reason="needs the extra [parity]")
+    transformers = pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(_base(kind))
+    model = peft.PeftModel.from_pretrained(base, HERE / kind, is_trainable=True)
+    found, expected = computed(model, TOKENS), RECORD[kind]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    torch.testing.assert_close(*(torch.tensor(one["logits"]) for one in (found, expected)))
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, theirs in expected["gradients"].items():
+        assert found["gradients"][name] == pytest.approx(theirs, rel=1e-5, abs=1e-6), name
+
+
 def _losses(layout, words):
     recorder, _ = train_toy(layout, words)
     return recorder.values("lm loss")
@@ -139,7 +157,7 @@ def test_merged_weights_compute_the_same(trained, tmp_path):
 
 
 def test_peft_loads_ours(trained, tmp_path):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
+    peft = pytest.importorskip("peft", reason="needs the extra [parity]")
     transformers = pytest.importorskip("transformers")
     kind, checkpoint = trained
     _convert("peft", checkpoint, tmp_path / "peft")
@@ -153,6 +171,47 @@ def test_peft_loads_ours(trained, tmp_path):
         with torch.no_grad():
             found = model.eval()(TOKENS).logits[:, ::4]
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3", "all-linear"),
+        ("phi 3", "o_proj down_proj"),
+        ("gemma 2", "q_proj mlp.down"),
+    ],
+)
+def test_an_adapter_adds_to_every_family_what_merging_adds(name, targets, tmp_path):
+    case = CASES[name]
+    base, native = write_folder(tmp_path / "base", case.config, tensors_of(case)), tmp_path / "run"
+    words = f"""--load {base} --use-checkpoint-args --finetune --tokenizer-type NullTokenizer
+        --vocab-size 69 --make-vocab-size-divisible-by 2 --seq-length 12 --micro-batch-size 1
+        --global-batch-size 1 --mock-data --train-iters 1 --eval-iters 0 --num-workers 0
+        --no-exit-signal-handler --attention-dropout 0 --hidden-dropout 0 --save-interval 1
+        --lora-rank 2 --lora-target-modules {targets} --use-dora --clip-grad 0"""
+    assert main(GPTRecipe(), [*words.split(), "--lr", "0.1", "--save", str(native)]) == EXIT_OK
+    _convert("peft", native, tmp_path / "peft")
+    _convert("hf", native, tmp_path / "hf")
+    adapter = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    before, after = (load_file(tmp_path / kind / "model.safetensors") for kind in ("base", "hf"))
+    modules = {key.removesuffix(".lora_A.weight") for key in adapter if "lora_A" in key}
+    assert modules
+    changed = {key for key, tensor in before.items() if not tensor.equal(after[key])}
+    assert changed == {f"{one.removeprefix('base_model.model.')}.weight" for one in modules}
+    for module in modules:
+        weight, merged = (
+            held[f"{module.removeprefix('base_model.model.')}.weight"] for held in (before, after)
+        )
+        low = weight + adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
+        magnitude = adapter[f"{module}.lora_magnitude_vector"]
+        wanted = low * (magnitude / low.norm(dim=1))[:, None]
+        torch.testing.assert_close(merged, wanted, rtol=1e-5, atol=1e-6)
+    again = [*words.split(), "--lr", "0", "--load-adapter", str(tmp_path / "peft")]
+    assert main(GPTRecipe(), [*again, "--save", str(tmp_path / "again")]) == EXIT_OK
+    _convert("peft", tmp_path / "again", tmp_path / "back")
+    back = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    assert back.keys() == adapter.keys()
+    assert all(back[key].equal(adapter[key]) for key in adapter)
 
 
 @pytest.fixture
