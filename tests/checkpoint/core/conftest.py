@@ -1,4 +1,4 @@
-"""Networks of which there are checkpoints of ours and folders as Megatron Core writes them."""
+"""Small networks, each as a checkpoint of ours and as a folder in Megatron Core's format."""
 
 import pytest
 
@@ -31,7 +31,7 @@ NETWORKS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Of a network: our folder, and the folders that Megatron Core would have written."""
+    """Return a network's checkpoint folder and the folder that Megatron Core would have written."""
     made = {}
 
     def make(network):

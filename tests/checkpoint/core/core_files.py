@@ -1,4 +1,5 @@
-"""Writes folders as Megatron Core does with torch.distributed.checkpoint, from one of ours."""
+"""Write folders as Megatron Core does with torch.distributed.checkpoint, from a checkpoint of
+ours."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_para
 
 
 def _their_name(name: str) -> tuple[str, int | None]:
-    """Megatron Core's name of one of our parameters, with {} for the layer, and its layer."""
+    """Return Megatron Core's name for one of our parameters, with {} for the layer, and its
+    layer."""
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     table, rest, prefix = _OUTSIDE, name, ""
     if match:
@@ -70,7 +72,7 @@ def _their_name(name: str) -> tuple[str, int | None]:
 
 
 def core_tensors(reader: Reader, *, stacked: bool) -> dict[str, Tensor]:
-    """All tensors of a checkpoint of ours in Megatron Core's names and shapes."""
+    """Return all tensors of a checkpoint of ours under Megatron Core's names and in its shapes."""
     found: dict[str, dict[int | None, Tensor]] = {}
     for name in reader.names():
         prefix, _, parameter = name.partition(".")
@@ -102,7 +104,7 @@ def core_tensors(reader: Reader, *, stacked: bool) -> dict[str, Tensor]:
 
 
 def cut(name: str, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes (offsets, sizes): a layer, an expert and a half each."""
+    """Return boxes (offsets, sizes) that cut by layer and expert, and each of those in half."""
     sizes = list(shape)
     leading = int("decoder.layers." in name and not re.search(r"layers\.\d", name))
     leading += ".experts.experts." in name
@@ -115,7 +117,8 @@ def cut(name: str, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[
 
 
 def write_core(folder: Path, tensors: Mapping[str, Tensor], common: Mapping[str, Any]) -> Metadata:
-    """Write a folder, with objects that nobody has to read; what is in its `.metadata`."""
+    """Write a folder, with objects that no reader needs, and return the content of its
+    `.metadata`."""
     folder.mkdir(parents=True)
     contents = {name: bytearray() for name in FILES}
     turns = itertools.cycle(FILES)
@@ -153,7 +156,7 @@ def write_core(folder: Path, tensors: Mapping[str, Tensor], common: Mapping[str,
 
 
 def core_arguments(reader: Reader) -> Namespace:
-    """The command line of Megatron Core that makes the network of a checkpoint of ours."""
+    """Return Megatron Core's command line for the network of a checkpoint of ours."""
     config = reader.meta["config"]
     values = {name: value for section in config.values() for name, value in section.items()}
     pattern = values.pop("moe_layer_freq", "1")
@@ -169,7 +172,7 @@ def core_arguments(reader: Reader) -> Namespace:
 
 
 def to_core(reader: Reader, root: Path, *, stacked: bool = True) -> Metadata:
-    """Write one of our checkpoints under `root` as Megatron Core would have."""
+    """Write one of our checkpoints under `root` in Megatron Core's format."""
     step = torch.tensor(float(reader.meta["optimizer"]["step"]))
     optimizer: Any = {"state": {"common_step": step}, "param_groups": [{"lr": 1.0}]}
     if "mlp.experts" in " ".join(reader.names()):
@@ -187,7 +190,7 @@ def to_core(reader: Reader, root: Path, *, stacked: bool = True) -> Metadata:
     return write_core(root / f"iter_{reader.iteration:07d}", tensors, common)
 
 
-# Dimensions that tensor ranks split, of a layer's or an expert's tensor.
+# Dimensions of a layer's or an expert's tensor that are split over tensor ranks.
 _SPLIT = {"linear_qkv.": 0, "linear_fc1.": 0, "linear_proj.weight": 1, "linear_fc2.weight": 1}
 _SPLIT |= {"word_embeddings.weight": 0, "output_layer.weight": 0}
 
@@ -204,7 +207,7 @@ def _part(name: str, value: Tensor, rank: int, ranks: int, *, gated: bool) -> Te
 
 @dataclass(frozen=True)
 class Grid:
-    """Tensor ranks, stages and ranks of the experts; `grouped`: experts are one grouped layer."""
+    """Numbers of tensor, pipeline and expert ranks; `grouped`: experts form one grouped layer."""
 
     tensor: int
     stages: int
@@ -215,7 +218,7 @@ class Grid:
 def _held(
     whole: Mapping[str, Tensor], prefix: str, args: Namespace, grid: Grid, at: tuple[int, int, int]
 ) -> dict[str, Tensor]:
-    """A rank's parts of the tensors with a prefix, under the names that its file has."""
+    """Return a rank's parts of the tensors with a prefix, under the names in its file."""
     found: dict[str, Tensor] = {}
     stage, rank, expert_rank = at
     per_stage = args.num_layers // grid.stages
@@ -246,7 +249,7 @@ def _held(
 def _optimizer(
     model: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]], step: float
 ) -> dict[str, Any]:
-    """The state of one optimizer of the parameters; the group without decay comes first."""
+    """Return the state of one optimizer for the parameters; the group without decay comes first."""
     groups: list[dict[str, Any]] = []
     order: list[str] = []
     for decays in (False, True):
@@ -262,7 +265,7 @@ def _optimizer(
 
 
 def to_core_ranks(reader: Reader, root: Path, grid: Grid) -> None:
-    """Write one of our checkpoints as Megatron Core's format `torch` has it, a file a rank."""
+    """Write one of our checkpoints in Megatron Core's format `torch`, with one file per rank."""
     whole, args = core_tensors(reader, stacked=False), core_arguments(reader)
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size = grid.tensor, grid.stages
     args.expert_model_parallel_size = grid.experts
@@ -274,7 +277,7 @@ def to_core_ranks(reader: Reader, root: Path, grid: Grid) -> None:
         }
         trained = {name: value for name, value in model.items() if "expert_bias" not in name}
         parts = [trained]
-        if grid.experts > 1:  # the experts have an optimizer of their own
+        if grid.experts > 1:  # the experts have a separate optimizer
             of_experts = {name: one for name, one in trained.items() if ".mlp.experts." in name}
             parts = [{k: v for k, v in trained.items() if k not in of_experts}, of_experts]
         states = [_optimizer(one, moments, reader.meta["optimizer"]["step"]) for one in parts]

@@ -1,4 +1,4 @@
-"""The command line that a checkpoint for Megatron Core holds."""
+"""Command lines stored in checkpoints for Megatron Core."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Damaged and hostile folders: refused by name before a tensor changes, and nothing in them runs.
+"""Damaged and hostile folders are refused by name before any tensor changes, and run no code.
 
 Each variant changes one thing in a sound folder of a small network.
 """
@@ -27,7 +27,7 @@ _HIDDEN, _LAYERS, _EXPERTS, _WORDS = 8, 2, 2, 16
 
 
 def _tensors():
-    """A mixture's weights and one moment of each, under Megatron Core's names."""
+    """Return a mixture's weights and one moment of each, under Megatron Core's names."""
     shapes = {
         "embedding.word_embeddings.weight": (_WORDS, _HIDDEN),
         "output_layer.weight": (_WORDS, _HIDDEN),
@@ -67,7 +67,7 @@ def sound(tmp_path_factory):
 
 @pytest.fixture
 def folder(sound, tmp_path, monkeypatch):
-    """A copy; afterwards nothing in it has run."""
+    """Return a copy of a sound folder, and check after the test that none of its code has run."""
     monkeypatch.chdir(tmp_path)
     copy = tmp_path / sound.name
     shutil.copytree(sound, copy)
@@ -76,7 +76,7 @@ def folder(sound, tmp_path, monkeypatch):
 
 
 def refused(folder, match="."):
-    """It is refused, by an error that names a file in it or says what is wrong."""
+    """Check that the folder is refused with an error that names one of its files or the problem."""
     with pytest.raises(CheckpointError, match=match) as caught:
         open_found(FoundCheckpoint("core", 3, folder))
     assert "MemoryError" not in str(caught.value)
@@ -91,7 +91,7 @@ def test_the_sound_folder_is_read(sound):
     assert open_checkpoint(sound).meta["optimizer"] == {"step": 3, "loss_scale": {}}
 
 
-# Pickles: in the index, in common.pt, in a tensor's file
+# Pickles in the index, in common.pt and in a tensor's file
 
 
 @pytest.mark.parametrize("name", CORPUS)
@@ -113,7 +113,7 @@ def _change_index(folder, change):
 
 
 def _put(folder, blob):
-    """Put other bytes into the place of a tensor of which there is one chunk; its name."""
+    """Replace the bytes of a tensor that is stored as one chunk, and return its name."""
     index = pickle.loads((folder / INDEX).read_bytes())
     place = next(p for p in index.storage_data if p.fqn == "decoder.layers.mlp.router.weight")
     info = index.storage_data[place]
@@ -156,7 +156,7 @@ def test_another_value_than_the_index_says_is_refused(folder, value):
 
 
 def test_objects_that_nobody_needs_are_never_read(folder):
-    """Random states and extra states are pickles, too."""
+    """Random states and extra states are pickles too."""
     index = pickle.loads((folder / INDEX).read_bytes())
     place = next(p for p in index.storage_data if p.fqn.startswith("rng_state"))
     info = index.storage_data[place]
@@ -189,7 +189,7 @@ def test_only_the_index_s_own_classes_may_be_named_in_it(folder, module, name):
     refused(folder, f"it names {module}.{name}")
 
 
-# Places and boxes
+# Offsets and boxes
 
 
 def _a_place(index):
@@ -409,7 +409,7 @@ def test_a_common_file_of_something_else_is_refused(folder, case):
 
 
 def test_more_layers_than_any_network_has_are_refused_before_they_are_listed(folder):
-    """One byte for each of a million layers would otherwise become a gigabyte of records."""
+    """Otherwise, one byte for each of a million layers would become a gigabyte of records."""
     tensors = {name: one for name, one in _tensors().items() if "decoder.layers" not in name}
     tensors["decoder.layers.input_layernorm.bias"] = torch.zeros(10_001, 1, dtype=torch.uint8)
     shutil.rmtree(folder)
@@ -418,7 +418,8 @@ def test_more_layers_than_any_network_has_are_refused_before_they_are_listed(fol
 
 
 def test_nothing_is_executed_by_the_sound_index_s_own_classes(folder):
-    """Objects of the classes that an index needs may hold anything; nothing is made of it."""
+    """Objects of the classes that an index needs may hold anything, but nothing is built from
+    it."""
     index = pickle.loads((folder / INDEX).read_bytes())
     index.planner_data = Calls(os.system, f"touch {MARK}")
     (folder / INDEX).write_bytes(pickle.dumps(index))

@@ -1,4 +1,4 @@
-"""Folders of Megatron Core, as tests write them, hold what ours held, for every layout."""
+"""Folders in Megatron Core's format load to the same values as ours, in every layout."""
 
 import math
 import random
@@ -65,7 +65,7 @@ def test_only_the_chunks_that_cover_a_box_are_opened(folders, monkeypatch):
         return load(self, name, chunk, **options)
 
     monkeypatch.setattr(Index, "load", noted)
-    # Expert 3's gate in layer 2: one half of its rows of linear_fc1.
+    # Expert 3's gate in layer 2 is one half of its rows of linear_fc1.
     reader.read("model.layers.2.mlp.experts.up.weight", Box((3, 0, 0, 0), (1, 1, 12, 32)))
     assert opened == [Box((2, 3, 0, 0), (1, 1, 12, 32))]
 
@@ -90,7 +90,7 @@ def test_shards_of_weights_are_filled(folders):
 
 
 def _load(layout, root, words):
-    """Whether this rank then holds what the native checkpoint holds."""
+    """Load, and return whether this rank then has the values of the native checkpoint."""
     run = build_toy(layout, [*words, "--load", str(root / "stacked")])
     ours = open_checkpoint(root / "native")
     for name, entry in flatten(state_of(run)):
@@ -118,7 +118,7 @@ _GRIDS = [Grid(1, 1, 1), Grid(2, 1, 2, grouped=True), Grid(1, 2, 2), Grid(2, 2, 
     "network", ["GPT-2", "mixture with biases", "mixture in every second layer"]
 )
 def test_files_of_each_rank_hold_the_same(folders, tmp_path, network, grid):
-    """Megatron Core's format `torch`, in its grids of tensor, pipeline and expert ranks."""
+    """Read Megatron Core's format `torch` in its grids of tensor, pipeline and expert ranks."""
     if network == "GPT-2":
         grid = replace(grid, experts=1)
     ours = open_checkpoint(folders(network) / "native")
@@ -154,7 +154,8 @@ def test_states_of_another_form_leave_the_weights(folders, tmp_path, capsys):
 
 
 def test_states_flattened_by_the_distributed_optimizer_leave_the_weights(folders, tmp_path, capsys):
-    """Core to 0.14 stores [L, 3h, h] with TP 2 as [L, 2, 1, 3h / 2 * h], a rank's part in a row."""
+    """Core up to 0.14 stores [L, 3h, h] with TP 2 as [L, 2, 1, 3h / 2 * h], one rank's part
+    after another."""
     root = folders("mixture")
     tensors = core_tensors(open_checkpoint(root / "native"), stacked=True)
     for name in [name for name in tensors if name.startswith("optimizer.")]:

@@ -1,4 +1,4 @@
-"""What is written for Megatron Core: as Megatron Core's own files, from every layout."""
+"""Folders written for Megatron Core match Megatron Core's own files, from every layout."""
 
 import pickle
 import pickletools
@@ -53,7 +53,7 @@ _LAYOUTS = {
 
 
 def _resave(layout, root, words, target):
-    """Load our checkpoint and save it for Megatron Core; the files by rank."""
+    """Load our checkpoint, save it for Megatron Core, and return the files by rank."""
     run = build_toy(layout, [*words, "--load", str(root / "native"), "--save", target, *_CORE])
     return [save_run(run)]
 
@@ -81,7 +81,7 @@ def test_every_layout_saves_what_it_loaded(folders, tmp_path, layout):
 
 @pytest.fixture(scope="module")
 def written(folders, tmp_path_factory):
-    """A mixture's checkpoint, converted; a function of the network."""
+    """Return a function that converts the checkpoint of a network."""
     made = {}
 
     def make(network):
@@ -111,7 +111,7 @@ def test_pytorch_s_own_loader_reads_it(folders, written, network):
     dcp.load(held, checkpoint_id=str(folder), no_dist=True)
     reader = open_checkpoint(folders(network) / "native")
     expected = core_tensors(reader, stacked=network == "GPT-2")
-    # With Transformer Engine's layers, the norm before experts has a name of its own in some.
+    # With Transformer Engine, the norm before the experts has a different name in some layers.
     assert len(held) == len(expected)
     for name, value in expected.items():
         fused = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
@@ -130,7 +130,7 @@ def test_it_comes_back_by_the_converter(folders, written, tmp_path):
     "name", ["core_dense", "core_mtp", "core_moe", "core_moe_ep2", "core_moe_sigmoid"]
 )
 def test_recorded_checkpoints_come_out_as_they_went_in(golden, tmp_path, name):
-    """Names, shapes, types, objects, values, settings and counters are the recorded ones."""
+    """Names, shapes, types, objects, values, settings and counters match the recorded ones."""
     source = golden / name / "ckpt" / "iter_0000010"
     _convert(source, tmp_path, "megatron")
     target = tmp_path / source.name
@@ -163,7 +163,7 @@ def _common(folder):
 
 
 def _compare_groups(before, after):
-    if "param_groups" not in before:  # an optimizer of the experts, and one of the rest
+    if "param_groups" not in before:  # one optimizer for the experts, and one for the rest
         assert after.keys() == before.keys()
         for key in before:
             _compare_groups(before[key], after[key])
@@ -242,7 +242,7 @@ def test_damage_is_refused_or_changes_nothing(written, tmp_path):
 
 
 def test_the_index_holds_only_records(written):
-    """Nothing but the classes that a reader of ours allows is in the pickles that are written."""
+    """The written pickles contain only the classes that our reader allows."""
     folder = open_checkpoint(written("mixture")).path
     named = {
         text

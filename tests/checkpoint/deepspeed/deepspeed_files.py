@@ -1,4 +1,4 @@
-"""Writes folders as Megatron-DeepSpeed does, from one of ours, without DeepSpeed."""
+"""Write folders as Megatron-DeepSpeed does, from a checkpoint of ours, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LAYER = {
 }
 _SPLIT = {"embedding.word": 0, "output": 0, "attention.qkv": 0, "mlp.up": 0}
 _SPLIT |= {"attention.output": 1, "mlp.down": 1, "mlp.shared.up": 0, "mlp.shared.down": 1}
-_FIRST = 2  # the number of the first transformer layer in a PipelineModule
+_FIRST = 2  # the index of the first transformer layer in a PipelineModule
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Form:
     """How a run was split and saved.
 
     Attributes:
-        zero: The stage of ZeRO; -1 for the bf16 optimizer's names of files.
+        zero: The ZeRO stage; -1 for the bf16 optimizer's file names.
         data: Data-parallel ranks.
         tensor: Tensor-parallel ranks.
-        stages: Stages of a PipelineModule; 0 without one.
+        stages: Pipeline stages of a PipelineModule; 0 if there is none.
         experts: Ranks that divide the experts.
-        blocks: Whether query, key and value are three blocks of rows, as since 2024.
+        blocks: Whether query, key and value are three blocks of rows, as they have been since 2024.
         groups: The number of flat tensors of each rank with ZeRO 3.
     """
 
@@ -64,7 +64,7 @@ class Form:
 
 
 class Parameter:
-    """A parameter of one model-parallel rank: its name, value and optimizer states."""
+    """A parameter of one model-parallel rank, with its name, value and optimizer states."""
 
     def __init__(self, name: str, values: Mapping[str, Tensor], expert: int | None) -> None:
         self.name, self.values, self.expert = name, values, expert
@@ -98,7 +98,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def in_their_modules() -> Iterator[None]:
-    """Let pickles name our stand-ins as DeepSpeed's classes."""
+    """Make pickles refer to our stand-ins under the names of DeepSpeed's classes."""
     kept = {name: sys.modules.get(name) for name in CLASSES}
     for name, classes in CLASSES.items():
         sys.modules[name] = ModuleType(name)
@@ -115,13 +115,13 @@ def in_their_modules() -> Iterator[None]:
 
 
 def save(tree: Any, path: Path) -> None:
-    """torch.save, where the tree may hold objects of DeepSpeed's classes."""
+    """Call torch.save on a tree that may contain objects of DeepSpeed's classes."""
     with in_their_modules():
         torch.save(tree, path)
 
 
 def scaler(**state: Any) -> Any:
-    """A loss scaler of DeepSpeed."""
+    """Return a stand-in for DeepSpeed's loss scaler."""
     made = _Scaler()
     vars(made).update(state)
     return made
@@ -132,7 +132,7 @@ def stage(number: int) -> Any:
 
 
 def arguments(reader: Reader, form: Form) -> Namespace:
-    """The command line of Megatron-DeepSpeed that makes the network of a checkpoint of ours."""
+    """Return Megatron-DeepSpeed's command line for the network of a checkpoint of ours."""
     config = reader.meta["config"]
     values = {name: value for section in config.values() for name, value in section.items()}
     norm = str(values.pop("normalization"))
@@ -169,7 +169,7 @@ def arguments(reader: Reader, form: Form) -> Namespace:
 
 
 def _theirs(name: str, *, pipeline: bool, layers: int, tied: bool) -> str:
-    """DeepSpeed's name of one of our parameters, with {} for the expert."""
+    """Return DeepSpeed's name for one of our parameters, with {} for the expert."""
     match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name)
     if match:
         layer, inner = int(match[1]), f"{_LAYER[match[2]]}.{match[3]}"
@@ -192,7 +192,7 @@ _LAYERS, _OUTPUT = "language_model.encoder.layers.", "language_model.output_laye
 
 
 def _part(name: str, value: Tensor, form: Form, rank: int, heads: int) -> Tensor:
-    """A tensor rank's part of one of our tensors, in DeepSpeed's order of rows."""
+    """Return a tensor rank's part of one of our tensors, with rows in DeepSpeed's order."""
     module, _, kind = re.sub(r"layers\.\d+\.", "", name).rpartition(".")
     gated = module.endswith(".up") and value.dim() == (3 if kind == "weight" else 2)
     dim = _SPLIT.get(module)
@@ -204,7 +204,7 @@ def _part(name: str, value: Tensor, form: Form, rank: int, heads: int) -> Tensor
 
 
 def parameters_of(reader: Reader, form: Form, stage_index: int, rank: int) -> list[Parameter]:
-    """The parameters of a model-parallel rank in the model's order, with all experts."""
+    """Return the parameters of a model-parallel rank in the model's order, with all experts."""
     model = reader.meta["config"]["model"]
     layers, heads = model["num_layers"], model["num_attention_heads"]
     tied = not model["untie_embeddings_and_output_weights"]
@@ -248,7 +248,7 @@ def parameters_of(reader: Reader, form: Form, stage_index: int, rank: int) -> li
 
 
 def _with_experts_together(one: Parameter) -> Any:
-    """The experts of a layer follow its gate, one after the other."""
+    """Move the experts of each layer behind its gate, in order."""
     match = re.match(r"(?:language_model\.encoder\.layers\.)?(\d+)\.", one.name)
     early = one.name.startswith(("tied_modules", "language_model.embedding", "1."))
     layer = int(match[1]) if match else -1 if early else 1 << 20
@@ -260,7 +260,7 @@ def _with_experts_together(one: Parameter) -> Any:
 
 
 def groups_of(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """The optimizer's groups: decayed or not, and experts apart."""
+    """Return the optimizer's groups: with and without decay, with separate groups for experts."""
     keys = itertools.product((False, True), (True, False))
     groups = [
         [one for one in parameters if (one.expert is not None, one.is_decayed) == key]
@@ -270,7 +270,7 @@ def groups_of(parameters: list[Parameter]) -> list[list[Parameter]]:
 
 
 def _local(one: Parameter, count: int) -> str:
-    """The name of an expert's parameter in its process."""
+    """Return the name of an expert's parameter within its process."""
     if one.expert is None:
         return one.name
     old, new = (f"deepspeed_experts.{n}." for n in (one.expert, one.expert % count))
@@ -285,7 +285,7 @@ def _flat(group: list[Parameter], kind: str, multiple: int) -> Tensor:
 
 
 def partition(reader: Reader, parameters: list[Parameter], form: Form, rank: int) -> dict:
-    """The content of a data-parallel rank's file with ZeRO 1 or 2."""
+    """Return the content of a data-parallel rank's file with ZeRO 1 or 2."""
     experts = 1 + max((one.expert or 0 for one in parameters), default=0)
     each, own = experts // form.experts, rank % form.experts
     held = [one for one in parameters if one.expert is None or one.expert // each == own]
@@ -328,7 +328,7 @@ def partition(reader: Reader, parameters: list[Parameter], form: Form, rank: int
 
 
 def divided(reader: Reader, parameters: list[Parameter], form: Form, rank: int) -> dict:
-    """The content of a data-parallel rank's file with ZeRO 3."""
+    """Return the content of a data-parallel rank's file with ZeRO 3."""
     step = torch.tensor(float(reader.meta["optimizer"]["step"]))
     flats: dict[str, list[Tensor]] = {"master": [], "exp_avg": [], "exp_avg_sq": []}
     per_group = -(-len(parameters) // form.groups)
@@ -357,7 +357,7 @@ def divided(reader: Reader, parameters: list[Parameter], form: Form, rank: int) 
 
 
 def plain(reader: Reader, parameters: list[Parameter]) -> dict:
-    """The optimizer's state without ZeRO."""
+    """Return the optimizer state without ZeRO."""
     step = torch.tensor(float(reader.meta["optimizer"]["step"]))
     order = sorted(parameters, key=lambda one: not one.is_decayed)
     decayed = sum(one.is_decayed for one in parameters)
@@ -370,7 +370,7 @@ def plain(reader: Reader, parameters: list[Parameter]) -> dict:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights in Megatron's nested dicts."""
+    """Return weights in Megatron's nested dicts."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         language, part, rest = name.split(".", 2)
@@ -383,7 +383,8 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_deepspeed(reader: Reader, root: Path, form: Form, **extra: Any) -> Path:
-    """Write one of our checkpoints under `root` as Megatron-DeepSpeed would have; its folder."""
+    """Write one of our checkpoints under `root` in Megatron-DeepSpeed's format; return its
+    folder."""
     folder = root / f"global_step{reader.iteration}"
     folder.mkdir(parents=True)
     for stage_index, rank in itertools.product(range(max(1, form.stages)), range(form.tensor)):

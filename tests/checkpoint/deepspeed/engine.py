@@ -1,4 +1,4 @@
-"""Train a small network with DeepSpeed's own engine, and save it: a program of one rank.
+"""Train a small network with DeepSpeed's own engine, and save it. Each rank runs this program.
 
     python -m tests.checkpoint.deepspeed.engine KIND FOLDER
 
@@ -40,7 +40,7 @@ _EMBEDDINGS = {"word_embeddings.weight": (WORDS, HIDDEN), "position_embeddings.w
 
 
 class Named(nn.Module):
-    """Parameters under dotted names, all of which change the output a little."""
+    """Parameters under dotted names; each has a small effect on the output."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Named(nn.Module):
 
 
 class Routed(nn.Module):
-    """A layer of which the MLP is DeepSpeed's mixture of experts."""
+    """A layer whose MLP is DeepSpeed's mixture of experts."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Routed(nn.Module):
 
 
 class Whole(nn.Module):
-    """A model under Megatron's names; with experts in the second layer."""
+    """A model under Megatron's names, with experts in the second layer."""
 
     def __init__(self, experts: int = 0) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Whole(nn.Module):
 
 
 def arguments(kind: str) -> Namespace:
-    """The command line of Megatron-DeepSpeed for this network."""
+    """Return Megatron-DeepSpeed's command line for this network."""
     return Namespace(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -117,7 +117,7 @@ def arguments(kind: str) -> Namespace:
 
 
 def optimizer_of(model: nn.Module, kind: str) -> Any:
-    """AdamW with Megatron-DeepSpeed's groups."""
+    """Return AdamW with Megatron-DeepSpeed's groups."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     decayed = [p for name, p in model.named_parameters() if p.dim() > 1]
@@ -129,10 +129,10 @@ def optimizer_of(model: nn.Module, kind: str) -> Any:
 
 
 def held_by(engine: Any, kind: str) -> dict[str, Tensor]:
-    """What the engine says that this rank's parameters and their states are."""
+    """Return this rank's parameters and their states as the engine reports them."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    # With PyTorch's AdamW the engine looks for the states before the first step has made them.
+    # With PyTorch's AdamW, the engine looks for states that only exist after the first step.
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -147,10 +147,10 @@ def held_by(engine: Any, kind: str) -> dict[str, Tensor]:
 
 
 def main(kind: str, folder: Path) -> None:
-    """Train three steps and save."""
+    """Train for three steps and save."""
     import deepspeed
 
-    # It would compile an operator for shared memory, which takes a minute.
+    # DeepSpeed would compile an operator for shared memory, which takes a minute.
     vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(1)

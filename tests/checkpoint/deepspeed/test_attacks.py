@@ -1,4 +1,4 @@
-"""Damaged and hostile folders: refused by name before a tensor changes, and nothing in them runs.
+"""Damaged and hostile folders are refused by name before any tensor changes, and run no code.
 
 Each variant changes one thing in a sound folder of a small network.
 """
@@ -30,7 +30,7 @@ _ROUTED = "language_model.encoder.layers.1.mlp.deepspeed_moe."
 
 
 class _Mixture(Reader):
-    """A checkpoint of ours in memory: two layers, of which the second has four experts."""
+    """A checkpoint of ours in memory: two layers, the second with four experts."""
 
     format, iteration = "native", 3
 
@@ -91,14 +91,14 @@ class _Mixture(Reader):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A mixture with ZeRO 1 on two ranks that divide its experts."""
+    """Return a mixture saved with ZeRO 1 by two ranks that divide its experts."""
     root = tmp_path_factory.mktemp("deepspeed")
     return to_deepspeed(_Mixture(), root, Form(zero=1, data=2, experts=2))
 
 
 @pytest.fixture
 def folder(sound, tmp_path, monkeypatch):
-    """A copy; afterwards nothing in it has run."""
+    """Return a copy of a sound folder, and check after the test that none of its code has run."""
     monkeypatch.chdir(tmp_path)
     copy = tmp_path / sound.name
     shutil.copytree(sound, copy)
@@ -111,7 +111,7 @@ def _open(folder):
 
 
 def refused(folder, match="."):
-    """It is refused, by an error that names a file in it or says what is wrong."""
+    """Check that the folder is refused with an error that names one of its files or the problem."""
     with pytest.raises(CheckpointError, match=match) as caught:
         _open(folder)
     assert "MemoryError" not in str(caught.value)
@@ -193,7 +193,7 @@ def _changed(folder, name, change):
 
 
 def _put(*keys):
-    """A change that puts the last of `keys` in the place that the others lead to."""
+    """Return a change that sets the last of `keys` in the container that the other keys lead to."""
     *path, last, value = keys
 
     def change(tree):
@@ -454,7 +454,7 @@ def test_a_changed_byte_of_a_tensor_is_refused(folder, seed):
     rng = random.Random(seed)
     name = rng.choice(sorted(path.name for path in folder.iterdir()))
     data = bytearray((folder / name).read_bytes())
-    # The records of tensors are between the tree and the version.
+    # The tensors' records lie between the tree and the version.
     first, last = data.index(b"/data/0"), data.rindex(b"/version")
     data[rng.randrange(first + 200, last - 200)] ^= 1 << rng.randrange(8)
     (folder / name).write_bytes(data)
@@ -462,7 +462,7 @@ def test_a_changed_byte_of_a_tensor_is_refused(folder, seed):
         reader = _open(folder)
     except CheckpointError:
         return
-    source = _Mixture()  # it was a byte of the padding between records
+    source = _Mixture()  # the byte was padding between records
     assert all(torch.equal(reader.read(one), source.read(one)) for one in source.names())
 
 

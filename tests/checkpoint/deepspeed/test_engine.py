@@ -1,4 +1,4 @@
-"""What DeepSpeed's own engine saves, where it is installed, is read as the engine had it."""
+"""Checkpoints saved by DeepSpeed's own engine, if it is installed, load to the engine's values."""
 
 import importlib.util
 import os
@@ -54,7 +54,7 @@ def _run(kind, folder):
 
 
 def _compare(reader, name, state, expected):
-    """Compare a parameter or a state; our name of it."""
+    """Compare a parameter or a state, and return our name for it."""
     place = place_of(name)
     ours = f"optimizer.{place.name}.{state}" if state else f"model.{place.name}"
     master = f"optimizer.{place.name}.master"

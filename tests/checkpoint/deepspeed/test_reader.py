@@ -1,4 +1,4 @@
-"""Folders of Megatron-DeepSpeed, as tests write them, hold what ours held, for every layout."""
+"""Folders in Megatron-DeepSpeed's format load to the same values as ours, in every layout."""
 
 import math
 import random
@@ -64,7 +64,7 @@ CASES = [(network, form) for network, forms in FORMS.items() for form in forms]
 
 @pytest.fixture(scope="module")
 def natives(tmp_path_factory):
-    """The folder of a network as we save it."""
+    """Return the folder of a network in our format."""
     made = {}
 
     def make(network):
@@ -96,7 +96,7 @@ def test_it_holds_the_same_tensors_and_position(natives, tmp_path, network, form
         assert theirs.meta[key] == ours.meta[key], key
     notices = theirs.meta["notices"]
     assert notices[0] == "random states are not loaded: dropout follows from --seed"
-    # Its rotary positions were other ones since 2024, except in a PipelineModule.
+    # Rotary positions have been different since 2024, except in a PipelineModule.
     is_rotary = "rope" in " ".join(NETWORKS[network])
     assert len(notices) == 1 + (is_rotary and form.blocks and not form.stages)
 
@@ -145,7 +145,7 @@ def test_every_layout_loads_it(natives, tmp_path, layout):
 
 
 def _load(layout, native, words):
-    """Whether this rank then holds what the native checkpoint holds."""
+    """Load, and return whether this rank then has the values of the native checkpoint."""
     run, ours = build_toy(layout, words), open_checkpoint(native)
     for name, entry in flatten(state_of(run)):
         assert torch.equal(entry.tensor, ours.read(name, entry.box)), name
@@ -202,7 +202,7 @@ def test_it_is_converted(natives, tmp_path):
         assert torch.equal(read_whole(ours, name), read_whole(native, name)), name
 
 
-# What is there only in part
+# Checkpoints with missing parts
 
 
 def test_without_all_partitions_only_the_weights_are_read(natives, tmp_path):
@@ -272,7 +272,8 @@ def test_a_dynamic_loss_scale_is_taken_over(natives, tmp_path, kind):
 
 @pytest.mark.parametrize("form", [Form(), Form(zero=1, data=2), Form(zero=3)], ids=str)
 def test_steps_counted_by_group_are_taken_over(natives, tmp_path, form):
-    """Apex's FusedAdam counts there; after an overflow it has taken fewer steps than iterations."""
+    """Apex's FusedAdam counts steps there; after an overflow there are fewer steps than
+    iterations."""
     folder = to_deepspeed(open_checkpoint(natives("GPT-2")), tmp_path, form)
     for path in folder.glob("*optim_states.pt" if form.zero else "*model_states.pt"):
         tree = _load_with_classes(path)

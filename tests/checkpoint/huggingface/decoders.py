@@ -1,6 +1,8 @@
-"""Further families for `models.py`, each written down a second time: plain PyTorch over the tensors
-of a folder. A family is two functions of a config.json, in `FAMILIES`: its tensors' shapes, and its
-logits."""
+"""Further model families for `models.py`, implemented independently in plain PyTorch.
+
+A family is two functions of a config.json, listed in `FAMILIES`: one returns the shapes of its
+tensors, the other computes its logits from the tensors of a folder.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 class Kind(NamedTuple):
     shapes: Callable[[Config], Shapes]
     logits: Callable[[Config, Tensors, Tensor], Tensor]
-    norms: float = 1.0  # about which their weights lie
+    norms: float = 1.0  # the mean of their weights
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,7 +43,7 @@ def turn(
     yarn: Mapping[str, Any] | None = None,
     divisors: Tensor | None = None,
 ) -> Tensor:
-    """Turn the first channels of [b, s, n, d], i and i + half together."""
+    """Rotate the first channels of [b, s, n, d], pairing channels i and i + half."""
     turning = int(x.shape[-1] * share)
     places = torch.arange(x.shape[1], dtype=x.dtype) / stretch
     frequencies = base ** -(torch.arange(0, turning, 2, dtype=x.dtype) / turning)
@@ -58,7 +60,7 @@ def turn(
 
 
 def _slowed(turning: int, base: float, yarn: Mapping[str, Any]) -> Tensor:
-    """The factor of each plane's frequency by YaRN, without rounding."""
+    """Return YaRN's factor for the frequency of each plane, without rounding."""
     first, last = (
         turning
         * math.log(yarn["original_max_position_embeddings"] / (turns * 2 * math.pi))
@@ -74,7 +76,7 @@ def _slowed(turning: int, base: float, yarn: Mapping[str, Any]) -> Tensor:
 
 
 def angles_of(config: Config, size: int, length: int) -> Tensor:
-    """[s, d/2]: by how much a plane of channels turns at each place."""
+    """Return the rotation angle of each pair of channels at each position, [s, d/2]."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     base = config.get("rope_theta") or rope["rope_theta"]
     angles = []
@@ -110,7 +112,7 @@ def angles_of(config: Config, size: int, length: int) -> Tensor:
 
 
 def concentration(config: Config) -> float:
-    """The factor of queries and keys with YaRN."""
+    """Return YaRN's scaling factor for queries and keys."""
     rope = config.get("rope_scaling") or {}
     if rope.get("rope_type") != "yarn":
         return 1.0
@@ -128,7 +130,10 @@ def attend(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """[b, s, n, d] and keys, values [b, s, g, d] -> [b, s, n d]; causal. A window counts itself."""
+    """Apply causal attention: [b, s, n, d] and keys, values [b, s, g, d] -> [b, s, n d].
+
+    A window includes the token itself.
+    """
     length, sharing = query.shape[1], query.shape[2] // key.shape[2]
     key, value = key.repeat_interleave(sharing, 2), value.repeat_interleave(sharing, 2)
     scores = torch.einsum("bsnd,btnd->bnst", query, key) * (scale or query.shape[-1] ** -0.5)
@@ -153,7 +158,7 @@ def attention_shapes(config: Config, at: str) -> Shapes:
 
 
 def heads_of(config: Config, w: Tensors, x: Tensor, at: str) -> list[Tensor]:
-    """Queries, keys and values, [b, s, n or g, d]."""
+    """Return queries, keys and values, [b, s, n or g, d]."""
     size = config["head_dim"]
     return [linear(w, x, f"{at}.{kind}_proj").unflatten(-1, (-1, size)) for kind in "qkv"]
 
@@ -184,7 +189,7 @@ def gemma_shapes(config: Config) -> Shapes:
 
 
 def gemma(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """Gemma, Gemma 2 and Gemma 3: all norms' weights are distances from one."""
+    """Gemma, Gemma 2 and Gemma 3; norm weights are stored as offsets from one."""
     version = {"gemma": 1, "gemma2": 2, "gemma3_text": 3}[config["model_type"]]
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -245,7 +250,7 @@ def gpt_oss_shapes(config: Config) -> Shapes:
 
 
 def gpt_oss(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """Sinks, windows in turns, and experts in which gate and up alternate."""
+    """gpt-oss: attention sinks, windows in alternate layers, and interleaved gate and up rows."""
     eps, limit = config["rms_norm_eps"], config["swiglu_limit"]
 
     def expert(x: Tensor, at: str, number: int) -> Tensor:
@@ -301,7 +306,7 @@ def olmo_shapes(config: Config) -> Shapes:
 
 
 def olmo(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """OLMo 2 and 3: norms of what attention and MLP add, and of all heads at once."""
+    """OLMo 2 and 3: norms on the outputs of attention and MLP, and across all heads at once."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return rms(x, w[f"{name}.weight"], config["rms_norm_eps"])
@@ -349,7 +354,7 @@ def phi_shapes(config: Config) -> Shapes:
 
 
 def phi(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """Phi-3: joined projections, and heads of which a part turns."""
+    """Phi-3: fused projections, and partial rotary embeddings."""
     eps, size = config["rms_norm_eps"], config["hidden_size"] // config["num_attention_heads"]
     counts = [config["num_attention_heads"], *[config["num_key_value_heads"]] * 2]
     base, share = config["rope_theta"], config["partial_rotary_factor"]
@@ -399,7 +404,8 @@ def neox_shapes(config: Config) -> Shapes:
 
 
 def neox(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """GPT-NeoX: rows of each head's query, key and value; perhaps an MLP beside attention."""
+    """GPT-NeoX: query, key and value rows grouped by head; optionally an MLP parallel to
+    attention."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
@@ -421,7 +427,8 @@ def neox(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
 
 
 def _slopes(heads: int) -> list[float]:
-    """The paper's recursion: beyond a power of two, every other slope of twice as many heads."""
+    """Follow the paper's recursion: beyond a power of two, take every other slope of twice as
+    many heads."""
     power = 2 ** math.floor(math.log2(heads))
     ratio = 2 ** -(8 / power)
     more = _slopes(2 * power)[::2][: heads - power] if power < heads else []
@@ -429,14 +436,14 @@ def _slopes(heads: int) -> list[float]:
 
 
 def _falcon_norms(config: Config) -> list[str]:
-    """The norms before attention and before the MLP; one, if they share it."""
+    """Return the norms before attention and before the MLP, or a single one if they share it."""
     if config["model_type"] == "bloom" or not config["parallel_attn"]:
         return ["input_layernorm", "post_attention_layernorm"]
     return ["ln_attn", "ln_mlp"] if config["new_decoder_architecture"] else ["input_layernorm"]
 
 
 def _named(config: Config) -> Config:
-    """BLOOM's sizes under Falcon's names."""
+    """Return BLOOM's sizes under Falcon's names."""
     if config["model_type"] == "falcon":
         return config
     heads = config["n_head"]
@@ -469,7 +476,7 @@ def falcon_shapes(config: Config) -> Shapes:
 
 
 def falcon(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """BLOOM and Falcon: rows of a group's queries, then its key and value."""
+    """BLOOM and Falcon: rows of each group's queries, then its key and value."""
     config = _named(config)
     is_bloom = config["model_type"] == "bloom"
 

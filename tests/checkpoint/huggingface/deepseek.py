@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
 V2 = {
     **SIZES,
     "norm_topk_prob": False,
-    "qk_nope_head_dim": 8,  # transformers' class cannot turn heads with an odd number of channels
+    "qk_nope_head_dim": 8,  # transformers' class cannot rotate heads with an odd number of channels
     "topk_method": "group_limited_greedy",
 }
 V3 = {**SIZES, "norm_topk_prob": True, "rope_interleave": True}
@@ -50,7 +50,7 @@ YARN = {
 
 
 def shapes(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer's attention, and of its mixture apart from the experts."""
+    """Return the tensor shapes of a layer's attention, and of its mixture without the experts."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rank, query = config["kv_lora_rank"], config["q_lora_rank"]
     still, turning = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
@@ -75,13 +75,13 @@ def heads_of(
     x: Tensor,
     angles: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [b, s, n, d]; scores are still to be divided by sqrt(d)."""
+    """Return queries, keys and values [b, s, n, d]; scores are not yet divided by sqrt(d)."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
 
     def turn(x: Tensor) -> Tensor:
-        """Channels 2i and 2i + 1 of [b, s, n, d] as a complex number."""
+        """Rotate [b, s, n, d], treating channels 2i and 2i + 1 as a complex number."""
         planes = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
         spin = torch.polar(torch.ones_like(angles), angles)[:, None]
         return torch.view_as_real(planes * spin).flatten(-2)
@@ -122,7 +122,7 @@ def mixture(
     x: Tensor,
     mlp: Callable[[Tensor, str], Tensor],
 ) -> Tensor:
-    """The mixture of a layer, token by token."""
+    """Compute the mixture of a layer, token by token."""
     out, biased = torch.zeros_like(x), f"{at}.gate.e_score_correction_bias" in w
     groups, size = config["n_group"], config["n_routed_experts"] // config["n_group"]
     for place in itertools.product(*map(range, x.shape[:2])):

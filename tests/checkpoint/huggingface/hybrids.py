@@ -1,4 +1,4 @@
-"""Mamba-2 and Nemotron-H for `models.py`, written down a second time: one token after another."""
+"""Mamba-2 and Nemotron-H for `models.py`, implemented independently: one token at a time."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ NEMOTRON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "ssm_state_size": 9,
-    "time_step_min": 1e-7,  # transformers raises shorter steps, but only in prompts
-    "use_cache": False,  # transformers' cache needs a layer with attention
+    "time_step_min": 1e-7,  # transformers clamps steps that are too short, but only in prompts
+    "use_cache": False,  # transformers' cache needs at least one attention layer
 }
 MIXTURE = {
     "layers_block_type": ["linear_attention", "moe"],
@@ -86,7 +86,7 @@ def _kinds(config: Config) -> list[str]:
 
 
 def _sizes(config: Config) -> tuple[int, int, int, int]:
-    """Heads, channels of a head, groups, state size."""
+    """Return the numbers of heads, channels per head and groups, and the state size."""
     heads = config.get("num_heads") or config["mamba_num_heads"]
     size = config["mamba_head_dim"] if "mamba_head_dim" in config else config["head_dim"]
     state = config.get("state_size") or config["ssm_state_size"]
@@ -110,7 +110,7 @@ def _mamba_shapes(config: Config, at: str) -> Shapes:
 
 
 def _mamba(config: Config, w: Tensors, x: Tensor, at: str) -> Tensor:
-    """[b, s, h] -> [b, s, h], one token after another."""
+    """Apply Mamba-2 to [b, s, h], one token at a time."""
     heads, size, groups, state = _sizes(config)
     inner, vectors = heads * size, groups * state
     z, convolved, steps = linear(w, x, f"{at}.in_proj").split(

@@ -1,4 +1,4 @@
-"""GPT-J and Cohere for `models.py`, written down a second time: channels rotate in pairs."""
+"""GPT-J and Cohere for `models.py`, implemented independently; they rotate adjacent channels."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ COHERE2: dict[str, Any] = {
 
 
 def turn_pairs(x: Tensor, base: float, turning: int) -> Tensor:
-    """Turn the first channels of [b, s, n, d], 2i and 2i + 1 together as complex numbers."""
+    """Rotate the first channels of [b, s, n, d], with 2i and 2i + 1 as a complex number."""
     frequencies = base ** -(torch.arange(0, turning, 2, dtype=x.dtype) / turning)
     angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * frequencies
     pairs = torch.view_as_complex(x[..., :turning].unflatten(-1, (-1, 2)).contiguous())
@@ -124,7 +124,8 @@ def _cohere_shapes(config: Config) -> Shapes:
 
 
 def _cohere(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """Layers with windows have rotary positions, and the others have none, if there are both."""
+    """Cohere: in models with both kinds of layers, only those with windows have rotary
+    positions."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)

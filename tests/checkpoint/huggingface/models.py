@@ -1,5 +1,8 @@
-"""Small models of every family, written down here a second time: plain PyTorch over the tensors of
-a Hugging Face folder, by their names there, in float64. Nothing of the package is used."""
+"""Small models of every family, implemented independently in plain PyTorch.
+
+They compute in float64 from the tensors of a Hugging Face folder, under the names used there, and
+use nothing from the package.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ _LLAMA3 = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model: its config.json, and what its family has.
+    """A model: its config.json, and the properties of its family.
 
     Attributes:
         config: of the folder.
@@ -413,7 +416,8 @@ CASES: dict[str, Case] = {
 
 
 def tensors_of(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensors:
-    """Random tensors of a folder; a folder's layer has the same values whatever else it has."""
+    """Return random tensors for a folder; a layer has the same values whatever else the folder
+    has."""
     kind = _FAMILIES.get(case.config["model_type"])
     if kind is not None:
         shapes = kind.shapes(case.config)
@@ -478,14 +482,15 @@ def _is_mixture(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def _mixture(config: Mapping[str, Any]) -> tuple[str, tuple[str, str, str], int]:
-    """The names of a mixture's module and of an expert's matrices, and the number of experts."""
+    """Return the names of a mixture's module and of an expert's matrices, and the number of
+    experts."""
     if "num_local_experts" in config:
         return "block_sparse_moe", ("w1", "w3", "w2"), config["num_local_experts"]
     return "mlp", _PROJECTIONS, config.get("num_experts") or config["n_routed_experts"]
 
 
 def _mlp_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    """The tensors between a layer's second norm and the next layer."""
+    """Return the tensors between a layer's second norm and the next layer."""
     inner, at = config["intermediate_size"], f"model.layers.{layer}"
     if not _is_mixture(config, layer):
         return _three(f"{at}.mlp", _PROJECTIONS, inner)
@@ -534,7 +539,7 @@ def _gpt2_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def write_folder(
     folder: Path, config: Mapping[str, Any], tensors: Tensors, shards: int = 1
 ) -> Path:
-    """A folder as `transformers` leaves it."""
+    """Write a folder as `transformers` does."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
     if shards == 1:
@@ -552,7 +557,7 @@ def write_folder(
 
 
 def logits(case: Case, tensors: Tensors, tokens: Tensor) -> Tensor:
-    """[b, s] -> [b, s, v], computed in float64."""
+    """Compute logits in float64: [b, s] -> [b, s, v]."""
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     kind = _FAMILIES.get(case.config["model_type"])
     if kind is not None:
@@ -598,7 +603,7 @@ def _llama(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
 
 
 def _feed(config: Mapping[str, Any], w: Tensors, layer: int, x: Tensor) -> Tensor:
-    """The MLP of a layer or its mixture, token by token."""
+    """Apply a layer's MLP or its mixture, token by token."""
 
     def mlp(x: Tensor, at: str, names: tuple[str, str, str]) -> Tensor:
         gate, up, down = (w[f"{at}.{name}.weight"] for name in names)
@@ -625,14 +630,14 @@ def _feed(config: Mapping[str, Any], w: Tensors, layer: int, x: Tensor) -> Tenso
 
 
 def _turn(x: Tensor, angles: Tensor) -> Tensor:
-    """Channels i and i + d/2 of [b, s, n, d] as a complex number."""
+    """Rotate [b, s, n, d], treating channels i and i + d/2 as a complex number."""
     real, imaginary = x.chunk(2, dim=-1)
     turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat((turned.real, turned.imag), -1)
 
 
 def _window(config: Mapping[str, Any], layer: int) -> int | None:
-    """The number of tokens that a token attends to, itself among them; None for all."""
+    """Return how many tokens each token attends to, including itself, or None for all."""
     if not config.get("use_sliding_window", True):
         return None
     if "layer_types" in config:
@@ -643,7 +648,7 @@ def _window(config: Mapping[str, Any], layer: int) -> int | None:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """[b, s, n, d] and keys, values [b, s, g, d] -> [b, s, n d]; causal."""
+    """Apply causal attention: [b, s, n, d] and keys, values [b, s, g, d] -> [b, s, n d]."""
     length, sharing = q.shape[1], q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(sharing, 2), v.repeat_interleave(sharing, 2)
     scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])

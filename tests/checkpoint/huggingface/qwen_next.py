@@ -1,4 +1,4 @@
-"""Qwen3-Next for `models.py`, written down a second time: the delta rule token by token."""
+"""Qwen3-Next for `models.py`, implemented independently: the delta rule token by token."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def shapes(config: Config) -> Shapes:
 
 
 def _delta_net(config: Config, w: Tensors, x: Tensor, at: str) -> Tensor:
-    """The gated delta rule, token by token, of [b, s, h]."""
+    """Apply the gated delta rule to [b, s, h], token by token."""
     key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     keys, values = config["linear_key_head_dim"], config["linear_value_head_dim"]
     serves, taps = heads // key_heads, config["linear_conv_kernel_dim"]
@@ -139,7 +139,8 @@ def _delta_net(config: Config, w: Tensors, x: Tensor, at: str) -> Tensor:
 
 
 def logits(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """Delta nets, gated attention, experts with a shared one; norms as distances from one."""
+    """Compute logits with delta nets, gated attention and a shared expert; norm weights are
+    offsets from one."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return rms(x, 1 + w[f"{name}.weight"], config["rms_norm_eps"])

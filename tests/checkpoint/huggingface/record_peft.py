@@ -1,4 +1,4 @@
-"""Record what PEFT computes and writes, for `test_peft`.
+"""Record PEFT's results and files for `test_peft`.
 
     python -m tests.checkpoint.huggingface.record_peft tests/checkpoint/huggingface/peft
 
@@ -21,7 +21,7 @@ KINDS = {
     "dora": {"use_dora": True},
     "some": {"target_modules": ["q_proj", "v_proj", "up_proj"]},
 }
-# "all-linear" would mean the modules of older versions of transformers, with other ranks.
+# "all-linear" would select the modules of older versions of transformers, with different ranks.
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MIXTURES = {
     "mixtral": {
@@ -34,7 +34,7 @@ VOCAB = 32
 
 
 def main(out: Path) -> None:
-    """Write tiny models, an adapter of each kind, and logits and gradients of each."""
+    """Write tiny models, an adapter of each kind, and the logits and gradients of each."""
     import peft
     import transformers
 
@@ -70,7 +70,7 @@ def main(out: Path) -> None:
                     parameter.normal_(0, 0.1)
                 if "magnitude" in name:
                     parameter.mul_(1.2)
-        model.peft_config["default"].base_model_name_or_path = None  # a path of this machine
+        model.peft_config["default"].base_model_name_or_path = None  # a path on this machine
         model.save_pretrained(out / kind)
         (out / kind / "README.md").unlink()
         record[kind] = computed(model, tokens)
@@ -98,7 +98,7 @@ def write_base(config: Any, folder: Path) -> None:
     with torch.no_grad():
         for parameter in base.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(6)  # so that attention is far from even
+                parameter.mul_(6)  # so that attention is far from uniform
     base.save_pretrained(folder)
 
 
