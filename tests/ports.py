@@ -1,4 +1,4 @@
-"""Ports for processes that meet."""
+"""Ports at which processes meet."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import socket
 
 
 def free_port() -> int:
-    """A port at which nobody listens now, from below those that a system gives away itself.
+    """Return a port that nobody listens at now, below the system's ephemeral range.
 
-    Of those any connection of another test may be given the same, before who asked here listens.
+    The system could give an ephemeral port to another test's connection before the caller listens.
     """
     while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)  # tests of one seed run side by side
+        port = random.SystemRandom().randrange(10_000, 32_000)  # parallel tests may share a seed
         with socket.socket() as probe:
             try:
                 probe.bind(("localhost", port))

@@ -1,7 +1,7 @@
-"""Packed documents against the same documents one at a time, in one process and in every layout.
+"""Packed documents against the same documents processed one at a time, in every layout.
 
-The reference never sees two documents together: each goes through the model alone, at positions
-from 0, without a mask. Only the sum of their losses is divided by the micro-batch's tokens.
+The reference never sees two documents together: each passes through the model alone, at positions
+from 0, without a mask. Only the sum of the losses is divided by the micro-batch's tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pretrain_gpt import GPTRecipe, losses_ahead
 from tests.parity.layouts import Curves, train_curves
 from tests.training.toy import RECIPES, build_toy
 
-# Mock tokens count up modulo 7, and 6 ends a document: three or four of them share a sequence.
+# Mock tokens count up modulo 7, and 6 ends a document: three or four share a sequence.
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --vocab-size 6"
 ROPE = "--position-embedding-type rope"
 
 
 class OneByOne(GPTRecipe):
-    """Next-token prediction that takes the documents of a micro-batch one after another."""
+    """Next-token prediction that processes the documents of a micro-batch one at a time."""
 
     def forward(
         self,
@@ -51,11 +51,11 @@ class OneByOne(GPTRecipe):
         length, losses = text.shape[1] - 1, []
         depths = config.model.mtp_num_layers or 0
         counted = [torch.tensor(text.shape[0] * length)] + [torch.tensor(0)] * depths
-        for start, end in pairwise(dict.fromkeys(ends)):  # without empty documents
+        for start, end in pairwise(dict.fromkeys(ends)):  # skips empty documents
             row, first = divmod(start, length)
             alone = {"text": text[row : row + 1, first : first + end - start + 1]}
             one = make_batch(alone, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
-            # The token that follows an end is the next document's: a document has no other tokens.
+            # The token after an end belongs to the next document, so mask it out.
             inside = one._replace(loss_mask=one.loss_mask * (one.tokens != tokenizer.eod))
             further = list(batches_ahead(inside, depths))
             ahead = [Ahead(b.tokens, b.position_ids, b.labels, b.loss_mask) for b in further]
@@ -72,14 +72,14 @@ class OneByOne(GPTRecipe):
 
 @cache
 def one_by_one(words: tuple[str, ...]) -> Curves:
-    """The training on one process that layouts must equal: the documents one at a time."""
+    """Return the single-process run that layouts must match: one document at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RECIPES, "gpt", OneByOne())
         return train_curves(Layout.single(), words)
 
 
 def gradients(words: list[str], recipe: GPTRecipe) -> dict[str, Tensor]:
-    """The gradients of two micro-batches on one process, by parameter."""
+    """Return the gradients of two micro-batches on one process, by parameter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RECIPES, "gpt", recipe)
         run = build_toy(Layout.single(), words)

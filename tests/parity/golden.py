@@ -1,4 +1,4 @@
-"""The recorded Megatron-LM runs, continued by us."""
+"""The recorded Megatron-LM runs, continued by this package."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _ALL = """
     --no-bias-gelu-fusion --no-async-tensor-model-parallel-allreduce --no-exit-signal-handler
     --split 949,50,1 --num-workers 0 --eval-interval 20 --eval-iters 5 --log-interval 1
 """.split()
-# As they were recorded. The GeLU that Megatron fuses with its bias is another function; the others
-# are other ways to the same numbers.
+# As recorded. Megatron's fused bias and GeLU is a different function; the other fusions only change
+# how the same numbers are computed.
 _UNFUSED = """
     --no-masked-softmax-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion
     --no-persist-layer-norm
@@ -43,7 +43,7 @@ BERT = """
     --vocab-file data/bert-5000-vocab.txt
 """.split()
 
-# It was recorded with other sizes.
+# This run was recorded with other sizes.
 RETRO = """
     --num-layers 9 --seq-length 256 --max-position-embeddings 256 --init-method-std 0.1
     --split 90,8,2 --eval-iters 2 --data-path 1.0 data/gpt_text_document
@@ -67,11 +67,11 @@ def continue_run(
     cache: Path,
     flags: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Load iteration 20 of a recorded run and train to its end; what was recorded of ours.
+    """Load iteration 20 of a recorded run, train to its end and return our records.
 
     The run's name begins with its kind of network. The working folder becomes `golden`: the index
-    cache's descriptions hold the path as spelt. On a GPU (see `tests.distributed`) it goes on with
-    all fusions but that of GeLU, on a CPU without.
+    cache's descriptions hold the path as written. On a GPU (see `tests.distributed`) it continues
+    with all fusions except GeLU's, on a CPU without any.
     """
     os.chdir(golden)
     size, rank = layout.world.size, layout.world.rank

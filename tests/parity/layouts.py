@@ -1,4 +1,4 @@
-"""The layouts that are compared with one process, and the comparison: of the tests and of
+"""The layouts that are compared with one process, and the comparison, both used by the tests and by
 `tools/compare_layouts.py`, which writes its table into the documentation."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.parallel.layout import Layout, grid_sizes
 from tests.distributed import run_distributed
 from tests.training.toy import train_toy
 
-ITERATIONS, OTHER_ITERATIONS = 20, 8  # of a GPT, of the other kinds
+ITERATIONS, OTHER_ITERATIONS = 20, 8  # for a GPT, for the other kinds
 LOSS_TOLERANCE = 1e-5  # relative, at every iteration
 NORM_TOLERANCE = 1e-4
 _GLOBAL_BATCH = 8
@@ -33,10 +33,10 @@ class LayoutCase:
     """One way to train the toy model.
 
     Attributes:
-        processes: in all; what the three sizes leave is data parallel.
-        flags: further ones, of the layout: they change no number.
-        network: further ones that the single process gets too.
-        kind: of network.
+        processes: The number of processes; those that the three sizes do not use are data parallel.
+        flags: More flags of the layout, which change no number.
+        network: More flags, which the single process also gets.
+        kind: The kind of network.
     """
 
     processes: int
@@ -49,12 +49,12 @@ class LayoutCase:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As Layout.at takes them."""
+        """Return the sizes as `Layout.at` takes them."""
         return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
 
     @property
     def name(self) -> str:
-        """The grid in words, for example "tensor 2 x data 4"."""
+        """Return the grid in words, for example "tensor 2 x data 4"."""
         sizes = grid_sizes(self.processes, **self.sizes)
         return " x ".join(f"{axis} {size}" for axis, size in reversed(sizes.items()) if size > 1)
 
@@ -64,17 +64,17 @@ class LayoutCase:
 
     @property
     def iterations(self) -> int:
-        """To the end of its training."""
+        """Return the number of iterations in its training."""
         return ITERATIONS if self.kind == "gpt" else OTHER_ITERATIONS
 
     def words(self, iterations: int | None = None) -> list[str]:
-        """The command line. Micro-batches: four fill a pipeline, two accumulate gradients."""
+        """Return the command line: four micro-batches fill a pipeline, two accumulate gradients."""
         data = grid_sizes(self.processes, **self.sizes)["data"]
         micro_batches = 4 if self.pipeline > 1 else 2
         micro_batch = max(1, _GLOBAL_BATCH // data // micro_batches)
         if self.kind != "gpt":
-            # Always the same: the loss is a mean of the micro-batches' means over hidden tokens,
-            # and they do not hide equally many.
+            # Fixed, because the loss is the mean of the micro-batches' means over masked tokens,
+            # whose numbers differ.
             micro_batch = 2
         return [
             *_BASE,
@@ -88,7 +88,7 @@ class LayoutCase:
         ]
 
 
-# Between them every size, schedule and sharding stands alone once and in company.
+# Together these test every size, schedule and sharding both alone and in combination.
 _SP = "--sequence-parallel"
 _BESIDE = "--tp-comm-overlap"
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -116,12 +116,12 @@ _GEMMA = (
     "--final-logit-softcapping 3 --window-size 4,0 --window-attn-skip-freq 2 "
     "--window-rotary-base 100 --position-embedding-type rope --qk-layernorm"
 )
-# At the toy's learning rate, training without normalizations before blocks is unstable.
+# At the toy's learning rate, training without norms in front of blocks is unstable.
 _AFTER = (
     f"{_LLAMA} --norm-placement after --qk-layernorm --qk-layernorm-scope projection --lr 0.002"
 )
 _WIDE_NORMS = "--qk-layernorm --qk-layernorm-scope projection"
-# In fp32: Newton-Schulz iterations in bf16 make two results of two orders of a sum.
+# In fp32, because bf16 Newton-Schulz iterations amplify differences in summation order.
 MUON = (
     "--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2 "
     "--muon-fp32-matmul-prec highest"
@@ -286,7 +286,7 @@ LAYOUTS: tuple[LayoutCase, ...] = (
 )
 
 
-# Of BERT and T5 what they have of their own: masks, more tables and heads, a message of two halves.
+# What is specific to BERT and T5: masks, more tables and heads, a two-part message.
 _OTHERS = (
     LayoutCase(2, flags="--zero-stage 1"),
     LayoutCase(2, flags="--zero-stage 3"),
@@ -337,7 +337,7 @@ OTHER_LAYOUTS: tuple[LayoutCase, ...] = (
 
 
 class Curves(NamedTuple):
-    """What one process recorded: a value an iteration, of several losses one after another."""
+    """What one process recorded: one value per iteration; several losses follow each other."""
 
     losses: list[float]
     norms: list[float]
@@ -351,7 +351,7 @@ class Difference(NamedTuple):
 
 
 def train_curves(layout: Layout, words: Sequence[str], kind: str = "gpt") -> Curves:
-    """Train the toy model to its end."""
+    """Train the toy model to the end."""
     recorder, run = train_toy(layout, words, kind)
     losses = [recorder.values(name) for name in run.recipe.loss_names(run.config)]
     return Curves([value for curve in losses for value in curve], recorder.values("grad-norm"))
@@ -359,7 +359,7 @@ def train_curves(layout: Layout, words: Sequence[str], kind: str = "gpt") -> Cur
 
 @cache
 def single_process(network: str, kind: str = "gpt", iterations: int | None = None) -> Curves:
-    """The same training on one process."""
+    """Return the curves of the same training on one process."""
     words = LayoutCase(1, network=network, kind=kind).words(iterations)
     return train_curves(Layout.single(), words, kind)
 
@@ -369,11 +369,11 @@ def compare(
     run: Callable[..., list[Curves]] = run_distributed,
     iterations: int | None = None,
 ) -> Difference:
-    """Train in processes as `case` says, and on one.
+    """Train in processes as `case` says, and on one; return the differences.
 
     Args:
-        run: how processes are started, and by what they talk.
-        iterations: for a shorter training than the case's own.
+        run: Starts the processes, and determines how they communicate.
+        iterations: For a shorter training than the case's own.
     """
     expected = single_process(case.network, case.kind, iterations)
     got = run(case.processes, train_curves, case.words(iterations), case.kind, **case.sizes)
@@ -384,7 +384,7 @@ def compare(
 
 
 def largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Relative, over a curve; infinite where they have different lengths or no numbers."""
+    """Return a curve's relative difference; infinite for other lengths or non-finite values."""
     if len(values) != len(expected) or not expected:
         return math.inf
     pairs = zip(values, expected, strict=True)

@@ -53,13 +53,13 @@ class MixtureCase:
     """One way to train the toy mixture.
 
     Attributes:
-        processes: in all.
-        tensor, context, pipeline, expert: sizes of the grid.
-        expert_tensor: None: that of `tensor`.
-        flags: of the layout: they change no number.
-        network: of the single process too.
-        tolerance: relative, of the losses; of norms ten times as much.
-        iterations: until the end. In 16 bits a token soon goes elsewhere by rounding alone.
+        processes: The number of processes.
+        tensor, context, pipeline, expert: Sizes of the grid.
+        expert_tensor: The expert tensor size, or `None` for that of `tensor`.
+        flags: Flags of the layout, which change no number.
+        network: Flags that the single process also gets.
+        tolerance: Relative, for the losses; ten times as much for norms.
+        iterations: The length of the training. In 16 bits, rounding alone soon reroutes a token.
     """
 
     processes: int
@@ -75,7 +75,7 @@ class MixtureCase:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As Layout.at takes them."""
+        """Return the sizes as `Layout.at` takes them."""
         found = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
         found["expert"] = self.expert
         found["expert_tensor"] = self.expert_tensor or self.tensor
@@ -83,7 +83,7 @@ class MixtureCase:
 
     @property
     def grid(self) -> str:
-        """The sizes of the grid in words, without those that are 1."""
+        """Return the sizes of the grid in words, without those that are 1."""
         grid = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
         sizes = grid_sizes(self.processes, **grid) | {"expert": self.expert}
         words = [f"{axis} {size}" for axis, size in reversed(sizes.items()) if size > 1]
@@ -92,17 +92,17 @@ class MixtureCase:
 
     @property
     def shown_flags(self) -> str:
-        """The flags that the plain mixture on one process has not."""
+        """Return the flags that the plain mixture on one process does not have."""
         return " ".join(f"{self.flags} {self.network.replace(SOFTMAX, '')}".split())
 
     @property
     def name(self) -> str:
-        """The grid and the flags in words."""
+        """Return the grid and the flags in words."""
         return f"{self.grid} {self.shown_flags}"
 
     @property
     def words(self) -> list[str]:
-        """The command line. Losses of routers are of micro-batches: all have one sequence."""
+        """Return the command line. Router losses are per micro-batch, so each has one sequence."""
         return [
             *_BASE,
             *("--tensor-model-parallel-size", str(self.tensor)),
@@ -145,7 +145,7 @@ _MUON_SPLIT = f"{SOFTMAX} --swiglu {MUON_DISTRIBUTED}"
 _DROPS = f"{SOFTMAX} --moe-expert-capacity-factor 1.0"
 
 MIXTURES: tuple[MixtureCase, ...] = (
-    # Data parallelism, and experts divided over its ranks.
+    # Data parallelism, with experts divided over its ranks.
     MixtureCase(2),
     MixtureCase(2, expert=2),
     MixtureCase(4, expert=2),
@@ -159,18 +159,18 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(4, expert=2, flags=f"--zero-stage 2 {_OVERLAP}"),
     MixtureCase(4, expert=4, flags="--zero-stage 2 --overlap-grad-reduce"),
     MixtureCase(2, expert=2, flags="--zero-stage 1 --optimizer-cpu-offload"),
-    # Weights in shards.
+    # Sharded weights.
     MixtureCase(2, flags=_ZERO3),
     MixtureCase(4, expert=2, flags=_ZERO3),
     MixtureCase(4, expert=4, flags=_ZERO3),
-    MixtureCase(2, tensor=2, expert_tensor=1, flags=f"{_SP} {_ZERO3}"),  # of experts alone
+    MixtureCase(2, tensor=2, expert_tensor=1, flags=f"{_SP} {_ZERO3}"),  # only the experts' weights
     MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} {_ZERO3}"),
     MixtureCase(4, tensor=2, expert=2, expert_tensor=1, flags=f"{_SP} {_ZERO3}"),
     MixtureCase(4, context=2, expert=2, flags=_ZERO3),
     MixtureCase(4, pipeline=2, expert=2, flags=f"{_ZERO3} {_VIRTUAL}"),
     MixtureCase(4, expert=2, flags=f"{_ZERO3} {_FULL}"),
     MixtureCase(4, expert=2, flags=_ZERO3, network=SIGMOID),
-    # Tensor parallelism, and experts that are not split.
+    # Tensor parallelism, with experts that are not split.
     MixtureCase(2, expert=2, flags=_HALVES),
     MixtureCase(4, expert=4, flags=f"{_HALVES} --zero-stage 1 {_OVERLAP}"),
     MixtureCase(4, expert=2, flags=f"{_HALVES} {_ZERO3}"),
@@ -215,7 +215,7 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(2, tensor=2, flags=f"{_SP} {_FULL}", network=_OLMOE),
     MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} --zero-stage 1 {_OVERLAP}", network=_OLMOE),
     MixtureCase(4, tensor=4, expert=4, expert_tensor=1, flags=_SP, network=_OLMOE),
-    # Sequences in parts.
+    # Sequences split over context ranks.
     MixtureCase(2, context=2),
     MixtureCase(2, context=2, expert=2),
     MixtureCase(2, context=2, expert=2, flags=_A2A),
@@ -243,7 +243,7 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(2, tensor=2, flags=f"{_FULL} --distribute-saved-activations"),
     MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=f"{_SP} {_FULL}"),
     MixtureCase(4, pipeline=2, expert=2, flags=f"{_BUBBLE} {_FULL}"),
-    # Losses, clipping, number formats, drops.
+    # Losses, clipping, number formats, dropped tokens.
     MixtureCase(4, expert=2, network=_PER_TOKEN),
     MixtureCase(4, context=2, expert=2, network=_PER_TOKEN),
     MixtureCase(2, expert=2, network=f"{SOFTMAX} --clip-grad 0"),
@@ -270,14 +270,14 @@ MIXTURES: tuple[MixtureCase, ...] = (
         tolerance=5e-3,
         iterations=4,
     ),
-    # Layers with different numbers of experts, one of which may be dense.
+    # Layers with different numbers of experts, some of them possibly dense.
     MixtureCase(4, pipeline=2, expert=2, network=_PYRAMID),
     MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} --zero-stage 1 {_OVERLAP}", network=_BIASED),
     MixtureCase(2, expert=2, network=f"{SOFTMAX} --num-experts 4 1 8"),
-    # A dense MLP beside the experts, as DeepSpeed has it.
+    # A dense MLP next to the experts, as in DeepSpeed.
     MixtureCase(4, tensor=2, expert=2, flags=_SP, network=RESIDUAL),
     MixtureCase(2, context=2, network=RESIDUAL),
-    # DeepSpeed's gating: all layouts draw the same noise. With drops: the same tokens.
+    # DeepSpeed's gating: all layouts draw the same noise and drop the same tokens.
     MixtureCase(2, expert=2, network=TOP1),
     MixtureCase(4, expert=4, network=TOP1),
     MixtureCase(4, tensor=2, expert=2, network=TOP1),
@@ -290,33 +290,33 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(2, context=2, network=DRAWN),
     MixtureCase(4, tensor=2, context=2, expert=2, flags=_SP, network=DRAWN_FIRST),
     MixtureCase(4, pipeline=2, expert=2, network=f"{TOP2} --moe-router-topk 3"),
-    # The loss of the global batch: with data ranks, more micro-batches count at a time.
+    # Global-batch loss: with data ranks, more micro-batches count at a time.
     MixtureCase(1, flags=_FULL, network=GLOBAL),
     MixtureCase(4, tensor=2, context=2, expert=2, flags=_SP, network=GLOBAL),
     MixtureCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_FULL} {_VIRTUAL}", network=GLOBAL),
-    # Balanced choices in place of losses, over the tokens of a process.
+    # Balanced choices instead of losses, over the tokens of a process.
     MixtureCase(4, pipeline=2, expert=2, network=BALANCED),
-    # Biases in place of losses.
+    # Biases instead of losses.
     MixtureCase(4, expert=4, network=SIGMOID),
     MixtureCase(4, expert=2, flags=f"--zero-stage 1 {_OVERLAP}", network=SIGMOID),
     MixtureCase(4, tensor=2, expert=2, flags=_SP, network=SIGMOID),
     MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=_SP, network=SIGMOID),
     MixtureCase(4, context=2, pipeline=2, expert=2, network=SIGMOID),
     MixtureCase(4, pipeline=2, expert=2, flags=f"{_VIRTUAL} {_FULL}", network=SIGMOID),
-    # Muon: the matrix of each expert on a process that holds it, or some of its rows.
+    # Muon: each expert's matrix on a process that holds it, or some of its rows.
     MixtureCase(2, expert=2, flags="--zero-stage 1", network=_MUON),
     MixtureCase(4, expert=2, flags="--zero-stage 2", network=_MUON),
     MixtureCase(4, expert=2, flags=_ZERO3, network=_MUON),
     MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} --zero-stage 1", network=_MUON_SPLIT),
     MixtureCase(4, tensor=2, expert=4, expert_tensor=1, flags=_SP, network=_MUON_SPLIT),
-    # Multi-token prediction, whose layer is a mixture, too.
+    # Multi-token prediction whose layer is also a mixture.
     MixtureCase(2, expert=2, network=AHEAD),
     MixtureCase(4, pipeline=2, expert=2, flags=_VIRTUAL, network=AHEAD),
     MixtureCase(4, tensor=2, expert=2, flags=f"{_SP} {_ZERO3}", network=AHEAD),
 )
 
 
-# Those of docs/layouts.md. In 16 bits rounding alone soon sends a token elsewhere.
+# Those in docs/layouts.md. In 16 bits, rounding alone soon reroutes a token.
 IN_FP32 = tuple(case for case in MIXTURES if case.tolerance == 1e-5)
 
 
@@ -324,9 +324,9 @@ class MixtureCurves(NamedTuple):
     """What one process recorded.
 
     Attributes:
-        losses: By name, a value an iteration.
+        losses: Losses by name, one value per iteration.
         norms: Gradient norms.
-        biases: Those of the routers at the end, by the layer's number in the model.
+        biases: The routers' final biases, by the layer's number in the model.
     """
 
     losses: dict[str, list[float]]
@@ -335,7 +335,7 @@ class MixtureCurves(NamedTuple):
 
 
 def train_mixture(layout: Layout, words: list[str]) -> MixtureCurves:
-    """Train the toy mixture to its end."""
+    """Train the toy mixture to the end."""
     recorder, run = train_toy(layout, words)
     names = (*run.recipe.loss_names(run.config), *run.config.model.auxiliary_losses)
     losses = {name: recorder.values(name) for name in names}
@@ -347,15 +347,15 @@ def train_mixture(layout: Layout, words: list[str]) -> MixtureCurves:
 
 @cache
 def alone(network: str, iterations: int = 20) -> MixtureCurves:
-    """The same training on one process."""
+    """Return the curves of the same training on one process."""
     case = MixtureCase(1, network=network, iterations=iterations)
     return train_mixture(Layout.single(), case.words)
 
 
 def differences(case: MixtureCase) -> Mapping[str, float]:
-    """The largest relative differences from one process over ranks, by loss; of norms as "norm".
+    """Return the largest relative differences from one process, by loss; "norm" is that of norms.
 
-    Biases, which move by steps of one size, must be equal: "biases" is their largest difference.
+    Biases move in steps of one size, so they must be equal: "biases" is their largest difference.
     """
     expected = alone(case.network, case.iterations)
     found = dict.fromkeys((*expected.losses, "norm", "biases"), 0.0)

@@ -1,9 +1,9 @@
-"""Every layout's checkpoint loaded into every layout: of the tests and of the scoreboard.
+"""Every layout's checkpoint loaded into every layout, for the tests and the scoreboard.
 
 One process trains two iterations and saves. Each layout loads that and saves it as its own; then
-each layout loads each of these. Every element of every parameter and moment, on every rank, must be
-the one process's, bit for bit, and so must the position. The next loss of each layout must be that
-of the one process, up to the order of sums; it is computed once, as the same bits give the same.
+each layout loads each of these. Every element of every parameter and moment, on every rank, must
+equal the one process's, bit for bit, and so must the position. The next loss of each layout must
+match the one process's up to summation order; it is computed once, as equal bits give equal losses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLAGS = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --save-interva
 
 @dataclass(frozen=True)
 class Grid:
-    """A layout of the toy: sizes of its axes, the stage of ZeRO, and flags that one process has."""
+    """A layout of the toy: the sizes of its axes, its ZeRO stage, and flags for any layout."""
 
     tensor: int
     pipeline: int
@@ -51,7 +51,7 @@ class Grid:
         return f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}-zero{self.stage}"
 
     def words(self, root: Path) -> list[str]:
-        """Its command line; it saves under its name."""
+        """Return its command line, which saves under its name."""
         return [
             *_FLAGS,
             *self.network.split(),
@@ -65,21 +65,21 @@ class Grid:
 GRIDS: tuple[Grid, ...] = tuple(
     Grid(*sizes) for sizes in itertools.product((1, 2), (1, 2), (1, 2, 4), (0, 1, 3))
 )
-# Between them every size, and every stage where it shards.
+# Together these have every size, and every stage where it shards.
 FEW = (Grid(1, 1, 1, 0), Grid(2, 1, 2, 1), Grid(1, 2, 2, 3), Grid(2, 2, 1, 0))
-_ONE = "one"  # the folder of the one process
+_ONE = "one"  # the single process's folder
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a layout found in a checkpoint: bytes that differ; and its next loss."""
+    """What a layout found in a checkpoint: the number of differing bytes and its next loss."""
 
     differing: int
     loss: float
 
 
 def all_pairs(grids: tuple[Grid, ...], root: Path) -> tuple[float, dict[tuple[Grid, Grid], Loaded]]:
-    """The one process's next loss, and what every layout found in every layout's checkpoint."""
+    """Return one process's next loss, and what every layout found in every layout's checkpoint."""
     expected = _one_process(root, grids[0].network)
     for grid in grids:
         _in_processes(grid, _take_over, root)
@@ -91,7 +91,7 @@ def all_pairs(grids: tuple[Grid, ...], root: Path) -> tuple[float, dict[tuple[Gr
 
 
 def _in_processes(grid: Grid, function: object, root: Path, *more: object) -> list[Loaded]:
-    """The function's result on the ranks of a grid: the worst elements, the last rank's loss."""
+    """Run the function on a grid's ranks; return all differing bytes and the last rank's losses."""
     sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline}
     answers = run_distributed(grid.processes, function, grid, root, *more, **sizes)  # type: ignore[arg-type]
     return [
@@ -115,7 +115,7 @@ def _one_process(root: Path, network: str) -> float:
 
 
 def _next_loss(run: Run) -> float:
-    """Of the update that follows the position, which is made."""
+    """Make the update that follows the current position, and return its loss."""
     dataset = run.datasets[0]
     assert dataset is not None
     run.train_batches = batches_from(run, dataset, consumed=run.progress.consumed_samples)
@@ -138,12 +138,12 @@ def _load_all(layout: Layout, grid: Grid, root: Path, grids: tuple[Grid, ...]) -
 
 
 def _load(run: Run, folder: Path, whole: dict[str, torch.Tensor]) -> int:
-    """Bytes that are not as they should be after the checkpoint was loaded."""
+    """Load the checkpoint, and return the number of bytes that differ."""
     reader = open_checkpoint(folder, layout=run.layout)
     assert reader is not None
     restore_run(run, reader)
     differing = 0
-    for name, entry in flatten(state_of(run) | optimizer_state(run)):  # tied copies' states too
+    for name, entry in flatten(state_of(run) | optimizer_state(run)):  # with tied copies' states
         place = tuple(
             slice(start, start + size)
             for start, size in zip(entry.offset, entry.tensor.shape, strict=True)
@@ -159,5 +159,5 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def relative_difference(loss: float, expected: float) -> float:
-    """Infinite where the loss is no number."""
+    """Return the relative difference, or infinity if the loss is not finite."""
     return abs(loss - expected) / abs(expected) if math.isfinite(loss) else math.inf

@@ -1,8 +1,8 @@
-"""Packed documents train as separate documents do, in every layout.
+"""Packed documents train like separate documents in every layout.
 
-Routers' losses are means over all tokens of a sequence or micro-batch, whatever documents these
+Router losses are means over all tokens of a sequence or micro-batch, whichever documents these
 belong to. They differ from those of separate documents by definition, as they differ between two
-sizes of micro-batch. So mixtures are compared with separate documents without such losses, and with
+micro-batch sizes. So mixtures are compared with separate documents without router losses, and with
 packed documents on one process with them.
 """
 
@@ -28,10 +28,10 @@ from tests.parity.layouts import (
 )
 from tests.parity.mixtures import IN_FP32, SOFTMAX, MixtureCase, differences
 
-ITERATIONS = 1  # documents matter to losses and gradients, not to the update after them
+ITERATIONS = 1  # documents affect losses and gradients, but not the update after them
 _DROPLESS = "--moe-router-topk 2 --moe-shared-expert-intermediate-size 16"
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform"
-# The table has learned positions, except in two layouts.
+# Its table has learned positions, except in two layouts.
 _ROTARY = (
     LayoutCase(1),
     LayoutCase(1, flags=_RECOMPUTE),
@@ -49,8 +49,8 @@ _BIASED = LayoutCase(
     flags="--cp-comm-type a2a",
     network="--position-embedding-type alibi --embed-layernorm --window-size 3,0",
 )
-# A depth's loss is the mean over the labels of a micro-batch that no document's end comes before,
-# as in Megatron Core, so layouts with other micro-batches than one process have other means.
+# A depth's loss is the mean over a micro-batch's labels with no document end before them, as in
+# Megatron Core, so layouts with micro-batches unlike the single process's have other means.
 _SAME_MEANS = tuple(
     case
     for case in LAYOUTS
@@ -80,7 +80,7 @@ def test_packed_documents_equal_separate_ones(case: LayoutCase) -> None:
     case = replace(case, network=f"{case.network} {DOCUMENTS}")
     expected = one_by_one(tuple(LayoutCase(1, network=case.network).words(ITERATIONS)))
     words = case.words(ITERATIONS)
-    # PyTorch's wrapper asks gloo for what shared memory does not have.
+    # PyTorch's wrapper asks gloo for something that shared memory lacks.
     run = run_distributed if "--DDP-impl torch" in case.flags else run_sharing_memory
     for got in run(case.processes, train_curves, words, **case.sizes):
         assert largest_difference(got.losses, expected.losses) <= LOSS_TOLERANCE
@@ -107,7 +107,7 @@ def test_in_16_bits_they_differ_by_rounding(case: LayoutCase) -> None:
 
 
 def test_separate_documents_are_not_one_sequence() -> None:
-    """The comparison would see a document that attends to another."""
+    """The comparison would notice a document that attends to another."""
     words = LayoutCase(1, network=DOCUMENTS).words(ITERATIONS)
     expected = one_by_one(tuple(words))
     words.remove("--reset-attention-mask")

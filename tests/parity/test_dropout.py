@@ -1,5 +1,5 @@
-"""With dropout on: every layout repeats itself to the bit, and trains as one process does on the
-average over seeds. Its masks differ from one process's, so its losses do."""
+"""With dropout, every layout repeats itself to the bit, and trains like one process on average over
+seeds. Its masks differ from one process's, so its losses do too."""
 
 from functools import cache
 from statistics import mean
@@ -60,11 +60,11 @@ def test_a_layout_repeats_itself_to_the_bit(case):
     )
     assert first == second
     difference = largest_difference(first[0].losses, _without_dropout().losses)
-    assert difference > 100 * LOSS_TOLERANCE  # the layout's own, too, without dropout
+    assert difference > 100 * LOSS_TOLERANCE  # the layout's own is far smaller
 
 
 def _last_losses(layout, case, dropout):
-    """Of every seed the mean loss of the last ten iterations."""
+    """Return each seed's mean loss over the last ten iterations."""
     runs = [train_curves(layout, _words(case, seed, dropout)) for seed in SEEDS]
     return [mean(curves.losses[-10:]) for curves in runs]
 
@@ -76,11 +76,11 @@ def _single_process(dropout):
 
 @pytest.mark.parametrize("case", AVERAGED, ids=_id)
 def test_dropout_costs_as_much_as_on_one_process(case):
-    """Weights and samples of a seed are those of one process, so only the masks differ.
+    """Weights and samples of a seed match one process's, so only the masks differ.
 
-    Measured over eight seeds: dropout costs 0.138 +- 0.009, other masks change the mean loss of
-    a seed by 0.03. Four seeds therefore tell a layout without dropout, or with twice as much,
-    from a right one: a third of the cost is three standard errors.
+    Measured over eight seeds: dropout costs 0.138 +- 0.009, and other masks change a seed's mean
+    loss by 0.03. Four seeds therefore distinguish a correct layout from one without dropout, or
+    with twice as much: a third of the cost is three standard errors.
     """
     expected = _single_process(DROPOUT)
     cost = expected - _single_process(0.0)

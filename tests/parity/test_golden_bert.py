@@ -1,4 +1,4 @@
-"""Held against Megatron-LM 23.08: its BERT goes on from iteration 20 as the original did."""
+"""Megatron-LM 23.08's BERT run, continued from iteration 20, matches the original."""
 
 import json
 
@@ -16,7 +16,7 @@ PIPELINE = "--pipeline-model-parallel-size 2"
 
 
 def compare_bert(records, recording):
-    """Iterations 21 to 40 and both evaluations at the end, line by line."""
+    """Compare iterations 21 to 40 and both final evaluations, line by line."""
     ours = {r["iteration"]: r for r in records if "lm loss" in r}
     assert sorted(ours) == list(range(21, 41))
     for theirs in recording["train"][20:]:

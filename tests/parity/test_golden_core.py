@@ -1,7 +1,7 @@
 """The recorded runs of Megatron Core 0.16.1, continued from its own checkpoints.
 
-Their command line is taken as it was recorded: paths are filled in, and --load and what a test
-needs of its own are added.
+Their recorded command line is reused: paths are filled in, and --load and flags that a test needs
+are added.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.training.toy import Recorder
 
 LOSS, GRAD_NORM = 1e-5, 1e-3  # relative tolerances
 RUNS = ("core_dense", "core_mtp", "core_moe", "core_moe_ep2", "core_moe_sigmoid")
-# The recording in two processes has the last rank's own z-loss, not the mean over data ranks.
+# The recording on two processes has the last rank's own z-loss, not the mean over data ranks.
 _NOT_THE_BATCH_S = {"core_moe_ep2": {"z_loss"}}
 
 
 def continue_core(
     layout: Layout, golden: Path, name: str, cache: Path, flags: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Load iteration 10 of a recorded run and train to its end; what was recorded of ours."""
+    """Load iteration 10 of a recorded run, train to its end and return our records."""
     run, recorder = _load(layout, golden, name, cache, flags), Recorder()
     callbacks, _ = standard_callbacks(run, [recorder])
     train(run, callbacks)
@@ -53,7 +53,7 @@ def _load(layout: Layout, golden: Path, name: str, cache: Path, flags: Sequence[
 
 
 def compare(records: list[dict[str, Any]], golden: Path, name: str) -> None:
-    """Iterations 11 to 20, and the evaluation after the last."""
+    """Compare iterations 11 to 20 and the final evaluation."""
     recording = json.loads((golden / name / "run.json").read_text())
     ours = {r["iteration"]: r for r in records if "lm loss" in r}
     assert sorted(ours) == list(range(11, 21))
@@ -72,7 +72,7 @@ def compare(records: list[dict[str, Any]], golden: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_one_process_goes_on_as_the_original(golden, tmp_path, name):
-    # The flag is that of the recording in two processes.
+    # The recording on two processes used this flag.
     flags = ("--expert-model-parallel-size", "1")
     (records,) = run_distributed(1, continue_core, golden, name, tmp_path, flags)
     compare(records, golden, name)

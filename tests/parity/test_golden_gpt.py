@@ -1,4 +1,4 @@
-"""Held against Megatron-LM 23.08: its runs go on from iteration 20 as the originals did."""
+"""Megatron-LM 23.08's GPT runs, continued from iteration 20, match the originals."""
 
 import json
 from functools import cache
@@ -12,7 +12,7 @@ LOSS, GRAD_NORM = 1e-4, 2e-3  # relative tolerances
 
 
 def compare_gpt(records, recording):
-    """Iterations 21 to 40 and both evaluations at the end, line by line."""
+    """Compare iterations 21 to 40 and both final evaluations, line by line."""
     ours = {r["iteration"]: r for r in records if "lm loss" in r}
     assert sorted(ours) == list(range(21, 41))
     for theirs in recording["train"][20:]:
@@ -28,7 +28,7 @@ def compare_gpt(records, recording):
 
 @pytest.fixture(scope="module")
 def one_process(golden, tmp_path_factory):
-    """Of a run's name: what was recorded in one process, and its index cache."""
+    """Return a function from a run's name to its single-process records and index cache."""
 
     @cache
     def run(run_name):
@@ -55,14 +55,14 @@ TP2PP2 = """
     ("run_name", "run"), [("gpt_fp32", run_sharing_memory), ("gpt_tp2pp2_fp32", run_distributed)]
 )
 def test_four_processes_go_on_as_the_original(golden, tmp_path, run_name, run):
-    """The one that was recorded in four processes talks by gloo, the other through memory."""
+    """The run recorded on four processes uses gloo, the other one shared memory."""
     recording = json.loads((golden / run_name / "run.json").read_text())
     for records in run(4, continue_run, golden, run_name, tmp_path, TP2PP2, tensor=2, pipeline=2):
         compare_gpt(records, recording)
 
 
 def test_index_cache_is_the_original_byte_for_byte(golden, one_process):
-    """File names hash the data path as it was spelt in the recorded run, so .dsc texts pair up."""
+    """File names hash the data path as written in the recorded run, so .dsc texts pair up."""
     _, folder = one_process("gpt_fp32")
     ours = {path.read_text(): path for path in folder.glob("*.dsc")}
     recorded = sorted((golden / "gpt_fp32" / "index-cache").glob("*.dsc"))

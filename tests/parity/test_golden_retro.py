@@ -1,4 +1,4 @@
-"""Retro held against Megatron-LM 23.08: its run goes on from iteration 20, in every layout."""
+"""Megatron-LM 23.08's Retro run, continued from iteration 20 in every layout."""
 
 import json
 
@@ -17,7 +17,7 @@ def recording(golden):
 
 
 def largest_differences(records, recording):
-    """The relative differences of losses and of gradient norms, at every iteration that was run."""
+    """Return the largest relative differences of losses and gradient norms over all iterations."""
     theirs = {one["iteration"]: one for one in recording["train"]}
     ours = [one for one in records if "lm loss" in one]
     assert ours
@@ -29,7 +29,7 @@ def largest_differences(records, recording):
 
 def test_one_process_goes_on_as_the_original(golden, tmp_path, recording):
     (records,) = run_distributed(1, continue_run, golden, "retro_fp32", tmp_path)
-    # This run was also tested at its end.
+    # This run also has a final evaluation on test data.
     valid = [one for one in recording["validation"] if one["set"] != "test"]
     compare_gpt(records, {**recording, "validation": valid})
     (test,) = (one["lm loss"] for one in recording["validation"] if one["set"] == "test")

@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: losses and gradient norms from the same seed."""
+"""Every layout trains like one process: losses and gradient norms from the same seed."""
 
 import pytest
 
@@ -23,10 +23,10 @@ def _id(case: LayoutCase) -> str:
 
 @pytest.mark.parametrize("case", [*LAYOUTS, *OTHER_LAYOUTS], ids=_id)
 def test_losses_and_norms_equal_the_single_process(case):
-    """Two processes talk by gloo; with the plain network they train to the end.
+    """Two processes communicate over gloo, and train the plain network to the end.
 
-    Of more, which combine what two have shown alone, gloo would take most of the time: they share
-    memory. `tools/compare_layouts.py` runs all of a GPT to the end and on gloo.
+    For more processes, which combine what two have covered, gloo would take most of the time, so
+    these use shared memory. `tools/compare_layouts.py` runs all GPT layouts to the end over gloo.
     """
     if case.processes > 2:
         difference = compare(case, run_sharing_memory, OTHER_ITERATIONS // 2)

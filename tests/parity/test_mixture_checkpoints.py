@@ -62,7 +62,7 @@ def _same(ours, theirs):
 @pytest.mark.slow
 @pytest.mark.parametrize("network", [SOFTMAX, f"{SOFTMAX} --bf16"], ids=["fp32", "bf16"])
 def test_every_layout_takes_over_every_bit(tmp_path, network):
-    """From layout to layout in turn, and back to the first: weights, moments, masters, place."""
+    """Pass from layout to layout and back to the first: weights, moments, masters, position."""
     first, *others = [replace(case, network=network) for case in CASES.values()]
     _run(_train, first, *_saving(tmp_path / "0"))
     for number, case in enumerate([*others, first], 1):
@@ -93,7 +93,7 @@ def test_resuming_is_bit_for_bit(tmp_path, name):
 
 @pytest.mark.parametrize("network", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
 def test_losses_go_on_in_another_layout(tmp_path, network):
-    """Biases of routers go on too."""
+    """Router biases continue too."""
     one = replace(CASES["one process"], network=network, iterations=6)
     expected = _run(_train, one)[0][0]
     first = _run(_train, replace(one, processes=2, expert=2), *_saving(tmp_path))[0][0]

@@ -21,7 +21,7 @@ ITERATIONS = 4
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MIXTURES, ids=lambda case: case.name)
 def test_losses_norms_and_biases_equal_the_single_process(case):
-    """In the first iterations. tools/compare_layouts.py compares all 20: docs/layouts.md."""
+    """Compare the first iterations. tools/compare_layouts.py compares all 20: docs/layouts.md."""
     found = dict(differences(replace(case, iterations=min(case.iterations, ITERATIONS))))
     assert found.pop("biases") == 0
     norm = found.pop("norm")
@@ -42,7 +42,7 @@ def test_the_curves_are_those_of_a_training(network):
 
 
 def _exchanges(layout, words):
-    """How often experts exchanged tokens, and the losses."""
+    """Return how often experts exchanged tokens, and the losses."""
     kinds, transfer = [], layout.journal.transfer
 
     def noted(kind, ranks, work):

@@ -1,6 +1,6 @@
-"""A T5's tables of relative positions, of which many stages hold copies: all stay one process's.
+"""T5's tables of relative positions, of which many stages hold copies, equal one process's.
 
-Their gradients are too small to be seen in a loss or a norm, so the tables themselves are compared.
+Their gradients are too small to show in a loss or norm, so the tables themselves are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STAGE_2 = "--zero-stage 2 --overlap-grad-reduce"
 
 
 def _tables(layout: Layout, words: list[str]) -> dict[str, torch.Tensor]:
-    """Those that this process holds after training, its heads alone."""
+    """Return the tables that this process holds after training, for its own heads."""
     _, run = train_toy(layout, [*FLAGS, *words], "t5")
     held = dict(run.named_parameters())
     return {name: held[name].detach().cpu().clone() for name in POSITION_TABLES if name in held}
@@ -35,9 +35,9 @@ def _tables(layout: Layout, words: list[str]) -> dict[str, torch.Tensor]:
         (2, {"pipeline": 2}, "--num-layers-per-virtual-pipeline-stage 1", (2, 2)),
         (3, {"pipeline": 3}, "--pipeline-model-parallel-layout Et|ttttt|ttL", (2, 2)),
         (4, {"pipeline": 2, "tensor": 2}, "--num-layers-per-virtual-pipeline-stage 2", (4, 4)),
-        # Of a stage's parts both use the tables: each wave of backward brings something.
+        # Both parts of a stage use the tables, so each wave of backward contributes.
         (4, {"pipeline": 2}, f"{STAGE_2} --num-layers-per-virtual-pipeline-stage 1", (4, 4)),
-        # A stage has no copy, but adds up with the shards of those that have.
+        # One stage has no copy, but takes part in the sum with the shards of those that have.
         (4, {"pipeline": 2}, f"{STAGE_2} --pipeline-model-parallel-split-rank 1", (2, 2)),
     ],
 )

@@ -1,4 +1,4 @@
-"""A run saved in one layout goes on in another as if nothing had happened."""
+"""A run saved in one layout continues in another as if nothing had happened."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_losses_of_bert_and_t5_go_on(tmp_path, kind, more):
     [("gpt", ["--num-layers-per-virtual-pipeline-stage", "1"]), ("bert", []), ("t5", RELATIVE)],
 )
 def test_tied_copies_that_are_cut_elsewhere_are_saved_once(tmp_path, kind, flags):
-    """Words that make up most of the model: the shards' ends lie in them, on both stages."""
+    """The embedding is most of the model, so shards end inside it on both stages."""
     processes, sizes, more = SHARDED
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     words = ["--vocab-size", "1000", "--save-interval", "2"]
@@ -96,7 +96,7 @@ def test_tied_copies_that_are_cut_elsewhere_are_saved_once(tmp_path, kind, flags
 
 
 def test_a_difference_would_be_seen(tmp_path, monkeypatch):
-    """The scoreboard compares all pairs of layouts; this is what it sees of one wrong number."""
+    """The scoreboard compares all pairs of layouts; check that it would notice one wrong number."""
     if start_method().get_start_method() != "fork":
         pytest.skip("only a fork takes over what is patched here")
     restore = resharding.restore_run

@@ -1,4 +1,4 @@
-"""Weights in shards (ZeRO stage 3): the losses of one process, and checkpoints for any layout."""
+"""Sharded weights (ZeRO stage 3): the losses of one process, and checkpoints for any layout."""
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ LLAMA = (
 LLAMA += " --position-embedding-type rope"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 
-# Processes, axes, flags of the network, further flags. More layouts with fewer numbers of each are
-# in `layouts`.
+# Processes, axes, network flags, other flags. More layouts, with fewer numbers each, are in
+# `layouts`.
 LAYOUTS = [
     (2, "", "", ""),
     (4, "", LLAMA, FULL),
@@ -99,7 +99,7 @@ def _overflow(layout, flags):
 
 
 def test_an_overflow_is_seen_by_all_and_changes_nothing():
-    """Fp16 gradients at the first scale overflow on the way; the scale shrinks until they fit."""
+    """fp16 gradients overflow at the initial scale; the scale shrinks until they fit."""
     flags = [*FLAGS, "--fp16", "--initial-loss-scale", "67108864", "--hysteresis", "1"]
     flags += ["--check-for-nan-in-loss-and-grad"]
     (scales, steps), *others = run_distributed(2, _overflow, flags)
@@ -113,7 +113,7 @@ def _steps(folder):
 
 
 def _final(layout, flags, folder):
-    """Losses; the end of the run lies in `folder`."""
+    """Return the losses; the final checkpoint is in `folder`."""
     recorder, run = train_toy(layout, [*flags, "--save", str(folder), "--save-interval", "3"])
     return recorder.values("lm loss")
 
@@ -179,7 +179,7 @@ def test_losses_go_on_in_another_layout(tmp_path, before, after):
 
 
 def test_a_checkpoint_with_masters_reshards_without_loss(tmp_path):
-    """bf16: stage 3 saves, stage 1 loads and saves, stage 3 again: not one bit changes."""
+    """In bf16, stage 3 saves, stage 1 loads and saves, stage 3 loads again: not one bit changes."""
     run_distributed(2, _train, [*FLAGS, "--bf16", *_steps(tmp_path / "a")])
     saved = read_all(tmp_path / "a")
     kinds = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.")}
@@ -203,14 +203,14 @@ def test_weights_alone_start_a_fresh_optimizer(tmp_path, precision):
 
 
 def _experts_collectives(layout, words):
-    """How often the processes communicate that have this one's experts, and nothing else alike."""
+    """Return the number of collectives of the expert replica group, which only experts use."""
     train_toy(layout, words)
     return layout.journal.started[layout.expert_replica.ranks]
 
 
 @pytest.mark.parametrize("more", [[], FULL.split()], ids=["kept", "recomputed"])
 def test_experts_are_gathered_twice_and_reduced_once_in_a_micro_batch(more):
-    """Three of four layers have experts; two passes, and the forward of a third that is left."""
+    """Three of four layers have experts; two passes run, and one more forward is left over."""
     case = MixtureCase(4, expert=2, flags="--zero-stage 3", iterations=2)
     words = [*case.words, *more]
     assert run_sharing_memory(4, _experts_collectives, words, **case.sizes) == [3 * 7] * 4

@@ -50,7 +50,7 @@ def _search(*words, memory=None):
         ("--gpus 16xH200 --global-batch 64 --", MIXTURE),
         ("--gpus 16xH200 --global-batch 64 --", HYBRID),
         ("--gpus 64xA100 --global-batch 128 --model gpt-125m",),
-        # The run's own layout does not leak into what is planned.
+        # The run's own layout does not affect the plan.
         ("--gpus 8xB200 --global-batch 64 --", SMALL, "--pipeline-model-parallel-size 4",
          "--num-layers-per-virtual-pipeline-stage 1 --zero-stage 2"),
         ("--gpus 8xB200 --global-batch 64 --", SMALL, "--use-distributed-optimizer "
@@ -82,7 +82,7 @@ def test_printed_commands_start():
 
 
 def test_recipes_whose_layouts_differ_from_the_planned_one(tmp_path):
-    """What the recipe sets is unset, extra entries of its vocabulary are not counted twice."""
+    """The recipe's settings are unset; extra vocabulary entries are not counted twice."""
     recipe = tmp_path / "own.yaml"
     recipe.write_text(
         "model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, "
@@ -226,7 +226,7 @@ def test_layouts_are_written_with_their_flags_and_predictions(tmp_path, capsys):
     assert len({record["flags"] for record in records}) == 1
     with pytest.raises(ConfigError, match="plan.jsonl already exists"):
         run(_options(*words))
-    # A layout as it is given is a different layout of the same run.
+    # A given layout is a different layout of the same run.
     given = tmp_path / "given.jsonl"
     run(_options("--gpus 2xH200 --global-batch 8 --memory --time --jsonl", str(given), "--", SMALL,
                  "--micro-batch-size 2 --context-parallel-size 2"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Goodput with failures: the closed form against simulation, and the best interval."""
+"""Goodput with failures: the closed form against simulation, and the best checkpoint interval."""
 
 import random
 

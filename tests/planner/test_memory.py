@@ -48,7 +48,7 @@ def test_bytes_of_what_is_kept_for_each_parameter():
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_the_other_kinds_are_counted_whole(kind):
-    """On one process; cut in two, every layer is somewhere, and the tied words twice."""
+    """Count one process, then two stages: together all layers, and the tied words twice."""
     words = [*TOY, "--train-iters", "1", "--num-layers", "8", *OF_KIND[kind]]
     config = parse_config(words, world_size=1, architecture=kind).config
     plan = model_plan(config.model, 104)
@@ -67,25 +67,27 @@ def test_shared_states_shrink_with_the_processes():
     first = _estimate("--bf16", "--use-distributed-optimizer", world_size=4)
     second = _estimate("--bf16", "--zero-stage", "2", world_size=4)
     assert _bytes(first) == (2, 4, 3)
-    assert _bytes(second) == (2, 1 + 4, 3)  # its shard, and one bucket of all there is
+    assert _bytes(second) == (2, 1 + 4, 3)  # its shard, and one bucket that holds everything
     assert _estimate("--bf16", world_size=4) == _estimate("--bf16")
 
 
 def test_whole_gradients_pass_two_buckets_at_a_time():
-    """In stage 2, with and without a pipeline."""
+    """This holds in stage 2 with and without a pipeline."""
     sizes = ("--hidden-size", "1024", "--num-layers", "16", "--zero-stage", "2")
     for stages, world_size in ((1, 4), (2, 8)):
         words = (*sizes, "--pipeline-model-parallel-size", str(stages))
         estimate = _estimate(*words, world_size=world_size)
         assert estimate.gradients == estimate.parameters // 4 + 2 * 64 * 2**20
-    wide = (*sizes, "--hidden-size", "8192")  # 8192 x 32768 in the MLP: more than a bucket
+    wide = (*sizes, "--hidden-size", "8192")  # the MLP's 8192 x 32768 exceed a bucket
     estimate = _estimate(*wide, world_size=4)
     assert estimate.gradients == estimate.parameters // 4 + 2 * 4 * 8192 * 32768
 
 
 def test_8_bit_layers_hold_their_matrices_and_transposes_besides():
-    """However their weights are gathered: what arrives in 8 bits is what is multiplied. But what
-    does not lies apart then, and has a bucket of its own in backward."""
+    """However weights are gathered, the 8 bits that arrive are what is multiplied.
+
+    The other parameters are then in a separate buffer, with a bucket of its own in backward.
+    """
     matrices = 2 * 12 * 32 * 32
     for flags, size in (([], 1), (["--tensor-model-parallel-size", "2"], 2)):
         words = ["--bf16", *flags]
@@ -96,7 +98,7 @@ def test_8_bit_layers_hold_their_matrices_and_transposes_besides():
     for stage, buckets in (("1", 0), ("2", 1)):
         plain = _estimate(*shared, stage, world_size=4)
         gathered = _estimate(*shared, stage, "--fp8-param-gather", world_size=4)
-        apart = buckets * 4 * 16 * 13 * 1024  # biases and normalizations
+        apart = buckets * 4 * 16 * 13 * 1024  # biases and norms
         assert gathered == replace(plain, gradients=plain.gradients + apart)
 
 
@@ -125,7 +127,7 @@ def test_offloading_moves_states_and_copies_to_the_host():
         there = _estimate(*flags, "--optimizer-cpu-offload")
         assert there.optimizer == 0
         assert there.parameters == here.parameters
-        assert there.host == (states + 4) * PARAMETERS  # and gradients on their way
+        assert there.host == (states + 4) * PARAMETERS  # including gradients in transit
         assert "of host memory" in there.describe()
 
 
@@ -150,9 +152,9 @@ def test_a_split_model_needs_less_of_everything():
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_gpipe_holds_what_every_loss_keeps_and_other_schedules_one(kind):
-    """By what twice the vocabulary adds on the last stage of two, in fp32."""
+    """Measure what doubling the vocabulary adds on the last of two stages, in fp32."""
     micro_batches, tokens, hidden = 6, 16, 32
-    logits, gradient = 4 * tokens * 104, 4 * 104 * hidden  # of one micro-batch, of one head
+    logits, gradient = 4 * tokens * 104, 4 * 104 * hidden  # per micro-batch, per head
     for schedule, held in (
         ("gpipe", micro_batches),
         ("1f1b", 1),
@@ -240,7 +242,7 @@ def test_relative_positions_keep_their_biases():
 
 
 def test_a_system_without_proc_tells_the_peak_alone(monkeypatch):
-    """As macOS."""
+    """This is the case on macOS."""
     monkeypatch.setattr(Path, "exists", lambda path: False)
     report = Device(torch.device("cpu")).memory()
     assert report.allocated == report.peak_allocated == report.reserved > 2**20
@@ -251,7 +253,7 @@ EXPERTS = 2 * 8 * 2 * 16 * 32
 
 
 def test_experts_are_counted_where_they_are():
-    """Processes divide them, and share their optimizer states with fewer others."""
+    """Processes divide them, and their optimizer states are shared by fewer processes."""
     alone = _estimate(*MIXTURE)
     others = alone.parameters // 4 - EXPERTS
     for sizes, world, held, parts in (
@@ -268,14 +270,14 @@ def test_experts_are_counted_where_they_are():
 
 
 def test_split_experts_hold_fewer_activations():
-    """With one process for each part of the tokens, or one for each part of an expert."""
+    """Compare one process per part of the tokens with one process per part of an expert."""
     tensor = [*MIXTURE, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     split = _estimate(*tensor, world_size=2)
     whole = _estimate(*tensor, "--expert-tensor-parallel-size", "1", world_size=2)
     divided = [*tensor, "--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2"]
     assert whole.parameters - split.parameters == 4 * EXPERTS // 2
     assert _estimate(*divided, world_size=2).parameters == split.parameters
-    # Rows and outputs [k tokens, hidden] are not split, activations [k tokens, inner] are.
+    # Rows and outputs [k tokens, hidden] are not split; activations [k tokens, inner] are.
     tokens = 16
     rows = 2 * 4 * 2 * tokens // 2 * 2 * 32
     assert split.activations - whole.activations == rows
@@ -291,7 +293,7 @@ def test_split_experts_hold_fewer_activations():
     ],
 )
 def test_frozen_weights_have_no_gradients_or_states(words):
-    """In the estimate of each stage, as in its part of the model."""
+    """This holds for the estimate of each stage as for its part of the model."""
     flags = ["--num-layers", "4", *words.split()]
     config = parse_config([*TOY, "--train-iters", "1", *flags], world_size=1).config
     plan = model_plan(config.model, 104)
@@ -319,7 +321,7 @@ def test_frozen_weights_have_no_gradients_or_states(words):
 
 
 def test_a_teacher_is_counted_on_every_stage():
-    """Its weights are those of its parts; its logits wait on the last stage only."""
+    """Each stage counts its part's weights; only the last stage holds logits."""
     flags = ["--num-layers", "4", "--pipeline-model-parallel-size", "2"]
     config = parse_config([*TOY, "--train-iters", "1", *flags], world_size=2).config
     wide = ["--num-layers", "3", "--hidden-size", "64"]

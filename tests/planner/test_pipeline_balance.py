@@ -1,4 +1,4 @@
-"""What is foretold of a pipeline before it runs, and the layout that is proposed."""
+"""Predictions about a pipeline before it runs, and the layout that is proposed."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ SHAPES += [("gpipe", 3, 1, 8), ("zero-bubble", 4, 1, 16)]
 
 
 def alike(layers, head=1.95, again=0):
-    """Costs of layers that take one unit each."""
+    """Return the costs of layers that take one unit each."""
     return Costs((Durations(1.0, 1.0 + again, 1.0),) * layers, Durations(head, head, head))
 
 
@@ -92,7 +92,7 @@ def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further
     layout = rows["smaller bubble"].split("'")[1]
     assert layout == "Ett|(tt|)*11(ttt|)*2tt|L"
     assert list(_rows("--pipeline-model-parallel-layout", layout)) == ["pipeline"]
-    # What it needs is what the run would say that takes the proposal.
+    # The stated memory is what the proposed run itself would state.
     taken = [*NETWORK, "--pipeline-model-parallel-layout", layout]
     config = parse_config(taken, world_size=4).config
     memory = largest_process(config, model_plan(config.model, 128256), 4).amount
@@ -116,7 +116,7 @@ def test_a_proposal_names_the_flags_that_it_cannot_stand_beside(flags):
     for flag in filter(None, instead.split(" and ")):
         assert flag in left
         left = left.replace(flag, "")
-    # What is left may stand beside the layout.
+    # The remaining flags can be combined with the layout.
     assert "pipeline" in _rows(*left.split(), LAYOUT_FLAG, layout.split("'")[1])
 
 
@@ -153,6 +153,6 @@ def test_one_stage_has_nothing_to_tell():
 def test_a_part_takes_as_long_as_the_slower_of_device_and_host():
     costs = replace(alike(4, head=2.0), host=(4.0, 4.0, 4.0, 4.0, 1.0))
     first, last = costs.part_times((2, 2))
-    assert first == Durations(2 + 2 / 3, 2 + 4 / 3, 2)  # the host is late by 2
+    assert first == Durations(2 + 2 / 3, 2 + 4 / 3, 2)  # the host finishes 2 later
     assert last == Durations(4, 4, 4)  # the head hides it
     assert alike(4, head=2.0).part_times((2, 2)) == [Durations(2, 2, 2), last]

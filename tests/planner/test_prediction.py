@@ -1,4 +1,4 @@
-"""Predicted time and memory against everything that was measured, and against Megatron's table."""
+"""Predicted time and memory against all measurements, and against Megatron's table."""
 
 import json
 from dataclasses import replace
@@ -42,13 +42,13 @@ def predicted(words, gpus, machine="H200", kind="gpt", **rates):
 
 
 def words_of(model, flags):
-    """Return the flags of a row. Passes are not recorded unless it says so."""
+    """Return a row's flags. Passes are not recorded unless it says so."""
     common = f"{MEASURED['common']} --cuda-graph-impl none {MEASURED['models'][model]}"
     return f"{common} {flags}".split()
 
 
 def _measured(row):
-    """Return the prediction for a row, and the seconds that were measured."""
+    """Return the prediction for a row, and the measured seconds."""
     words = words_of(row["model"], row["flags"])
     found = predicted(words, row["gpus"], kind=KINDS.get(row["model"], "gpt"))
     if "milliseconds" in row:
@@ -68,7 +68,7 @@ _SMALL = """
     [
         ("", 1, True),
         ("--cuda-graph-impl none", 1, False),
-        ("--micro-batch-size 64", 1, False),  # the GPU has enough to do
+        ("--micro-batch-size 64", 1, False),  # the GPU has enough work
         ("--use-distributed-optimizer", 2, True),
         ("--use-distributed-optimizer --overlap-grad-reduce", 2, False),
         ("--pipeline-model-parallel-size 2", 2, False),
@@ -98,7 +98,7 @@ def test_time_and_memory_of_what_was_measured(capsys):
         error = found.seconds / seconds - 1
         if "fitted" not in row:
             held_out.append(abs(error))
-        # A row that is predicted again is taken off the list of those that miss.
+        # A row that is predicted correctly again must leave the list of misses.
         if (abs(error) > TIME) != ("miss" in row):
             wrong.append((row["name"], f"{error:+.1%}"))
         gib = found.memory.total / 2**30
@@ -121,7 +121,7 @@ def test_time_and_memory_of_what_was_measured(capsys):
 
 
 def _published(row):
-    """Return the fastest micro-batch and number of chunks: the table does not name them."""
+    """Return the fastest micro-batch and number of chunks, which the table does not name."""
     each = row["layers"] // row["pipeline"]
     chunks = [n for n in range(1, each + 1) if each % n == 0] if row["pipeline"] > 1 else [1]
     words = (
@@ -200,7 +200,7 @@ def test_the_slower_of_host_and_device_sets_the_pace():
     device = predicted(SMALL, 1, launch=1e-12)
     assert device.parts["host"] == 0
     slow, slower = (predicted(SMALL, 1, launch=launch) for launch in (1e-3, 2e-3))
-    assert slower.seconds == pytest.approx(2 * slow.seconds)  # the device hides behind the host
+    assert slower.seconds == pytest.approx(2 * slow.seconds)  # the host's time hides the device's
     assert slow.parts["host"] == pytest.approx(slow.seconds - device.seconds)
     # Just enough time to launch everything while the device computes.
     hidden = predicted(SMALL, 1, launch=0.99e-3 * device.seconds / slow.seconds)
@@ -237,7 +237,7 @@ def test_recorded_passes_leave_the_host_almost_nothing():
     ],
 )
 def test_what_a_layer_asks_of_the_host(flags):
-    """The order of the numbers of operations, as they were counted in runs."""
+    """Compare with the numbers of operations counted in runs, roughly."""
     config = parse_config([*SMALL, *flags.split()], world_size=2).config
     (layer, *_) = model_plan(config.model, padded_vocabulary(config)).layers
     machine = MACHINES["H200"]
@@ -252,7 +252,7 @@ def test_what_a_layer_asks_of_the_host(flags):
 
 
 def test_each_bucket_of_gradients_costs_the_host_a_message():
-    slow = 1e-2  # the host sets the pace
+    slow = 1e-2  # the host is the bottleneck
     one, two = (
         predicted([*SMALL, "--global-batch-size", str(16 * gpus)], gpus, launch=slow)
         for gpus in (1, 2)
@@ -301,7 +301,7 @@ def test_a_teacher_adds_its_forward_passes():
     machine = MACHINES["H200"]
     alone = predict(config, plan, 2, machine)
     taught = predict(config, replace(plan, teacher=plan), 2, machine)
-    # A teacher of the same network repeats a third of the products, and of attention a quarter.
+    # A teacher with the same network adds a third of the products and a quarter of attention.
     assert taught.stage.products == pytest.approx(alone.stage.products * 4 / 3)
     assert taught.stage.attention == pytest.approx(alone.stage.attention * 1.25)
     assert taught.stage.memory > alone.stage.memory

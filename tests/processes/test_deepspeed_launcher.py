@@ -1,4 +1,4 @@
-"""A run under DeepSpeed's launcher: as its package starts it, and as it would."""
+"""A run under DeepSpeed's launcher, started by its package and by an imitation."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _FLAGS = (
 
 
 def losses(text: str) -> list[str]:
-    """The losses of a run's log, which must be one of two processes."""
+    """Return the losses in a run's log, which must be that of two processes."""
     assert "2 processes: TP 1, CP 1, DP 2, PP 1" in text
     return re.findall(r"lm loss: (\S+)", text)
 
 
 @pytest.fixture
 def expected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The losses under torchrun."""
+    """Return the losses under torchrun."""
     monkeypatch.chdir(ROOT)
     done = run_ranks(["pretrain_gpt.py", *_FLAGS], dict(os.environ), 2)
     assert done.returncode == 0, done.stdout
@@ -48,12 +48,12 @@ def test_its_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_launch() == Launch(5, 8, 1, 4)
     assert placed(read_launch(), 1).machine == range(4, 8)
     assert local_world_size() == 4
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # torchrun's comes first
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # torchrun's variable has priority
     assert local_world_size() == 2
 
 
 def test_a_run_as_the_launcher_starts_it(expected: list[str]) -> None:
-    """With its variables and the flag that it puts before the others."""
+    """Start it with the launcher's variables and the flag that it puts before the others."""
     common = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
@@ -101,7 +101,7 @@ def test_a_run_under_the_launcher_itself(expected: list[str]) -> None:
 
 @_INSTALLED
 def test_two_machines_of_a_hostfile(tmp_path: Path, expected: list[str]) -> None:
-    """Both are this one, without ssh: a launcher is started for each."""
+    """Both are this machine, without ssh: one launcher is started for each."""
     hosts = tmp_path / "hostfile"
     hosts.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
     common = ["--hostfile", str(hosts), "--no_ssh", "--master_addr", "127.0.0.1"]

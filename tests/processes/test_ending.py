@@ -1,4 +1,4 @@
-"""Requests to leave: signals and the clock."""
+"""Requests to exit: signals and the clock."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def test_a_file_that_appears_is_a_request(tmp_path, monkeypatch):
     request = ExitRequest(False, None, str(tmp_path / "stop"))
     assert not request.wanted
     (tmp_path / "stop").touch()
-    assert not request.wanted  # it looks once a second
+    assert not request.wanted  # it checks once a second
     assert request.reason == f"--kill-switch-file {tmp_path}/stop exists"
     now += 1.0
     assert request.wanted

@@ -1,4 +1,4 @@
-"""Who is to blame for a hang, from what the processes say."""
+"""Which ranks are to blame for a hang, according to the processes' states."""
 
 from megatron.processes.watchdog import State, Wait, explain, ranks_text
 

@@ -20,7 +20,7 @@ def _state(iteration: int, wait: Wait | None, started: int) -> State:
 
 
 def _write(folder: Path) -> str:
-    """Rank 1 loads data, rank 2 is stopped and rank 0 waits for both; all but 2 write stacks."""
+    """Let rank 1 load data, rank 2 be stopped and rank 0 wait for both; all but 2 write stacks."""
     waits = Wait("all-reduce", _DATA, 4)
     states = {0: _state(5, waits, 4), 1: _state(5, None, 3), 2: _state(4, waits, 3)}
     reason = "hang in iteration 5, reduction of the gradients: ranks 1-2 did not join"
@@ -44,7 +44,7 @@ def test_the_table_says_who_waits_and_who_is_missing(tmp_path: Path) -> None:
         assert row[columns["missing"] : columns["at"]].strip() == missing
         assert row.endswith("step.py:7 in make")
     assert " all-reduce with ranks 1-2 " in rows[0]
-    assert rows[2][columns["host"] :].startswith("?")  # its file is that of an earlier hang
+    assert rows[2][columns["host"] :].startswith("?")  # its file is from an earlier hang
 
 
 def test_ranks_with_the_same_stacks_share_them(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Faults that --fault-inject describes, and what they do to a process."""
+"""Faults described by --fault-inject, and their effects on a process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_fault_strikes_once_at_its_point() -> None:
     with pytest.raises(InjectedFaultError, match="optimizer:0:2:exception"):
         _until(journal, 3, "forward of micro-batch 0, chunk 0", "optimizer step")
     assert (journal.iteration, str(journal.place.operation)) == (2, "optimizer step")
-    _until(journal, 3, "optimizer step")  # not again
+    _until(journal, 3, "optimizer step")  # it does not fail again
 
 
 def test_a_slow_rank_stays_slow(

@@ -1,4 +1,4 @@
-"""How a process learns who and where it is."""
+"""How a process learns its rank and place."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def _alone(monkeypatch):
     names += ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"]
     names += ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"]
     for name in names:
-        monkeypatch.setenv(name, "")  # so that it is restored, whatever is set meanwhile
+        monkeypatch.setenv(name, "")  # so that it is restored, whatever is set in the meantime
         monkeypatch.delenv(name)
 
 
@@ -48,7 +48,7 @@ def test_processes_meet_also_where_nobody_tells_how_many_a_machine_has(monkeypat
         if not by_flag:
             monkeypatch.setenv("LOCAL_RANK", str(rank))
         launches.append(placed(read_launch(), rank if by_flag else None))
-    # All in one store, and each among those of its machine.
+    # All share one store, and each is among the ranks of its machine.
     assert [groups._of_this_attempt(store, launch) is store for launch in launches] == [True] * 2
     assert [launch.machine for launch in launches] == [range(1), range(2)]
 
@@ -85,7 +85,7 @@ def test_one_of_several_tasks_of_slurm_does_not_train_alone(monkeypatch, step):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert read_launch() == Launch()
-    monkeypatch.setenv("RANK", "5")  # torchrun's, inside a task
+    monkeypatch.setenv("RANK", "5")  # set by torchrun inside a task
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert read_launch() == Launch(5, 8)
 
@@ -138,7 +138,7 @@ def test_torchruns_report_ends_with_our_message(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("1", None), ("0", "0")])
 def test_a_rank_that_there_is_not(monkeypatch, rank, size):
-    """Alone it would train in silence, with others wait for one that never comes."""
+    """Alone, it would train in silence; with others, it would wait for a rank that never comes."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if size is not None:
@@ -154,7 +154,7 @@ def test_a_launcher_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "kill", lambda *call: told.append(call))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    for pid in (os.getpid(), os.getppid()):  # only the second one is above this process
+    for pid in (os.getpid(), os.getppid()):  # only the second one is an ancestor of this process
         monkeypatch.setenv("MEGATRON_LAUNCHER_PID", str(pid))
         tell_saved(Launch())
     assert told == [(os.getppid(), signal.SIGUSR1)]

@@ -119,7 +119,7 @@ sys.exit(pretrain_gpt.main(pretrain_gpt.GPTRecipe()))
     ],
 )
 def test_all_processes_hear_what_one_of_them_lacks(tmp_path, gpus, message) -> None:
-    """And end at once with its code: nobody waits for the one that would have left."""
+    """They exit at once with its code, and none waits for the one that would have left."""
     script = tmp_path / "script.py"
     script.write_text(NO_GPU.format(root=str(ROOT), gpus=gpus))
     streams = [tmp_path / f"{name}{rank}" for name in ("out", "err") for rank in (0, 1)]

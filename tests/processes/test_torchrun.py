@@ -1,4 +1,4 @@
-"""The launcher ends with the code of the run, and gives ranks time to save on SIGTERM."""
+"""The launcher exits with the run's code, and gives ranks time to save on SIGTERM."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ranks_save_on_sigterm_for_as_long_as_they_need(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 3, errors
     assert len(list(tmp_path.glob("saved*"))) == 2
-    assert "FAILED" not in errors  # it is no failure
+    assert "FAILED" not in errors  # this is not a failure
 
 
 def test_ctrl_c_ends_the_launcher_without_a_traceback(tmp_path: Path) -> None:

@@ -27,15 +27,15 @@ from tests.reliability.scoreboard.commands import Command, Ended
 
 
 class MuteStore(dist.HashStore):
-    """A store that no longer answers once it is frozen."""
+    """A store that stops answering once it is frozen."""
 
     def __init__(self) -> None:
-        """Begin as one that answers."""
+        """Start as a store that answers."""
         super().__init__()
         self.frozen = threading.Event()
 
     def check(self, keys: list[str]) -> bool:
-        """Answer, or wait for good."""
+        """Answer, or block forever."""
         if self.frozen.is_set():
             threading.Event().wait()
         return bool(super().check(keys))
@@ -48,7 +48,7 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ended(function: Callable[[], object], folder: Path) -> Ended:
-    """Run it in a process of its own, which must not get to its end."""
+    """Run the function in a new process, which must end before the function does."""
 
     def run() -> int:
         function()
@@ -114,7 +114,7 @@ def test_a_process_of_this_machine_that_has_ended_is_named_at_once(
 def test_a_rank_that_surveys_the_others_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     other = _connected(store, rank=1)
-    monkeypatch.setattr(watchdog, "_SILENCE", 5.0)  # this survey lasts longer than the next
+    monkeypatch.setattr(watchdog, "_SILENCE", 5.0)  # this survey outlasts the next one
     surveying = threading.Thread(
         target=other.end_run, args=(1, lambda gone: "lost"), kwargs={"about_another": True}
     )
@@ -176,7 +176,7 @@ def test_an_end_that_is_due_is_not_put_off(tmp_path: Path) -> None:
 
 
 def _fill_errors() -> None:
-    """Let the error output be a pipe that is full and that nobody reads."""
+    """Make stderr a full pipe that nobody reads."""
     _, send = os.pipe()
     os.set_blocking(send, False)
     with suppress(BlockingIOError):
@@ -198,7 +198,7 @@ def test_output_that_nobody_reads_keeps_no_process_that_is_to_end(tmp_path: Path
 def test_an_error_that_cannot_be_printed_keeps_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was raised before the processes met, so nothing else ends this one."""
+    """The error was raised before the processes met, so nothing else ends this one."""
 
     def refuse(*_: object) -> None:
         _fill_errors()
@@ -220,7 +220,7 @@ def test_an_error_that_cannot_be_printed_keeps_no_process(
 
 
 def test_without_an_answer_of_the_store_all_work_is_limited(tmp_path: Path) -> None:
-    """A file may be on the machine that is frozen, and nobody can say that the others ended."""
+    """A file may be on the frozen machine, and nobody can confirm that the others ended."""
 
     def hang() -> None:
         store = MuteStore()
@@ -236,7 +236,7 @@ def test_without_an_answer_of_the_store_all_work_is_limited(tmp_path: Path) -> N
 def test_a_hang_ends_as_soon_as_the_store_is_mute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process waits for an explanation only as long as somebody can give it one."""
+    """A process waits for an explanation only while somebody can give one."""
     monkeypatch.setattr(watchdog, "_PATIENCE", 60.0)
 
     def hang() -> None:
@@ -264,7 +264,7 @@ def test_work_for_which_nobody_waits_is_not_limited(tmp_path: Path) -> None:
 
 
 def test_a_process_whose_output_nobody_reads_keeps_others_waiting(tmp_path: Path) -> None:
-    """The reader may be on a machine that is frozen, as that of `srun` or `ssh` is."""
+    """The reader may be on a frozen machine, as that of `srun` or `ssh` can be."""
 
     def hang() -> None:
         _fill_errors()
@@ -275,7 +275,7 @@ def test_a_process_whose_output_nobody_reads_keeps_others_waiting(tmp_path: Path
 
 
 def test_a_report_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sources may be on a machine that is frozen."""
+    """The sources may be on a frozen machine."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("a file is read")
@@ -292,7 +292,7 @@ def test_a_report_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_call_that_forms_a_group_is_a_communication(tmp_path: Path) -> None:
-    """The journal knows nothing of it, and PyTorch would wait for it a minute longer."""
+    """The journal does not know about it, and PyTorch would wait for it a minute longer."""
 
     def hang() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2)

@@ -16,8 +16,8 @@ from megatron.planner.memory import largest_process
 from megatron.recipes import catalog
 from tests.repository import ROOT
 
-# As the checkpoints that their authors published count them, without padding of the vocabulary;
-# for BERT with the heads of pretraining, whose output weight is that of the word embedding.
+# As counted in the checkpoints that their authors published, without vocabulary padding; BERT
+# includes the pretraining heads, whose output weight is the word embedding.
 EXACT = {
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
@@ -37,7 +37,7 @@ EXACT = {
     "bert-large": 336_226_108,
     "t5-base": 222_903_552,
 }
-# As the papers round them.
+# As rounded in the papers.
 ROUNDED = {
     "gpt-125m": 125e6,
     "gpt-350m": 350e6,
@@ -46,8 +46,8 @@ ROUNDED = {
     "gpt-175b": 175e9,
     "yuan-13b": 13e9,
 }
-ACTIVE = {"qwen3-30b-a3b": 3.3e9, "mixtral-8x7b": 12.9e9}  # for each token
-LIMIT = 0.92 * 80e9  # bytes of a GPU of 80 GB: the estimate has no CUDA context and fragmentation
+ACTIVE = {"qwen3-30b-a3b": 3.3e9, "mixtral-8x7b": 12.9e9}  # per token
+LIMIT = 0.92 * 80e9  # bytes of an 80 GB GPU, less the CUDA context and fragmentation
 OURS = {"gpt-small", "gpt-tiny"}  # models that nobody published
 
 
