@@ -1,7 +1,7 @@
 """`pretrain_gpt.py` with a fault, given by FAULT=kind:rank:iteration (iterations from 1).
 
-It strikes only before the first restart. Kinds: lose (a sample that ends the worker that loads
-it), skip (leaves the reduction of gradients out), mistake (a UserError), bug (another exception),
+The fault happens only before the first restart. Kinds: lose (a sample that kills the worker that
+loads it), skip (skips the gradient reduction), mistake (a UserError), bug (another exception) and
 none. `--fault-inject` injects the others.
 """
 
@@ -25,7 +25,7 @@ from pretrain_gpt import GPTRecipe
 
 
 class Fault:
-    """What goes wrong in this process, and when."""
+    """The fault in this process, and when it happens."""
 
     def __init__(self, kind: str, rank: int, iteration: int) -> None:
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -34,7 +34,7 @@ class Fault:
         self.iteration = iteration
 
     def strike(self, iteration: int) -> None:
-        """Do it, if it is time."""
+        """Cause the fault if it is due."""
         if iteration != self.iteration or self.kind not in ("mistake", "bug"):
             return
         Path(os.environ["FAULT_LOG"]).write_text(str(time.time()))
@@ -44,7 +44,7 @@ class Fault:
 
 
 class DeadlyDataset:
-    """A dataset whose sample `index` ends the process that loads it."""
+    """A dataset whose sample `index` kills the process that loads it."""
 
     def __init__(self, dataset: Any, index: int) -> None:
         self._dataset, self._index = dataset, index
@@ -60,7 +60,7 @@ class DeadlyDataset:
 
 
 class FaultyRecipe(GPTRecipe):
-    """The toy that breaks."""
+    """The toy with a fault."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
@@ -80,7 +80,7 @@ class FaultyRecipe(GPTRecipe):
 
 
 def skip_reduction(fault: Fault) -> None:
-    """Let this process leave the reduction out once."""
+    """Let this process skip one gradient reduction."""
     reduce = step.reduce_gradients
 
     def reduce_or_not(run: Run) -> None:
@@ -95,7 +95,7 @@ def skip_reduction(fault: Fault) -> None:
 def wait_for_others() -> None:
     """Wait until every rank has come this far, so that only what follows counts as waiting.
 
-    On a busy machine a rank may otherwise start later than the others wait for it (TIMEOUT).
+    On a busy machine, a rank may otherwise start after the others stop waiting for it (TIMEOUT).
     """
     if "READY" not in os.environ:
         return

@@ -1,4 +1,4 @@
-"""Two machines, played by two network namespaces that a cable (a veth pair) connects."""
+"""Two machines, simulated by two network namespaces connected by a virtual cable (a veth pair)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ip(*words: str) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """One namespace, its end of the cable, and its address."""
+    """One network namespace, its end of the cable, and its address."""
 
     namespace: str
     interface: str
@@ -33,13 +33,13 @@ class Machine:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """What a command begins with to run on it."""
+        """Return the command prefix that runs a command on this machine."""
         return (shutil.which("ip", path=_PATH) or "ip", "netns", "exec", self.namespace)
 
 
 @contextmanager
 def two_machines() -> Iterator[list[Machine]]:
-    """Two machines and their cable; OSError if this user may not create them."""
+    """Yield two machines and their cable. Raises OSError if this user may not create them."""
     mark = os.getpid() % 10000
     both = [Machine(f"host{i}-{mark}", f"v{i}x{mark}", f"10.77.0.{i + 1}") for i in range(2)]
     try:
@@ -67,7 +67,7 @@ def machines() -> Iterator[list[Machine]]:
 
 
 def launcher_flags(machine: Machine) -> list[str]:
-    """The flags that torchrun needs on each of the two machines."""
+    """Return the flags that torchrun needs on each of the two machines."""
     first = machine.address.endswith(".1")
     return [
         *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
@@ -83,4 +83,4 @@ def _remove(machines: list[Machine]) -> None:
         try:
             ip(*words)
         except OSError:
-            continue  # was never made, or went with its namespace
+            continue  # it was never created, or went away with its namespace

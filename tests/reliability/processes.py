@@ -1,4 +1,4 @@
-"""The faulty toy, each rank a fork of this process or under torchrun."""
+"""The faulty toy, with each rank a fork of this process or under torchrun."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOY = [
     *("--hidden-size", "32", "--train-iters", "4", "--eval-iters", "0"),
     *("--distributed-timeout-minutes", f"{TIMEOUT / 60:.4f}"),
 ]
-# Faults that --fault-inject injects: the point and the kind. `faulty_pretrain` has the others.
+# Faults injected by --fault-inject: the point and the kind. `faulty_pretrain` has the others.
 _INJECTED = {
     "stop": ("forward", "stop"),
     "kill": ("forward", "kill"),
@@ -37,7 +37,7 @@ _MODULE = ["-m", "tests.reliability.faulty_pretrain", *TOY]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a rank: its exit code, its error output, and seconds from the fault until it ended."""
+    """A rank's exit code, its stderr, and the seconds from the fault until it ended."""
 
     code: int
     errors: str
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def environment(fault: str, log: Path) -> dict[str, str]:
-    """For a process that is to meet `fault`, "kind:rank:iteration"."""
+    """Return the environment of a process that gets `fault`, "kind:rank:iteration"."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -56,7 +56,7 @@ def environment(fault: str, log: Path) -> dict[str, str]:
 
 
 def run_ranks(count: int, fault: str, folder: Path, *flags: str) -> list[Outcome | None]:
-    """Every rank's outcome; None of one that does not end (a stopped one, which is killed)."""
+    """Return every rank's outcome; `None` for a stopped one, which is killed in the end."""
     log = folder / "fault"
     errors = [folder / f"errors{rank}" for rank in range(count)]
     words = [*_MODULE, *flags]
@@ -79,7 +79,7 @@ def run_ranks(count: int, fault: str, folder: Path, *flags: str) -> list[Outcome
 
 
 def _wait(processes: list[BaseProcess], seconds: float) -> dict[int, float]:
-    """When each ended. All but stopped ones must within `seconds`; the rest are killed."""
+    """Return when each process ended. All but stopped ones must within `seconds`; kill the rest."""
     ends: dict[int, float] = {}
     deadline = time.monotonic() + seconds
     while len(ends) < len(processes) and time.monotonic() < deadline:
@@ -112,7 +112,7 @@ def torchrun(
     name: str = "out",
     launcher: str = "torch.distributed.run",
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """torchrun of the toy, `inside` a namespace, and its output; at the end all of it is killed."""
+    """Run the toy under torchrun `inside` a namespace; yield it and its output, then kill it."""
     output = folder / name
     program = [*inside, sys.executable, "-m", launcher]
     with output.open("w") as stream:
@@ -134,7 +134,7 @@ def torchrun(
 
 
 def children(pid: int) -> list[int]:
-    """Processes that `pid` has started and that have not ended."""
+    """Return the running processes that `pid` has started."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def children(pid: int) -> list[int]:
 
 
 def until(condition: Callable[[], object], seconds: float) -> None:
-    """Wait until something holds; AssertionError where it takes longer."""
+    """Wait until a condition holds. Raises AssertionError if it takes longer."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not within the time"
@@ -153,5 +153,5 @@ def until(condition: Callable[[], object], seconds: float) -> None:
 
 
 def module(*flags: str) -> list[str]:
-    """What torchrun is to run."""
+    """Return what torchrun is to run."""
     return [*_MODULE, *flags]

@@ -1,4 +1,4 @@
-"""Two machines, played by two network namespaces that a cable (a veth pair) connects."""
+"""Training on two machines, simulated by network namespaces connected by a veth pair."""
 
 from __future__ import annotations
 

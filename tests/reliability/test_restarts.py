@@ -1,4 +1,4 @@
-"""torchrun restarts a run, which continues bitwise identically; a crash loop ends."""
+"""torchrun restarts a run, which continues bit for bit; a crash loop ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _flags(folder: Path, *flags: str) -> list[str]:
 
 
 def _losses(folder: Path) -> dict[int, tuple[float, float]]:
-    """The last loss and gradient norm of each iteration."""
+    """Return the last loss and gradient norm of each iteration."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {
         line["iteration"]: (line["lm loss"], line["grad-norm"])

@@ -28,7 +28,7 @@ from tests.data.corpus import write_corpus, write_sentences
 from tests.reliability.scoreboard.score import Trials, expect
 from tests.tokenizer.test_gpt2 import GOOD, write_pair
 
-_STRANGER = 4321  # a user's number
+_STRANGER = 4321  # a user id
 _LIBRARY = b"a library"
 
 
@@ -37,10 +37,10 @@ class Cache:
     """One kind of cache.
 
     Attributes:
-        name: of the kind, for the table.
-        prepare: makes in an empty folder what the cache is made from.
-        read: the result that is read from the cache, or made and kept; for comparison.
-        forge: makes the next `read` keep something wrong that matches its own digest.
+        name: The kind of cache, for the table.
+        prepare: Creates in an empty folder what the cache is built from.
+        read: Reads the result from the cache, or builds and keeps it; for comparison.
+        forge: Makes the next `read` keep something wrong whose digest matches.
     """
 
     name: str
@@ -68,7 +68,7 @@ def _read_sentences(folder: Path) -> Any:
 
 
 def _read_library(folder: Path) -> Any:
-    """What would be loaded, after compiling if none is found; nothing if the cache is unusable."""
+    """Return the library to load, compiled if none is cached; nothing if the cache is unusable."""
     try:
         kept = private_cache("kernels")
         found = build.find_built("sm_90a", kept, build.say_nothing)
@@ -127,7 +127,7 @@ CACHES = (
 
 
 def _content(path: Path, rng: random.Random, _: list[Path]) -> None:
-    """Change what is in a file."""
+    """Change the content of a file."""
     data = bytearray(path.read_bytes())
     at = rng.randrange(len(data))
     match rng.randrange(6):
@@ -150,7 +150,7 @@ def _content(path: Path, rng: random.Random, _: list[Path]) -> None:
 
 
 def _exchange(path: Path, rng: random.Random, files: list[Path]) -> None:
-    """Exchange a file with another of the cache, or remove it."""
+    """Swap a file with another one of the cache, or remove it."""
     other = rng.choice(files)
     if other == path:
         path.unlink()
@@ -161,13 +161,13 @@ def _exchange(path: Path, rng: random.Random, files: list[Path]) -> None:
 
 
 def _kind(path: Path, rng: random.Random, _: list[Path]) -> None:
-    """Put something that is no file in its place."""
+    """Replace a file with something that is not a file."""
     path.unlink()
     rng.choice((os.mkfifo, os.mkdir))(path)
 
 
 def _access(path: Path, rng: random.Random, _: list[Path]) -> None:
-    """Give a file away, let others write to it, or replace it by a link."""
+    """Give a file away, make it writable by others, or replace it with a link."""
     match rng.randrange(3 if os.getuid() == 0 else 2):
         case 0:
             path.chmod(0o600 | rng.choice((0o020, 0o002, 0o022, 0o066, 0o177)))
@@ -179,13 +179,13 @@ def _access(path: Path, rng: random.Random, _: list[Path]) -> None:
 
 
 def _files(folder: Path, before: set[Path]) -> list[Path]:
-    """The files that a cache has made and that are read."""
+    """Return the files that a cache has written and reads."""
     made = (path for path in folder.rglob("*") if path.is_file() and path not in before)
     return sorted(path for path in made if path.suffix != ".dsc" and path.name != "made")
 
 
 def _attacked_files(cache: Cache, folder: Path, rng: random.Random) -> str:
-    """Change the files of a cache, and expect the result of a fresh one, twice."""
+    """Change the files of a cache and expect the result of a fresh one, twice."""
     cache.prepare(folder)
     before = {path for path in folder.rglob("*") if path.is_file()}
     expected = cache.read(folder)
@@ -209,7 +209,7 @@ def _attacked_files(cache: Cache, folder: Path, rng: random.Random) -> str:
 
 
 def _guessed_names(folder: Path, rng: random.Random) -> str:
-    """Put links under temporary and final names, and expect that their targets stay as they are."""
+    """Put links at temporary and final names, and expect their targets to stay as they are."""
     victim, missing = folder.parent / "victim", folder.parent / "missing"
     victim.write_text("precious")
     cache = rng.choice(CACHES[:2])
@@ -229,7 +229,7 @@ def _guessed_names(folder: Path, rng: random.Random) -> str:
     def guessed(path: Path, kind: str) -> Path:
         return path.with_name(f"{path.name}{kind}{guess}")
 
-    right = rng.random() < 0.5  # the attacker has guessed the random part
+    right = rng.random() < 0.5  # whether the attacker guesses the random part
     with contextlib.ExitStack() as stack:
         if right:
             stack.enter_context(patch.object(durable, "beside", guessed))
@@ -246,7 +246,7 @@ def _guessed_names(folder: Path, rng: random.Random) -> str:
 
 
 def _opened_folder(folder: Path, rng: random.Random) -> str:
-    """Plant files in a folder that others may enter, and expect that none is used."""
+    """Plant files in a folder that others may enter, and expect none of them to be used."""
     cache = rng.choice(CACHES[2:])
     cache.prepare(folder)
     expected = cache.read(folder)
@@ -266,7 +266,7 @@ def _opened_folder(folder: Path, rng: random.Random) -> str:
 
 
 def attacked_caches(folder: Path, count: int) -> Trials:
-    """Try row 38: what others may have written is never used, and no link is followed."""
+    """Try row 38: files that others could have written are never used, and no link is followed."""
     trials, rng = Trials("seed 38"), random.Random(38)
     while trials.tried < count:
         place = folder / f"{trials.tried}"

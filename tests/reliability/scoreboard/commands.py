@@ -1,4 +1,4 @@
-"""Runs the toy as a user would, in a forked process; gives its exit code and its output."""
+"""Runs the toy in a forked process as a user would; returns its exit code and output."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Command:
             os.waitpid(self.pid, 0)
 
     def until(self, text: str) -> None:
-        """Wait until it has printed `text`; AssertionError where it ends or takes too long."""
+        """Wait until it has printed `text`. Raises AssertionError if it ends or takes too long."""
         deadline = time.monotonic() + _LIMIT
         while not self.output.exists() or text not in self.output.read_text():
             gone = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -68,7 +68,7 @@ class Command:
             time.sleep(0.005)
 
     def end(self) -> Ended:
-        """Wait for its end; AssertionError where it hangs."""
+        """Wait for its end. Raises AssertionError if it hangs."""
         deadline = time.monotonic() + _LIMIT
         while self._ended is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -83,7 +83,7 @@ class Command:
 
 
 def train_command(output: Path, *flags: str, before: Callable[[], object] | None = None) -> Command:
-    """Start `pretrain_gpt.py` with the toy's flags; its process first calls `before`."""
+    """Start `pretrain_gpt.py` with the toy's flags; its process calls `before` first."""
 
     def function() -> int:
         if before is not None:

@@ -1,4 +1,4 @@
-"""Rows 22 to 25: cut and changed datasets, bad lines, and runs that do not fit a checkpoint."""
+"""Rows 22 to 25: truncated and changed datasets, bad lines, and settings unlike a checkpoint's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS = 5.0
 _REFUSALS = (CheckpointError.exit_code, ConfigError.exit_code, DataError.exit_code)
 _ODD_TEXTS = ("", "\u0000", "ab" * 500, "\U0001f600 \u200d", "line\u2028separator")
 _BAD_LINES = (b"{", b"[1, 2]", b'{"text": 3}', b'{"text": "\xff"}', b"null", b'{"other": "a"}')
-# Settings that a run must not change when it resumes.
+# Settings that must not change when a run resumes.
 _CHANGES = (
     ("--hidden-size", "64"),
     ("--num-layers", "3"),
@@ -40,7 +40,7 @@ _CHANGES = (
 
 
 def cut_corpora(folder: Path, count: int) -> Trials:
-    """Try row 22: each file of a dataset, cut at random places."""
+    """Try row 22: truncate each file of a dataset at random places."""
     trials, draw = Trials("seed 22"), random.Random(22)
     prefix = write_corpus(folder / "text", documents=1000)
     for number in range(count):
@@ -74,13 +74,13 @@ def _documents(prefix: Path) -> list[bytes]:
 
 
 def changed_indexes(folder: Path, count: int) -> Trials:
-    """Try row 23: a byte of the index is changed."""
+    """Try row 23: change a byte of the index."""
     trials, draw = Trials("seed 23"), random.Random(23)
     prefix = write_corpus(folder / "text", documents=1000)
     expected, path = _documents(prefix), idx_path(prefix)
     good = path.read_bytes()
     for number in range(count):
-        # Half of them in the header, whose 34 bytes would otherwise be hit too rarely.
+        # Half of the changes are in the header, whose 34 bytes would otherwise be hit too rarely.
         place = draw.randrange(34 if number % 2 else len(good))
         value = (good[place] + draw.randrange(1, 256)) % 256
         with trials.trial(f"byte {place} is {value}"):
@@ -97,7 +97,7 @@ def changed_indexes(folder: Path, count: int) -> Trials:
 
 
 def bad_lines(folder: Path, count: int) -> Trials:
-    """Try row 24: corpora of `count` lines, of which one in a hundred is bad."""
+    """Try row 24: corpora of `count` lines, one in a hundred of them bad."""
     trials = Trials.with_seeds(4)
     for seed in range(4):
         draw, source, clean = random.Random(seed), folder / "in.jsonl", folder / "clean.jsonl"
@@ -129,7 +129,7 @@ def bad_lines(folder: Path, count: int) -> Trials:
 def _preprocessed(
     folder: Path, source: Path, *, workers: int, skips: bool
 ) -> tuple[str, dict[str, bytes]]:
-    """What preprocessing said, and the files that it left."""
+    """Return what preprocessing printed, and the files that it left."""
     output = folder / "preprocessed"
     output.mkdir()
     vocab = {character: number for number, character in enumerate(byte_of_character())}

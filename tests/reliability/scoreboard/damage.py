@@ -1,4 +1,4 @@
-"""Rows 10 and 11: checkpoints that were damaged, and trackers that say the wrong thing."""
+"""Rows 10 and 11: damaged checkpoints, and trackers with wrong content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.reliability.scoreboard.commands import run_training
 from tests.reliability.scoreboard.score import Trials, expect, within
 from tests.reliability.scoreboard.untrusted import ATTACKS, META, SECONDS, put_special
 
-_HOLE = 16 << 10  # bytes: a block of a disk that was never written
+_HOLE = 16 << 10  # bytes: a disk block that was never written
 _RANKS = 2
 
 
@@ -57,7 +57,7 @@ def _append(data: bytearray, rng: random.Random) -> None:
 
 
 def _swap(data: bytearray, rng: random.Random) -> None:
-    """Swap two blocks, as a disk does that mixes up its addresses."""
+    """Swap two blocks, like a disk that mixes up its addresses."""
     size = min(512, len(data) // 2)
     first, second = rng.randrange(len(data) - size), rng.randrange(len(data) - size)
     a, b = bytes(data[first : first + size]), bytes(data[second : second + size])
@@ -83,7 +83,7 @@ def _damage_bytes(newest: Path, rng: random.Random) -> str:
     file, damage = rng.choice(sorted(newest.iterdir())), rng.choice(_DAMAGES)
     whole = file.read_bytes()
     data = bytearray(whole)
-    while data == whole:  # a hole in zeros changes nothing
+    while data == whole:  # a hole among zeros changes nothing
         damage(data, rng)
     file.write_bytes(data)
     return file.name
@@ -92,7 +92,7 @@ def _damage_bytes(newest: Path, rng: random.Random) -> str:
 def damaged_files(folder: Path, count: int) -> Trials:
     """Try row 10: damage is refused before a tensor changes; then the older checkpoint loads.
 
-    Half of the trials damage the bytes of a file. The others make what only an attacker makes: see
+    Half of the trials damage the bytes of a file. The others do what only an attacker does: see
     `tests.reliability.scoreboard.untrusted`.
     """
     sound = folder / "sound"
@@ -117,11 +117,11 @@ def damaged_files(folder: Path, count: int) -> Trials:
 
 
 def refused_and_replaced(newest: Path, file: str, older: dict[str, torch.Tensor]) -> None:
-    """Check that a checkpoint is refused by name, and the older one loads.
+    """Check that a checkpoint is refused by name, and that the older one loads.
 
     Args:
         newest: The folder of the checkpoint.
-        file: The name of the damaged file, which the error must tell. Empty if any file will do.
+        file: The name of the damaged file, which the error must contain. Empty if any file will do.
         older: The content of the older checkpoint.
     """
     try:
@@ -141,7 +141,7 @@ def refused_and_replaced(newest: Path, file: str, older: dict[str, torch.Tensor]
     expect(all(torch.equal(live[n].tensor, older[n]) for n in older), "other values were loaded")
 
 
-# What the tracker may hold, torn or wrong, where iterations 2 and 4 are there.
+# What the tracker may contain, torn or wrong, if iterations 2 and 4 exist.
 TORN: dict[str, bytes | None] = {
     "missing": None,
     "empty": b"",
@@ -156,14 +156,14 @@ TORN: dict[str, bytes | None] = {
     "a release that is not there": b"release",
     "half of a number in UTF-16": "4".encode("utf-16")[:3],
 }
-# What follows the tracker.
+# Variants of a sound tracker, which are followed.
 _SOUND = {"CRLF": b"2\r\n", "spaces": b" 2 ", "zeros": b"0000002"}
 
 
 def torn_trackers(folder: Path, count: int) -> Trials:
     """Try row 11: the newest sound checkpoint loads; if there is none, the run does not start.
 
-    The known ways are tried with the program as a user starts it, its exit code and what it prints.
+    Known cases are tried with the whole program, checking its exit code and what it prints.
     Random trackers are tried with the function that finds a checkpoint.
     """
     trials, root = Trials("seed 11"), folder / "save"

@@ -1,4 +1,4 @@
-"""Rows 8, 9 and 26: disks that are full, fail or vanish, and folders that others use."""
+"""Rows 8, 9 and 26: full, failing or vanishing disks, and folders that others use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.reliability.scoreboard.commands import Command, run_training, train_c
 from tests.reliability.scoreboard.score import Trials, expect
 
 _NOBODY = 65534
-_TMPFS = 128 << 20  # the space that a save asks for beforehand fits
+_TMPFS = 128 << 20  # the space that a save reserves in advance is available
 _SAVE = ("--save-interval", "2")
 
 
@@ -46,7 +46,7 @@ def _small_disk(folder: Path) -> Iterator[bool]:
 def _fill_disk_at(share: float, root: Path, really: bool) -> Callable[[], None]:
     """Leave space for this share of a shard, from the second checkpoint on.
 
-    Really by a file beside it; else the system's answer is played.
+    Either a file really fills the disk, or the system's answer is simulated.
     """
     write = store.write_shard
 
@@ -110,10 +110,10 @@ def _fill_one(folder: Path, share: float, is_real: bool, flags: tuple[str, ...])
     expect(not list(root.glob("*tmp*")), "temporary files are left")
 
 
-# The calls to the system of which one fails, and which of them in a save.
+# System calls to fail, and which call of a save to start with.
 _FAILING = (("pwrite", 0), ("pwrite", 4), ("fsync", 0), ("fsync", 1), ("fsync", 2), ("mkdir", 0),
             ("rename", 0), ("replace", 0))  # fmt: skip
-_ON_MAIN = {("fsync", 2), ("mkdir", 0), ("rename", 0), ("replace", 0)}  # rank 0 alone makes these
+_ON_MAIN = {("fsync", 2), ("mkdir", 0), ("rename", 0), ("replace", 0)}  # only rank 0 makes these
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def _failing(call: str, number: int) -> Iterator[None]:
 
 
 def _fail_everywhere(layout: Layout, folder: Path, rounds: int) -> list[tuple[str, str | None]]:
-    """Try every case on this rank; return its name and what went wrong."""
+    """Try every case on this rank; return each name and what went wrong."""
     results = []
     rank = layout.world.rank
     beside = layout.beside(TIMEOUT)
@@ -154,7 +154,7 @@ def _fail_everywhere(layout: Layout, folder: Path, rounds: int) -> list[tuple[st
 
 
 class _Case:
-    """Make a failing save between two that succeed."""
+    """A failing save between two that succeed."""
 
     def __init__(self, root: Path, layout: Layout, beside: Layout, background: bool) -> None:
         self._root, self._layout = root, layout
@@ -183,7 +183,7 @@ class _Case:
         self._layout.wait_for_all()
 
     def run(self, call: str, which: int, *, is_victim: bool) -> str | None:
-        """What is wrong; None where the failure was told and nothing published."""
+        """Return what is wrong, or `None` if the failure was reported and nothing was published."""
         self._save(1)
         self._settle()
         try:
@@ -212,7 +212,7 @@ class _Case:
 
 
 def failing_disk(folder: Path, count: int) -> Trials:
-    """Try row 9: an input/output error in any call of any writer on any rank, in both ways."""
+    """Try row 9: an I/O error in any writer's call on any rank, in foreground and background."""
     trials = Trials()
     answers = run_distributed(2, _fail_everywhere, folder, count)
     for (name, first), (_, second) in zip(*answers, strict=True):
@@ -275,14 +275,14 @@ def _read_only(folder: Path, flags: tuple[str, ...]) -> None:
 
 
 def _removed(folder: Path, flags: tuple[str, ...]) -> None:
-    """Remove the folder: the next save makes it again."""
+    """Remove the folder; the next save creates it again."""
     with _long_training(folder, flags) as run:
         run.until("successfully saved")
         shutil.rmtree(folder / "save", ignore_errors=True)
         time.sleep(0.1)
         os.kill(run.pid, signal.SIGTERM)
         ended = run.end()
-    if ended.code == StorageError.exit_code:  # it went in the middle of a save, or twice
+    if ended.code == StorageError.exit_code:  # it was removed during a save, or twice
         expect("No such file or directory" in ended.output, ended.output[-300:])
         return
     expect(ended.code == EXIT_SAVED_ON_SIGNAL, f"ended with {ended.code}: {ended.output[-300:]}")
@@ -292,7 +292,7 @@ def _removed(folder: Path, flags: tuple[str, ...]) -> None:
 
 
 def _gone(folder: Path, flags: tuple[str, ...]) -> None:
-    """Replace the folder by a file: the run ends and says so."""
+    """Replace the folder with a file; the run ends and says so."""
     with _long_training(folder, flags) as run:
         run.until("successfully saved")
         (folder / "save").rename(folder / "moved")

@@ -1,4 +1,4 @@
-"""A part of row 7: torchrun continues a run with fewer or more machines, or with a spare one."""
+"""Part of row 7: torchrun continues a run with fewer or more machines, or with a spare one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.reliability.processes import children, module, torchrun, until
 from tests.reliability.scoreboard.score import Trials, expect
 from tools.chaos import read_metrics
 
-_ITERATIONS = 250  # long enough for a machine that is added to come in time
+_ITERATIONS = 250  # long enough for an added machine to join in time
 _PATIENCE = 120.0  # seconds
 _QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
 _NO_FAULT = "none:0:0"
@@ -24,9 +24,9 @@ Machine = Callable[[str], AbstractContextManager[int]]
 
 
 def changing_machines(folder: Path, trials: Trials) -> None:
-    """Try runs on machines of one process each, one of which is lost.
+    """Try runs on machines with one process each, one of which is lost.
 
-    The first goes on with the other machine, until there is a new one. The second has a spare one.
+    The first continues with the other machine until a new one joins. The second has a spare.
     """
     expected = samples_of(_calm(folder / "calm"))
     for name, nodes, follow in (("elastic", "1:2", _fewer_and_more), ("spare", "2:2", _spare)):
@@ -39,7 +39,7 @@ def changing_machines(folder: Path, trials: Trials) -> None:
 
 
 def samples_of(folder: Path) -> dict[int, list[int]]:
-    """Return the samples of each iteration that a run saved in `folder` has read."""
+    """Return the samples that each iteration of a run saved in `folder` has read."""
     lines = (folder / "save" / "samples.jsonl").read_text().splitlines()
     return {one["iteration"]: one["ids"] for one in map(json.loads, lines)}
 
@@ -61,7 +61,7 @@ def _calm(folder: Path) -> Path:
 
 @contextmanager
 def _torchrun(folder: Path, nodes: str) -> Iterator[Machine]:
-    """Yield a function that starts a machine's torchrun, and returns its process."""
+    """Yield a function that starts a machine's torchrun and returns its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -104,7 +104,7 @@ def _spare(folder: Path, start: Machine) -> list[int]:
 
 
 def _until_trained(folder: Path, attempts: int) -> None:
-    """Wait until the run has been started so often, and has made some steps since."""
+    """Wait until the run has started this many times, and has made some steps since."""
 
     def is_trained() -> bool:
         lines = read_metrics(folder / "metrics")
@@ -128,7 +128,7 @@ def _until_ended(*pids: int) -> None:
 
 
 def _sizes(folder: Path) -> list[int]:
-    """Return the number of processes of each attempt."""
+    """Return the number of processes in each attempt."""
     lines = read_metrics(folder / "metrics")
     starts = [line["facts"]["layout"] for line in lines if line.get("event") == "start"]
     return [int(text.split()[0]) for text in starts]

@@ -1,4 +1,4 @@
-"""Row 36: manifests and headers that were changed by hand, with digests that fit."""
+"""Row 36: manifests and headers changed by hand, with matching digests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.reliability.scoreboard.damage import refused_and_replaced, two_checkp
 from tests.reliability.scoreboard.score import Trials, within
 from tests.reliability.scoreboard.untrusted import SECONDS
 
-# Types of the same width.
+# Types of equal width.
 _LIKE = {"F32": "I32", "F16": "I16", "BF16": "F16", "I64": "F64", "U8": "I8", "BOOL": "U8"}
 
 _VALUES = (None, True, -1, 1.5, 1 << 31, 1 << 63, 1 << 64, 10**400, "", "F64", "../x", [], [[]], {})
 _FILES = ("", ".", "/dev/zero", "/etc/passwd", "../iter_0000001/rank_00000.safetensors", "x\0")
 _FILES += ("manifest.json", "./rank_00000.safetensors", "rank_00002.safetensors")
 
-Table = dict[str, Any]  # by tensor, of a manifest or of a header
+Table = dict[str, Any]  # a manifest's or header's entries, by tensor
 Forge = Callable[[Table, random.Random], None]
 
 
@@ -58,7 +58,7 @@ def _reshape(table: Table, rng: random.Random) -> None:
 
 
 def _exchange_places(table: Table, rng: random.Random) -> None:
-    """Swap the places (with file and digest) of two tensors of a manifest that have equal sizes."""
+    """Swap the places (with file and digest) of two tensors of equal size in a manifest."""
     by_size: dict[int, list[Any]] = {}
     for name in sorted(table):
         for piece in table[name]["pieces"]:
@@ -69,14 +69,14 @@ def _exchange_places(table: Table, rng: random.Random) -> None:
 
 
 def _move(table: Table, rng: random.Random) -> None:
-    """Give a tensor of a header the offsets of another one."""
+    """Give a tensor in a header the offsets of another one."""
     one, other = rng.sample(sorted(table), 2)
     spans = "data_offsets"
     table[one][spans], table[other][spans] = table[other][spans], table[one][spans]
 
 
 def _put_value(table: Table, rng: random.Random) -> None:
-    """Put another value in the place of a part of an entry."""
+    """Replace a part of an entry with another value."""
     places: list[tuple[Any, Any]] = [(entry, key) for entry in table.values() for key in entry]
     for entry in table.values():
         places += [(piece, key) for piece in entry.get("pieces", ()) for key in piece]
@@ -92,7 +92,7 @@ def _length(values: Any) -> int:
 
 
 def _shift(table: Table, rng: random.Random) -> None:
-    """Change an offset or a size by little, or so that it lies outside the file."""
+    """Change an offset or a size slightly, or so that it lies outside the file."""
     places: list[tuple[Any, Any]] = []
     for entry in table.values():
         places += [(piece, key) for piece in entry.get("pieces", ()) for key in ("start", "bytes")]
@@ -102,7 +102,7 @@ def _shift(table: Table, rng: random.Random) -> None:
 
 
 def _leave(table: Table, rng: random.Random) -> None:
-    """Let a piece of the manifest lie in a file elsewhere."""
+    """Point a piece of the manifest to a file elsewhere."""
     piece = rng.choice([piece for name in sorted(table) for piece in table[name]["pieces"]])
     piece["file"] = rng.choice(_FILES)
 
@@ -112,7 +112,7 @@ _IN_BOTH += (_put_value, _shift)
 
 
 def forged_tables(folder: Path, count: int) -> Trials:
-    """Try row 36: forgeries are refused before a tensor changes, although each digest is right."""
+    """Try row 36: forgeries are refused before a tensor changes, although every digest matches."""
     newest, older = two_checkpoints(folder)
     shards = sorted(newest.glob("*.safetensors"))
     trials, rng = Trials("seed 36"), random.Random(36)
@@ -132,7 +132,7 @@ def forged_tables(folder: Path, count: int) -> Trials:
             file.write_bytes(header + rest)
             _describe_header(body, file.name, header)
         manifest.write_bytes(_sign(body))
-        if manifest.read_bytes() == whole:  # two that are alike have changed names
+        if manifest.read_bytes() == whole:  # two identical entries were swapped
             continue
         with (
             trials.trial(f"{forge.__name__} in {file.name}, trial {trials.tried}"),
@@ -144,7 +144,7 @@ def forged_tables(folder: Path, count: int) -> Trials:
         manifest.write_bytes(whole)
     reader = open_checkpoint(folder)
     assert reader is not None
-    assert reader.iteration == 2  # as it was
+    assert reader.iteration == 2  # unchanged
     return trials
 
 
@@ -159,7 +159,7 @@ def _forged_header(data: bytes, forge: Forge, rng: random.Random) -> tuple[bytes
 
 
 def _describe_header(body: dict[str, Any], file: str, header: bytes) -> None:
-    """Update the manifest to its file's new header, and to the offsets that it has moved."""
+    """Update the manifest for its file's new header and the offsets that it moved."""
     info = body["files"][file]
     moved = len(header) - info["header_bytes"]
     info["bytes"] += moved

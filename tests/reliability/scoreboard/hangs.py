@@ -1,4 +1,4 @@
-"""Row 16: a rank stops, sleeps, waits for a sample or leaves out a collective operation."""
+"""Row 16: a rank stops, sleeps, waits for a sample or skips a collective operation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hanging_ranks(folder: Path, count: int) -> Trials:
         draw = random.Random(seed)
         kind = list(_FAULTS)[seed % len(_FAULTS)]
         flags = draw.choice(_FAULTS[kind])
-        # Here rank 0 serves the store. Without it every rank would report for itself (row 37).
+        # Here rank 0 serves the store. Without it, every rank would report for itself (row 37).
         victim = draw.randrange(int(kind == "stop"), _RANKS)
         iteration = draw.choice((1, 2, 3))
         inner = folder / str(seed)

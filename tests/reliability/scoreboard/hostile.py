@@ -1,4 +1,4 @@
-"""Damaged input for every reader of bytes, and random programs for the reader of pickles."""
+"""Damaged input for every reader of bytes, and random programs for the pickle reader."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.fuzz.targets import TARGETS
 from tests.reliability.scoreboard.score import Trials, expect
 
 _SEED = 41
-_TOGETHER = 500  # programs that are held in memory
+_TOGETHER = 500  # programs held in memory
 
 
 def every_reader(_: Path, count: int) -> Trials:
-    """Try each target with damaged inputs, in a process that may not hang, crash or grow."""
+    """Try each target with damaged inputs, in a process that must not hang, crash or grow."""
     trials = Trials(f"seed {_SEED}")
     for target in TARGETS:
         _try(trials, target, count)

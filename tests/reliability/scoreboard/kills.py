@@ -33,15 +33,15 @@ from tests.checkpoint.states import assert_holds, make_state, meta_of, save, sav
 from tests.reliability.scoreboard.score import Trials, expect
 
 _RANKS = 2
-_HIDDEN = 128  # a megabyte a rank
-# A rank that waits for one that was killed hears of it at once, but for one that it has not yet
-# been connected to: there this long.
+_HIDDEN = 128  # a megabyte per rank
+# A rank notices at once that a connected peer was killed, but waits this long for a peer that it
+# has not connected to yet.
 _TIMEOUT = timedelta(seconds=10)
-_PATIENCE = 30.0  # seconds within which what is left of a killed job has ended
+_PATIENCE = 30.0  # seconds within which the rest of a killed job must end
 
 
 def _state_of(iteration: int, rank: int) -> State:
-    """Return a tensor that both ranks hold, and tensors of this rank alone."""
+    """Return a tensor that both ranks hold, and tensors that only this rank holds."""
     own = make_state(iteration * _RANKS + rank, _HIDDEN)
     shared = {"model.copy": Entry.whole(torch.full((1000,), float(iteration)))}
     return shared | {f"{name}.{rank}": entry for name, entry in own.items()}
@@ -52,7 +52,7 @@ def _whole_state(iteration: int) -> State:
 
 
 def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready: int) -> None:
-    """Run one rank of a job that saves iteration 2, 3 ... until it is killed."""
+    """Run one rank of a job that saves iterations 2, 3 ... until it is killed."""
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS, timeout=_TIMEOUT
     )
@@ -73,11 +73,11 @@ def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready:
         saver.wait()
         saver.start(iteration, state, meta, since=time.perf_counter())
         for _, entry in flatten(state):
-            entry.tensor.zero_()  # the training goes on
+            entry.tensor.zero_()  # training continues
 
 
 class _Job:
-    """Fork ranks that save without end."""
+    """Forks ranks that save endlessly."""
 
     def __init__(self, folder: Path, root: Path, background: bool) -> None:
         receive, send = os.pipe()
@@ -92,14 +92,14 @@ class _Job:
         pid = os.fork()
         if pid == 0:
             try:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the survivor's complaints
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the survivor's complaints
                 _save_on_and_on(rank, folder / "store", root, background, ready)
             finally:
                 os._exit(3)
         return pid
 
     def end(self) -> list[int]:
-        """Exit codes; AssertionError where a rank does not notice that the other is gone."""
+        """Return exit codes. Raises AssertionError if a rank does not notice the other's death."""
         deadline, codes = time.monotonic() + _PATIENCE, {}
         while len(codes) < len(self.pids) and time.monotonic() < deadline:
             for pid in self.pids:
@@ -122,7 +122,7 @@ def _watch(root: Path, seconds: float) -> int:
         expect(complaint is None, f"the tracker was torn: {complaint}")
         looks += 1
         if named != named_before and named is not None:
-            with contextlib.suppress(FileNotFoundError):  # --keep-latest took an old one meanwhile
+            with contextlib.suppress(FileNotFoundError):  # --keep-latest may remove old ones
                 expect((root / named / MANIFEST).exists() or _is_old(root, named), f"no {named}")
                 if (root / named / MANIFEST).exists():
                     NativeReader(root / named).verify()
@@ -178,12 +178,12 @@ def _kill_often(folder: Path, count: int, background: bool) -> Trials:
 
 
 def killed_in_a_save(folder: Path, count: int) -> Trials:
-    """Try row 2: kill one of two ranks at a random time of a save in the foreground."""
+    """Try row 2: kill one of two ranks at a random time during a foreground save."""
     return _kill_often(folder, count, background=False)
 
 
 def killed_in_a_background_save(folder: Path, count: int) -> Trials:
-    """Try row 3: the same in the background, while the tracker is watched."""
+    """Try row 3: the same for a background save, while the tracker is watched."""
     return _kill_often(folder, count, background=True)
 
 
@@ -211,7 +211,7 @@ _WAYS: dict[str, Callable[[Path], None]] = {
 
 
 def killed_at_every_call(folder: Path, count: int) -> Trials:
-    """Try row 4: kill at every system call of a save; `count` bounds the calls for each way."""
+    """Try row 4: kill at every system call of a save; `count` limits the calls for each way."""
     trials = Trials()
     for name, way in _WAYS.items():
         for boundary in range(count):
@@ -223,7 +223,7 @@ def killed_at_every_call(folder: Path, count: int) -> Trials:
                 way(root)
 
             status = run_forked(doomed)
-            if status == 0:  # it makes fewer calls
+            if status == 0:  # there are no more calls
                 break
             with trials.trial(f"{name}, call {boundary}"):
                 expect(status == -signal.SIGKILL, f"ended with {status}")

@@ -75,7 +75,7 @@ def _attempt(
 
 
 def _ended(code: int, said: str, *, is_new: bool) -> list[str]:
-    """Check how a command ended, and return the notes of its trial."""
+    """Check how a command ended, and return its trial's notes."""
     expect(code in _CODES, f"ended with {code}: {said[-300:]}")
     expect("Traceback" not in said, f"a traceback: {said[-300:]}")
     last = said.splitlines()[-1] if said else ""
@@ -85,7 +85,7 @@ def _ended(code: int, said: str, *, is_new: bool) -> list[str]:
 
 
 def _read(stream: IO[str], lines: int | None) -> None:
-    """Read this many lines of a stream and close it; `None` for all lines."""
+    """Read this many lines of a stream and close it; `None` reads all lines."""
     with stream:
         if lines is None:
             stream.read()
@@ -107,12 +107,12 @@ def _run(
 
     Args:
         words: A file and its flags.
-        folder: Where output may be kept.
-        limit: The bytes of its address space, if they are bounded. In a fork, which has imported
-            everything, they are counted from what it has already.
-        shared: The size of its /dev/shm in KiB, if it is not that of the system.
+        folder: Where output may be written.
+        limit: The limit on its address space in bytes, if any. In a fork, which has imported
+            everything, it is added to what the process already has.
+        shared: The size of its /dev/shm in KiB, if it differs from the system's.
         lines: How many lines of its output are read before the pipe is closed; `None` for all.
-        is_new: Whether it is a new interpreter instead of a fork of this process.
+        is_new: Whether it is a new interpreter rather than a fork of this process.
     """
 
     def before() -> None:
@@ -138,7 +138,7 @@ def _run(
 
 
 def _mount_shared_memory(size: int) -> None:
-    """Give this process alone a /dev/shm of this many KiB."""
+    """Give only this process a /dev/shm of this many KiB."""
     system, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
 
     def expect_zero(result: int) -> None:
@@ -155,7 +155,7 @@ def _mount_shared_memory(size: int) -> None:
 
 @cache
 def _can_mount() -> bool:
-    """Whether a process may have a /dev/shm of its own here."""
+    """Return whether a process may have its own /dev/shm here."""
     process = start_method().Process(target=_mount_shared_memory, args=(64,))
     process.start()
     process.join()
@@ -221,7 +221,7 @@ def _training(folder: Path, iterations: int, *flags: str) -> list[str]:
 
 
 def _goes_on(folder: Path, work: Callable[[], list[str]]) -> list[str]:
-    """Run a command on a checkpoint, and check that the next run continues at the newest one."""
+    """Run a command on a checkpoint, and check that the next run continues from the newest one."""
     shutil.copytree(folder.parent / "run", folder / "run")
     notes = work()
     expect(int((folder / "run" / TRACKER).read_text()) >= 2, "the tracker went back")

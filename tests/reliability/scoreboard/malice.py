@@ -1,4 +1,4 @@
-"""Row 29: files that want to run code or to reach outside."""
+"""Row 29: files that try to run code or to reach outside their folder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _TOKENIZERS = (
 _WEIGHTS = ("pytorch_model.bin", "consolidated.00.pth", "model.safetensors", "model.pt")
 _NATIVE = (MANIFEST, "rank_00000.safetensors")
 
-# Makes the files in a folder, and runs the command that is to read them; its exit code.
+# Creates the files in a folder, runs the command that reads them, and returns its exit code.
 Attack = Callable[[Path], int]
 
 
@@ -92,7 +92,7 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _whole_tree(folder: Path) -> int:
-    """Write a checkpoint of Megatron's that is sound except for one object."""
+    """Write one of Megatron's checkpoints that is sound except for one object."""
     write(folder, Form(), whole_model(), rng_state=Calls(os.system, f"touch {MARK}"))
     return _load(folder)
 
@@ -116,7 +116,7 @@ def _tar(folder: Path) -> int:
 
 
 def _distributed_checkpoint(data: bytes) -> Attack:
-    """Return torch.distributed.checkpoint's files: pickles under other names."""
+    """Return the files of torch.distributed.checkpoint: pickles under other names."""
 
     def attack(folder: Path) -> int:
         inner = folder / "iter_0000003"
@@ -215,7 +215,7 @@ def _hub_link(folder: Path) -> int:
 
 
 def _object_array(folder: Path) -> int:
-    """Write an index cache with an array of objects: it is built again, never read."""
+    """Write an index cache with an object array: it is rebuilt, never read."""
     spec = ArraySpec("a_idx", np.dtype("i4"), (3,))
     cache = IndexCache((folder,))
     cache.load_or_build("text", [spec], lambda: (np.arange(3, dtype=np.int32),))
@@ -266,7 +266,7 @@ def _attacks() -> Iterator[tuple[str, Attack]]:
 
 
 def _random_attack(draw: random.Random) -> tuple[str, Attack]:
-    """Return a random payload in a random place, and what it is."""
+    """Return a random payload in a random place, and a description of it."""
     kind = draw.choice((*["pickle"] * 3, "bomb", "YAML", "hooks", "library"))
     match kind:
         case "YAML":
@@ -285,7 +285,7 @@ def _random_attack(draw: random.Random) -> tuple[str, Attack]:
 
 
 def _random_place(data: bytes, draw: random.Random) -> Attack:
-    """Put a pickle into a file of any format that some program reads as a pickle, or into ours."""
+    """Put a pickle into one of our files, or a file in a format that some program unpickles."""
     file = payloads.torch_file(data, draw)
     name, flags = draw.choice(_TOKENIZERS)
     return draw.choice(
@@ -301,7 +301,7 @@ def _random_place(data: bytes, draw: random.Random) -> Attack:
 
 
 def _expect_execution(data: bytes) -> None:
-    """Check that pickle itself would execute this, or the trial would prove nothing."""
+    """Check that pickle itself would execute this; otherwise the trial would prove nothing."""
     with tempfile.TemporaryDirectory() as folder:
 
         def read() -> None:
@@ -342,7 +342,7 @@ def _library(draw: random.Random) -> Attack:
 
 
 class _Driver:
-    """A driver that leaves a mark when it is given code."""
+    """A driver that leaves a mark when it receives code."""
 
     launch = None
 
@@ -368,7 +368,7 @@ def _load_library(folder: Path) -> int:
 
 
 def _planted_modules(folder: Path) -> int:
-    """Start a program in a folder with modules that it imports, and a file that Python starts."""
+    """Start a program in a folder with modules that it imports and a file that Python starts."""
     for name in ("json", "yaml", "numpy", "torch", "msgspec", "megatron", "sitecustomize"):
         (folder / f"{name}.py").write_text(_CODE)
     (folder / "x.pth").write_text(f"import os; os.system('touch {MARK}')\n")
@@ -390,7 +390,7 @@ def malicious_files(folder: Path, count: int) -> Trials:
     All known attacks are tried, then as many random ones.
     """
     trials, draw = Trials("seed 29"), random.Random(29)
-    pickle.loads(_PAYLOAD)  # or the payloads would prove nothing
+    pickle.loads(_PAYLOAD)  # otherwise the payloads would prove nothing
     expect(Path(MARK).exists(), "the payload does not work")
     Path(MARK).unlink()
     _expect_a_sound_library_runs(folder / "sound")
@@ -405,7 +405,7 @@ def malicious_files(folder: Path, count: int) -> Trials:
 
 
 def _try(trials: Trials, folder: Path, name: str, attack: Attack) -> None:
-    """Make one attack in an empty folder, beside which nothing may appear."""
+    """Make one attack in an empty folder, next to which nothing may appear."""
     jail, outside = folder / "jail" / "files", folder / "beside"
     jail.mkdir(parents=True)
     outside.mkdir(exist_ok=True)

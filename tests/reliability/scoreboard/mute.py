@@ -25,8 +25,8 @@ from tests.reliability.scoreboard.score import Attempt, Trials, expect
 _LIMIT = 2.0  # seconds that a rank may keep others waiting
 _WHOLE_LIMIT = 10.0  # the same in new interpreters, which import more during their first update
 _PROMISE = 10.0  # seconds after the limit by which every rank has ended
-_START = 150.0  # seconds within which a rank has reached its first iteration, on a busy machine
-_WORKERS = 10  # jobs at a time; they mostly wait
+_START = 150.0  # seconds within which a rank reaches its first iteration, even on a busy machine
+_WORKERS = 10  # concurrent jobs, which mostly wait
 _WHOLE = 0.02  # the share of jobs whose ranks are new interpreters instead of forks
 _PHASES = ("step", "start", "hang report", "end after an error", "end of the run", "save")
 _LAYOUTS = (
@@ -39,13 +39,13 @@ _LAYOUTS = (
 
 
 class _Job:
-    """Ranks of the faulty toy and a launcher of their own, which has only the store of torchrun.
+    """Ranks of the faulty toy and their launcher, of which only torchrun's store is left.
 
     Attributes:
         ranks: The ranks' processes.
         launcher: The process that holds the store.
         limit: The seconds that a rank may keep others waiting.
-        struck: When the last signal was sent, by `time.monotonic`.
+        struck: The `time.monotonic` time of the last signal.
         was_in_time: Whether a rank was running when the launcher froze.
     """
 
@@ -57,7 +57,7 @@ class _Job:
         Args:
             count: The number of ranks.
             fault: The fault of `faulty_pretrain`.
-            folder: Where they write to.
+            folder: The folder to which they write.
             flags: Flags for all ranks.
             is_new: Whether the ranks are new interpreters.
             meets: Whether ranks wait for each other before they connect.
@@ -81,23 +81,23 @@ class _Job:
         self._stopped: set[int] = set()
 
     def output(self) -> str:
-        """Return what all ranks have printed."""
+        """Return everything that the ranks have printed."""
         return "\n".join(path.read_text() for path in self._outputs if path.exists())
 
     @property
     def is_running(self) -> bool:
-        """Whether a rank that was not stopped has not ended."""
+        """Return whether a rank that was not stopped is still running."""
         running = [rank for i, rank in enumerate(self.ranks) if i not in self._stopped]
         return any(rank.exitcode is None for rank in running)
 
     def freeze_launcher(self) -> None:
-        """Stop the launcher as a frozen machine would."""
+        """Stop the launcher, like a frozen machine."""
         self.was_in_time = self.is_running
         os.kill(self.launcher.pid or 0, signal.SIGSTOP)
         self.struck = time.monotonic()
 
     def strike(self, rank: int, number: signal.Signals) -> None:
-        """Kill or stop a rank, if it has not ended."""
+        """Kill or stop a rank that has not ended."""
         if self.ranks[rank].exitcode is None:
             os.kill(self.ranks[rank].pid or 0, number)
             self.struck = time.monotonic()
@@ -105,14 +105,14 @@ class _Job:
                 self._stopped.add(rank)
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Wait until something holds, or all ranks have ended."""
+        """Wait until a condition holds or all ranks have ended."""
         deadline = time.monotonic() + _START
         while not condition() and any(rank.exitcode is None for rank in self.ranks):
             expect(time.monotonic() < deadline, f"not at work: {self.output()[-500:]}")
             time.sleep(0.05)
 
     def codes(self, seconds: float) -> list[int]:
-        """Return the exit codes of the ranks that were not stopped, in their order.
+        """Return the exit codes of the ranks that were not stopped, in rank order.
 
         Raises:
             AssertionError: A rank has not ended this many seconds after the last signal.
@@ -125,7 +125,7 @@ class _Job:
         return [rank.exitcode or 0 for rank in running]
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill what is left of the job."""
         for process in (*self.ranks, self.launcher):
             process.kill()
             process.join()
@@ -152,16 +152,16 @@ def _job(
 
 @dataclass(frozen=True)
 class _Attack:
-    """One attack, drawn at random.
+    """An attack, drawn at random.
 
     Attributes:
         phase: What the ranks are doing when the launcher freezes.
-        count: How many ranks there are.
+        count: The number of ranks.
         flags: Their layout.
         victim: The rank that is struck.
         number: The signal for the victim, or `None` to freeze only the launcher.
         seconds: How long after the phase began the launcher freezes.
-        apart: How long after that the victim is struck; before it if negative.
+        apart: How long after that the victim is struck; negative if before it.
         is_whole: Whether the ranks are new interpreters.
     """
 
@@ -176,7 +176,7 @@ class _Attack:
 
     @classmethod
     def drawn(cls, phase: str, rng: random.Random) -> _Attack:
-        """Draw an attack on a phase."""
+        """Draw an attack on this phase."""
         is_whole = rng.random() < _WHOLE
         count = 2 if is_whole else rng.choice((2, 2, 2, 4))
         kill, stop = signal.SIGKILL, signal.SIGSTOP
@@ -200,7 +200,7 @@ class _Attack:
         )
 
     def run(self, folder: Path) -> list[str]:
-        """Make the attack, earlier if the ranks have ended before it, and return notes.
+        """Make the attack, earlier if the ranks ended before it, and return notes.
 
         Raises:
             AssertionError: A rank did not end in time, or none said why it ended.
@@ -208,7 +208,7 @@ class _Attack:
         for attempt in range(16):
             inner = folder / str(attempt)
             inner.mkdir(parents=True)
-            share = 2**-attempt if attempt < 8 else 0  # at last, at the very start of the phase
+            share = 2**-attempt if attempt < 8 else 0  # finally, at the very start of the phase
             sooner = {"seconds": self.seconds * share, "apart": self.apart * share}
             if replace(self, **sooner).strikes(inner):
                 return [self.phase, *(["whole programs"] if self.is_whole else [])]

@@ -1,4 +1,4 @@
-"""Rows 18, 20 and 21: slow ranks, spikes, and bits that flip."""
+"""Rows 18, 20 and 21: slow ranks, spikes, and bit flips."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.training.toy import RECIPES, Recorder, SpoiledRecipe, build_toy
 _WINDOW = 16  # updates
 _CLEAN = 50  # iterations of the clean run for each trial
 _REPLICAS = 3
-_LEAST = 1e-6  # a smaller change of a weight may vanish in the rounding of the next update
+_LEAST = 1e-6  # a smaller change to a weight may vanish in the rounding of the next update
 _WITHIN = 50  # updates from the onset of a slowdown to its report
 _UNDISTURBED = 1000  # updates in which no rank is slow
-# Layouts of 4 ranks, in which each rank has others that do the same work, or none has.
+# Layouts of 4 ranks in which each rank has peers with equal work, or has none.
 _LAYOUTS: tuple[tuple[dict[str, int], str], ...] = (
     ({}, ""),
     ({"tensor": 2}, "--tensor-model-parallel-size 2"),
@@ -36,7 +36,7 @@ _LAYOUTS: tuple[tuple[dict[str, int], str], ...] = (
 
 
 class _Outcomes(Callback):
-    """Keeps which iterations had a spike."""
+    """Records which iterations had a spike."""
 
     def __init__(self) -> None:
         self.spikes: dict[int, str] = {}
@@ -47,7 +47,7 @@ class _Outcomes(Callback):
 
 
 def _spikes(iterations: int, *flags: str, spoiled: frozenset[int] = frozenset()) -> dict[int, str]:
-    """The iterations of a toy run that it takes for spikes."""
+    """Return the iterations that a toy run considers spikes."""
     before, outcomes = RECIPES["gpt"], _Outcomes()
     RECIPES["gpt"] = SpoiledRecipe(spoiled)
     try:
@@ -90,21 +90,21 @@ class _Flip(Callback):
         if run.progress.iteration + 1 != self.iteration:
             return
         named, change = sorted(run.named_parameters()), 0.0
-        while change < _LEAST:  # not a number counts too: the loop ends
+        while change < _LEAST:  # NaN also ends the loop
             self.name, weight = self._draw.choice(named)
             one = weight.data.view(-1)[self._draw.randrange(weight.numel()) :][:1]
             flipped = (one.view(torch.int32) ^ (1 << self._draw.randrange(31))).view(torch.float32)
             change = float((flipped - one).abs())
         if run.layout.world.rank == self.rank:
-            one.copy_(flipped)  # through `data`, so autograd does not know
+            one.copy_(flipped)  # through `data`, so autograd does not notice
 
 
 def _flipped(layout: Layout, seed: int, interval: int) -> tuple[int, int, str, str]:
-    """The rank, the iteration and the weight of a flipped bit, and what was said of it."""
+    """Return the rank, iteration and weight of a flipped bit, and the error about it."""
     words = ["--check-weight-hash-across-dp-replicas-interval", str(interval), "--on-nonfinite"]
     size = ["--global-batch-size", str(_REPLICAS), "--eval-iters", "0", "--train-iters", "20"]
     flip, callbacks = _Flip(seed), list[Callback]()
-    if seed % 2:  # --fault-inject, which flips a bit of the first weight
+    if seed % 2:  # --fault-inject flips a bit of the first weight
         fault = Fault.parse(f"step:{flip.rank}:{flip.iteration}:flip")
         mine = FaultyJournal(None, [fault] if flip.rank == layout.world.rank else [])
         layout = Layout.at(layout.world.rank, _REPLICAS).connect("cpu", mine)
@@ -124,7 +124,7 @@ def _flipped(layout: Layout, seed: int, interval: int) -> tuple[int, int, str, s
 def flipped_bits(folder: Path, count: int) -> Trials:
     """Try row 21: a bit of a weight flips on one of three replicas.
 
-    Half of them are flipped by --fault-inject.
+    Half of the flips are made by --fault-inject.
     """
     trials = Trials.with_seeds(count)
     for seed in range(count):
@@ -141,7 +141,7 @@ def flipped_bits(folder: Path, count: int) -> Trials:
 def slowed(
     layout: Layout, words: list[str], sizes: dict[str, int], fault: str
 ) -> list[tuple[int, str]]:
-    """The iterations at which a toy run names stragglers, and what it says; "": no fault."""
+    """Return when a toy run names stragglers, and its messages; an empty fault means none."""
     faults = [Fault.parse(fault)] if fault else []
     mine = [each for each in faults if each.rank == layout.world.rank]
     journal = FaultyJournal(None, mine) if mine else None
@@ -153,7 +153,7 @@ def slowed(
 
 
 def slow_ranks(folder: Path, count: int) -> Trials:
-    """Try row 18: a rank takes twice as long from some update on, and none does."""
+    """Try row 18: a rank takes twice as long from some update on, or none does."""
     trials = Trials.with_seeds(count)
     for seed in range(count):
         draw = random.Random(seed)

@@ -18,7 +18,7 @@ _NONE = "none:0:0"
 
 
 def cut_network(folder: Path, count: int) -> Trials:
-    """Try row 17: both sides end in time, and what is there loads."""
+    """Try row 17: both sides end in time, and the saved checkpoints load."""
     trials = Trials.with_seeds(count)
     for seed in range(count):
         inner = folder / str(seed)
@@ -48,7 +48,7 @@ def _cut(folder: Path, draw: random.Random) -> None:
             expect(time.monotonic() - cut <= _LATEST, "too late")
     text = "".join(path.read_text() for path in outputs)
     expect("error: hang in " in text, f"no report: {text[-500:]}")
-    # Only rank 0 publishes: whatever was published before the cut is whole.
+    # Only rank 0 publishes, so whatever was published before the cut is complete.
     reader = open_checkpoint(save)
     assert reader is not None
     named = iteration_folder(int((save / TRACKER).read_text()))

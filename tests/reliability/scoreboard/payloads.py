@@ -1,6 +1,6 @@
-"""Random content that wants to run code or to exhaust its reader, for row 29.
+"""Random content that tries to run code or to exhaust its reader, for row 29.
 
-Each payload that runs makes the file `MARK` in the current folder.
+Each payload that runs creates the file `MARK` in the current folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.environment import private_cache
 from megatron.kernels.build import digest, join, keep
 from tests.checkpoint.legacy.test_malicious import MARK, Calls
 
-_STRANGER = 4321  # a user's number
+_STRANGER = 4321  # a user id
 _CALLS: tuple[tuple[Any, ...], ...] = (
     (os.system, f"touch {MARK}"),
     (os.mkdir, MARK),
@@ -71,7 +71,7 @@ _YAML_PLACES = (
 
 
 def random_pickle(draw: random.Random) -> bytes:
-    """Return a pickle that calls something that `pickle` itself would call."""
+    """Return a pickle that makes a call which `pickle` itself would execute."""
     value: Any = Calls(*draw.choice(_CALLS))
     for _ in range(draw.randrange(4)):
         value = draw.choice(_WRAPPERS)(value)
@@ -97,7 +97,7 @@ def exhausting_pickle(draw: random.Random) -> bytes:
 
 
 def torch_file(data: bytes, draw: random.Random) -> bytes:
-    """Return a file as torch.save writes it, or as it never does, with this pickle in it."""
+    """Return a file with this pickle, as torch.save writes it or as it never does."""
     file = io.BytesIO()
     match draw.randrange(4):
         case 0:
@@ -133,7 +133,7 @@ def random_yaml(draw: random.Random) -> str:
 
 
 def random_hooks(draw: random.Random) -> dict[str, Any]:
-    """Return settings of a Hugging Face model that ask for code from its folder or from the hub."""
+    """Return Hugging Face model settings that ask for code from the model's folder or the hub."""
     place = draw.choice(("modeling.M", "evil/x--modeling.M", "../x.M", "os.system", "modeling"))
     kinds = draw.sample(("AutoConfig", "AutoModelForCausalLM", "AutoModel", "AutoTokenizer"), 2)
     hooks: dict[str, Any] = {
@@ -148,7 +148,7 @@ def random_hooks(draw: random.Random) -> dict[str, Any]:
 
 @cache
 def library() -> bytes:
-    """Return the content of a library of kernels."""
+    """Return the content of a kernel library."""
     return join([b"{}\ncode"])
 
 
@@ -160,7 +160,7 @@ def plant_library(data: bytes) -> Path:
 
 
 def spoil_library(path: Path, draw: random.Random) -> str:
-    """Make a planted library one that another user may have written, and say how."""
+    """Turn a planted library into one that another user may have written; return how."""
     kept = path.parent
     others = draw.randrange(1, 0o100)
     ways: dict[str, Callable[[], object]] = {

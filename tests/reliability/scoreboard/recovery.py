@@ -1,4 +1,4 @@
-"""Rows 1, 14, 19, 34 and 35: restarts, verification, numbers that are not finite, leaks, a soak."""
+"""Rows 1, 14, 19, 34 and 35: restarts, verification, non-finite numbers, leaks, a soak test."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _LAYOUTS: tuple[tuple[str, ...], ...] = (
 def _command(
     folder: Path, processes: int, restarts: int, *flags: str, launcher: str = _LAUNCHERS[0]
 ) -> list[str]:
-    """The toy under torchrun, which saves and resumes in `folder`."""
+    """Return the toy's command under torchrun; it saves and resumes in `folder`."""
     save = str(folder / "save")
     start = ["-m", launcher, "--standalone", "--nproc-per-node", str(processes)]
     start += ["--max-restarts", str(restarts)]
@@ -57,7 +57,7 @@ def _command(
 
 
 def _calm(folder: Path, processes: int, *flags: str) -> tuple[Path, float]:
-    """The metrics of an undisturbed run, and the seconds that its steps took."""
+    """Return an undisturbed run's metrics, and the seconds that its steps took."""
     folder.mkdir()
     words = _command(folder, processes, 0, *flags)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -131,13 +131,13 @@ def soaked(folder: Path, count: int) -> Trials:
         trials.note("most steps lost", numbers["most steps lost"])
         expect(not problems, "; ".join(problems))
         expect(numbers["goodput"] >= _GOODPUT, f"goodput {numbers['goodput']:.1%}")
-        # A kill may strike while the newest fast state is written.
+        # A kill may happen while the newest fast state is written.
         expect(numbers["most steps lost"] <= 50, f"{numbers['most steps lost']} steps lost")
     return trials
 
 
 def verification(folder: Path, count: int) -> Trials:
-    """Try row 14: the processor time to verify half a gigabyte."""
+    """Try row 14: the CPU time for verifying half a gigabyte."""
     tensors = {f"model.{i}": Entry.whole(torch.full((16 << 20,), float(i))) for i in range(8)}
     size = sum(entry.tensor.nbytes for entry in tensors.values())
     snapshot = Snapshot.take(1, tensors, meta_of(1), Layout.single())
@@ -179,7 +179,7 @@ def not_finite(folder: Path, count: int) -> Trials:
 
 
 def _trained(folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
-    """Train six iterations, and save the last; the code and the output."""
+    """Train six iterations and save the last; return the exit code and the output."""
     words = [str(ROOT / "pretrain_gpt.py"), *TOY, "--train-iters", "6", "--save-interval", "10000"]
     words += ["--save", str(folder), "--distributed-timeout-minutes", "1", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -193,7 +193,7 @@ def _state_of(folder: Path) -> dict[str, bytes]:
 
 
 class _Usage(Callback):
-    """What the process uses after each step: open files and bytes of memory."""
+    """Records the process's open files and bytes of memory after each step."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, int]] = []

@@ -37,7 +37,7 @@ _SIZES = {"tensor": "--tensor-model-parallel-size", "pipeline": "--pipeline-mode
 
 @dataclass(frozen=True)
 class _Way:
-    """A layout, and flags for saving or sharding."""
+    """A layout, with flags for saving or sharding."""
 
     processes: int
     tensor: int = 1
@@ -49,7 +49,7 @@ class _Way:
         return f"tp{self.tensor} pp{self.pipeline} of {self.processes} {self.flags}".strip()
 
     def train(self, *flags: str) -> list[tuple[list[float], str]]:
-        """Every rank's losses, and the digest of its state at the end."""
+        """Return every rank's losses, and the digest of its final state."""
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline}
         words = [*_DROPOUT, "--eval-iters", "0", *self.flags.split(), *flags]
         for axis, size in sizes.items():
@@ -83,7 +83,7 @@ def _train(layout: Layout, words: list[str]) -> tuple[list[float], str]:
 
 
 def resumed_runs(folder: Path, count: int) -> Trials:
-    """Try row 5: 40 iterations in one run, and 20 and 20 with a restart between them."""
+    """Try row 5: 40 iterations in one run, and 20 + 20 with a restart in between."""
     trials = Trials()
     for way in _WAYS[:count]:
         with trials.trial(way.name):
@@ -140,9 +140,9 @@ def _read_samples(root: Path) -> dict[int, list[int]]:
 
 
 def terminated(folder: Path, count: int) -> Trials:
-    """Try row 15: SIGTERM at a random time gives a last checkpoint and an exit code of its own.
+    """Try row 15: SIGTERM at a random time gives a final checkpoint and a special exit code.
 
-    In an iteration, an evaluation or a save, in the foreground or background.
+    It arrives in an iteration, an evaluation or a save, in the foreground or background.
     """
     trials, rng = Trials("seed 15"), random.Random(15)
     for number in range(count):

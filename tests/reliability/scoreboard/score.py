@@ -13,20 +13,20 @@ from typing import Any
 
 from tests.distributed import freeze_inherited, start_method
 
-# The name of a trial, and a function that makes it and returns notes.
+# The name of a trial, and a function that runs it and returns notes.
 Attempt = tuple[str, Callable[[], Iterable[str]]]
 
 
 @dataclass
 class Trials:
-    """Counts of the trials of one promise.
+    """Results of the trials of one promise.
 
     Attributes:
         seeds: The seeds of the random choices, in words.
-        passed, tried: so far.
-        failures: what went wrong, in words.
-        worst: seconds of the longest trial.
-        notes: what else is worth telling, with how often it was noted.
+        passed, tried: The counts so far.
+        failures: What went wrong, in words.
+        worst: The duration of the longest trial in seconds.
+        notes: What else is worth reporting, with how often it was noted.
     """
 
     seeds: str = "nothing is random"
@@ -38,12 +38,12 @@ class Trials:
 
     @classmethod
     def with_seeds(cls, count: int) -> Trials:
-        """Return counts of trials whose seeds are 0, 1, 2 and so on."""
+        """Return results of trials whose seeds are 0, 1, 2 and so on."""
         return cls(f"seeds 0 to {count - 1}" if count > 1 else "seed 0")
 
     @contextmanager
     def trial(self, name: str) -> Iterator[None]:
-        """One trial: it fails with an exception inside, which is noted and goes no further."""
+        """Run a trial. It fails if the block raises an exception, which is noted and suppressed."""
         self.tried += 1
         started = time.perf_counter()
         try:
@@ -112,11 +112,11 @@ class Row:
     """One line of the table.
 
     Attributes:
-        number: in the list of promises, `docs/reliability.md`.
-        what: what is done, and what must hold, in one sentence each.
-        run: tries it in an empty folder, about so many times as asked.
-        full: how often the command tries.
-        quick: how often the tests try.
+        number: The number in the list of promises, `docs/reliability.md`.
+        what: What is done, and what must hold, in one sentence each.
+        run: Tries it in an empty folder, about as many times as asked.
+        full: How often the command tries.
+        quick: How often the tests try.
     """
 
     number: int
@@ -127,7 +127,7 @@ class Row:
 
 
 def expect(condition: object, text: str) -> None:
-    """Raise AssertionError with a text, also if Python leaves `assert` out; the table shows it."""
+    """Raise AssertionError with this text, even if Python omits `assert`; the table shows it."""
     if not condition:
         raise AssertionError(text)
 
@@ -137,7 +137,7 @@ def within(seconds: int) -> Iterator[None]:
     """Interrupt the block if it takes longer than this.
 
     Raises:
-        AssertionError: It took longer, even if the block caught the interruption itself.
+        AssertionError: It took longer, even if the block itself caught the interruption.
     """
 
     def interrupt(*_: object) -> None:

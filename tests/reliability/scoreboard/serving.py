@@ -25,14 +25,14 @@ from tests.inference.server.test_texts import HOSTILE_TEMPLATES, write_slow_toke
 from tests.reliability.scoreboard.commands import run_words
 from tests.reliability.scoreboard.score import Trials, expect
 
-_FUZZED = 100  # requests of a trial
-_SMUGGLED = 20  # of them, requests with two lengths
+_FUZZED = 100  # requests per trial
+_SMUGGLED = 20  # of these, requests with two lengths
 _GOOD = 100  # requests whose time is measured
 _CROWD = 50  # clients that send slowly
 _SLOW = b"POST /api HTTP/1.1\r\nHost: localhost\r\nContent-Ty"
 _LARGE = 2 << 20  # bytes of a body
-_STRANGERS = 100  # requests of a seed without the token
-_HOSTILE = 50  # requests of a seed with a template
+_STRANGERS = 100  # requests per seed without the token
+_HOSTILE = 50  # requests per seed with a template
 _TEMPLATE_PARTS = (
     "{% for message in messages %}{{ message.content }}{% endfor %}",
     *HOSTILE_TEMPLATES.values(),
@@ -54,14 +54,14 @@ _HOSTILE_TEXTS = (
     "a" * 40 + "b",
     "aaaa ",
 )
-# Their matches take time that doubles with each letter, or fail after a while with a panic.
+# Matching takes time that doubles with each letter, or eventually fails with a panic.
 _HOSTILE_PATTERNS = ("(a+)+$", "(a|a)*$", "(a*)*c", "([a-z]+)*[0-9]", "(a|aa)+$", "(.*a){12}$")
 
 
 def fuzzed_requests(folder: Path, count: int) -> Trials:
     """Try row 31: a hundred requests at a time, to two ranks that keep running.
 
-    Requests with two lengths follow them.
+    Requests with two lengths follow.
     """
     write_tokenizer(folder)
     trials = Trials.with_seeds(count)
@@ -89,7 +89,7 @@ def crowded_server(folder: Path, count: int) -> Trials:
     limits, server = ServerLimits(read_seconds=2.0), ServerConfig(max_queued_requests=256)
     engine = FakeEngine(places=64, seconds=0.001)
     with running(engine, make_settings(folder, engine, limits=limits, server=server)) as live:
-        _times_of_good(live)  # warm
+        _times_of_good(live)  # warm-up
         baseline = max(0.05, _p99(_times_of_good(live)))
         for number in range(count):
             with trials.trial(f"crowd {number}"):
@@ -152,7 +152,7 @@ def _leave(live: Live) -> None:
 
 
 def guarded_server(folder: Path, count: int) -> Trials:
-    """Try row 33: by default only this machine connects; others need the token."""
+    """Try row 33: by default only this machine can connect; others need the token."""
     write_tokenizer(folder)
     checks = (_listens_here_alone, _refuses_other_addresses, _asks_for_the_token)
     spellings = max(0, count - len(checks))
@@ -174,7 +174,7 @@ def guarded_server(folder: Path, count: int) -> Trials:
 
 
 def hostile_texts(folder: Path, count: int) -> Trials:
-    """Try row 40: texts, conversations and templates that take too much stop nobody else."""
+    """Try row 40: texts, conversations and templates that take too much do not stop others."""
     write_tokenizer(folder)
     seeds, engine = range(-(-count // _HOSTILE)), FakeEngine()
     trials = Trials.with_seeds(len(seeds))

@@ -1,4 +1,4 @@
-"""Row 30: our own source, and calls that are planted in it."""
+"""Row 30: our own source, and calls planted in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMES = sorted(BANNED_NAMES) + [f"dist.{name}" for name in sorted(BANNED_ATTRIB
 
 
 def banned_calls(folder: Path, count: int) -> Trials:
-    """Try row 30: the source of what we ship, and then calls planted at random places of it."""
+    """Try row 30: the source that we ship, and then calls planted at random places in it."""
     trials, draw = Trials("seed 30"), random.Random(30)
     files = _shipped()
     for file in files[:count]:

@@ -1,4 +1,4 @@
-"""Row 43: checkpoints that no run wrote, with matching digests, and files that are no files."""
+"""Row 43: checkpoints that no run wrote, with matching digests, and special files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron.parallel.layout import Layout
 from tests.checkpoint.states import assert_loads, make_state, save, save_state
 from tests.reliability.scoreboard.score import Trials, expect, within
 
-SECONDS = 10  # for opening a checkpoint, whatever it is
-_OTHER = 54_321  # a user's number
+SECONDS = 10  # to open any checkpoint
+_OTHER = 54_321  # a user id
 META = {
     "skipped_train_samples": 0,
     "optimizer": {"step": 2, "loss_scale": {"scale": 65536.0, "growth_tracker": 3}},
@@ -33,7 +33,7 @@ META = {
 }
 META["optimizer"]["loss_scale"]["hysteresis_tracker"] = 2  # type: ignore[index]
 _FREE = ("created", "hysteresis_tracker")  # any text, any number
-# A schedule may have fractions and None, and a configuration what YAML may have.
+# A schedule may contain fractions and None, and a configuration what YAML can.
 _LENIENT = ("num_steps", "lr_decay_steps", "num_layers", "train_iters")
 _NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 5000)
 
@@ -66,7 +66,7 @@ def _mistype(newest: Path, rng: random.Random) -> None:
 
 
 def _number(newest: Path, rng: random.Random) -> None:
-    """Put a number that JSON lacks, or that nothing can hold, in a number's place; signed."""
+    """Replace a number with one that JSON lacks or that nothing can hold; sign the result."""
     body = _body(newest)
     numbers = [(c, k) for c, k in _places(body) if type(c[k]) in (int, float)]
     container, key = rng.choice(numbers)
@@ -77,7 +77,7 @@ def _number(newest: Path, rng: random.Random) -> None:
 
 
 def _cut(newest: Path, rng: random.Random) -> None:
-    """Cut a tensor into thousands of pieces along any dimension, of which two overlap."""
+    """Cut a tensor into thousands of pieces along any dimension, two of which overlap."""
     body = _body(newest)
     names = sorted(name for name in body["tensors"] if "model.layers.0.mlp.up.weight" in name)
     tensor = body["tensors"][rng.choice(names)]
@@ -95,11 +95,11 @@ def _cut(newest: Path, rng: random.Random) -> None:
 
 
 def put_special(path: Path, target: Path, rng: random.Random) -> str:
-    """Create a FIFO, a socket, a device, a folder or a link, and return what it is."""
+    """Create a FIFO, a socket, a device, a folder or a link, and return which."""
 
     def listen() -> None:
         with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
-            server.bind(path.name)  # the address of a socket has at most 107 bytes
+            server.bind(path.name)  # a socket's address has at most 107 bytes
 
     def make_device() -> None:
         try:
@@ -122,14 +122,14 @@ def put_special(path: Path, target: Path, rng: random.Random) -> str:
 
 
 def _replace(newest: Path, rng: random.Random) -> None:
-    """Put something else in a file's place."""
+    """Replace a file with something else."""
     path = rng.choice(sorted(newest.iterdir()))
     aside = path.rename(newest.parent / "aside")
     put_special(path, aside, rng)
 
 
 def _link(newest: Path, rng: random.Random) -> None:
-    """Make the checkpoint a link out of its folder."""
+    """Replace the checkpoint with a link out of its folder."""
     outside = newest.parent.parent / "outside"
     newest.rename(outside)
     newest.symlink_to(outside)
