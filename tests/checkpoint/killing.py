@@ -1,4 +1,4 @@
-"""Saves that are killed: at a chosen call to the system, and what must be true afterwards."""
+"""Kill a save at a chosen system call, and check what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.checkpoint.find import TRACKER, list_checkpoints, read_tracker
 from megatron.checkpoint.reader import NativeReader
 from tests.checkpoint.states import assert_loads, save_state
 
-# Every way in which a save touches the disk. Opening a file for writing shows as its first write.
+# Every way in which a save touches the disk. Opening a file for writing counts as its first write.
 _CALLS = ("mkdir", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")
 
 
 def run_forked(function: Callable[[], object]) -> int:
-    """Call it in a forked process; its exit status, negative for a signal."""
+    """Call a function in a forked process; return its exit status, negative for a signal."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -30,7 +30,7 @@ def run_forked(function: Callable[[], object]) -> int:
 
 
 def kill_at(boundary: int) -> None:
-    """From now on, die at this call to the system (from 0); of a write, half is made."""
+    """Die at the given system call, counted from now and from 0; a write is half done by then."""
     seen = 0
 
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,10 +51,10 @@ def kill_at(boundary: int) -> None:
 
 
 def assert_recovers(root: Path, iterations: list[int], following: int = 30) -> int:
-    """One whole checkpoint loads, the tracker is honest, and the next save tidies up.
+    """Check that one whole checkpoint loads, the tracker is right, and the next save cleans up.
 
     Returns:
-        The iteration that loads, of those that may.
+        The iteration that was loaded.
     """
     named, complaint = read_tracker(root)
     assert complaint is None, complaint

@@ -1,4 +1,4 @@
-"""Small states for the checkpoint tests, and ways to compare what comes back."""
+"""Small states for the checkpoint tests, and ways to compare what was loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.parallel.layout import Layout
 
 
 def make_state(seed: int, hidden: int = 8) -> State:
-    """Weights, moments and integers, of several types and shapes, from one seed."""
+    """Return weights, moments and integers of several types and shapes, from one seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ def save(root: Path | str, iteration: int, entries: State, meta: Json, layout: L
 
 
 def meta_of(iteration: int) -> dict[str, Json]:
-    """The meta data that every checkpoint has."""
+    """Return the meta data that every checkpoint has."""
     numbers = {"iteration": iteration, "consumed_train_samples": 0, "padded_vocab_size": 0}
     return {**numbers, "config": {}}
 
@@ -59,14 +59,14 @@ def read_whole(reader: Reader, name: str) -> torch.Tensor:
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint that loads from `folder`."""
+    """Return every tensor of the checkpoint that `folder` loads."""
     reader = open_checkpoint(folder)
     assert reader is not None
     return {name: read_whole(reader, name) for name in reader.names()}
 
 
 def assert_holds(reader: Reader | None, state: State) -> None:
-    """The checkpoint holds exactly this state, bit for bit."""
+    """Check that the checkpoint holds exactly this state, bit for bit."""
     assert reader is not None
     assert reader.names() == sorted(state)
     for name, entry in state.items():
@@ -76,7 +76,7 @@ def assert_holds(reader: Reader | None, state: State) -> None:
 
 
 def assert_loads(root: Path, iterations: Iterable[int], *, allow_foreign: bool = False) -> int:
-    """The folder loads one of these iterations, whole and unmixed; which one."""
+    """Check that the folder loads one of these iterations, whole and unmixed; return which one."""
     reader = open_checkpoint(root, allow_foreign=allow_foreign)
     assert reader is not None
     assert reader.iteration in set(iterations)
@@ -86,6 +86,6 @@ def assert_loads(root: Path, iterations: Iterable[int], *, allow_foreign: bool =
 
 
 def same_files(one: Path, other: Path) -> bool:
-    """Whether all files of `one` are in `other`, bit for bit."""
+    """Return whether all files of `one` are in `other`, bit for bit."""
     names = [path.name for path in one.iterdir()]
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)

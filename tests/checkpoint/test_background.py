@@ -1,4 +1,4 @@
-"""Saves in the background: the same files, of the moment of the call, on all ranks or on none."""
+"""Background saves: the same files, as of the time of the call, on all ranks or on none."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ from tests.distributed import TIMEOUT, run_distributed
 
 
 class Told:
-    """What a saver reports."""
+    """Messages from a saver."""
 
     def __init__(self):
         self.outcomes = []
@@ -42,7 +42,7 @@ def _start(saver, iteration, state):
 
 
 def _files(folder):
-    """Every file's bytes; of the manifest what does not tell the time."""
+    """Return every file's bytes, without the times in the manifest."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     manifest = parse(files.pop(MANIFEST))
     return files, manifest.files, manifest.tensors, manifest.meta, manifest.layout
@@ -80,12 +80,12 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path, monkeypatch):
     _start(saver, 1, state)
     assert saver.is_busy
     for _, entry in flatten(state):
-        entry.tensor.zero_()  # the training goes on
+        entry.tensor.zero_()  # training continues
     assert not (tmp_path / TRACKER).exists()
     go_on.set()
     saver.wait()
     assert not saver.is_busy
-    assert assert_loads(tmp_path, [1]) == 1  # holds what make_state makes
+    assert assert_loads(tmp_path, [1]) == 1  # holds the values of make_state
     ((iteration, saved),) = told.outcomes
     assert isinstance(saved, Saved)
     assert (iteration, saved.path) == (1, tmp_path / "iter_0000001")
@@ -110,7 +110,7 @@ def _fail_on_one_rank(layout, root):
             saver.wait()
     finally:
         store.write_shard = write
-    layout.wait_for_all()  # rank 0 has tidied up
+    layout.wait_for_all()  # rank 0 has cleaned up
     left = sorted(path.name for path in root.iterdir())
     tracker = (root / TRACKER).read_bytes()
     layout.wait_for_all()
@@ -146,7 +146,7 @@ def test_a_failing_disk_is_told_by_the_next_wait(tmp_path, monkeypatch, step):
             saver.wait()
     assert isinstance(told.outcomes[0][1], StorageError)
     assert assert_loads(tmp_path, [1]) == 1
-    saver.wait()  # told once
+    saver.wait()  # reported once
     _start(saver, 2, state)
     saver.wait()
     assert assert_loads(tmp_path, [2]) == 2

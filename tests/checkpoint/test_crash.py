@@ -1,4 +1,4 @@
-"""A save killed anywhere leaves the old or the new checkpoint, whole; the next save works."""
+"""A save killed at any point leaves the old or the new checkpoint whole; the next save works."""
 
 import os
 import random
@@ -32,14 +32,14 @@ def test_a_save_killed_at_every_system_call_resumes(tmp_path, monkeypatch, files
             break
         assert status == -signal.SIGKILL
         loaded.add(assert_recovers(root, [10, 20]))
-    assert boundary > 15  # the save did pass our hooks
+    assert boundary > 15  # the save did go through our hooks
     assert len(list((root / "iter_0000020").glob("rank_*"))) == files
     assert status == 0
     assert loaded == {10, 20}
 
 
 def test_a_replacing_save_killed_at_every_system_call_resumes(tmp_path):
-    """The same, where the iteration was saved before: old or new values, never a mixture."""
+    """The iteration was saved before: values are old or new, never a mixture."""
     old, new = make_state(1), make_state(2)
     for boundary in range(100):
         root = tmp_path / str(boundary)
@@ -85,7 +85,7 @@ def test_a_save_killed_at_a_random_time_resumes(tmp_path, seed):
 
 
 def _two_ranks(rank, store_file, root):
-    """One of two ranks that save; the second is killed while it writes."""
+    """Run one of two ranks that save; the second is killed while it writes."""
     import torch.distributed as dist
 
     from megatron.checkpoint import store
@@ -114,7 +114,7 @@ def test_a_rank_killed_while_saving_publishes_nothing(tmp_path):
         if child == 0:
             code = 0
             try:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's complaints
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's warnings
                 _two_ranks(rank, tmp_path / "store", root)
             except Exception:
                 code = 3
@@ -122,5 +122,5 @@ def test_a_rank_killed_while_saving_publishes_nothing(tmp_path):
                 os._exit(code)
         children.append(child)
     ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert ends == [3, -signal.SIGKILL]  # the other rank learns of it and fails
+    assert ends == [3, -signal.SIGKILL]  # the other rank notices and fails
     assert assert_recovers(root, [10]) == 10

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are refused before anything is read from them; the older one is used."""
+"""Damaged checkpoints are refused before anything is read from them; an older one is used."""
 
 import random
 import re
@@ -175,7 +175,7 @@ def test_any_error_while_a_checkpoint_is_opened_leads_to_the_next(tmp_path, caps
     assert assert_loads(tmp_path, [1]) == 1
     assert "not a native checkpoint: KeyError: 'x'" in capsys.readouterr().err
     monkeypatch.setattr(NativeReader, "verify", lambda *args: fails(MemoryError(), *args))
-    with pytest.raises(MemoryError):  # the machine's problem, not the file's
+    with pytest.raises(MemoryError):  # a fault of the machine, not of the file
         open_checkpoint(tmp_path)
 
 
@@ -186,11 +186,12 @@ def test_what_is_not_json_is_refused(data):
 
 
 FORGED = "model.layers.0.mlp.up.weight"
-LIKE_IT = "optimizer.layers.0.mlp.up.weight.exp_avg"  # as many bytes, in another file
+LIKE_IT = "optimizer.layers.0.mlp.up.weight.exp_avg"  # the same number of bytes, in another file
 
 
 def _exchange(tensors):
-    """Each of two in the other's file, or in the other's place of the same one."""
+    """Swap two tensors' entries: each then names the other's file, or its place in the same
+    file."""
     for field in ("file", "start", "sha256"):
         one, other = tensors[FORGED]["pieces"][0], tensors[LIKE_IT]["pieces"][0]
         one[field], other[field] = other[field], one[field]
@@ -217,7 +218,7 @@ def _turn(tensors):
 def test_a_forged_manifest_must_say_what_its_files_hold(
     tmp_path, capsys, monkeypatch, forge, message, large
 ):
-    monkeypatch.setattr(plan, "_LARGE", large)  # bytes from which a share has several files
+    monkeypatch.setattr(plan, "_LARGE", large)  # bytes in a file; larger shares have several
     save_state(tmp_path, 1)
     path = save_state(tmp_path, 2, make_state(2))
     body = _body(path)
@@ -225,7 +226,7 @@ def test_a_forged_manifest_must_say_what_its_files_hold(
     (path / MANIFEST).write_bytes(_sign(body))
     with pytest.raises(CheckpointError, match=message):
         open_found(FoundCheckpoint("native", 2, path))
-    assert assert_loads(tmp_path, [1]) == 1  # before a tensor was read
+    assert assert_loads(tmp_path, [1]) == 1  # before any tensor was read
     lines, sound = summarize(tmp_path, verify=True, details=False)
     assert not sound
     assert "iter_0000002  native  cannot be used: rank_00000" in lines[1]

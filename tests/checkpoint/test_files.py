@@ -1,4 +1,4 @@
-"""Large shares: several files a process, tensors in pieces."""
+"""Large shares: several files per process, tensors in pieces."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ WHOLE = torch.arange(600.0).reshape(5, 40, 3)
 
 @pytest.fixture
 def large(monkeypatch):
-    """What is large is small: a share of 256 bytes has four files."""
+    """Lower the limits: a share of 256 bytes has four files."""
     monkeypatch.setattr(plan, "_LARGE", 64)
 
 
@@ -34,7 +34,7 @@ def _names(folder):
 
 
 def test_tensors_are_written_hashed_and_verified_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard, "PIECE", 7)  # no multiple of any element's size
+    monkeypatch.setattr(shard, "PIECE", 7)  # not a multiple of any element size
     path = save_state(tmp_path, 1)
     data, held = (path / FILES[0]).read_bytes(), NativeReader(path).manifest.tensors
     for name, (piece,) in ((name, info.pieces) for name, info in held.items()):
@@ -75,7 +75,8 @@ def test_files_share_the_bytes():
 
 
 def _ranges(layout):
-    """Of a tensor elements [13, 300) and [300, 587) in several boxes, and copies of another."""
+    """Return elements [13, 300) and [300, 587) of a tensor in several boxes, and copies of
+    another."""
     rank, edges = layout.world.rank, [0, 300, 600]
     start, end = edges[rank], edges[rank + 1]
     boxes = boxes_of_range((5, 40, 3), start, end)
@@ -101,7 +102,7 @@ def test_several_processes_with_several_files_each(tmp_path, large):
     assert len(held.files) == 4  # as many as there are tensors to write
     pieces = held.tensors["moment"].pieces
     assert len(pieces) > 2
-    assert len({piece.file for piece in pieces}) == 2  # a process writes its pieces to one
+    assert len({piece.file for piece in pieces}) == 2  # a process writes its pieces to one file
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,4 +1,4 @@
-"""Which checkpoint is tried first, whatever state the tracker is in."""
+"""Which checkpoint is tried first, for every state of the tracker."""
 
 import shutil
 
@@ -160,7 +160,7 @@ def test_a_replaced_checkpoint_counts_where_its_successor_is_missing(tmp_path, c
 
 
 def test_a_folder_with_two_checkpoints_is_neither(tmp_path, capsys):
-    """Megatron-LM saves into `iter_0000002` without a look at what else is there."""
+    """Megatron-LM saves into `iter_0000002` without checking what else is there."""
     for iteration in (1, 2):
         folder = save_state(tmp_path, iteration)
     (folder / "mp_rank_00").mkdir()

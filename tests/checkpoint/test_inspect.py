@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "checkpoint" / "inspect
 
 @pytest.fixture
 def inspect(capsys):
-    """Call the tool in this process: exit code and both outputs together."""
+    """Call the tool in this process; return the exit code and both outputs together."""
     spec = importlib.util.spec_from_file_location("checkpoint_inspect", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""One job per folder: a second is refused, a dead one's lock is taken over."""
+"""One job per folder: a second is refused, and a dead one's lock is taken over."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from megatron.errors import CheckpointError, StorageError
 
 
 def _hold(root):
-    """A child that holds the folder until it is killed; its process number."""
+    """Start a child that holds the folder until it is killed; return its process ID."""
     ready, done = os.pipe()
     child = os.fork()
     if child == 0:

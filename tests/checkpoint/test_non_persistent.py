@@ -35,7 +35,7 @@ def _newest(store: NonPersistentStore, above: int = -1) -> int | None:
 
 
 def _lose(layout: Layout, root: Path, machine: int) -> None:
-    """Let a machine be replaced by an empty one."""
+    """Replace a machine with an empty one."""
     if layout.world.rank == 2 * machine:
         shutil.rmtree(root)
         root.mkdir()
@@ -43,7 +43,7 @@ def _lose(layout: Layout, root: Path, machine: int) -> None:
 
 
 def _damage(layout: Layout, path: Path) -> None:
-    layout.wait_for_all()  # others may still read it, and reading a file that is cut is fatal
+    layout.wait_for_all()  # others may still read it, and reading a truncated file is fatal
     if layout.world.rank == 0:
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
@@ -56,7 +56,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _copied(layout: Layout, folder: Path) -> None:
-    """Two machines of two ranks, each of which keeps the other's files too."""
+    """Run two machines of two ranks, each of which keeps the other's files too."""
     root = folder / f"machine{layout.world.rank // 2}"
     store = NonPersistentStore(root, "a run", layout, copies=2)
     for iteration in (3, 5, 7):
@@ -76,7 +76,7 @@ def _copied(layout: Layout, folder: Path) -> None:
 
 
 def _alone(layout: Layout, folder: Path) -> None:
-    """Without copies, a lost machine loses the checkpoint; a full disk publishes nothing."""
+    """Without copies, losing a machine loses the checkpoint; a full disk publishes nothing."""
     root = folder / f"machine{layout.world.rank // 2}"
     store = NonPersistentStore(root, "a run", layout)
     _save(store, layout, 4)

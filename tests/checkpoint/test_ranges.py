@@ -1,4 +1,4 @@
-"""Processes that each hold a range of a tensor's elements: several boxes of it."""
+"""Processes that each hold a range of a tensor's elements, as several boxes."""
 
 import torch
 from safetensors.torch import load_file
@@ -13,7 +13,7 @@ WHOLE = torch.arange(5.0 * 4 * 3).reshape(5, 4, 3)
 
 
 def _entries(values, rank, size):
-    """Uneven: cut in the middle of rows, for up to four processes."""
+    """Return uneven ranges, cut in the middle of rows, for up to four processes."""
     cuts = [0, 17, 31, 44, 60]
     start, end = cuts[rank], cuts[rank + 1] if rank < size - 1 else 60
     boxes = boxes_of_range((5, 4, 3), start, end)

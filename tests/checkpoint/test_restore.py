@@ -1,4 +1,4 @@
-"""Filling a state: all is checked before anything is changed."""
+"""Filling a state: everything is checked before anything is changed."""
 
 import pytest
 import torch

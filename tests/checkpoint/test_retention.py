@@ -1,4 +1,4 @@
-"""Old checkpoints go, the newest and those that are being read stay."""
+"""Old checkpoints are deleted; the newest and those being read stay."""
 
 import os
 
@@ -42,7 +42,7 @@ def test_what_a_run_that_went_back_left_stays(tmp_path):
 @pytest.mark.parametrize(
     ("keep", "after"),
     [
-        # Each save's folder: the one that it succeeds goes, unless it is a multiple of 4.
+        # Folders after each save: the previous one is deleted unless it is a multiple of 4.
         (Keep(every=4), [[2], [4], [4, 6], [4, 8], [4, 8, 10], [4, 8, 12]]),
         (Keep(1, every=4), [[2], [4], [4, 6], [4, 8], [4, 8, 10], [4, 8, 12]]),
         (Keep(2, every=8), [[2], [2, 4], [4, 6], [6, 8], [8, 10], [8, 10, 12]]),
@@ -59,10 +59,10 @@ def test_multiples_of_an_interval_stay(tmp_path, keep, after):
 
 @pytest.mark.parametrize(("keep", "kept"), [(Keep(every=10), [1, 2, 4]), (Keep(1, every=10), [4])])
 def test_what_was_there_before_stays_where_no_number_is_given(tmp_path, keep, kept):
-    """As with Megatron Core, of which a script may set the flag in the middle of a run."""
+    """As with Megatron Core, because a script may add the flag in the middle of a run."""
     for iteration in (1, 2, 3):
         save_state(tmp_path, iteration)
-    for _ in range(2):  # the second replaces its own, and succeeds none
+    for _ in range(2):  # the second replaces its own, and has no predecessor
         _save(tmp_path, 4, keep)
         assert _iterations(tmp_path) == kept
 
@@ -168,7 +168,7 @@ def test_a_deletion_that_fails_costs_nothing(tmp_path, monkeypatch, capsys, step
 
 
 def test_a_folder_that_cannot_be_listed_costs_nothing(tmp_path, monkeypatch, capsys):
-    """As a network file system may fail just then: one process alone would end, and others wait."""
+    """This happens on network file systems: one process would exit, and the others would wait."""
     save_state(tmp_path, 1)
 
     def fail(root):

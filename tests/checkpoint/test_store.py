@@ -1,4 +1,4 @@
-"""Saving: what is on disk, what comes back, and what a disk that refuses leads to."""
+"""Saving: what is on disk, what is read back, and what happens if the disk refuses."""
 
 import hashlib
 import json
@@ -90,7 +90,8 @@ def test_a_folder_that_another_program_wrote_is_not_replaced(tmp_path):
 
 
 def _hold_half(layout):
-    """Rows split over tensor ranks, a copy on every rank, and something of each rank's own."""
+    """Hold rows split over tensor ranks, a copy on every rank, and something unique to each
+    rank."""
     whole = make_state(9)["model.layers.0.mlp.up.weight"].tensor
     rows = whole.chunk(layout.tensor.size)[layout.tensor.rank]
     start = layout.tensor.rank * rows.shape[0]
@@ -125,7 +126,7 @@ def _fail_on_the_second(layout, root):
         def full(*_):
             raise OSError(28, "No space left on device", str(root / "somewhere"))
 
-        store.write_shard = full  # in this forked process only
+        store.write_shard = full  # only in this forked process
     try:
         save(root, 8, _hold_half(layout), {}, layout)
     except StorageError as error:
@@ -153,7 +154,7 @@ def test_ranks_share_the_verification_and_agree_on_the_fallback(tmp_path, capfd)
     path = save_state(tmp_path, 2)
     shard = path / "rank_00000.safetensors"
     data = bytearray(shard.read_bytes())
-    data[-1] ^= 1  # one rank only looks at these bytes
+    data[-1] ^= 1  # only one rank reads these bytes
     shard.write_bytes(data)
     assert run_distributed(2, _damage_one, tmp_path) == [1, 1]
     assert capfd.readouterr().err.count("using iter_0000001 instead") == 1
@@ -161,7 +162,7 @@ def test_ranks_share_the_verification_and_agree_on_the_fallback(tmp_path, capfd)
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 0.999])
 def test_a_file_that_cannot_grow_changes_nothing(tmp_path, share):
-    """RLIMIT_FSIZE stands for a full disk: writes beyond a share of the largest file fail."""
+    """RLIMIT_FSIZE stands in for a full disk: writes beyond a share of the largest file fail."""
     saved = save_state(tmp_path, 1)
     limit = int(share * max(file.stat().st_size for file in saved.iterdir()))
     child = os.fork()
@@ -222,9 +223,9 @@ def test_a_failing_disk_is_never_reported_as_saved(tmp_path, monkeypatch, step):
 
 
 def test_everything_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
-    """Data that was not flushed is lost in a power failure, even if a later rename survives.
+    """In a power failure, unflushed data is lost even if a later rename survives.
 
-    A killed process loses nothing that it has written, so only the order of the calls shows this.
+    Killing a process loses nothing that it has written, so only the order of calls shows this.
     """
     save_state(tmp_path, 1)
     calls = []

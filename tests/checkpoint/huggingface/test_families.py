@@ -1,4 +1,4 @@
-"""Families that add to Llama's layers: what is refused by its key, and published models' sizes."""
+"""Variants of Llama's layers: unsupported keys are refused by name, and published sizes match."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         6_921_720_704,
     ),
-    "qwen3-next-80b-a3b": (  # counted by transformers, without layers of multi-token prediction
+    "qwen3-next-80b-a3b": (  # counted by transformers, without layers for multi-token prediction
         {
             **CASES["qwen3 next"].config,
             "full_attention_interval": 4,

@@ -1,4 +1,4 @@
-"""A folder read by us computes what it describes, in every layout."""
+"""A loaded folder computes the same logits as the reference models, in every layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ TOKENS = torch.randint(70, (2, POSITIONS), generator=torch.Generator().manual_se
 
 @torch.no_grad()
 def _logits(layout: Layout, folder: Path) -> torch.Tensor | None:
-    """This rank's part of the logits of `TOKENS`, from its part of the folder's tensors."""
+    """Return this rank's part of the logits of `TOKENS`, from its part of the folder's tensors."""
     reader = HFReader(folder)
     config = narrow(resolve(from_dict(reader.meta["config"], str(folder)), 1), ModelRun)
     parallel = replace(config.parallel, pipeline_model_parallel_size=layout.pipeline.size)
@@ -78,7 +78,8 @@ def test_logits_are_the_models_in_every_layout(sizes: dict[str, int], tmp_path: 
 
 
 def test_the_same_model_of_gpt2_without_the_prefix(tmp_path: Path) -> None:
-    """The first GPT-2 files: bare names, masks of every layer, a head that repeats the words."""
+    """The first GPT-2 files have names without a prefix, masks in every layer, and a copy of the
+    tied word embeddings as head."""
     case = CASES["gpt2"]
     tensors = tensors_of(case)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}

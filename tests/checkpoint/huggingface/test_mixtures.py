@@ -1,4 +1,4 @@
-"""Mixtures of experts: a rank reads its own experts alone, and wrong files are refused by name."""
+"""Mixtures of experts: a rank reads only its own experts, and wrong files are refused by name."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_conversion_and_a_load_read_one_expert_at_a_time(
     assert largest == 2 * 22 * HIDDEN
     assert convert("hf", "hf", folder, tmp_path / "again") == 0
     assert largest == 2 * 22 * HIDDEN
-    values = torch.zeros(3, 2, 22, HIDDEN)  # an expert rank's
+    values = torch.zeros(3, 2, 22, HIDDEN)  # for one expert-parallel rank
     reader = HFReader(folder)
     restore(reader, {UP: Entry(values, (6, 2, 22, HIDDEN), (3, 0, 0, 0))})
     assert largest == 2 * 22 * HIDDEN
@@ -231,14 +231,14 @@ def _model(folder: Path, **changes: Any) -> Any:
 
 
 def test_a_network_that_means_the_same_is_written(tmp_path: Path) -> None:
-    """A pattern of ones, a width of its own, and a dense width that no layer has."""
+    """A pattern of ones, an explicit expert width, and a dense width that no layer uses."""
     folder = _folder(tmp_path)
     model = _model(
         folder,
         moe_layer_freq="([1]*2)",
         moe_ffn_hidden_size=22,
         ffn_hidden_size=128,
-        num_experts=[6, 6],  # one number for each layer
+        num_experts=[6, 6],  # one number per layer
     )
     family = family_for(model, 70, None)
     assert family.name == "mixtral"

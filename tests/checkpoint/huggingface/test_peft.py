@@ -1,4 +1,4 @@
-"""Adapters as PEFT computes, writes and reads them.
+"""Adapters match PEFT's results and its files.
 
 `peft/` holds what `record_peft` wrote with PEFT itself.
 """
@@ -120,7 +120,7 @@ def _convert(saver, source, target, *more):
 
 @pytest.fixture(params=KINDS)
 def trained(request, tmp_path):
-    """A kind, and a checkpoint of its adapter after an update at learning rate 0."""
+    """Return a kind, and a checkpoint of its adapter after an update at learning rate 0."""
     flags = ["--save", str(tmp_path / "native"), "--save-interval", "1"]
     train_toy(Layout.single(), [*_words(request.param), *flags])
     return request.param, tmp_path / "native"

@@ -1,4 +1,4 @@
-"""What a folder from elsewhere may hold, and what is refused by name."""
+"""What a downloaded folder may contain, and what is refused by name."""
 
 import json
 import os
@@ -91,12 +91,12 @@ def test_what_our_network_cannot_express_is_refused_by_name(
     assert str(tmp_path) in str(caught.value)
 
 
-# Keys that published folders have, and that say nothing about the network.
+# Keys in published folders that do not affect the network.
 PUBLISHED: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_mrope": False}),  # Qwen2.5
     ("llama", {"is_llama_config": True, "rope_interleaved": False}),  # SmolLM2
     ("llama", {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}),
-    ("llama", {"max_length": 4096, "temperature": 0.9, "top_p": 0.6}),  # Llama 2's first
+    ("llama", {"max_length": 4096, "temperature": 0.9, "top_p": 0.6}),  # the first Llama 2's
     ("gpt2", {"n_special": 0, "predict_special_tokens": True}),  # gpt2-medium
     ("gpt2", {"_num_labels": 1, "gradient_checkpointing": False}),  # distilgpt2
     ("llama", {"max_sequence_length": 2048}),  # the first LLaMA's
@@ -171,7 +171,7 @@ def test_links_out_of_the_folder_are_not_followed(file: str, tmp_path: Path) -> 
 
 
 def test_the_hub_s_cache_is_read(tmp_path: Path) -> None:
-    """Its snapshots are links into the blobs of the same model."""
+    """Its snapshots are links to the blobs of the same model."""
     folder = folder_with(tmp_path / "models--x--y" / "snapshots" / "0123")
     blobs = tmp_path / "models--x--y" / "blobs"
     blobs.mkdir()

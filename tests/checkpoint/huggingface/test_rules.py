@@ -1,4 +1,4 @@
-"""Each form on rows that one can read."""
+"""Each layout rule, on small tensors whose rows are easy to read."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""T5 comes in as `transformers` has it, in every layout, and goes out as it was."""
+"""T5 imported from `transformers`, in every layout, and exported unchanged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FORMS = {
 
 
 def save(form: str, folder: Path, *, own_head: bool = False, **changes):
-    """A random model, its norms too, and its folder."""
+    """Save a random model, including its norms, to a folder; return the model."""
     config = transformers.T5Config(
         **{
             "vocab_size": VOCAB,
@@ -69,7 +69,7 @@ def save(form: str, folder: Path, *, own_head: bool = False, **changes):
         model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32) * 0.2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Matrices by less: scores are not scaled, so rounding grows with them.
+            # Matrices are changed less: scores are not scaled, so rounding errors grow with them.
             size = 0.3 if "norm" in name or "bias" in name else 0.02
             parameter.add_(torch.randn_like(parameter) * size)
     model.save_pretrained(folder)
@@ -97,7 +97,8 @@ def test_it_comes_in_verified_and_goes_out_as_it_was(form, own_head, tmp_path, c
 
 
 def test_types_stay_and_another_network_is_written_anew(tmp_path):
-    """bf16 tensors; without the original's config.json a new one says the same."""
+    """bf16 tensors; without the original's config.json, a new one with the same meaning is
+    written."""
     save("1.1", tmp_path / "fp32").bfloat16().save_pretrained(tmp_path / "a")
     assert convert("hf", "native", tmp_path / "a", tmp_path / "b") == 0
     (tmp_path / "b" / "huggingface" / "config.json").unlink()
@@ -129,7 +130,7 @@ def test_its_pieces_go_out_under_the_name_that_transformers_looks_for(tmp_path):
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens of encoder and decoder, and what is no padding of the encoder's."""
+    """Return tokens of encoder and decoder, and a mask of what is not padding in the encoder."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCAB, (2, LENGTH), generator=generator)
     padding = torch.ones(2, LENGTH, dtype=torch.bool)
@@ -139,7 +140,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def _ours(layout: Layout, folder: Path, split: int | None) -> torch.Tensor | None:
-    """This rank's part of the logits."""
+    """Return this rank's part of the logits."""
     reader = HFReader(folder)
     config = narrow(resolve(from_dict(reader.meta["config"], str(folder)), 1), ModelRun)
     stages = layout.pipeline.size
@@ -207,7 +208,8 @@ def test_what_our_t5_has_not_is_refused(change, message, tmp_path):
 
 
 def test_old_files_name_the_words_several_times(tmp_path):
-    """And have a bias between decoder and encoder, and other keys, which mean nothing."""
+    """They also have a position bias between decoder and encoder, and further keys without
+    effect."""
     save("1.0", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -241,7 +243,8 @@ TRAINING = """
 
 @pytest.mark.parametrize("length", [24, 600])
 def test_training_goes_on_from_the_folder_itself(length, tmp_path, capsys):
-    """And out again under the original's config.json. Positions have no end: 600 tokens too."""
+    """It is exported with the original's config.json. Positions are unlimited, so 600 tokens
+    work too."""
     model = save("1.1", tmp_path / "a", own_head=True)
     places = ["--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
     assert main(T5Recipe(), [*TRAINING, *places, "--seq-length", str(length)]) == 0
@@ -266,9 +269,11 @@ CORPUS = """
 
 
 def test_a_corpus_in_its_own_tokens_has_the_loss_of_transformers(tmp_path, capsys):
-    """From text to a model that fills in: its own sentinels, and its loss, which begins the
-    decoder's text by itself."""
-    assert SIZE == VOCAB  # no padding entries in the softmax
+    """From text to a model that fills in runs, with its own sentinels and its own loss.
+
+    The loss of `transformers` prepends the decoder's start token itself.
+    """
+    assert SIZE == VOCAB  # no padded vocabulary entries in the softmax
     model = save("1.1", tmp_path / "a", own_head=True, decoder_start_token_id=0)
     flags = ["--tokenizer-model", str(write_t5_tokenizer(tmp_path / "a"))]
     chance = random.Random(0)
@@ -300,6 +305,6 @@ def test_a_corpus_in_its_own_tokens_has_the_loss_of_transformers(tmp_path, capsy
     assert float(loss) == pytest.approx(float(expected), abs=1e-5)
 
     text = ["--text", "w1 [MASK] w2 w3 [MASK]"]
-    for folder in ("a", "b"):  # of Hugging Face, and of the training
+    for folder in ("a", "b"):  # for Hugging Face, and for training
         assert fill_in.main(["--load", str(tmp_path / folder), *text]) == 0
         assert re.search(r"  w1 <.*w\d.*> w2 w3 <.*w\d.*>", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Which tokenizer a folder of Hugging Face holds."""
+"""The tokenizer that a Hugging Face folder contains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from megatron.checkpoint.huggingface.files import tokenizer_in
 
-# Files in the folder, kind of network, type, and the file that each flag names.
+# Files in the folder, network kind, tokenizer type, and the file that each flag names.
 _FOLDERS = [
     ("vocab.txt tokenizer.json", "bert", "BertWordPieceLowerCase", {"vocab_file": "vocab.txt"}),
     (

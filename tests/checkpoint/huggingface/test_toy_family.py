@@ -1,4 +1,4 @@
-"""A family from outside the package comes in and goes out."""
+"""A family defined outside the package is imported and exported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same against `transformers` itself, where it is installed."""
+"""Comparison with `transformers` itself, if it is installed."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -30,7 +30,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 def config_of(name: str) -> dict[str, object]:
-    """A family without a second model of ours is Llama's but for this."""
+    """Return a config; families without a reference model of ours differ from Llama only in
+    this."""
     if name != "stablelm":
         return CASES[name].config
     biased = dict.fromkeys(("use_qkv_bias", "use_parallel_residual"), True)
@@ -38,13 +39,13 @@ def config_of(name: str) -> dict[str, object]:
 
 
 def attention_of(name: str) -> str:
-    """The eager form of transformers 5 adds the biases of Falcon twice."""
+    """Return the attention form to use: eager in transformers 5 adds Falcon's biases twice."""
     return "sdpa" if name == "falcon with alibi" else "eager"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_computes_what_our_second_model_computes(name: str, tmp_path: Path) -> None:
-    """So the tests that run without it stand for it."""
+    """This justifies the tests that use only our reference models."""
     case = CASES[name]
     folder = write_folder(tmp_path / "original", case.config, tensors_of(case))
     eager = {"attn_implementation": attention_of(name), "experts_implementation": "eager"}
@@ -124,7 +125,7 @@ _GEMMA: dict[str, object] = {
     "sliding_window": 7,
 }
 _PARTLY: dict[str, object] = {"rope_type": "default", "rope_theta": 900.0}
-# Beyond 30 tokens, which the loss's texts have and generated texts grow to, long_factor holds.
+# Beyond 30 tokens, as in the loss's texts and as generated texts grow, long_factor applies.
 _LONG_ROPE: dict[str, object] = {
     "hidden_size": 48,
     "original_max_position_embeddings": 30,
@@ -245,7 +246,7 @@ MIXTURES: dict[str, dict[str, object]] = {
         "num_hidden_layers": 5,
         "routed_scaling_factor": 1.75,
         "ssm_state_size": 9,
-        "time_step_min": 1e-7,  # transformers raises shorter steps, but only in prompts
+        "time_step_min": 1e-7,  # transformers clamps steps that are too short, but only in prompts
     },
     "gpt_oss": {
         "head_dim": 10,
@@ -315,7 +316,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
 def test_a_model_has_their_loss_and_says_what_they_say(name: str, tmp_path: Path) -> None:
-    """Random models with odd sizes, as `transformers` makes and saves them."""
+    """Random models with odd sizes, as `transformers` creates and saves them."""
     torch.manual_seed(5)
     own = deepcopy(DENSE[name] if name in DENSE else MIXTURES[name])
     eager = {} if name in DENSE else {"experts_implementation": "eager"}
@@ -326,7 +327,7 @@ def test_a_model_has_their_loss_and_says_what_they_say(name: str, tmp_path: Path
     ).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
-            if parameter.dim() == 1:  # they begin as zeros and ones, which hides mistakes
+            if parameter.dim() == 1:  # their initial zeros and ones would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     theirs.save_pretrained(tmp_path)
     tokens = torch.randint(101, (3, 41), generator=torch.Generator().manual_seed(2))
@@ -350,7 +351,7 @@ def test_a_model_has_their_loss_and_says_what_they_say(name: str, tmp_path: Path
     model = build_model(GPTModel, run, context, reader.vocab).eval()
     restore(reader, model_state([model]), prefixes=("model.",))
     with torch.no_grad():
-        # All tokens are read, because dynamic NTK depends on their number.
+        # All tokens are read, because dynamic NTK depends on the length.
         found = model(tokens, labels=tokens.roll(-1, 1))[:, :-1].mean()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     engine = toy_engine(tmp_path, EngineOptions(max_sequences=4, max_step_tokens=64))

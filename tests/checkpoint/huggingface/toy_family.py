@@ -1,4 +1,4 @@
-"""A family that the package does not know: what a new one takes is this module and a table line."""
+"""A family unknown to the package: adding one takes this module and a line in a table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK = {
 
 
 class Toy(Family):
-    """A decoder with learned positions, grouped queries, ReLU, and biases in its queries alone."""
+    """A decoder with learned positions, grouped queries, ReLU, and biases only in its queries."""
 
     def __init__(self) -> None:
         super().__init__("toy", "ToyForCausalLM", tied_head="say.weight", keys=_KEYS)

@@ -1,4 +1,4 @@
-"""Writes checkpoints as Megatron-LM does, from whole tensors under our names."""
+"""Write checkpoints as Megatron-LM does, from whole tensors under our names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HIDDEN = HEADS * HEAD_SIZE
 
 @dataclass(frozen=True)
 class Form:
-    """What differs between versions and runs."""
+    """Differences between Megatron-LM versions and runs."""
 
     tensor: int = 1
     stages: int = 1
@@ -34,7 +34,7 @@ class Form:
 
 
 def whole_model(layers: int = 2, *, swiglu: bool = False, tied: bool = True) -> dict:
-    """Random parameters under our names, in Megatron's order."""
+    """Return random parameters under our names, in Megatron's order."""
     generator = torch.Generator().manual_seed(0)
     up = (2, 12, HIDDEN) if swiglu else (24, HIDDEN)
     shapes = {"embedding.word.weight": (VOCAB, HIDDEN), "embedding.position.weight": (6, HIDDEN)}
@@ -58,7 +58,8 @@ def whole_model(layers: int = 2, *, swiglu: bool = False, tied: bool = True) -> 
 
 
 def write(root: Path, form: Form, model: dict, folder: str = "iter_0000003", **extra) -> Path:
-    """A checkpoint of `model` with Adam moments 2x and 3x the weights; `extra` changes the tree."""
+    """Write a checkpoint of `model`, with Adam moments 2x and 3x the weights; `extra` changes
+    the tree."""
     layers = 1 + max(int(name.split(".")[1]) for name in model if name.startswith("layers."))
     for rank in range(form.tensor):
         for stage in range(form.stages):
@@ -140,7 +141,7 @@ def _path(form: Form, name: str, first_layer: int) -> tuple[str, ...]:
 
 
 def _part(form: Form, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """This tensor rank's part, rows in the version's order, gate and up stacked."""
+    """Return this tensor rank's part: rows in the version's order, gate and up stacked."""
     column = name in ("embedding.word.weight", "output.weight") or "attention.qkv" in name
     if "mlp.up" in name:
         dim = 1 if form.swiglu else 0
@@ -155,7 +156,7 @@ def _part(form: Form, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor
 
 
 def _reorder(form: Form, part: torch.Tensor) -> torch.Tensor:
-    """From [heads, 3, size] rows to those of checkpoint versions 0 and 1."""
+    """Reorder rows [heads, 3, size] for checkpoint versions 0 and 1."""
     rows = part.reshape(HEADS // form.tensor, 3, HEAD_SIZE, *part.shape[1:])
     if form.version == 0:
         rows = rows.transpose(0, 1)

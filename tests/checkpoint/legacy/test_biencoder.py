@@ -1,4 +1,4 @@
-"""A bi-encoder as Megatron-LM 23.08 writes it: a BERT's tree for each tower, and projections."""
+"""A bi-encoder in Megatron-LM 23.08's format: a BERT's tree for each tower, and projections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TOWERS = {False: ("query_model", "context_model"), True: ("shared_model",)}
 
 
 def tower_of(generator):
-    """A tower's tree, of two layers and width 32, in the order in which Megatron registers it."""
+    """Return a tower's tree, two layers of width 32, in the order in which Megatron registers
+    it."""
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator)
@@ -125,7 +126,7 @@ def test_training_goes_on_from_it(tmp_path):
 
 
 def test_towers_start_from_the_recorded_bert(golden):
-    """The real Megatron-LM 23.08 wrote it."""
+    """The real Megatron-LM 23.08 wrote the checkpoint."""
     root = golden / "bert_fp32" / "ckpt"
     words = "--num-layers 4 --hidden-size 64 --seq-length 128 --max-position-embeddings 128"
     words += " --vocab-size 4999 --make-vocab-size-divisible-by 128 --no-bias-gelu-fusion"

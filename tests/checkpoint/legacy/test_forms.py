@@ -1,4 +1,4 @@
-"""Files as every version wrote them, joined and reordered to the same whole tensors."""
+"""Files of every version are joined and reordered into the same whole tensors."""
 
 from argparse import Namespace
 

@@ -1,4 +1,4 @@
-"""The recorded Megatron-LM 23.08 checkpoints, against PyTorch's own reader."""
+"""Recorded Megatron-LM 23.08 checkpoints, compared with PyTorch's own reader."""
 
 import random
 import shutil
@@ -22,7 +22,7 @@ class _ModelType:
 
 
 def trees_of(folder):
-    """Every rank's file as PyTorch reads it, by folder name."""
+    """Return every rank's file as PyTorch reads it, by folder name."""
     from argparse import Namespace
 
     import numpy as np
@@ -70,7 +70,7 @@ def test_the_fp32_run_is_read_as_pytorch_reads_it(golden):
                 tensor = encoder[f"layers.{layer}.{theirs}.{kind}"]
                 assert same(f"model.layers.{layer}.{ours}.{kind}", tensor)
     state = tree["optimizer"]["state"]
-    # Decayed first, in the model's order; then biases and norms.
+    # Parameters with weight decay first, in the model's order; then biases and norms.
     assert same("optimizer.embedding.word.weight.exp_avg", state[0]["exp_avg"])
     assert same("optimizer.layers.0.attention.qkv.weight.exp_avg_sq", state[2]["exp_avg_sq"])
     assert same("optimizer.layers.3.mlp.down.weight.exp_avg", state[17]["exp_avg"])
@@ -154,7 +154,7 @@ def test_the_bert_run_is_read_as_pytorch_reads_it(golden):
 
 
 def test_a_damaged_file_is_refused_or_reads_the_same(golden, tmp_path):
-    """Zip headers hold bytes that nothing reads; wherever it matters, a flip is refused."""
+    """Zip headers contain bytes that nothing reads; any other flipped bit is refused."""
     (found,) = list_checkpoints(golden / "gpt_fp32" / "ckpt")
     shutil.copytree(found.path, tmp_path / "iter_0000020", copy_function=shutil.copyfile)
     (tmp_path / "iter_0000020").chmod(0o700)
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_refused_or_reads_the_same(golden, tmp_path):
     refused, records = 0, original.rindex(b"PK\x01\x02")
     for trial in range(60):
         data = bytearray(original)
-        # A third over all, a third in the pickled tree, a third in the zip's directory.
+        # A third anywhere, a third in the pickled tree, a third in the zip directory.
         low, high = ((0, len(data)), (0, 40_000), (records - 9_000, len(data)))[trial % 3]
         if trial % 10 == 9:
             del data[rng.randrange(low, high) :]

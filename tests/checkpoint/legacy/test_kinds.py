@@ -1,4 +1,4 @@
-"""Files of other kinds than 23.08's plain ones: they hold the same model."""
+"""Files of other kinds than 23.08's plain ones, with the same model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {"exp_avg": 2, "exp_avg_sq": 3}
 
 
 def rewrite(path: Path, change) -> None:
-    """Change every file of a checkpoint."""
+    """Rewrite every file of a checkpoint."""
     for file in path.glob(f"mp_rank_*/{FILE}"):
         tree = torch.load(file, weights_only=False)
         change(tree, file.parent)
@@ -27,7 +27,7 @@ def rewrite(path: Path, change) -> None:
 
 
 def assert_read(root: Path, model: dict, kinds=KINDS) -> None:
-    """All of the model, and moments that are its multiples."""
+    """Check that the whole model was read, and moments that are its multiples."""
     reader = open_checkpoint(root)
     assert reader is not None
     expected = {f"model.{name}": tensor for name, tensor in model.items()}
@@ -56,7 +56,8 @@ def test_virtual_stages(tmp_path):
 
 
 def merge(one: dict, other: dict) -> dict:
-    """The optimizer over two chunks: each group holds the first's parameters, then the second's."""
+    """Merge the optimizers of two chunks: each group has the first's parameters, then the
+    second's."""
     states, groups = {}, []
     for mine, theirs in zip(one["param_groups"], other["param_groups"], strict=True):
         values = [one["state"][index] for index in mine["params"]]
@@ -82,7 +83,7 @@ def test_names_of_the_llama_fork(tmp_path):
 @pytest.mark.parametrize("buckets", [1, 3])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_distributed_optimizer_s_file(tmp_path, tensor, buckets):
-    """Of 23.08 with one flat tensor, of the fork with buckets."""
+    """23.08 has one flat tensor, the fork has buckets."""
     model, ranks = whole_model(), 4
 
     def flatten(tree, folder):
@@ -113,7 +114,8 @@ def leaves(tree):
 
 
 def pack(parameters, ranks, buckets):
-    """Last parameter first, each bucket padded to a multiple of the ranks; of one, no list."""
+    """Pack the last parameter first, each bucket padded to a multiple of the ranks; a single
+    bucket is not in a list."""
     order = [parameter.flatten() for parameter in reversed(parameters)]
     size = math.ceil(len(order) / buckets)
     packed = []
@@ -132,7 +134,7 @@ def test_a_distributed_optimizer_without_its_file(tmp_path, capsys):
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_files_of_23_04(tmp_path, capsys, tensor):
-    """A data rank's folder is called as that of a pipeline stage."""
+    """A data rank's folder is named like a pipeline stage's."""
     model = whole_model()
     path = write(tmp_path, Form(tensor=tensor), model)
     for folder in list(path.iterdir()):
@@ -185,7 +187,7 @@ def test_names_of_megatron_core(tmp_path, capsys, changes):
 
 
 def test_the_first_version_s_keys(tmp_path):
-    """v1: `total_iters`, `lr_scheduler`, 16-bit states under other names, counters alone."""
+    """v1: `total_iters`, `lr_scheduler`, 16-bit states under other names, only counters."""
     model = {name: tensor.half().float() for name, tensor in whole_model().items()}
 
     def age(tree, _):

@@ -1,4 +1,4 @@
-"""Files made to run code, read elsewhere or exhaust memory: all refused, nothing executed."""
+"""Files built to run code, read other files or exhaust memory: all refused, nothing executed."""
 
 import io
 import os
@@ -21,11 +21,11 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.errors import CheckpointError
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 
-MARK = "executed"  # the file that a payload makes, in the current folder
+MARK = "executed"  # the file that a payload creates in the current folder
 
 
 class Calls:
-    """Pickles as a call."""
+    """An object that pickles as a call."""
 
     def __init__(self, function, *args):
         self.call = (function, args)
@@ -35,7 +35,7 @@ class Calls:
 
 
 def with_pickle(path, data):
-    """Put another tree into a file of torch.save, with a sound CRC."""
+    """Replace the tree in a torch.save file, with a correct CRC."""
     with zipfile.ZipFile(path) as archive:
         records = {one.filename: archive.read(one) for one in archive.infolist()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
@@ -52,7 +52,7 @@ def _text(value):
 
 
 def _call(module, name, *args):
-    """Protocol 2 code that calls a global with strings."""
+    """Return protocol 2 code that calls a global with strings."""
     return _global(module, name) + b"(" + b"".join(map(_text, args)) + b"tR"
 
 
@@ -170,7 +170,8 @@ CORPUS = {
 
 @pytest.fixture(autouse=True)
 def _nothing_happens(tmp_path, monkeypatch):
-    """After each test: no mark, no module imported, stand-ins unchanged, little memory taken."""
+    """Check after each test: no mark, no imported module, unchanged stand-ins, little memory
+    used."""
     monkeypatch.chdir(tmp_path)
     modules = set(sys.modules)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -190,7 +191,7 @@ def test_a_hostile_pickle_is_refused(data):
 
 
 def test_the_payloads_do_work_elsewhere(tmp_path):
-    """Or the corpus would prove nothing."""
+    """Otherwise the corpus would prove nothing."""
     pickle.loads(CORPUS["os.system"])
     assert (tmp_path / MARK).exists()
     (tmp_path / MARK).unlink()
@@ -202,7 +203,7 @@ def test_the_name_asked_for_is_told():
 
 
 def _doubled(levels):
-    """Return code of a value with 2^levels leaves: each level is a pair of the level below."""
+    """Return code for a value with 2^levels leaves: each level is a pair of the level below."""
     return (
         b"K\x01q\x000"
         + b"".join(b"h%ch%c\x86q%c0" % (i, i, i + 1) for i in range(levels))
@@ -211,7 +212,7 @@ def _doubled(levels):
 
 
 def _repeated_call(call, size):
-    """Return code that makes one long list, and calls a function with it again and again."""
+    """Return code that builds one long list and calls a function with it repeatedly."""
     many = b"(" + b"K\x01" * size + b"tq\x000"
     return many + call + b"q\x010" + b"]" + b"h\x01h\x00\x85Ra" * size
 
@@ -255,7 +256,7 @@ def test_a_pickle_that_exhausts_is_refused_soon(body):
     started = time.monotonic()
     with pytest.raises(CheckpointError, match="nothing in it was run") as caught:
         read_pickle(_code(body), "file")
-    assert time.monotonic() - started < 30  # the machine may be busy; alone each takes at most 6 s
+    assert time.monotonic() - started < 30  # at most 6 s each on an idle machine
     assert len(str(caught.value)) < 400
 
 

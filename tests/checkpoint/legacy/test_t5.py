@@ -1,4 +1,4 @@
-"""A T5 as Megatron-LM writes it over three pipeline stages: copies left out, both halves joined."""
+"""A T5 saved by Megatron-LM over three pipeline stages: copies are dropped, both halves joined."""
 
 from argparse import Namespace
 
@@ -44,7 +44,7 @@ ARGUMENTS = {
     "pipeline_model_parallel_split_rank": 1,
     "consumed_train_samples": 48,
 }
-STAGES = (  # what each holds: prefixes of our names, in Megatron's order
+STAGES = (  # what each stage holds: prefixes of our names, in Megatron's order
     ("embedding.", "encoder."),
     ("embedding.", "decoder.layers.0."),
     ("decoder.layers.1.", "decoder.final_norm.", "embedding.word.", "output.bias"),
@@ -52,7 +52,7 @@ STAGES = (  # what each holds: prefixes of our names, in Megatron's order
 
 
 def _path(name, stage):
-    """Where Megatron keeps one of our parameters under `model`."""
+    """Return where Megatron keeps one of our parameters under `model`."""
     if name.startswith("embedding."):
         if stage == 2:
             return ("word_embeddings_for_head", "weight")
@@ -118,14 +118,14 @@ def test_a_t5_comes_back_whole(tmp_path):
 
 
 def _held(tree):
-    """A file's weights by path, and each parameter's moments in the optimizer's order."""
+    """Return a file's weights by path, and each parameter's moments in the optimizer's order."""
     state = tree["optimizer"]["state"]
     moments = [{kind: state[i][kind] for kind in ("exp_avg", "exp_avg_sq")} for i in sorted(state)]
     return {"model": tree["model"], "moments": moments}
 
 
 def test_its_stages_are_written_as_they_were(tmp_path):
-    """Copies of embeddings, the encoder's last normalization, and the optimizer's order."""
+    """Copies of embeddings, the encoder's final norm, and the optimizer's order are kept."""
     _write(tmp_path / "a", {n: torch.randn_like(p) for n, p in build("t5").named_parameters()})
     words = ["--keep-optimizer"]
     assert convert("megatron", "native", tmp_path / "a", tmp_path / "b", *words, kind="T5") == 0
@@ -138,7 +138,7 @@ def test_its_stages_are_written_as_they_were(tmp_path):
 
 
 def test_a_decoder_on_the_last_stage_has_its_embeddings_there(tmp_path):
-    """And no second copy for the output; the file is read back whole."""
+    """There is no second copy for the output, and the file is read back whole."""
     _write(tmp_path / "a", {n: torch.randn_like(p) for n, p in build("t5").named_parameters()})
     words = "--keep-optimizer --target-tensor-parallel-size 1 --target-pipeline-parallel-size 2"
     words = [*words.split(), "--target-pipeline-parallel-split-rank", "1"]

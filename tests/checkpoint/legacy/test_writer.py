@@ -1,4 +1,4 @@
-"""What we write as Megatron's files, against its own files and PyTorch's own reader."""
+"""Files that we write for Megatron, compared with Megatron's own files and PyTorch's own reader."""
 
 import shutil
 from argparse import Namespace
@@ -25,8 +25,8 @@ from tests.distributed import run_distributed
 from tests.parity.golden import continue_run
 from tests.training.toy import train_toy
 
-# What only Megatron's own run knows: Apex's optimizer has two settings that PyTorch's lacks, and
-# `model_type` is an enum of its own.
+# Only Megatron's own run has these: Apex's optimizer has two settings that PyTorch's lacks, and
+# `model_type` is Megatron's own enum.
 OURS_ONLY = {"bias_correction", "step"}
 
 
@@ -36,7 +36,7 @@ def convert(loader, saver, load, out, *words, kind="GPT"):
 
 
 def leaves(tree, path=()):
-    """Every tensor with its path."""
+    """Return every tensor with its path."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, dict):
@@ -48,7 +48,7 @@ def leaves(tree, path=()):
 
 
 def assert_same_tensors(found, expected):
-    """Same paths, types, shapes and bits; of random states not the bits."""
+    """Check for the same paths, types, shapes and bits; the bits of random states may differ."""
     found, expected = dict(leaves(found)), dict(leaves(expected))
     assert found.keys() == expected.keys()
     for path, tensor in expected.items():
@@ -81,7 +81,7 @@ def test_megatron_s_files_come_back_bit_for_bit(golden, tmp_path, run):
             assert changed <= {"lr"}  # Megatron sets it from its schedule
         args, theirs = vars(found[folder]["args"]), vars(tree["args"])
         assert theirs.keys() - args.keys() == {"model_type"}
-        # Scalars and flat lists are as they were.
+        # Scalars and flat lists are unchanged.
         differing = {key for key in theirs if key in args and args[key] != theirs[key]}
         assert differing <= {"rank", "local_rank", "world_size"}, differing
 
@@ -119,7 +119,8 @@ def test_other_splits_hold_the_same_model(golden, tmp_path):
 
 
 def test_a_split_bert_goes_back_bit_for_bit(golden, tmp_path):
-    """The last stage's copy of the word embeddings stands before the heads, as Megatron has it."""
+    """The last stage's copy of the word embeddings comes before the heads, as in Megatron's
+    files."""
     original, split = golden / "bert_fp32" / "ckpt", tmp_path / "split"
     words = "--keep-optimizer --target-tensor-parallel-size {0} --target-pipeline-parallel-size {0}"
     assert (
@@ -140,7 +141,7 @@ def test_a_split_bert_goes_back_bit_for_bit(golden, tmp_path):
 
 @pytest.mark.parametrize("head", ["classification_head", "multichoice_head"])
 def test_finetuned_berts(golden, tmp_path, head):
-    """A task's head stands beside the language model, in the place of those of pretraining."""
+    """A task's head is stored beside the language model, in place of the pretraining heads."""
     original = golden / "bert_fp32" / "ckpt" / "iter_0000020"
     (tree,) = trees_of(original).values()
     for key in ("lm_head", "binary_head"):
@@ -201,7 +202,7 @@ def test_a_run_that_saves_so_goes_on_from_it(tmp_path, name):
 
 
 def test_files_are_the_same_from_the_background(tmp_path):
-    """Of two processes that share their states; the last save is never in the background."""
+    """Two processes share their states; the last save is never in the background."""
     words = "--use-distributed-optimizer --bf16 --ckpt-format legacy --save-interval 2 --save"
     for name, more in (("now", []), ("later", ["--async-save"])):
         flags = [*TOY, *words.split(), str(tmp_path / name), *more, "--train-iters", "4"]
@@ -268,7 +269,8 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
 
 
 def test_a_converted_run_goes_on_as_from_the_original(golden, tmp_path, monkeypatch):
-    """Weights, moments, schedule and position: the next losses are the same to the bit."""
+    """Weights, moments, schedule and position carry over: the next losses are the same to the
+    bit."""
     monkeypatch.chdir(golden)
     original = golden / "gpt_tp2pp2_fp32" / "ckpt"
     assert convert("megatron", "native", original, tmp_path / "n", "--keep-optimizer") == 0
@@ -297,7 +299,7 @@ def test_files_can_be_mapped_and_name_megatron_s_padding(tmp_path):
     file = tmp_path / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt"
     tree = torch.load(file, mmap=True, weights_only=False)
     words = tree["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]
-    assert words.shape == (64, 32)  # 101 entries to a multiple of 16 * 2, halved
+    assert words.shape == (64, 32)  # 101 entries padded to a multiple of 16 * 2, halved
     assert tree["args"].padded_vocab_size == 128
     assert words.data_ptr() % 64 == 0
 
@@ -311,7 +313,7 @@ T5 = """
 
 
 def test_a_t5_with_adam_s_moments(tmp_path):
-    """Written with two tensor ranks as Megatron names it, and read back bit for bit."""
+    """Written with two tensor ranks under Megatron's names, and read back bit for bit."""
     config = parse_config(T5, world_size=1, architecture="t5").config
     model = build_model(T5Model, config, run_context(config, Layout.single(), Device.cpu()), 64)
     state = {}
@@ -354,7 +356,7 @@ def test_a_t5_with_adam_s_moments(tmp_path):
 
 
 def _megatron_saves(folder, rank):
-    """Write over a rank's file in place, as Megatron-LM does, with other weights."""
+    """Overwrite a rank's file in place, as Megatron-LM does, with different weights."""
     path = folder / rank / "model_optim_rng.pt"
     tree = torch.load(path, weights_only=False)
     for _, tensor in leaves(tree["model"]):
@@ -363,7 +365,7 @@ def _megatron_saves(folder, rank):
 
 
 def test_a_mark_stands_for_the_files_that_it_lists_only(tmp_path, capsys):
-    """Megatron-LM saves over a checkpoint that we have marked: in part, then wholly."""
+    """Megatron-LM saves over a checkpoint that we have marked: first partly, then completely."""
     flags = "--ckpt-format legacy --save-interval 2 --train-iters 6 --save".split()
     sizes = {"tensor": 2}
     words = [*TOY, "--tensor-model-parallel-size", "2", *flags, str(tmp_path)]
@@ -373,11 +375,11 @@ def test_a_mark_stands_for_the_files_that_it_lists_only(tmp_path, capsys):
     _megatron_saves(newest, "mp_rank_00")
     with pytest.raises(CheckpointError, match=r"files of two saves: mp_rank_01/.* as this program"):
         open_found(checkpoint_at(newest))
-    assert open_checkpoint(tmp_path).iteration == 4  # the newest that is sound
+    assert open_checkpoint(tmp_path).iteration == 4  # the newest sound one
     assert "files of two saves" in capsys.readouterr().err
     assert prune(tmp_path, 6, Keep(1)) == [
         tmp_path / "iter_0000002"
-    ]  # 4 is our newest: 6 stays too
+    ]  # 4 is our newest, so 6 stays too
     _megatron_saves(newest, "mp_rank_01")
     assert not is_as_listed(newest)
     assert open_checkpoint(tmp_path).iteration == 6
