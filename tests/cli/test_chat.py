@@ -1,4 +1,4 @@
-"""`megatron chat` with a checkpoint: a server of its own answers, and ends."""
+"""`megatron chat` with a checkpoint: it starts its own server, which answers and then exits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TAUGHT = {"Hello": "one two three", "one": "stop here"}
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chat model in Hugging Face's form that was finetuned here until it knows its answers."""
+    """Return a chat model in Hugging Face format, finetuned here until it knows its answers."""
     folder = tmp_path_factory.mktemp("chat")
     model, saved, found = (folder / name for name in ("model", "saved", "exported"))
     model.mkdir()
@@ -57,7 +57,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         for question, answer in TAUGHT.items()
     ]
-    records.append([*records[0], *records[1]])  # the second question after the first
+    records.append([*records[0], *records[1]])  # the second question follows the first
     lines = [json.dumps({"messages": messages}) + "\n" for messages in records]
     (folder / "chats.jsonl").write_text("".join(lines))
     flags = """--seq-length 96 --micro-batch-size 1 --global-batch-size 1 --train-iters 60 --lr 1e-2

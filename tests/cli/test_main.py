@@ -1,4 +1,4 @@
-"""The table of commands: help, mistakes, and how soon each begins."""
+"""The table of commands: help, mistakes, and how fast each command starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ raise SystemExit(code)
 
 
 _HEAVY = {"torch", "tokenizers", "matplotlib", "pyarrow"}
-_ALLOWED = {"plan": {"torch"}}  # its flags have the planner's own tables as defaults
+_ALLOWED = {"plan": {"torch"}}  # its flags default to the planner's own tables
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""`megatron pretrain` becomes a script with a recipe, and torchrun starts several processes."""
+"""`megatron pretrain` runs a recipe as a script, and torchrun starts several processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_recipe_becomes_its_script_and_flags_follow_it(monkeypatch: pytest.Mon
         ("--retro-workdir runs/retro --num-layers 6", "retro"),
         ("--decoder-seq-length 8 --num-layers 6", "t5"),
         ("--bert-no-binary-head", "bert"),
-        ("--num-layers 6 --mask-prob 0.1", "gpt"),  # of BERT and of T5
+        ("--num-layers 6 --mask-prob 0.1", "gpt"),  # for BERT and T5
         ("--retro-workdir runs/retro --decoder-seq-length 8", "gpt"),  # refuses both
     ],
 )

@@ -1,4 +1,4 @@
-"""`megatron recipes` lists recipes, and shows one of any kind."""
+"""`megatron recipes` lists recipes, and shows one of each kind."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ LLAMA2_7B = {
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """The lines that `megatron recipes ...` prints."""
+    """Return the lines that `megatron recipes ...` prints."""
     run(build_parser().read(words))
     return capsys.readouterr().out.splitlines()
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Hugging Face folder without weights."""
+    """Return a Hugging Face folder without weights."""
     folder = tmp_path / "my-llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA2_7B))

@@ -1,4 +1,4 @@
-"""A small valid command line, and how tests change it."""
+"""A small valid command line, and how tests modify it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BASE = {
 
 
 def command(*words: str, without: Sequence[str] = ()) -> list[str]:
-    """The small run with further words, less some of its own flags.
+    """Return the small run's command line with further words and without some of its own flags.
 
     Each argument may hold several words, quoted as in a shell.
     """
@@ -53,7 +53,7 @@ def parse(
 def problems(
     *words: str, without: Sequence[str] = (), world_size: int = 1, architecture: str = "gpt"
 ) -> list[str]:
-    """What is wrong with a command line; the test fails where nothing is."""
+    """Return the problems that a command line is refused for; fail the test if there are none."""
     with pytest.raises(ConfigError) as caught:
         parse(*words, without=without, world_size=world_size, architecture=architecture)
     return caught.value.problems

@@ -1,4 +1,4 @@
-"""Schedulers of DeepSpeed's JSON file, each with the values that it sets."""
+"""Schedulers in DeepSpeed's JSON file, each with the values that it sets."""
 
 from __future__ import annotations
 

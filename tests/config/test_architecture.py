@@ -1,4 +1,4 @@
-"""BERT and T5 on the command line: what belongs to whom, and how a T5's layers are dealt out."""
+"""BERT and T5 flags: which architecture takes which flag, and how a T5's layers are distributed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checks of what is saved and loaded: each mistake with the line the user sees."""
+"""Checks of saving and loading: each mistake with the line that the user sees."""
 
 from __future__ import annotations
 

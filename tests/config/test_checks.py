@@ -1,4 +1,4 @@
-"""The table of checks: for each rule a run that it refuses, with the line the user sees."""
+"""The table of checks: for each rule, a run that it refuses, with the line that the user sees."""
 
 from __future__ import annotations
 

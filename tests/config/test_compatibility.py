@@ -1,4 +1,4 @@
-"""The table of flags in docs/ is what the code does."""
+"""The table of flags in docs/ agrees with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md tells the truth."""
+"""docs/configuration.md agrees with the code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every flag of Megatron Core, 0.17.1 to 0.19.2, and those that went before: all are known.
+"""Every flag of Megatron Core 0.17.1 to 0.19.2, and every flag removed earlier, is known.
 
-`megatron_core_flags.json` has what its parsers say of each spelling that 23.08 does not have.
+`megatron_core_flags.json` has its parsers' entry for each spelling that 23.08 does not have.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FIELDS: dict[str, Field] = {
 _KNOWN = {flag.name: flag for flag in (*REFUSED, *HONOURED)}
 _OLD = {flag.name for flag in (*other_flags().translated, *other_flags().gone)}
 
-# What differs on purpose, and why.
+# Intentional differences, with the reason.
 _DEVIATIONS = {
     "many": {"--cp-comm-type": "all layers have the same"},
     "type": {
@@ -57,7 +57,7 @@ _DEVIATIONS = {
 
 
 def _differences(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """What of a flag is read differently from Megatron's parser: (here, there) by what it is."""
+    """Return how we read a flag differently from Megatron's parser: (here, there) by property."""
     there = {"type": row.get("type"), "many": row.get("many", False)}
     here: dict[str, Any]
     if name in _KNOWN:
@@ -92,7 +92,7 @@ def _given(flag: Field, value: Any) -> list[str]:
 
 
 def _other_value(flag: Field) -> Any:
-    """One that asks for something."""
+    """Return a value that changes something."""
     if flag.info.choices:
         return next(choice for choice in flag.info.choices if choice != flag.default)
     if flag.kind is bool:
@@ -101,7 +101,7 @@ def _other_value(flag: Field) -> Any:
 
 
 def _asking(flags: tuple[Field, ...]) -> list[Field]:
-    """Those that ask for something when they are given: not `--no-x` of what is off anyway."""
+    """Return the flags that change something when given: not `--no-x` if x is off anyway."""
     return [flag for flag in flags if flag.default is not True]
 
 
@@ -232,7 +232,7 @@ def test_a_misspelt_flag_that_is_refused_anyway_says_so_at_once() -> None:
 def test_names_of_other_programs_are_translated() -> None:
     assert set(OTHER_NAMES).isdisjoint({*_FIELDS, *_KNOWN, *_OLD})
     assert problems("--learning-rate 1e-3", without=["--lr"]) == [
-        "unknown flag --learning-rate: use --lr"  # and --lr is not called missing
+        "unknown flag --learning-rate: use --lr"  # and --lr is not reported as missing
     ]
     lines = problems(*(f"{name} 3" for name in OTHER_NAMES))
     assert lines == [f"unknown flag {name}: {said}" for name, said in OTHER_NAMES.items()]
@@ -265,7 +265,8 @@ def test_a_family_is_read_as_its_entries_say() -> None:
     ]
 
 
-# Of Megatron Core's later versions, for speed, as scripts have them; and a word of the answer.
+# Performance flags of Megatron Core's later versions, as scripts have them, and a word in the
+# reply.
 _LATER_REFUSED = {
     "--attention-backend flash": "use --use-flash-attn",
     "--attention-backend unfused": "--no-masked-softmax-fusion for unfused",

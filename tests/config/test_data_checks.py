@@ -1,4 +1,4 @@
-"""Checks of corpora and of how they are split: each mistake with the line the user sees."""
+"""Checks of corpora and splits: each mistake with the line that the user sees."""
 
 from __future__ import annotations
 

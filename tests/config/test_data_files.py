@@ -1,4 +1,5 @@
-"""Corpora named in a file: what it may hold, what it stands for, and what each mistake prints."""
+"""Corpora named in a file: what it may contain, how it is read, and the message for each
+mistake."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _JSON_REMEDY = (
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, from which relative paths start."""
+    """Return the current folder, which relative paths start from."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""`--decoupled-lr` and its minimum: what fits, and what does not."""
+"""`--decoupled-lr` and its minimum: what it can be combined with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON file and Megatron-DeepSpeed's flags: all are read, or answered by name."""
+"""DeepSpeed's JSON file and Megatron-DeepSpeed's flags: each is used, or answered by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.config.deepspeed_schedules import SCHEDULES
 
 WITHOUT_SIZE = ["--micro-batch-size"]
 
-# What a file sets; the run has no flag for it.
+# Settings of a file; the run has no flag for them.
 _READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"train_micro_batch_size_per_gpu": 2}, {"training.micro_batch_size": 2}),
     ({"gradient_clipping": 0.5}, {"optimizer.clip_grad": 0.5}),
@@ -143,7 +143,7 @@ def read(folder: Path, content: Any, *words: str, **run: Any) -> ParsedRun:
 
 
 def wrong(folder: Path, content: Any, *words: str, **run: Any) -> list[str]:
-    """The mistakes of a run with a file, whose folder is left out of them."""
+    """Return the mistakes of a run with a file, with the file's folder removed from them."""
     path = file_of(folder, content)
     lines = problems(f"--deepspeed_config {path}", *words, **run)
     return [line.replace(f"{folder}/", "") for line in lines]
@@ -457,7 +457,7 @@ def test_mistakes_name_key_and_line(tmp_path: Path, content: dict[str, Any], exp
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
-    """A file with one key, in a part that is on."""
+    """Return a file with one key, in a section that is enabled."""
     for name in reversed(key.split(".")):
         value = {name: value}
     for part in {*value} & {"flops_profiler", "wandb"}:
@@ -467,7 +467,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("key", key_table().answers)
 def test_keys_without_translation_are_answered(tmp_path: Path, key: str) -> None:
-    """DeepSpeed's default asks for nothing; anything else is refused or has a notice."""
+    """DeepSpeed's default is accepted silently; anything else is refused or gets a notice."""
     answer = key_table().answers[key]
     on = read(tmp_path, _nested(key, None)).notices
     assert len(on) == (key.partition(".")[0] in ("flops_profiler", "wandb"))
@@ -603,7 +603,7 @@ def test_flags_of_megatron_deepspeed_have_one_notice(words: str) -> None:
 
 
 def test_every_flag_of_megatron_deepspeed_is_known() -> None:
-    """Of Microsoft's and of BigScience's, as their parsers listed them."""
+    """Flags of Microsoft's and BigScience's versions, as listed by their parsers."""
     path = Path(__file__).with_name("megatron_deepspeed_flags.json")
     table = other_flags()
     known = {*by_spelling(sections().values()), *NAMES}

@@ -1,4 +1,4 @@
-"""Schedules of DeepSpeed's JSON file whose lengths or rates are not all in it."""
+"""Schedules in DeepSpeed's JSON file that do not specify all lengths or rates."""
 
 from __future__ import annotations
 

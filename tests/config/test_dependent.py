@@ -1,4 +1,4 @@
-"""Flags given in vain are said, each with what it lacks."""
+"""Flags without effect are reported, each with what it depends on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.config.command import command, parse
 
 
 def _changed(field: Field) -> object:
-    """Another value of the same kind."""
+    """Return a different value of the same kind."""
     if field.many:
         return ("3",)
     if field.kind is bool:
@@ -111,7 +111,7 @@ _STRICT = [
     (path, field) for path, field, _ in values_of(RunOptions()) if field.info.requires is not None
 ]
 
-# What these require holds by default.
+# The defaults already satisfy these flags' requirements.
 _UNMET: dict[str, dict[str, object]] = {
     "model.layernorm_bias": {"model.normalization": "RMSNorm"},
     "model.add_bias_attention": {"model.add_bias_linear": False},

@@ -1,4 +1,4 @@
-"""Flags of mixtures of experts: which layers are mixtures, and what each mistake is told."""
+"""Mixture-of-experts flags: which layers are mixtures, and the message for each mistake."""
 
 import time
 
@@ -66,7 +66,7 @@ _HOSTILE = [
     "last-of-0",
     "last-of-",
     "last-of-2-of-3",
-    "\u0662",  # a digit of another script
+    "\u0662",  # a digit from another script
     "[2]*4",
     "[-1]*4",
     "[1]*-4",

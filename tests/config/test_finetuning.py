@@ -1,4 +1,4 @@
-"""Flags of finetuning: what cannot be combined, and the defaults of finetune.py."""
+"""Finetuning flags: what cannot be combined, and the defaults of finetune.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--fp8-format` and its recipes refuse, and what programs that only read a model drop."""
+"""What `--fp8-format` and its recipes refuse, and what inference programs ignore."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_mistake_and_its_line(words: str, line: str) -> None:
 
 
 def test_the_least_value_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the default history were Transformer Engine's: 1 is still a history."""
+    """With Transformer Engine's default history, 1 is still a valid history."""
     (field,) = (one for one in fields_of(PrecisionConfig) if one.name == "fp8_amax_history_len")
     others = tuple(
         replace(one, default=1024) if one == field else one for one in fields_of(PrecisionConfig)
@@ -74,7 +74,7 @@ def test_what_is_gathered_in_8_bits() -> None:
 
 
 def test_every_matrix_has_sizes_that_products_in_8_bits_take() -> None:
-    """Those of keys and values that heads share, and of a T5's decoder, too."""
+    """This includes the keys and values that heads share, and a T5's decoder."""
     words = "--bf16 --fp8-format hybrid --kv-channels 20 --group-query-attention"
     (line,) = problems(f"{words} --num-query-groups 1")
     assert line == (

@@ -1,4 +1,4 @@
-"""Passes that are recorded and run again: which runs cannot have them, and who says so."""
+"""Passes recorded as CUDA graphs: which runs cannot use them, and the message for each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_mistake_and_its_line(words: str) -> None:
     assert problems(words) == [_LINES[words]]
 
 
-# What some of them need to be of effect.
+# What some of them need to take effect.
 _MORE = {
     "--overlap-param-gather": "--zero-stage 1",
     "--distributed-backend gloo": "--tensor-model-parallel-size 2",

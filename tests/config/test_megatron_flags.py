@@ -1,4 +1,4 @@
-"""Every flag of Megatron-LM 23.08 and of the Llama-2 fork, as their parsers describe them."""
+"""Every flag of Megatron-LM 23.08 and of the Llama-2 fork, as defined by their parsers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _OF_RETRO = (
     *("--retro-encoder-attention-dropout", "--retro-num-neighbors"),
     *("--retro-num-retrieved-chunks", "--retro-return-doc-ids"),
 )
-# A value that our rules accept, where `_other_value` would make one that they refuse.
+# A value that our rules accept, for flags where `_other_value` would return one that they refuse.
 _VALUES = {
     "--retro-workdir": str(_RETRO_WORKDIR),
     "--tensor-model-parallel-size": "2",
@@ -89,7 +89,7 @@ _VALUES = {
     "--test-data-path": "one",
     "--tokenizer-type": "GPT2BPETokenizer",
 }
-# What else a run needs, or must not have, for a flag to be accepted: (further words, without).
+# What else a run must have, or must not have, for a flag to be accepted: (further words, without).
 _DELAYED = ("--bf16 --fp8-format hybrid --fp8-recipe delayed", "")
 _SAMPLES = ("--train-samples 1000", "--train-iters")
 _COMPANIONS = {
@@ -156,7 +156,7 @@ _WORLD = {
     "--standalone-embedding-stage": 2,
     "--pipeline-model-parallel-split-rank": 4,
 }
-# Flags of another kind of network than a GPT.
+# Flags for network kinds other than GPT.
 _ARCHITECTURE = {
     "--bert-no-binary-head": "bert",
     "--mask-prob": "bert",
@@ -182,7 +182,7 @@ def _name(flag: dict[str, Any]) -> str:
 
 
 def _other_value(flag: dict[str, Any]) -> str | None:
-    """Words for a value that is not the default; None for a switch."""
+    """Return words for a value that is not the default, or None for a switch."""
     if flag["nargs"] == 0:
         return None
     if _name(flag) in _VALUES:
@@ -194,7 +194,7 @@ def _other_value(flag: dict[str, Any]) -> str | None:
 
 
 def _expected(flag: dict[str, Any], words: str | None) -> Any:
-    """The value that Megatron's parser would store."""
+    """Return the value that Megatron's parser would store."""
     if words is None:
         return flag["action"] == "StoreTrue"
     if flag["type"] == "bool":
@@ -274,7 +274,7 @@ def test_a_value_lands_in_its_field_or_is_answered_by_name(flag: dict[str, Any])
 
 
 def _check_old(flag: dict[str, Any]) -> None:
-    """23.08's own dead flags: one notice, in place of an assertion or a silent exit."""
+    """Check 23.08's own dead flags: one notice instead of an assertion or a silent exit."""
     name = _name(flag)
     value = {"--warmup": "0.01", "--batch-size": "4"}.get(name, "1")
     words = [name] if flag["nargs"] == 0 else [name, value]

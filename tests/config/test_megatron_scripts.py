@@ -1,4 +1,4 @@
-"""The command lines of Megatron-LM's own example scripts, as they stand there."""
+"""The command lines of Megatron-LM's own example scripts, verbatim."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_kind_that_is_named_wins_and_without_files_none_is_taken() -> None:
     assert line == "--tokenizer-type GPT2BPETokenizer requires --merge-file: add it"
 
 
-# Of Megatron Core's folders examples/gpt3, bert, t5, llama and mixtral.
+# From Megatron Core's folders examples/gpt3, bert, t5, llama and mixtral.
 _CORE_GPT_175B = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
     "--max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 "
@@ -160,13 +160,13 @@ _CORE_MIXTRAL = (
 @pytest.mark.parametrize(
     ("words", "kind", "processes", "answers"),
     [
-        # As Megatron itself: samples are ramped up in runs that count samples.
+        # As in Megatron itself: the batch size is ramped up in runs that count samples.
         (
             _CORE_GPT_175B + " --rampup-batch-size 16 16 5859375",
             *("gpt", 1024),
             ["--rampup-batch-size"],
         ),
-        (_CORE_BERT, "bert", 128, ["--num-layers"]),  # 24 layers do not divide over 16 stages
+        (_CORE_BERT, "bert", 128, ["--num-layers"]),  # 24 layers do not divide by 16 stages
         (
             _CORE_LLAMA3_8B,
             *("gpt", 8),
@@ -207,7 +207,7 @@ def test_a_script_of_core_is_answered_whole_by_name(
             ],
         ),
         (
-            # What else the answers ask for, dropped.
+            # Flags that the other messages ask to remove.
             re.sub(
                 r"--(ckpt-format|attention-backend|fp8-amax-\S+) \S+|"
                 r"--grad-reduce-in-bf16",
@@ -221,9 +221,9 @@ def test_a_script_of_core_is_answered_whole_by_name(
                 "--no-create-attention-mask-in-dataloader",
                 "--log-throughput",
                 "--sequence-parallel",
-                "--calculate-per-token-loss",  # every token counts
-                "--tiktoken-pattern",  # of another tokenizer
-                "--split",  # of a corpus
+                "--calculate-per-token-loss",  # every token has the same weight
+                "--tiktoken-pattern",  # belongs to another tokenizer
+                "--split",  # needs a corpus
             ],
         ),
     ],

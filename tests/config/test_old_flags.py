@@ -15,7 +15,7 @@ from tests.config.test_deepspeed import FLAGS as OF_DEEPSPEED
 
 OLD_FLAGS, GONE_FLAGS = other_flags().translated, other_flags().gone
 
-# Old words, and the fields they set today.
+# Old words, and the fields that they set today.
 _TRANSLATED: dict[str, dict[str, Any]] = {
     "--batch-size 2": {"training.micro_batch_size": 2},
     "--warmup 0.01": {"schedule.lr_warmup_fraction": 0.01},
@@ -88,7 +88,7 @@ _TRANSLATED: dict[str, dict[str, Any]] = {
     "--expert-interval 4": {"model.moe_layer_freq": "last-of-4"},
 }
 _OF_MIXTURES = {words for words in _TRANSLATED if re.match("--topk|--moe-[^f]|--expert", words)}
-# Old words whose translation is refused by today's name.
+# Old words whose translation is refused under today's name.
 _REFUSED = {
     "--distribute-checkpointed-activations": "--distribute-saved-activations requires ",
     "--report-topk-accuracies 1 5": "--retriever-report-topk-accuracies 1 5 is only for ICT",
@@ -98,7 +98,7 @@ _REFUSED = {
     "--shared-query-context-model": "--biencoder-shared-query-context-model is only for ICT",
     "--ict-one-sent": "--use-one-sent-docs is only for ICT",
 }
-# Of a program of its own; the others refuse it, and name that program.
+# For one program only; the others refuse it and name that program.
 _ELSEWHERE = {
     "--cloze-eval": "tasks/main.py --task LAMBADA: ",
     "--webtext-eval": "tasks/main.py --task PERPLEXITY: ",
@@ -116,7 +116,7 @@ def test_translated_with_one_notice(words: str) -> None:
     run = parse(words, *more, without=without)
     values = flatten(run.config)
     assert {path: values[path] for path in _TRANSLATED[words]} == _TRANSLATED[words]
-    assert len(run.notices) == 1 + (words in _OF_MIXTURES)  # and the defaults beside it
+    assert len(run.notices) == 1 + (words in _OF_MIXTURES)  # plus the defaults
     kind = "a flag of Megatron-DeepSpeed, " if words in _OF_MIXTURES else "an old flag ("
     assert run.notices[0].startswith(f"{words.partition(' --')[0]} is {kind}")
 
@@ -230,7 +230,7 @@ def test_the_first_name_of_sequence_parallelism() -> None:
 
 
 def test_a_mixture_of_megatron_deepspeed() -> None:
-    """Its tutorial's flags: all are read or change nothing, with a notice each."""
+    """Its tutorial's flags are all used, or change nothing and get a notice each."""
     words = (
         "--num-experts 4 4 --topk 2 --mlp-type standard --moe-loss-coeff 0.01 "
         "--moe-expert-parallel-size 2 --create-moe-param-group --disable-moe-token-dropping "
@@ -257,7 +257,7 @@ def test_a_single_expert_of_megatron_deepspeed_is_a_dense_network() -> None:
     )
     run = parse("--deepspeed", words)
     assert run.config == parse().config
-    assert len(run.notices) == 5  # four flags of Megatron-DeepSpeed, and what they lead to
+    assert len(run.notices) == 5  # four flags of Megatron-DeepSpeed, and the resulting settings
     assert "--num-experts 1 is a dense network in Megatron-DeepSpeed" in run.notices[-1]
     core = parse("--num-experts 1 --moe-router-topk 1").config
     assert core.model.num_experts == (1,)  # a mixture in Megatron Core
@@ -283,7 +283,7 @@ def test_a_line_of_megatron_deepspeed_has_its_defaults() -> None:
     assert mixture_layers(given, 6) == (False, False, True) * 2
     core = parse("--num-experts 4").config.model
     assert core.moe_router_gating == "core"
-    dense = parse("--topk 1").config.model  # says nothing of experts
+    dense = parse("--topk 1").config.model  # does not mention experts
     assert dense.moe_router_gating == "core"
 
 

@@ -1,4 +1,4 @@
-"""The file of flags that have no field is well-formed, and only read when it is needed."""
+"""The file of flags without a field is well-formed, and is only read when it is needed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_names_are_unique_and_no_field_has_one() -> None:
 
 
 def test_flags_that_older_versions_read_otherwise_are_listed() -> None:
-    """With them on a command line the file is read, although they have fields."""
+    """If a command line has one of them, the file is read although the flag has a field."""
     from megatron.config.parser import _READ_IN_CONTEXT
 
     table = other_flags()

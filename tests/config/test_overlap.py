@@ -1,4 +1,4 @@
-"""--tp-comm-overlap: what it goes with, and who says so."""
+"""--tp-comm-overlap: what it can be combined with, and the message for each conflict."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_help_is_grouped_and_has_units_defaults_and_choices(
     for section in sections().values():
         assert f"\n{title_of(section)}:\n" in text
         for field in fields_of(section):
-            if not field.names:  # of the YAML file only
+            if not field.names:  # only in the YAML file
                 assert field.name not in text
                 continue
             assert field.names[0] in text

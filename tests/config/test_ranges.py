@@ -1,4 +1,4 @@
-"""The largest numbers: beyond 64 bits, beyond what is counted, and beyond what is of use."""
+"""Extreme numbers: beyond 64 bits, beyond what is counted, and beyond any use."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_no_flag_takes_a_whole_number_beyond_64_bits(value: int, tmp_path: Path)
 
 
 def test_the_largest_number_that_each_takes_is_answered_too() -> None:
-    """With all others as they are: no list is made of it, and nothing overflows."""
+    """All other flags are unchanged: no list of that length is built, and nothing overflows."""
     for name, section in sections().items():
         for field in (field for field in fields_of(section) if field.kind is int):
             value = (2**63 - 1,) * 3 if field.many else 2**63 - 1

@@ -1,6 +1,6 @@
-"""Every flag of every release is read, translated, or answered by its name, never ignored.
+"""Every flag of every release is read, translated, or answered by name, and never ignored.
 
-`megatron_releases.json` has the names in the parsers for training of Megatron-LM's releases
+`megatron_releases.json` has the names in the training parsers of Megatron-LM's releases
 (arguments.py, those of its inference and Model Optimizer, and what Core makes from dataclasses), of
 both Megatron-DeepSpeeds, and of all commits in between, each name under the first that had it.
 """
@@ -32,7 +32,7 @@ def test_the_record_is_whole() -> None:
 
 @pytest.mark.parametrize("release", _RELEASES)
 def test_every_flag_of_a_release_is_known(release: str) -> None:
-    """Tests of fields, of old names and of flags that are gone say what comes of each."""
+    """Tests of fields, old names and removed flags check the result of each."""
     table = other_flags()
     known = {flag.name for flag in (*table.answered, *table.translated)} | _FIELDS
     known |= {flag.name for flag in table.gone if flag.value is None}
@@ -41,7 +41,7 @@ def test_every_flag_of_a_release_is_known(release: str) -> None:
 
 @pytest.mark.parametrize("part", ["refused", "honoured"])
 def test_no_flag_without_a_field_is_ignored(part: str) -> None:
-    """Whatever is not Megatron's default leads to a line that begins with the flag."""
+    """Anything but Megatron's default leads to a line that begins with the flag."""
     flags = getattr(other_flags(), part)
     asks = [flag for flag in flags if not (flag.is_switch and flag.default)]  # not --no-x
     assert [flag.name for flag in asks if not _answers(flag)] == []

@@ -1,4 +1,4 @@
-"""Values that follow from others."""
+"""Values derived from others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_derived_values(words: str, path: str, expected: Any) -> None:
     assert flatten(parse(words, world_size=4).config)[path] == expected
 
 
-# Hidden size to the MLP width that Llama-2 style training uses: 8/3 h in steps of 64.
+# Hidden size to MLP width as in Llama-2 style training: 8/3 h, in multiples of 64.
 @pytest.mark.parametrize(("hidden", "ffn"), [(4096, 10880), (5120, 13632), (8192, 21824)])
 def test_the_width_of_swiglu(hidden: int, ffn: int) -> None:
     config = with_values(RunOptions(), {"model.swiglu": True, "model.hidden_size": hidden})
@@ -91,7 +91,8 @@ def test_data_parallel_size(tensor: int, pipeline: int, world: int, expected: in
 
 
 def test_what_must_be_known_is_known_by_its_type() -> None:
-    """A resolved run has the narrow types, and one that lacks a value is refused by its flag."""
+    """A resolved run has the narrowed types; a run that lacks a required value is refused,
+    naming the flag."""
     config = parse("").config
     assert type(config) is RunConfig
     assert type(config.model) is ModelConfig
@@ -104,7 +105,8 @@ def test_what_must_be_known_is_known_by_its_type() -> None:
 
 @pytest.mark.parametrize("name", sections())
 def test_a_section_has_the_same_fields_before_and_after(name: str) -> None:
-    """A narrowed field keeps its place and its flag, and has no default that hides a mistake."""
+    """A narrowed field keeps its position and flag, and has no default that could hide a
+    mistake."""
     wide, narrowed = sections()[name], get_type_hints(RunConfig)[name]
     assert [entry.name for entry in fields(wide)] == [entry.name for entry in fields(narrowed)]
     own = narrowed.__annotations__ if narrowed is not wide else {}

@@ -1,4 +1,4 @@
-"""A bi-encoder on the command line: what belongs to it, and what does not fit it."""
+"""Bi-encoder flags: which ones it takes, and what cannot be combined with it."""
 
 import pytest
 

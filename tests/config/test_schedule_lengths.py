@@ -1,4 +1,4 @@
-"""Warm-up, and WSD's decay at the end, in the length of the run."""
+"""Warm-up and WSD's final decay, as parts of the run's length."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_decay_at_the_end_may_begin_where_the_warm_up_ends(words: str) -> None
 
 
 def _own(words: str) -> tuple[str, ...]:
-    """Flags of the small run that these take the place of."""
+    """Return the flags of the small run that these replace."""
     return ("--train-iters",) if _SAMPLES in words else ()
 
 

@@ -1,4 +1,4 @@
-"""Flags of what data-parallel processes share."""
+"""Flags for what data-parallel processes share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALONE = "no effect with a single data-parallel process"
         ("--DDP-impl torch", "--DDP-impl torch"),
         (
             "--use-distributed-optimizer --overlap-grad-reduce --save x --save-interval 1 "
-            "--ckpt-format legacy",  # whose files are others with the first
+            "--ckpt-format legacy",  # whose files differ with the first flag
             "--overlap-grad-reduce",
         ),
     ],

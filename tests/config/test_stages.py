@@ -1,4 +1,4 @@
-"""Which layers stand where."""
+"""Which layers are on which stage."""
 
 import pytest
 
@@ -118,7 +118,7 @@ def test_given_ends_that_do_not_fit(layers, stages, first, last, message):
 
 
 def test_a_stage_of_nothing_is_refused_but_a_part_is_not():
-    """`Et||t|tL`: the second stage has a part without layers, and one with."""
+    """In `Et||t|tL`, the second stage has one part without layers and one with a layer."""
     with pytest.raises(ConfigError, match=r"layout E\|\|tttL: stage 1 \(counted from"):
         _counts(3, 3, pipeline_model_parallel_layout="E||tttL")
     with pytest.raises(ConfigError, match=r"stage 1 \(counted from 0\) .* would have no"):

@@ -1,4 +1,5 @@
-"""Flags of windows and rotary positions: the layers that have them, and what mistakes are told."""
+"""Flags of windows and rotary positions: which layers have them, and the message for each
+mistake."""
 
 import pytest
 

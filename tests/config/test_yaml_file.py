@@ -1,4 +1,4 @@
-"""Runs as YAML."""
+"""Runs configured in YAML."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_hostile_file_is_refused_soon(tmp_path: Path, text: str, message: str)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    """What it might have said is not asked for again."""
+    """Flags that the file might have set are not reported as missing."""
     (line,) = problems("--config", str(tmp_path / "absent.yaml"), without=["--num-layers"])
     assert line.startswith(f"--config {tmp_path / 'absent.yaml'}: cannot be read")
 

@@ -1,6 +1,6 @@
-"""A test corpus made by seed: documents with planted near-duplicates, overlaps and foreign pages.
+"""A test corpus made from a seed, with planted near-duplicates, overlaps and foreign pages.
 
-What the pipeline finds is compared with what was planted (`score`).
+`score` compares what the pipeline finds with what was planted.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _BOILERPLATE = (
 
 
 class Sizes(NamedTuple):
-    """How much of each kind to plant."""
+    """How many of each kind to plant."""
 
     documents: int
     duplicates: int
@@ -94,7 +94,7 @@ SMALL = Sizes(500, 40, 20, 15)
 
 @dataclass(frozen=True)
 class Planted:
-    """A corpus with what was planted in it.
+    """A corpus, and what was planted in it.
 
     Attributes:
         folder: The input of the pipeline.
@@ -116,7 +116,7 @@ class Planted:
 
 
 def sentences(generator: random.Random) -> Iterator[str]:
-    """Endless English sentences from templates."""
+    """Yield English sentences from templates, without end."""
     pick = generator.choice
     while True:
         clauses = [
@@ -135,7 +135,7 @@ def template_documents(generator: random.Random, count: int) -> Iterator[str]:
 
 
 def novel_documents(generator: random.Random, count: int) -> Iterator[str]:
-    """Runs of paragraphs of 100 novels, 120 words or more each, without overlap."""
+    """Yield runs of paragraphs from 100 novels, at least 120 words each, without overlap."""
     runs = []
     with tarfile.open(SHARED / "corpus" / "en" / "100_english_novels.tar.xz") as archive:
         for member in archive:
@@ -160,7 +160,7 @@ def _split(text: str) -> list[str]:
 
 
 def _replace_words(text: str, generator: random.Random) -> str:
-    """Every thirtieth word is another one."""
+    """Replace every thirtieth word."""
     words = text.split(" ")
     for place in generator.sample(range(len(words)), max(1, len(words) // 30)):
         words[place] = generator.choice(_NOUNS)
@@ -340,14 +340,14 @@ def _warc(name: str, text: str) -> bytes:
 
 
 class Score(NamedTuple):
-    """How well planted documents were found."""
+    """How well the planted documents were found."""
 
     precision: float
     recall: float
 
 
 def score(planted: Planted, output: Path) -> dict[str, Score]:
-    """Compare what a pipeline has left out or cut with what was planted."""
+    """Compare what a pipeline has removed or cut with what was planted."""
     dropped: dict[str, set[str]] = {}
     for file in sorted((output / "dropped").glob("*/*.jsonl")):
         for line in file.read_bytes().splitlines():

@@ -24,14 +24,14 @@ _OWN, _FOREIGN = 60, 20
 
 
 def _pages(language: str, count: int) -> list[str]:
-    """The first pages of a book, of about 1,500 characters."""
+    """Return the first pages of a book, about 1,500 characters each."""
     if language == "en":
         with tarfile.open(SHARED / "corpus" / "en" / "100_english_novels.tar.xz") as archive:
             book = next(member for member in archive if member.isfile())
             text = archive.extractfile(book).read().decode()
     else:
         text = lzma.decompress((SHARED / "corpus" / _BOOKS[language]).read_bytes()).decode()
-    start = 3_000  # after title and table of contents
+    start = 3_000  # after the title and table of contents
     return [text[start + 1_500 * i : start + 1_500 * (i + 1)] for i in range(count)]
 
 
@@ -59,7 +59,7 @@ def test_a_language_is_kept_and_comes_back_from_its_ids(language: str, tmp_path:
     ]
     kept = [record["id"].partition("#")[0] for record in texts]
     own = {name for name in kept if name.startswith(language)}
-    assert len(own) >= 0.9 * _OWN  # some pages of classical Chinese pass for Japanese
+    assert len(own) >= 0.9 * _OWN  # some pages of classical Chinese are taken for Japanese
     assert not [name for name in kept if name.startswith(foreign)]
     dataset, tokenizer = IndexedDataset(tmp_path / "corpus" / DATASET), build_tokenizer(flags)
     assert len(dataset) == len(texts)

@@ -1,4 +1,4 @@
-"""The whole pipeline: what it finds, and that nothing but its input and settings matters."""
+"""The whole pipeline: what it finds, and that only its input and settings matter."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plan(planted, tmp_path_factory) -> CorpusPlan:
 
 
 def _result(folder: Path) -> dict[str, bytes]:
-    """Every file that a pipeline leaves for its user."""
+    """Return every file that a pipeline leaves for its user."""
     files = [*folder.glob("text/*"), *folder.glob("dropped/*/*"), *folder.glob(f"{DATASET}.*")]
     files += [folder / "report.json", folder / "report.png", folder / "plan.json"]
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
@@ -121,7 +121,7 @@ def test_output_does_not_depend_on_the_executor(plan, expected, tmp_path) -> Non
 
 
 def _run_killed(plan: CorpusPlan, folder: Path, at: str) -> None:
-    """Run in a child that is killed just before the file `at` gets its name."""
+    """Run in a child that is killed just before the file `at` gets its final name."""
     child = os.fork()
     if child == 0:
         original = blocks.output
@@ -239,7 +239,7 @@ def test_a_run_does_not_go_on_with_another_tokenizer_under_the_same_name(tmp_pat
 
 
 def _build_from(tmp_path: Path, capsys, data: bytes, name: str, *more: str) -> list[dict]:
-    """Return the documents that are left without the rules of quality and language."""
+    """Return the documents that remain without the quality and language rules."""
     out = tmp_path / "out"
     words = ["--input", _write(tmp_path / name, data), "--output", str(out), "--workers", "1"]
     assert command.main([*words, "--skip-steps", "quality", "language", *more]) == 0
@@ -281,7 +281,7 @@ def test_a_page_may_name_any_encoding(tmp_path, capsys, charset) -> None:
     head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset={charset}\r\n\r\n"
     page = head.encode() + "<html><body><p>Ein schöner Morgen</p></body></html>".encode()
     answer = _record(b"20260101\nexample.com. 300 IN A 10.0.0.1\n", kind="text/dns")
-    data = _record(page, "<http://example.com/a>") + answer  # wget's brackets; no page
+    data = _record(page, "<http://example.com/a>") + answer  # wget's brackets, not a page
     (found,) = _build_from(tmp_path, capsys, data, "a.warc")
     assert (found["text"], found["url"]) == ("Ein schöner Morgen", "http://example.com/a")
 

@@ -1,4 +1,4 @@
-"""The pipeline as jobs of a real SLURM, where one is installed."""
+"""The pipeline as jobs of a real SLURM, if one is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thousand conversations as TRL turns them into ids and labels, recorded in chat_parity.json.
+"""Record a thousand conversations as TRL turns them into ids and labels.
 
     python -m tests.data.chat_parity tests/data/chat_parity.json
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 COUNT = 1000
-KEPT = 4  # examples of each data set that are recorded as they are
+KEPT = 4  # examples of each data set that are recorded in full
 RECORD = Path(__file__).with_name("chat_parity.json")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 _CONTROL = (
@@ -42,14 +42,14 @@ FORMS = ("messages", "completion", "strings", "preference")
 
 
 class Style(NamedTuple):
-    """A chat template with marks of what is trained, and the kind of its tokenizer."""
+    """A chat template that marks what is trained, and the kind of its tokenizer."""
 
     marked: str
     kind: str
 
     @property
     def plain(self) -> str:
-        """The template without `{% generation %}`."""
+        """Return the template without `{% generation %}`."""
         unmarked = self.marked.replace("{% generation %}", "")
         return unmarked.replace("{% endgeneration %}", "")
 
@@ -85,7 +85,7 @@ STYLES = {
 
 
 def conversations() -> Iterator[list[dict[str, str]]]:
-    """Yield the messages of the conversations, the same ones each time."""
+    """Yield the messages of the conversations, the same ones on every call."""
     draw = random.Random(25)
 
     def text(most: int) -> str:
@@ -120,7 +120,7 @@ def records(form: str) -> list[dict[str, Any]]:
 
 
 def digests(examples: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> list[str]:
-    """Return a digest of the ids and masks of each hundred of examples."""
+    """Return a digest of the ids and masks of each hundred examples."""
     found = []
     for first in range(0, len(examples), 100):
         plain = [(list(map(int, i)), list(map(int, on))) for i, on in examples[first : first + 100]]
@@ -129,7 +129,7 @@ def digests(examples: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> list[st
 
 
 def write_tokenizer(folder: Path, kind: str, merges: Sequence[Sequence[str]]) -> None:
-    """Write a tokenizer of the merges: byte-level like GPT-2's, or of pieces like Llama 2's."""
+    """Write a tokenizer with the merges: byte-level like GPT-2's, or with pieces like Llama 2's."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     if kind == "byte level":

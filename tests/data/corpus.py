@@ -12,7 +12,8 @@ from megatron.data.indexed import IndexedDatasetBuilder
 
 
 def request_for(config: DataConfig, arguments: dict) -> DataRequest:
-    """A request of `config`, with the fields of one that `arguments` hold; takes them out."""
+    """Return a request for `config`; its fields among `arguments` are used and removed from
+    there."""
     names = ("seed", "samples", "is_builder", "barrier")
     return DataRequest(config, **{name: arguments.pop(name) for name in names if name in arguments})
 
@@ -20,7 +21,7 @@ def request_for(config: DataConfig, arguments: dict) -> DataRequest:
 def write_corpus(
     prefix: Path, *, documents: int = 100, longest: int = 40, vocab_size: int = 1000, seed: int = 0
 ) -> Path:
-    """A dataset of random one-sequence documents, some of them empty; returns its prefix."""
+    """Write a dataset of random one-sequence documents, some of them empty; return its prefix."""
     random = np.random.RandomState(seed)
     lengths = random.randint(0, longest, documents)
     tokens = random.randint(0, vocab_size, lengths.sum())
@@ -33,7 +34,7 @@ VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def write_vocabulary(path: Path, words: int = 200) -> Path:
-    """A WordPiece vocabulary: special entries, `words` words and as many continuations."""
+    """Write a WordPiece vocabulary: special entries, `words` words and as many continuations."""
     entries = [*VOCABULARY, *(f"w{i}" for i in range(words)), *(f"##p{i}" for i in range(words))]
     path.write_text("\n".join(entries) + "\n")
     return path
@@ -42,7 +43,7 @@ def write_vocabulary(path: Path, words: int = 200) -> Path:
 def write_sentences(
     prefix: Path, *, documents: int = 40, vocab_size: int = 405, seed: int = 0
 ) -> Path:
-    """A dataset of documents of 0 to 8 sentences of 1 to 30 tokens; returns its prefix."""
+    """Write a dataset of documents with 0 to 8 sentences of 1 to 30 tokens; return its prefix."""
     random = np.random.RandomState(seed)
     counts = random.randint(0, 9, documents)
     lengths = random.randint(1, 31, counts.sum())

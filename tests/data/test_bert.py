@@ -1,4 +1,4 @@
-"""BERT's samples: segments, types, hidden tokens, padding; the same for the same seed."""
+"""BERT samples: segments, types, masked tokens, padding; the same for the same seed."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def on_file(prefix: Path, **changes: object) -> DataConfig:
 
 
 def original(sample: dict) -> list[int]:
-    """The tokens before any was hidden, without padding."""
+    """Return the tokens before any was masked, without padding."""
     text = np.where(sample["loss_mask"] == 1, sample["labels"], sample["text"])
     return text[sample["padding_mask"] == 1].tolist()
 
 
 def segments(sample: dict, tokenizer: Tokenizer) -> list[list[int]]:
-    """A and B, by their special tokens."""
+    """Return A and B, found by their special tokens."""
     text = original(sample)
     assert text[0] == tokenizer.cls
     assert text[-1] == tokenizer.sep
@@ -149,7 +149,7 @@ def test_samples_depend_on_seed_and_number_alone(tmp_path: Path, tokenizer: Toke
 
 
 def test_tokens_go_from_the_longer_segment() -> None:
-    """Against taking them one by one."""
+    """Compare with removing them one by one."""
     for seed in range(300):
         random = np.random.RandomState(seed)
         a, b = np.arange(random.randint(1, 40)), 100 + np.arange(random.randint(0, 40))
@@ -178,7 +178,7 @@ def test_documents_of_one_sentence_serve_without_the_binary_head_only(
         train(config, tokenizer)
     dataset = train(config, tokenizer, binary_head=False)
     lengths = {int(dataset[i]["padding_mask"].sum()) for i in range(len(dataset))}
-    assert {3, 63} <= lengths  # a second [SEP] is kept room for
+    assert {3, 63} <= lengths  # there is room for a second [SEP]
     assert max(lengths) == 63
 
 
@@ -235,7 +235,7 @@ def test_generated_sentences(tokenizer: Tokenizer) -> None:
     for i in range(len(dataset)):
         a, b = (segment for segment in split_generated(dataset[i]))
         joined = b + a if dataset[i]["is_random"] else a + b
-        assert len(set((np.diff(joined) % 256).tolist())) == 1  # counts up: can be learnt
+        assert len(set((np.diff(joined) % 256).tolist())) == 1  # counts up, so it can be learned
 
 
 def split_generated(sample: object) -> tuple[list[int], list[int]]:
@@ -248,7 +248,7 @@ def split_generated(sample: object) -> tuple[list[int], list[int]]:
 def test_samples_are_those_that_gave_the_golden_losses(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the checkpoint's weights, these give the losses of iteration 21 to 1e-4."""
+    """With the checkpoint's weights, these give the losses of iteration 21 to within 1e-4."""
     tokenizer = build_tokenizer(
         TokenizerConfig(
             tokenizer_type="BertWordPieceLowerCase",

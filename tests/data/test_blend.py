@@ -1,4 +1,4 @@
-"""Blends: Megatron's vector, a plain loop, members' numbers, cache names."""
+"""Blends: Megatron's vector, a plain loop, members' sample numbers, cache names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.training import toy
 
 
 def loop(weights: np.ndarray, size: int) -> tuple[list[int], list[int]]:
-    """One sample after the other."""
+    """Choose samples one after another."""
     taken = [0] * len(weights)
     datasets, samples = [], []
     for i in range(size):
@@ -50,7 +50,7 @@ def test_vector() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40, 300])
 @pytest.mark.parametrize("kind", ["random", "equal", "skewed"])
 def test_equals_the_loop(count: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets_module, "_BLEND_BLOCK", 64)  # many blocks also for a small blend
+    monkeypatch.setattr(datasets_module, "_BLEND_BLOCK", 64)  # many blocks even for a small blend
     random = np.random.RandomState(count)
     weights = {
         "random": random.rand(count) + 1e-3,
@@ -130,7 +130,7 @@ def test_a_schedule_is_parsed_and_checked() -> None:
 
 
 def sources(layout: Layout, words: list[str]) -> list[int]:
-    """From which dataset each training sample comes."""
+    """Return the dataset that each training sample comes from."""
     train = toy.build_toy(layout, words).datasets[0]
     assert isinstance(train, BlendedDataset)
     return train.index.datasets.tolist()

@@ -1,4 +1,4 @@
-"""Block maps: the rows of Megatron-LM's own helper, and of the rules read sentence by sentence."""
+"""Block maps: Megatron-LM's own rows, and those of the rules applied sentence by sentence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def documents_of(counts, lengths, titles, first=0):
     ],
 )
 def test_megatrons_own_rows(fewest, want):
-    """What `build_blocks_mapping` of release 23.08, compiled, gave for seven samples."""
+    """The rows that the compiled `build_blocks_mapping` of release 23.08 gave for seven samples."""
     text = documents_of([3, 2, 1, 4], [10, 12, 8, 20, 30, 15, 5, 6, 7, 40], [2, 3, 1, 4])
     rows = build_block_map(BlockMapPlan(7, 20, 1234, fewest), text)
     assert rows.dtype == np.uint32
@@ -40,7 +40,7 @@ def test_megatrons_own_rows(fewest, want):
 
 
 def sentence_by_sentence(plan, text):
-    """The rules as they are told, one sentence at a time."""
+    """Apply the rules literally, one sentence at a time."""
     rows = []
     while len(rows) < plan.num_samples:
         number = 0
@@ -67,10 +67,10 @@ def sentence_by_sentence(plan, text):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_are_those_of_the_rules_read_one_by_one(seed):
-    """Documents of 0, 1 and more sentences, overlong sentences, titles longer than the target."""
+    """Documents with 0, 1 and more sentences, overlong sentences, titles longer than the target."""
     random = np.random.RandomState(seed)
     counts = random.randint(0, 9, 60)
-    counts[0] = 3  # a split begins behind them
+    counts[0] = 3  # a split starts after them
     lengths = random.randint(0, 60, counts.sum())
     lengths[random.randint(0, len(lengths), 6)] = [512, 513, 600, 5000, 512, 513]
     whole = documents_of(counts, lengths, random.randint(0, 12, 60))

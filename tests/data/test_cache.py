@@ -1,4 +1,4 @@
-"""The index cache: kept, found, rebuilt when torn or stale, built once in a job."""
+"""The index cache: kept, found, rebuilt if torn or stale, and built once per job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WANT = (np.arange(1000, dtype=np.int32), np.arange(100, dtype=np.uint32).reshape
 
 
 class Builder:
-    """Counts how often the arrays were built."""
+    """Count how often the arrays were built."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -45,7 +45,7 @@ def test_built_once_then_found(tmp_path: Path) -> None:
         assert equal(cache.load_or_build("text", SPECS, build))
     assert build.count == 1
     names = {path.suffix for path in (tmp_path / "cache").iterdir()}
-    assert names == {".dsc", ".npy", ".sha256"}  # nothing temporary is left
+    assert names == {".dsc", ".npy", ".sha256"}  # no temporary files are left
     cache.load_or_build("other text", SPECS, build)
     assert build.count == 2
 
@@ -111,7 +111,7 @@ def test_unsound_arrays_are_rebuilt(tmp_path: Path) -> None:
 
 
 def test_arrays_without_a_digest_are_rebuilt(tmp_path: Path) -> None:
-    """As Megatron-LM writes them. Ours are read by it as they are."""
+    """Megatron-LM writes them so. It can read ours unchanged."""
     build, cache = Builder(), IndexCache((tmp_path,))
     cache.load_or_build("text", SPECS, build)
     (digest,) = tmp_path.glob("*.sha256")
@@ -127,7 +127,7 @@ def test_arrays_without_a_digest_are_rebuilt(tmp_path: Path) -> None:
 
 
 def test_arrays_of_another_description_or_input_are_not_used(tmp_path: Path) -> None:
-    """Files with a sound digest, under the name of others."""
+    """Files with a correct digest, under the name of others."""
     build, cache = Builder(), IndexCache((tmp_path,))
     cache.load_or_build("text", SPECS, build)
     name = hashlib.md5(b"other", usedforsecurity=False).hexdigest()
@@ -190,7 +190,7 @@ def test_an_index_is_written_for_this_user_under_any_umask(tmp_path: Path) -> No
 def test_a_file_system_without_owners_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All files belong to somebody else there, or anybody may write to them."""
+    """There, all files belong to somebody else, or anybody may write to them."""
     monkeypatch.setattr(cache_module, "open_trusted", lambda *_: durable.open_trusted(Path("/")))
     assert equal(IndexCache((tmp_path,)).load_or_build("text", SPECS, Builder()))
     assert "other users can write to its files" in capsys.readouterr().err
@@ -237,7 +237,7 @@ def test_a_folder_that_cannot_be_written_to(
 
 
 def test_one_process_builds_and_the_others_find_it(tmp_path: Path) -> None:
-    """Eight threads as processes: each calls the barrier once, and only the builder builds."""
+    """Eight threads act as processes: each calls the barrier once, and only the builder builds."""
     barrier, build = threading.Barrier(8, timeout=20), Builder()
     results = []
 

@@ -1,4 +1,4 @@
-"""Packed samples of examples: their tokens, what is trained, and several files."""
+"""Packed samples of examples: their tokens, which are trained, and several files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAD = 9999
 
 
 def _examples(name: str, lengths: list[int], first: int) -> TokenizedExamples:
-    """Examples of tokens that count up, every third of which is trained."""
+    """Return examples of tokens that count up, every third of which is trained."""
     sizes = np.array(lengths, np.int64)
     tokens = np.arange(first, first + sizes.sum(), dtype=np.int32)
     starts = np.cumsum(sizes) - sizes

@@ -1,4 +1,4 @@
-"""Conversations become the ids and labels that TRL gives them, one by one."""
+"""Conversations become the same ids and labels as in TRL, one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations as ids: what is trained, what is refused, what is kept in the cache."""
+"""Conversations as ids: what is trained, what is refused, what is cached."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _said(*messages: Any, **others: Any) -> dict[str, Any]:
     return {"messages": list(messages), **others}
 
 
-# Malformed records, and what the message names: what is wrong, and the remedy.
+# Malformed records, and what the message names: the problem and the remedy.
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "not JSON": (b'{"messages": [', "broken JSON", "line 2|character"),
     "not UTF-8": (b'{"text": "\xff"}', "bad UTF-8", "byte 10"),
@@ -440,7 +440,7 @@ def test_a_template_that_does_not_fit_is_refused(
 
 
 def test_tokenizers_of_bytes_mask_as_those_with_offsets(folder: Path, tmp_path: Path) -> None:
-    """`<|endoftext|>` is one token in each, and letters of several tokens are kept whole."""
+    """`<|endoftext|>` is one token in each, and characters of several tokens are kept whole."""
     text = {"role": "assistant", "content": "naïve 東京 🙂\n\n"}
     words = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
     ranks = tmp_path / "bytes.tiktoken"
@@ -486,7 +486,7 @@ def test_files_that_hold_no_conversations_are_named(folder: Path, tmp_path: Path
 
 
 def test_tables_of_parquet_are_read_row_by_row(folder: Path, tmp_path: Path) -> None:
-    """Every message of a table has every key, null where it was not given."""
+    """Every message in a table has every key, with null where none was given."""
     call = {**CALL, "content": None}
     records = [
         _said(USER, ANSWER, tools=None, prompt_id=1),
@@ -553,4 +553,4 @@ def test_records_of_any_shape_are_read_or_refused(folder: Path) -> None:
             refusals.append(str(error))
     assert read > 200
     assert len(refusals) > 2000
-    assert all(": " in said for said in refusals)  # what is wrong, and the remedy
+    assert all(": " in said for said in refusals)  # the problem and the remedy

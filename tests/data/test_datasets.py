@@ -112,7 +112,7 @@ def test_mock_data() -> None:
     assert other is not None
     assert train[0]["text"].tolist() != other[0]["text"].tolist()
     for i in range(5):
-        assert len(set((np.diff(train[i]["text"]) % 256).tolist())) == 1  # learnable
+        assert len(set((np.diff(train[i]["text"]) % 256).tolist())) == 1  # can be learned
     small = build(DataConfig(seq_length=16, mock_data=True), vocab_size=10).train
     assert small is not None
     assert max(small[i]["text"].max() for i in range(20)) < 10
@@ -132,8 +132,8 @@ def test_a_missing_path_is_named_with_its_neighbours(tmp_path: Path) -> None:
 def test_megatrons_cache_is_reproduced_to_the_byte(
     golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The flags of the golden run: 40 iterations of 16, evaluated three times for 5 iterations."""
-    monkeypatch.chdir(golden)  # names are made from the path as spelt
+    """The golden run's flags: 40 iterations of 16, evaluated three times for 5 iterations each."""
+    monkeypatch.chdir(golden)  # names depend on how the path is spelled
     config = DataConfig(
         seq_length=16,
         data_path=("data/gpt_text_document",),
@@ -146,7 +146,7 @@ def test_megatrons_cache_is_reproduced_to_the_byte(
     assert len(recorded) == len(list(tmp_path.glob("*.dsc"))) == 2
     for description in recorded:
         # The paths in the recorded texts were shortened afterwards: their md5 is ours, but no
-        # longer the recorded name.
+        # longer matches the recorded name.
         digest = hashlib.md5(description.read_bytes(), usedforsecurity=False).hexdigest()
         assert (tmp_path / f"{digest}.dsc").read_bytes() == description.read_bytes()
         for suffix in ("doc_idx", "sample_idx", "shuffle_idx"):
@@ -170,7 +170,7 @@ def test_weights_are_checked(paths: list[str]) -> None:
 
 
 def _build_in_a_job(layout: Layout, config: DataConfig, node_local: bool) -> tuple[int, list]:
-    """Number of indices built by this rank, and the first sample of each split."""
+    """Return how many indices this rank built, and the first sample of each split."""
     built = 0
     plain = gpt_module.build_gpt_index
 
@@ -208,8 +208,8 @@ def test_one_rank_builds_unless_disks_are_local(tmp_path: Path, node_local: bool
         ("90/5/5", 1000, (0, 900, 950, 1000)),
         ("1", 7, (0, 7, 7, 7)),
         ("0,1", 7, (0, 0, 7, 7)),
-        ("1,1,1", 8, (0, 2, 5, 8)),  # rounds to 3, 6, 9: one too many, taken from each bound
-        ("1,1", 5, (0, 3, 5, 5)),  # 2.5 is rounded to even: 2, 4, 4, one too few
+        ("1,1,1", 8, (0, 2, 5, 8)),  # rounds to 3, 6, 9: one too many, subtracted from each bound
+        ("1,1", 5, (0, 3, 5, 5)),  # 2.5 rounds to even: 2, 4, 4, one too few
         ("0,1,1", 3, (0, 0, 1, 3)),  # 0, 0, 2, 4, one too many; the first cannot go below zero
         ("1,1,1", 0, (0, 0, 0, 0)),
     ],

@@ -1,4 +1,4 @@
-"""Documents whose middle comes last."""
+"""Documents rearranged so that their middle comes last."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRAGMENT_END = 6
 
 
 class Letters:
-    """A tokenizer whose ids are those of letters."""
+    """A tokenizer whose ids are character codes."""
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[Any]:
         return [np.array([ord(letter) for letter in text], np.int64) for text in texts]
@@ -48,11 +48,11 @@ def rearranged(tokens: np.ndarray, rules: FillInMiddle, seed: int = 0) -> np.nda
 
 
 def put_back(tokens: np.ndarray) -> str:
-    """The text of a rearranged document."""
+    """Return the text of a rearranged document."""
     values = tokens.tolist()
     assert values[0] == IDS["prefix"]
     middle, suffix = values.index(IDS["middle"]), values.index(IDS["suffix"])
-    if suffix == 1:  # SPM, where nothing divides prefix and middle
+    if suffix == 1:  # SPM, without anything between prefix and middle
         return "".join(map(chr, [*values[middle + 1 :], *values[2:middle]]))
     parts = values[1:suffix], values[middle + 1 :], values[suffix + 1 : middle]
     return "".join(chr(value) for part in parts for value in part)
@@ -63,7 +63,7 @@ def test_the_parts_of_a_document_make_up_its_text(spm_rate):
     text = "the cat sat on the mat"
     rules, orders = how(spm_rate=spm_rate), set()
     for seed in range(20):
-        # A short document after it leaves room for the three tokens of the first.
+        # A short document after the first leaves room for the first one's three tokens.
         sample = ids(text, 5, "ab", *[5] * 12)
         result = rearranged(sample, rules, seed)
         assert len(result) == len(sample)
@@ -72,7 +72,7 @@ def test_the_parts_of_a_document_make_up_its_text(spm_rate):
         assert put_back(second[1:]) == "ab"
         assert (first.tolist()[1] == IDS["suffix"]) == bool(spm_rate) or spm_rate == 0
         orders.add(tuple(first.tolist()))
-        assert rest[0].tolist()[:4] == [5, 1, 3, 2]  # an empty end, and ends that end nothing
+        assert rest[0].tolist()[:4] == [5, 1, 3, 2]  # an empty end, and ends that terminate nothing
     assert len(orders) > 8
 
 
@@ -106,7 +106,7 @@ def test_fragments_are_rearranged_one_by_one():
     never = how(fragment_end=FRAGMENT_END, fragment_rate=0.0)
     kept = rearranged(sample, never).tolist()
     assert kept[:12] == ids("abc", 6, "def", 6, "ghi", 5).tolist()
-    # A document without fragments is one text.
+    # A document without fragments is a single text.
     assert put_back(rearranged(ids("abc", 5, 5, 5, 5), rules)[:6]) == "abc"
 
 
@@ -118,7 +118,7 @@ def test_texts_with_a_beginning_are_kept():
 
 
 class Constant:
-    """A dataset of one text."""
+    """A dataset with a single text."""
 
     def __len__(self) -> int:
         return 1 << 40
@@ -175,7 +175,7 @@ def test_mistakes_are_told(flags, told):
 
 
 def test_one_that_is_not_asked_for_reads_its_namespace():
-    """`from_config` takes the run's end of document unless a flag names another token."""
+    """`from_config` uses the run's end-of-document token unless a flag names another one."""
     data = SimpleNamespace(
         fim_rate=0.5,
         fim_spm_rate=0.5,

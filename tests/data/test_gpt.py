@@ -1,4 +1,4 @@
-"""GPT samples: the tokens they hold, and what is refused."""
+"""GPT samples: their tokens, and what is refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_cache_of_zeros_is_rebuilt(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("suffix", ["doc", "sample", "shuffle"])
 def test_a_cache_with_two_entries_swapped_is_rebuilt(tmp_path: Path, suffix: str) -> None:
-    """Every sum and bound is as before, and a swapped permutation is still one."""
+    """All sums and bounds are unchanged, and a swapped permutation is still a permutation."""
     prefix = write_corpus(tmp_path / "x", longest=80)
     want = [array.copy() for array in build(prefix).index]
     path = next((tmp_path / "index-cache").glob(f"*_{suffix}_idx.npy"))
@@ -77,11 +77,11 @@ def test_a_cache_with_two_entries_swapped_is_rebuilt(tmp_path: Path, suffix: str
 
 
 def test_an_older_dataset_under_the_old_name_is_noticed(tmp_path: Path) -> None:
-    """As `cp -p` leaves it: the index is younger than the data."""
+    """`cp -p` does this: the index is newer than the data."""
     prefix = write_corpus(tmp_path / "x")
     build(prefix)
     lengths = IndexedDataset(prefix).sequence_lengths
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:  # as many documents and tokens
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:  # same counts of documents and tokens
         builder.add_documents(np.zeros(lengths.sum(), int), lengths[::-1], np.ones(100, int))
     for path in (idx_path(prefix), bin_path(prefix)):
         os.utime(path, (0, 0))

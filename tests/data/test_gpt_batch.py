@@ -17,7 +17,7 @@ EOD = 0
 
 
 def loop(row: list[int]) -> tuple[list[float], list[int], list[list[bool]]]:
-    """Loss mask, positions and attention of one sample's inputs, token by token."""
+    """Return loss mask, positions and attention of one sample's inputs, token by token."""
     documents, positions, document, position = [], [], 0, 0
     for token in row:
         documents.append(document)
@@ -62,7 +62,8 @@ def test_equals_the_loop(positions: bool, loss: bool) -> None:
 
 @pytest.mark.parametrize(("documents", "segments"), [(2, 16), (8, 16), (9, 32), (16, 32), (17, 64)])
 def test_documents_are_filled_up_with_empty_ones(documents: int, segments: int) -> None:
-    """To a power of two, so that micro-batches have few shapes; the empty ones mask nothing."""
+    """Their number is a power of two, so that micro-batches have few shapes; empty ones mask
+    nothing."""
     ends = np.append(np.arange(1, documents), 32)
     found = collate([{SEGMENT_ENDS: ends}, {SEGMENT_ENDS: ends}])[SEGMENT_ENDS]
     listed = [0, *ends, *(32 + ends)]
@@ -76,7 +77,7 @@ def test_documents_are_filled_up_with_empty_ones(documents: int, segments: int) 
 def test_the_longest_document_is_known_without_reading_the_batch(
     lengths: list[int], longest: int
 ) -> None:
-    """As a size, in whole tiles of the kernel."""
+    """It is a size in whole tiles of the kernel."""
     ends = np.cumsum(lengths)
     batch = collate([{SEGMENT_ENDS: ends}])
     assert batch[LONGEST_SEGMENT].shape == (longest, 0)

@@ -22,7 +22,7 @@ from megatron.errors import DataError
 def loop_sample_index(
     lengths: np.ndarray, documents: np.ndarray, num_samples: int, seq_length: int
 ) -> np.ndarray:
-    """Token by token: where each row starts."""
+    """Return where each row starts, found token by token."""
     rows = [(0, 0)]
     token = 0
     for place, document in enumerate(documents):
@@ -54,7 +54,7 @@ def test_sample_index_equals_the_loop(seed: int, monkeypatch: pytest.MonkeyPatch
     lengths = random.randint(0, longest, 60).astype(np.int32)  # with empty documents
     lengths[0] = 0
     documents = random.randint(0, 60, 200).astype(np.int32)
-    documents[0] = 0  # an empty one in front
+    documents[0] = 0  # an empty one first
     seq_length = int(random.choice([1, 3, 16, 100]))
     num_samples = (int(lengths[documents].sum()) - 1) // seq_length
     got = build_sample_index(lengths, documents, num_samples, seq_length)
@@ -106,7 +106,7 @@ def test_a_billion_tokens_take_a_tenth_of_a_second() -> None:
     documents = random.permutation(10**6).astype(np.int32)
     seconds = []
     for _ in range(5):
-        start = time.process_time()  # of this process, however busy the machine is
+        start = time.process_time()  # CPU time of this process, independent of the machine's load
         build_sample_index(lengths, documents, (10**9 - 1) // 1024, 1024)
         seconds.append(time.process_time() - start)
     assert min(seconds) <= 0.1
@@ -121,7 +121,8 @@ def test_megatrons_arrays_to_the_byte(
         f"Number of samples {num_samples}\nSequence length 128\nRandom seed 1234\n"
         "Split 949,50,1\n"
     )
-    # The paths in the recorded texts were shortened afterwards, so their md5 is no longer the name.
+    # The paths in the recorded texts were shortened afterwards, so their md5 no longer matches the
+    # name.
     recorded = {path.read_text(): path for path in (golden / "gpt_fp32/index-cache").glob("*.dsc")}
     stem = recorded[text].with_suffix("")
     lengths = IndexedDataset(golden / "data" / "gpt_text_document").sequence_lengths

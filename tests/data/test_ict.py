@@ -20,7 +20,7 @@ LENGTH = 48
 
 
 def write(prefix: Path, documents: list[list[list[int]]]) -> str:
-    """A dataset of documents of sentences."""
+    """Write a dataset of documents of sentences."""
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for sentences in documents:
             tokens = np.array([token for sentence in sentences for token in sentence], int)
@@ -31,7 +31,7 @@ def write(prefix: Path, documents: list[list[list[int]]]) -> str:
 
 @pytest.fixture(name="corpus")
 def make_corpus(tmp_path):
-    """20 documents of 1 to 6 sentences. Tokens and title of a document tell its number."""
+    """Write 20 documents of 1 to 6 sentences. A document's tokens and title reveal its number."""
     random = np.random.RandomState(5)
     texts = [[[10 + d] * int(n) for n in random.randint(1, 12, 1 + d % 6)] for d in range(20)]
     titles = [[[200 + d, 201 + d]] if d % 3 else [[200 + d], [201 + d]] for d in range(20)]
@@ -63,7 +63,7 @@ def words(sample, part):
 
 
 def test_query_title_and_block_are_of_one_document(tmp_path, corpus):
-    """Also in validation, whose documents do not begin with the dataset's first."""
+    """This also holds in validation, whose documents do not start with the dataset's first."""
     train, valid, test = build(tmp_path, corpus, query_in_block_prob=0.0)
     assert test is None
     data = IndexedDataset(corpus[0])

@@ -14,15 +14,15 @@ from megatron.data import indexed
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, best_dtype, bin_path
 from megatron.errors import DataError, StorageError
 
-# Documents [[1, 2], [3, 4, 5]] and [[7]], as Megatron-LM writes them for 50,257 entries.
+# Documents [[1, 2], [3, 4, 5]] and [[7]], as Megatron-LM writes them for a vocabulary of 50,257.
 FIXTURE_IDX = bytes.fromhex(
     "4d4d49444944580000 0100000000000000 08 0300000000000000 0300000000000000"
     "02000000 03000000 01000000 0000000000000000 0400000000000000 0a00000000000000"
     "0000000000000000 0200000000000000 0300000000000000"
 )
 FIXTURE_BIN = bytes.fromhex("010002000300040005000700")
-# Documents [[1, 2], [3, 4, 5]], [[7]] and [], as Megatron-LM 2.5 writes them
-# with --dataset-impl cached (and lazy): header, dimension offsets, data offsets, sizes, documents.
+# Documents [[1, 2], [3, 4, 5]], [[7]] and [], as Megatron-LM 2.5 writes them with --dataset-impl
+# cached (and lazy): header, dimension offsets, data offsets, sizes, documents.
 CACHED_IDX = bytes.fromhex(
     "544e544944580000 0100000000000000 0400000000000000 0400000000000000 0300000000000000"
     "0300000000000000 0400000000000000"
@@ -41,7 +41,7 @@ def write_cached(prefix: Path, idx: bytes = CACHED_IDX, tokens: bytes = CACHED_B
 
 
 def write_random(prefix: Path, *, sequences: int = 200, dtype: type = np.uint16) -> np.ndarray:
-    """A dataset of one-sequence documents, some empty; returns its tokens."""
+    """Write a dataset of one-sequence documents, some empty; return its tokens."""
     random = np.random.RandomState(0)
     lengths = random.randint(0, 20, sequences)
     tokens = random.randint(0, 50000, lengths.sum())
@@ -170,7 +170,7 @@ def test_bulk_equals_one_by_one(tmp_path: Path) -> None:
 
 
 def test_add_index_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "_CHUNK", 7)  # many chunks also for a small file
+    monkeypatch.setattr(indexed, "_CHUNK", 7)  # many chunks even for a small file
     write_random(tmp_path / "a")
     write_random(tmp_path / "b", sequences=30)
     with IndexedDatasetBuilder(tmp_path / "joined", np.uint16) as builder:
@@ -255,7 +255,7 @@ def test_reopens_in_another_process(tmp_path: Path) -> None:
     write_random(tmp_path / "x")
     data = IndexedDataset(tmp_path / "x")
     assert data.__getstate__() == {"prefix": str(tmp_path / "x")}  # not the data itself
-    again = copy.copy(data)  # goes through the same two methods as pickling
+    again = copy.copy(data)  # uses the same two methods as pickling
     assert all((again.get(i) == data.get(i)).all() for i in range(len(data)))
 
 
@@ -278,7 +278,7 @@ def test_idx_mutations_never_give_wrong_tokens(tmp_path: Path, dtype: type) -> N
             refused.append(str(error))
         else:
             assert got == want, f"byte {at} set to {value}: wrong tokens"
-    assert len(refused) > 400  # the others wrote what was there, or moved a document bound
+    assert len(refused) > 400  # the others wrote the same value, or moved a document bound
     assert all(str(tmp_path / "x") in message for message in refused)
 
 
@@ -356,7 +356,7 @@ def test_links_under_temporary_names_are_not_followed(
 ) -> None:
     victim, suffixes = tmp_path / "victim", ("bin", "idx", "lengths", "documents")
     victim.write_text("precious")
-    for suffix in suffixes:  # as temporary files were called once
+    for suffix in suffixes:  # the former name of temporary files
         (tmp_path / f"out.{suffix}.tmp-{os.getpid()}").symlink_to(victim)
     tokens = write_random(tmp_path / "out")
     assert sum(read_all(tmp_path / "out"), []) == tokens.tolist()

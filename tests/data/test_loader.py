@@ -44,7 +44,7 @@ def test_batches_come_in_the_samplers_order(num_workers: int) -> None:
 
 
 def test_workers_send_batches_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To open what a worker shares, the training process would connect to it for every tensor."""
+    """To open shared tensors, the training process would connect to the worker for each one."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("a batch came through shared memory")
@@ -52,7 +52,7 @@ def test_workers_send_batches_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing.resource_sharer.DupFd, "detach", refuse)
     batch = next(iter(build_loader(DATASET, CyclicSampler(40, 0, 2), num_workers=1, seed=1)))
     assert batch["text"].tolist() == [DATASET[i]["text"].tolist() for i in batch["id"].tolist()]
-    batch["text"].add_(1)  # and may be written to
+    batch["text"].add_(1)  # and is writable
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -68,13 +68,13 @@ def test_workers_outlive_the_jobs_signals_and_end_with_the_loader() -> None:
     others = set(multiprocessing.active_children())
     batches = build_loader(DATASET, CyclicSampler(40, 0, 4), num_workers=2, seed=1)
     for _ in range(2):
-        next(batches)  # one of each worker, which then has its handlers
+        next(batches)  # one from each worker, which has installed its handlers by then
     processes = set(multiprocessing.active_children()) - others
     assert len(processes) == 2
     workers = [process.pid for process in processes]
     for pid in workers:
         os.kill(pid, signal.SIGINT)
-    # Not from the parent: a launcher's SIGTERM to all processes of the job.
+    # Not from the parent: a launcher's SIGTERM goes to all processes of the job.
     for pid in workers:
         subprocess.run(["kill", "-TERM", str(pid)], check=True)
     assert len(list(islice(batches, 30))) == 30
@@ -88,7 +88,7 @@ def test_workers_outlive_the_jobs_signals_and_end_with_the_loader() -> None:
 def test_workers_start_and_end_on_a_system_that_does_not_say_who_sent_a_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(signal, "sigtimedwait")  # of the workers too, which are forked
+    monkeypatch.delattr(signal, "sigtimedwait")  # also of the workers, which are forked
     others = set(multiprocessing.active_children())
     batches = build_loader(DATASET, CyclicSampler(40, 0, 4), num_workers=1, seed=1)
     next(batches)
@@ -114,7 +114,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_workers_end_when_the_training_process_is_killed(tmp_path: Path) -> None:
     output = tmp_path / "workers.txt"
-    with output.open("w") as stream:  # of which, unlike of a pipe, no worker puts off the end
+    with output.open("w") as stream:  # unlike a pipe, a file has no end that workers hold open
         killed = subprocess.Popen([sys.executable, "-c", _KILLED_WITH_WORKERS], stdout=stream)
     assert killed.wait(60) == -signal.SIGKILL
     workers = output.read_text().split()
@@ -189,7 +189,7 @@ def test_other_errors_than_a_worker_s_end_are_left_alone() -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended: nobody may have asked how it did."""
+    """Return whether the process exists and has not ended; it may still be a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -202,7 +202,7 @@ def test_single_takes_its_slice_of_each_block() -> None:
         [[0, 1, 2, 3], [12, 13, 14, 15]],
         [[4, 5, 6, 7], [16, 17, 18, 19]],
         [[8, 9, 10, 11], [20, 21, 22, 23]],
-    ]  # 24 and 25 fill no block
+    ]  # 24 and 25 do not fill a block
     assert list(SingleSampler(26, 12, 4, 1, 3)) == ranks[1][1:]
     assert list(SingleSampler(26, 24, 4, 1, 3)) == []
 
@@ -214,7 +214,8 @@ def test_single_reaches_the_last_block_of_a_dataset_of_whole_blocks() -> None:
 
 
 def steps(sampler: type, total: int, consumed: int, sizes: list[int], global_batch: int) -> list:
-    """Sample set of each step, with `sizes[i]` data-parallel processes at step i, micro-batch 1."""
+    """Return each step's set of samples: `sizes[i]` data-parallel ranks at step i, micro-batch
+    1."""
     sets = []
     for size in sizes:
         loaders = [iter(sampler(total, consumed, 1, rank, size)) for rank in range(size)]
@@ -228,7 +229,7 @@ def steps(sampler: type, total: int, consumed: int, sizes: list[int], global_bat
 
 
 def test_single_steps_do_not_depend_on_the_number_of_processes() -> None:
-    """Scoreboard 7: 4 -> 2 -> 1 -> 3 processes, global batch fixed."""
+    """Scoreboard 7: 4 -> 2 -> 1 -> 3 processes, with a fixed global batch."""
     changing = steps(SingleSampler, 1000, 0, [4, 4, 2, 2, 1, 1, 3, 3], 12)
     assert changing == [set(range(12 * i, 12 * i + 12)) for i in range(8)]
 
@@ -298,7 +299,7 @@ except ShortageError as error:
 
 
 def test_too_little_shared_memory_names_the_flag() -> None:
-    """A file system of 4 KB is mounted in a namespace of this test's own."""
+    """A file system of 4 KB is mounted in this test's own namespace."""
     mounted = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4k none /dev/shm && exec "$@"']
     tried = subprocess.run(["env", *mounted, "sh", "true"], capture_output=True, check=False)
     if tried.returncode:
@@ -315,7 +316,7 @@ def _load_nothing() -> None:
 
 
 def test_a_loading_process_that_is_ended_before_it_has_begun_ends() -> None:
-    """It has the handler of the training process, which only notes the signal."""
+    """It inherits the training process's handler, which only records the signal."""
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         processes = [_LoadingContext().Process(target=_load_nothing) for _ in range(5)]
@@ -333,7 +334,7 @@ def test_a_loading_process_that_is_ended_before_it_has_begun_ends() -> None:
 
 
 def test_a_loading_process_without_memory_ends_without_a_traceback(capfd, monkeypatch) -> None:
-    """Wherever it fails: here in PyTorch's own code, outside what it sends to the parent."""
+    """This holds wherever it fails: here in PyTorch's code, outside what it sends to the parent."""
 
     def worker_loop(*arguments: object) -> None:
         raise ImportError("_generator.so: failed to map segment from shared object")

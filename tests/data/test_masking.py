@@ -1,4 +1,4 @@
-"""Which tokens are hidden: whole words, within the budget, in the shares that BERT asks for."""
+"""Which tokens are masked: whole words, within the budget, in BERT's proportions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_tokenizer_without_a_mask_is_refused() -> None:
 
 
 def test_a_bert_needs_no_begin_and_end(tmp_path: Path) -> None:
-    """Which Hugging Face's tokenizers of a BERT do not name."""
+    """Hugging Face's BERT tokenizers do not define them."""
     vocab = {entry: i for i, entry in enumerate(("[PAD]", "[CLS]", "[SEP]", "[MASK]", "a", "##b"))}
     Pipeline(WordPiece(vocab, unk_token="[PAD]")).save(str(tmp_path / "tokenizer.json"))
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "mask")}
@@ -91,7 +91,7 @@ def test_a_run_is_shortened_to_fit() -> None:
 
 
 def test_draws_of_the_caller_come_between_runs() -> None:
-    """A run is handed out before the next one is drawn for."""
+    """A run is yielded before the next one is drawn."""
     words = whole_words(np.arange(50, 60), SpecialIds.generated(100))
     events: list[str] = []
 
@@ -105,11 +105,11 @@ def test_draws_of_the_caller_come_between_runs() -> None:
 
 
 def test_budget() -> None:
-    assert masking_budget(0.15, 128, 125) == 0.15 * 125  # a fraction, as Megatron has it
+    assert masking_budget(0.15, 128, 125) == 0.15 * 125  # a fraction, as in Megatron
     assert masking_budget(0.15, 100, 125) == 15
-    assert masking_budget(0.15, 10, 125) == 2  # 1.5 to the even number
+    assert masking_budget(0.15, 10, 125) == 2  # 1.5 rounds to even
     assert masking_budget(0.15, 4, 125) == 1
-    assert masking_budget(0.15, 3, 125) == 1  # 0.45 would be none
+    assert masking_budget(0.15, 3, 125) == 1  # 0.45 would round to none
     assert masking_budget(0.15, 5, 2) == 0.3  # none fits
     assert masking_budget(0, 128, 125) == 0
 

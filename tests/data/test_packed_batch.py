@@ -1,4 +1,4 @@
-"""A micro-batch of packed samples: its loss mask and positions, and shorter sequences."""
+"""A micro-batch of packed samples: its loss mask, positions, and shorter sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EOD = 3
 
 
 def _sample(ends: list[int], trained: list[int]) -> Sample:
-    text = np.arange(len(trained) + 1) % 5  # with ends of documents that mean nothing here
+    text = np.arange(len(trained) + 1) % 5  # with end-of-document tokens that mean nothing here
     return {"text": text, TRAINED: np.array(trained), SEGMENT_ENDS: np.array(ends), "id": 0}
 
 

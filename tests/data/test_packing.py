@@ -1,4 +1,4 @@
-"""Packing against a plain loop, and its promises: order, resuming and speed."""
+"""Packing compared with a plain loop, and its guarantees: order, resuming and speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.data.packing import one_each, pack
 
 
 def _plain(lengths: list[int], seq_length: int) -> list[int]:
-    """Tokens in each row, by best fit decreasing, one example after the other."""
+    """Return the tokens in each row, by best fit decreasing, one example after another."""
     rows: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in rows if row + length <= seq_length]

@@ -1,4 +1,4 @@
-"""Work in several processes: order, and every way in which one of them can fail."""
+"""Work in several processes: order, and every way in which a process can fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(function: Callable[[Any], Any], tasks: Callable[[], Iterator[Any]], work
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left() -> Iterator[None]:
-    """And every test ends within seconds."""
+    """Check that no process is left; every test also ends within seconds."""
     started = time.monotonic()
     yield
     assert time.monotonic() - started < 20
@@ -64,14 +64,14 @@ def _end_after(count: int, end: Callable[[], object]) -> Iterator[bytes]:
 
 
 class _TooLarge:
-    """A task or a result for which there is too little memory to send it."""
+    """A task or a result that is too large for the memory needed to send it."""
 
     def __reduce__(self) -> Any:
         raise MemoryError
 
 
 class _TooLargeToRead:
-    """A task or a result for which there is too little memory to receive it."""
+    """A task or a result that is too large for the memory needed to receive it."""
 
     def __reduce__(self) -> Any:
         return _no_memory, ()
@@ -92,7 +92,7 @@ def _kill() -> None:
 
 
 def _abort() -> None:
-    faulthandler.disable()  # pytest's, which would print a trace
+    faulthandler.disable()  # pytest's hook, which would print a traceback
     os.abort()
 
 
@@ -161,7 +161,7 @@ def test_a_worker_that_fails_ends_the_run(
     try:
         with pytest.raises(ShortageError, match=REMEDY):
             run(work, lambda: ((i, b"x" * LARGE) for i in range(20)), workers)
-    except MemoryError:  # of this process, which a caller reports
+    except MemoryError:  # in this process, where a caller reports it
         assert fail is _TooLargeToRead
     assert "Traceback" not in capfd.readouterr().err
 
@@ -191,7 +191,7 @@ def test_a_caller_that_stops_early_ends_the_processes() -> None:
 
 @pytest.mark.parametrize("extra", [0, 1, 2, 4, 8, 16, 32, 64, 128])
 def test_little_memory_anywhere_is_one_line(extra: int) -> None:
-    """The limit of address space is drawn in steps above what the process has at its start."""
+    """The address-space limit is raised in steps from what the process has at its start."""
     script = """
 import resource, sys
 import numpy

@@ -1,4 +1,4 @@
-"""Datasets in object storage: copied once, whole or not at all."""
+"""Datasets in object storage: copied once, completely or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADDRESS = "memory://bucket/data"
 
 @pytest.fixture(autouse=True)
 def storage():
-    """A storage in this process, empty at first."""
+    """Return an object store in this process, empty at first."""
     system = fsspec.filesystem("memory")
     system.store.clear()
     system.pseudo_dirs[:] = [""]

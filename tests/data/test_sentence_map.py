@@ -1,4 +1,4 @@
-"""Sentence maps: the same rows, in the same order, as the rules read sentence by sentence."""
+"""Sentence maps: the same rows, in the same order, as the rules applied sentence by sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.data.sentence_map import (
 
 
 def test_the_streams_are_those_of_the_cpp_standard() -> None:
-    """The standard names the 10,000th draw of either engine for its default seed."""
+    """The standard gives the 10,000th draw of both engines for their default seeds."""
     assert next(mt19937(5489, 10_000))[-1] == 4123659995
     assert next(mt19937_64(5489))[9_999] == 9981545732273789042
 
@@ -30,7 +30,7 @@ def test_the_streams_are_those_of_the_cpp_standard() -> None:
     ],
 )
 def test_megatrons_own_rows(min_sentences: int, num_samples: int, want: list[list[int]]) -> None:
-    """What Megatron-LM's own helper gave for two passes."""
+    """The rows that Megatron-LM's own helper gave for two passes."""
     documents = np.array([0, 3, 5, 6, 10])
     lengths = np.array([10, 12, 8, 20, 30, 15, 5, 6, 7, 40], np.int32)
     plan = SentenceMapPlan(num_samples, 32, 0.1, 1234, min_sentences)
@@ -42,7 +42,7 @@ def test_megatrons_own_rows(min_sentences: int, num_samples: int, want: list[lis
 def sentence_by_sentence(
     plan: SentenceMapPlan, documents: NDArray[np.int64], lengths: NDArray[np.int32]
 ) -> list[list[int]]:
-    """The rules as they are told, one sentence at a time."""
+    """Apply the rules literally, one sentence at a time."""
     random = np.random.RandomState(plan.seed)
 
     def target_length() -> int:
@@ -78,7 +78,7 @@ def sentence_by_sentence(
 def test_rows_are_those_of_the_rules_read_one_by_one(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Documents of 0, 1 and more sentences, empty and overlong sentences, several passes."""
+    """Documents with 0, 1 and more sentences, empty and overlong sentences, several passes."""
     monkeypatch.setattr("megatron.data.sentence_map._DRAWS", 64)  # steps end inside documents
     random = np.random.RandomState(seed)
     counts = random.randint(0, 9, 60)

@@ -1,4 +1,4 @@
-"""Sentence maps on disk: Megatron's names, and never a map in the place of another."""
+"""Sentence maps on disk: they have Megatron's names, and no map replaces a different one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.distributed import run_distributed
 
 
 def rows_of(config: DataConfig, vocabulary: Path, **changes: object) -> list[list[int]]:
-    """The training rows that the flags give."""
+    """Return the training rows for the flags."""
     tokenizer = build_tokenizer(
         TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(vocabulary))
     )
@@ -70,7 +70,7 @@ def test_a_map_is_kept_beside_the_data_and_found_again(
 def test_other_settings_of_one_name_get_their_own_maps(
     corpus: tuple[DataConfig, Path], tmp_path: Path
 ) -> None:
-    """Megatron would take the first map for all three."""
+    """Megatron would use the first map for all three."""
     config, vocabulary = corpus
     first = rows_of(config, vocabulary)
     no_head = rows_of(config, vocabulary, binary_head=False)
@@ -85,7 +85,7 @@ def test_other_settings_of_one_name_get_their_own_maps(
 def test_a_map_of_megatrons_is_compared_and_kept(
     corpus: tuple[DataConfig, Path], tmp_path: Path
 ) -> None:
-    """It has no digest: one that equals ours gets one, and any other is left alone."""
+    """It has no digest: a map that equals ours gets one, and any other is left alone."""
     rows = rows_of(*corpus)
     digest = (tmp_path / NAME).with_suffix(".sha256")
     expected = digest.read_text()
@@ -117,9 +117,9 @@ def test_a_map_that_cannot_be_the_one_is_built_again(
         case "empty":
             content.clear()
     path.write_bytes(content)
-    if damage == "swapped":  # every sum and bound is as before
+    if damage == "swapped":  # all sums and bounds are unchanged
         np.save(path, np.array([rows[1], rows[0], *rows[2:]], np.uint32))
-    if damage == "split":  # Megatron's, of other documents
+    if damage == "split":  # Megatron's, for other documents
         np.save(path, np.array([row for row in rows if row[0] > 20] * 2, np.uint32))
     if damage == "older":
         np.save(path, np.array(rows[::-1], np.uint32))
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_written_to(
 
 
 def _build_in_a_job(layout: Layout, config: DataConfig, vocabulary: Path) -> int:
-    """Number of maps built by this rank."""
+    """Return the number of maps that this rank built."""
     built = 0
     plain = sentences.build_sentence_map
 

@@ -1,4 +1,4 @@
-"""T5's samples: runs taken out, sentinels in their place, nothing lost."""
+"""T5 samples: spans removed, sentinels in their place, nothing lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_file(prefix: Path) -> DataConfig:
 
 
 def put_back(sample: Sample, ids: object) -> tuple[list[int], list[list[int]]]:
-    """The text of a sample, and the runs that were taken out of it."""
+    """Return the text of a sample, and the spans that were removed from it."""
     encoder = sample["text_enc"][sample["enc_mask"] == 1].tolist()
     labels = sample["labels"][sample["loss_mask"] == 1].tolist()
     runs: dict[int, list[int]] = {}
@@ -106,7 +106,8 @@ def test_words_are_taken_out_whole(tmp_path: Path, vocabulary: Path) -> None:
 
 
 def test_a_t5s_own_tokenizer(tmp_path: Path) -> None:
-    """Its sentinels from the highest on; padding begins the decoder, and both texts end."""
+    """Sentinels from the highest down; the decoder starts with padding, and both texts have an
+    end."""
     tokenizer = t5_tokenizer(tmp_path / "t5")
     prefix = write_sentences(tmp_path / "x", vocab_size=3 + WORDS)
     dataset = train(on_file(prefix), tokenizer)
@@ -158,6 +159,6 @@ def test_generated_sentences(vocabulary: Path) -> None:
     dataset = train(DataConfig(seq_length=16, mock_data=True), tokenizer_with(vocabulary, 0))
     for i in range(20):
         text, runs = put_back(dataset[i], dataset.ids)
-        assert len(set((np.diff(text) % 256).tolist())) == 1  # counts up: can be learnt
+        assert len(set((np.diff(text) % 256).tolist())) == 1  # counts up, so it can be learned
         assert runs
     assert dataset[0]["text_enc"].tolist() == dataset[0]["text_enc"].tolist()

@@ -1,4 +1,4 @@
-"""What --input may name: files without an ending, folders of them, names of corpora; and speed."""
+"""What --input accepts: files without an extension, folders of them, corpus names; and speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def texts(*patterns: object) -> list[str]:
 
 @pytest.fixture
 def wiki(tmp_path):
-    """A folder as an extractor of Wikipedia writes it, with files that are something else."""
+    """Write a folder in the form of a Wikipedia extractor's output, with unrelated files in it."""
     for folder, names in (("AA", ("wiki_00", "wiki_01")), ("AB", ("wiki_00",))):
         (tmp_path / "wiki" / folder).mkdir(parents=True)
         for name in names:

@@ -1,4 +1,4 @@
-"""Training straight from text: each sample is a function of seed, text and number alone."""
+"""Training directly from text: each sample depends only on seed, text and sample number."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 0 to 30 words, each of another beginning."""
+    """Write documents of 0 to 30 words, each with a different beginning."""
     random = np.random.RandomState(0)
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     with path.open("w") as file:
@@ -77,7 +77,7 @@ def dataset_of(name: Path | str, vocabulary: str, **changed) -> TextDataset:
 
 
 def tokens_of(dataset: TextDataset, stream: int, rows: int) -> list[int]:
-    """The tokens of a stream's first rows, laid end to end."""
+    """Return the tokens of a stream's first rows, concatenated."""
     samples = [dataset[row * dataset.streams + stream]["text"] for row in range(rows)]
     for one, other in itertools.pairwise(samples):
         assert one[-1] == other[0]
@@ -172,7 +172,7 @@ def test_a_run_continues_where_it_stopped_without_reading_again(corpus, vocabula
     assert [fresh[i]["text"].tolist() for i in range(3133, 3200)] == samples[3133:]
     assert few < (len(read) - few) / 3
     assert save_places(again, 3133, world) == saved
-    # Places of another text, or of another shuffle, mean nothing here.
+    # Positions in another text, or in another shuffle, mean nothing here.
     fresh.seed = 8
     assert not load_places(fresh, saved)
     assert not load_places(fresh, None)
@@ -181,7 +181,7 @@ def test_a_run_continues_where_it_stopped_without_reading_again(corpus, vocabula
 
 @pytest.fixture
 def long_lines(tmp_path: Path) -> Path:
-    """Thirteen documents in 49 pieces of 1 KiB, most of which no line begins in."""
+    """Write thirteen documents in 49 pieces of 1 KiB; in most pieces no line begins."""
     path = tmp_path / "long.jsonl"
     words = (f"{number % 10} " * 1900 for number in range(13))
     path.write_text("".join(json.dumps({"text": f"w{text}"}) + "\n" for text in words))
@@ -240,7 +240,7 @@ def test_a_split_in_which_no_document_begins_is_refused(long_lines, vocabulary):
 
 
 def test_a_small_text_may_leave_no_validation_data(long_lines, vocabulary, capsys):
-    """As of a small indexed dataset: the share of --split is too small for a document."""
+    """As with a small indexed dataset, the share of --split is too small for a document."""
     options = TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=vocabulary)
     data = DataConfig(seq_length=SEQUENCE, data_path=(str(long_lines),), split="969,30,1")
     tokenizer = options, build_tokenizer(options)
@@ -532,7 +532,7 @@ def test_what_needs_an_index_is_refused(corpus, vocabulary):
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.txt"])
 def test_a_text_that_does_not_fit_in_memory_as_utf_8_is_a_shortage(name, tmp_path, monkeypatch):
-    """Orjson reports a lack of memory there as surrogates, which such texts cannot hold."""
+    """If memory runs out, orjson reports surrogates, which such texts cannot contain."""
 
     def dumps(*_, **__):
         raise TypeError("str is not valid UTF-8: surrogates not allowed")

@@ -1,4 +1,4 @@
-"""TFRecords of the original BERT: published bytes, other writers' bytes, samples, damage."""
+"""TFRecords for the original BERT: published bytes, other writers' bytes, samples, damage."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.data.tfrecords import encode, example, record, write
 from tests.repository import ROOT
 from tests.tokenizer.test_kinds import build
 
-# The example of TensorFlow's tutorial on TFRecord and tf.train.Example.
+# The example in TensorFlow's tutorial on TFRecord and tf.train.Example.
 PUBLISHED = (
     b"\nR\n\x11\n\x08feature0\x12\x05\x1a\x03\n\x01\x00\n\x11\n\x08feature1\x12\x05\x1a\x03\n\x01"
     b"\x04\n\x14\n\x08feature2\x12\x08\n\x06\n\x04goat\n\x14\n\x08feature3\x12\x08\x12\x06\n\x04["
     b"\xd3|?"
 )
-# A record that TFRecordWriter of the library `tfrecord` has written.
+# A record written by TFRecordWriter of the library `tfrecord`.
 WRITTEN = bytes.fromhex(
     "fe00000000000000db9e94a00afb010a230a0b7365676d656e745f69647312141a120a100000000000000101010101"
     "01010101010a2f0a09696e7075745f69647312221a200a1eb105b404fa04c501c8068006c805ec020ed8059a02f705"
@@ -41,7 +41,7 @@ WRITTEN = bytes.fromhex(
 
 @pytest.mark.parametrize(
     ("data", "crc"),
-    [  # RFC 3720, B.4, and the check value of CRC catalogues
+    [  # RFC 3720, B.4, and the check value in CRC catalogs
         (bytes(32), 0x8A9136AA),
         (b"\xff" * 32, 0x62A8AB43),
         (bytes(range(32)), 0x46DD794E),
@@ -56,7 +56,7 @@ def test_checksums_are_those_of_the_standard(data, crc):
 
 
 def test_checksums_are_those_of_tensorboard():
-    """Its writer of event files has the same framing. Lengths on both sides of a piece."""
+    """Its event-file writer uses the same framing. The lengths are just below and above a piece."""
     writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
     random = np.random.RandomState(0)
     for size in (*range(70), 1000, 4095, 4096, 4097, 4159, 4160, 4161, 9000):
@@ -134,7 +134,7 @@ def test_samples(tmp_path, tokenizer):
 
 
 def test_weights_may_be_missing(tmp_path, tokenizer):
-    """Lists are then filled up with position 0."""
+    """Lists are then padded with position 0."""
     without = [
         {name: value for name, value in example(i).items() if "weights" not in name}
         for i in range(3)

@@ -1,4 +1,4 @@
-"""A kind of sample from outside the package: one module, which trains, blends and resumes."""
+"""A sample kind defined outside the package: one module, which trains, blends and resumes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MirrorRecipe(GPTRecipe):
 
 
 def write_documents(prefix: Path) -> Path:
-    """Documents of eight tokens each, of four words."""
+    """Write documents of eight tokens each, with a vocabulary of four words."""
     tokens = np.random.RandomState(1).randint(1, 5, (100, 8))
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.add_documents(tokens.reshape(-1), np.full(100, 8), np.ones(100, int))
@@ -50,7 +50,7 @@ def write_documents(prefix: Path) -> Path:
 
 
 def run(folder: Path, *flags: str) -> dict[int, float]:
-    """Training loss by iteration."""
+    """Return the training loss by iteration."""
     metrics = folder / "metrics.jsonl"
     words = [word for word in TOY if word != "--mock-data"]
     assert main(MirrorRecipe(), [*words, *flags, "--metrics-jsonl", str(metrics)]) == 0

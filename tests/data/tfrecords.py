@@ -1,4 +1,4 @@
-"""TFRecords of BERT, written as the definitions of the two formats say."""
+"""TFRecords for BERT, written according to the definitions of the two formats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def field(number: int, data: bytes) -> bytes:
 
 
 def encode(example: Example, *, packed: bool = True) -> bytes:
-    """A tf.train.Example with lists of integers, or of floats for names that say weights."""
+    """Encode a tf.train.Example with lists of integers, or of floats for names containing
+    "weights"."""
     features = []
     for name, numbers in example.items():
         if "weights" in name:
@@ -55,7 +56,7 @@ def write(path: Path, examples: Iterable[Example]) -> Path:
 
 
 def example(number: int, length: int = 16) -> dict[str, Sequence[float]]:
-    """A sample as create_pretraining_data.py makes it, of up to 4 predictions."""
+    """Return a sample in the format of create_pretraining_data.py, with up to 4 predictions."""
     random = np.random.RandomState(number)
     used = length - number % 4
     ids = [*random.randint(5, 100, used).tolist(), *[0] * (length - used)]

@@ -1,4 +1,4 @@
-"""A kind of sample from outside the package: the beginning of a document, then its mirror image.
+"""A sample kind defined outside the package: the start of a document, then its mirror image.
 
 A model can predict the second half of every sample once it has found the rule.
 """
@@ -24,7 +24,7 @@ class MirrorDataset:
 
     @property
     def description(self) -> str:
-        """Text that differs wherever the samples differ."""
+        """Return text that differs whenever the samples differ."""
         part = self.part
         return f"Mirror\n{part.data.prefix} {part.split} {part.bounds} {self.seed}\n"
 

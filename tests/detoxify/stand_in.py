@@ -1,4 +1,4 @@
-"""A stand-in for the Perspective API on this machine, whose answers a test writes down."""
+"""A local stand-in for the Perspective API, whose answers a test scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = "a-key"
 
 @dataclass(frozen=True)
 class Answer:
-    """What the stand-in answers to one request."""
+    """The stand-in's answer to one request."""
 
     status: int = 200
     body: bytes | None = None  # None: the scores
@@ -25,7 +25,7 @@ class Answer:
 
 @dataclass
 class StandIn:
-    """The stand-in's address, what it was sent, and the answers it gives first, in this order."""
+    """The stand-in's address, what it was sent, and the first answers that it gives, in order."""
 
     url: str = ""
     answers: list[Answer] = field(default_factory=list)
@@ -38,13 +38,13 @@ class StandIn:
 
 
 def error_body(message: str, **details: str) -> bytes:
-    """An error in the form of Google's APIs."""
+    """Return an error in the format of Google's APIs."""
     error = {"code": 400, "message": message, "details": [details] if details else []}
     return json.dumps({"error": error}).encode()
 
 
 def toxicity_of(text: str) -> float:
-    """The number in a text such as `rude 0.9`, or 0.1."""
+    """Return the number in a text such as `rude 0.9`, or 0.1 if there is none."""
     return float(text.rsplit(maxsplit=1)[-1]) if text.startswith("rude") else 0.1
 
 

@@ -1,4 +1,4 @@
-"""Annotation: every line gets a score, and a stopped run continues."""
+"""Annotation: every line gets a score, and an interrupted run can be continued."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.detoxify.stand_in import KEY, Answer, StandIn, error_body, perspectiv
 
 
 class ToyScorer:
-    """Scores by `toxicity_of`; keeps the texts it was asked about, and fails at one of them."""
+    """A scorer using `toxicity_of` that records the texts it is given, and fails at one of them."""
 
     def __init__(self, fails_at: str = "never") -> None:
         self.settings: dict[str, Setting] = {"--classifier": "toy"}
@@ -107,7 +107,7 @@ def test_a_file_of_something_else_is_left_alone(source: Path, tmp_path: Path) ->
     target = tmp_path / "out.jsonl"
     for content in ('{"text": "rude 0.9", "id": 0}\n', "{}", "notes", '{"text": "x"}\n'):
         target.write_text(content)
-        if content == "{}":  # may be the beginning of a line
+        if content == "{}":  # may be the start of a line
             continue
         with pytest.raises((StorageError, DataError), match="line 1"):
             annotate(source, target, ToyScorer())
@@ -232,7 +232,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_classifier_of_hugging_face(classifier: Path, tmp_path: Path) -> None:
-    """Its scores are those of the model itself, whatever the batch."""
+    """Scores equal those of the model itself, for any batch size."""
     import torch
     import transformers
 
@@ -259,7 +259,7 @@ def test_the_label_must_be_the_classifiers(classifier: Path) -> None:
 
 def test_the_reason_of_an_earlier_annotation_is_dropped(tmp_path: Path) -> None:
     source = write(tmp_path / "own.jsonl", [{"text": "kind", "score": None, "score_error": "old"}])
-    for _ in range(2):  # continuing recognizes the line, too
+    for _ in range(2):  # continuing recognizes the line too
         annotate(source, tmp_path / "out.jsonl", ToyScorer())
     (line,) = read(tmp_path / "out.jsonl")
     assert line == {"text": "kind", "score": {"toxicity": toxicity_of("kind")}}
@@ -295,7 +295,7 @@ def test_scores_that_are_not_finite_are_refused(classifier: Path, tmp_path: Path
 
 
 def test_one_score_that_is_not_finite_is_enough_to_refuse(classifier: Path, monkeypatch) -> None:
-    """Labels may be independent of each other: then only some scores are damaged."""
+    """Labels may be independent of each other, so only some scores may be damaged."""
     scorer = ClassifierScorer(str(classifier), "rude", 8)
     found = [{"label": "rude", "score": 0.5}, {"label": "polite", "score": float("nan")}]
     monkeypatch.setattr(scorer, "_pipeline", lambda texts, **_: [found for _ in texts])

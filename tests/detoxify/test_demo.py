@@ -1,4 +1,4 @@
-"""The demo: every step, with a classifier on this machine, and the toxicity falls."""
+"""The demo: every step runs with a local classifier, and toxicity falls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_toxicity_falls_and_the_perplexity_is_told(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def run_here(title: str, command: Sequence[str]) -> None:
-        """Without a new interpreter, which would load torch a dozen times."""
+        """Run in this process: a new interpreter would load torch a dozen times."""
         if command[0] == "megatron":
             assert megatron(command[1:]) == 0, title
             return
@@ -53,6 +53,6 @@ def test_the_toxicity_falls_and_the_perplexity_is_told(
 
 
 def test_the_commands_it_shows_can_be_repeated(tmp_path: Path, capsys) -> None:
-    """Each is a command of `megatron`, or a script of this folder, with nothing to be quoted."""
+    """Each is a `megatron` command or a script of this folder, and nothing needs quoting."""
     for title, (program, name, *_) in demo_detoxify.steps(tmp_path):
         assert (program == "megatron" and name in COMMANDS) or (ROOT / name).is_file(), title

@@ -36,7 +36,7 @@ def continuations(path: Path, scores: list[list[float | None]]) -> Path:
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """The command for both models, without perplexities."""
+    """Return the command for both models, without perplexities."""
     prompts = [{"prompt": {"text": text, "toxicity": score}} for text, score in PROMPTS]
     write(tmp_path / "prompts.jsonl", prompts)
     before = continuations(tmp_path / "before.jsonl", BEFORE)

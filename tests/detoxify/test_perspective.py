@@ -1,4 +1,4 @@
-"""The client of the Perspective API, against a stand-in on this machine."""
+"""The Perspective API client, tested with a local stand-in."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_the_ends_of_the_range_are_scores(service: StandIn, value: int) -> None:
 
 
 def test_a_shorter_pause_does_not_end_a_longer_one() -> None:
-    """Of the pauses that several workers ask for, the longest counts."""
+    """If several workers ask for a pause, the longest one counts."""
     pace = RequestPace(1000)
     pace.pause(0.2)
     pace.pause(0.0)

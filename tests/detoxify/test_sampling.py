@@ -1,4 +1,4 @@
-"""Self-generation that is killed and started again writes what an uninterrupted one writes."""
+"""Self-generation that is killed and restarted writes the same as an uninterrupted run."""
 
 from __future__ import annotations
 

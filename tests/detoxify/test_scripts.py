@@ -1,4 +1,4 @@
-"""The scripts of examples/detxoify_lm in small, one after another, with Megatron-LM's arguments."""
+"""The scripts of examples/detxoify_lm at small scale, run in order with Megatron-LM's arguments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def service() -> Iterator[StandIn]:
 
 
 class Shell:
-    """Runs scripts in a folder with toy files of GPT-2's tokenizer."""
+    """Run scripts in a folder with toy files of GPT-2's tokenizer."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import ByteLevelBPETokenizer

@@ -1,4 +1,4 @@
-"""Selection of the texts with the lowest scores."""
+"""Selecting the texts with the lowest scores."""
 
 from __future__ import annotations
 

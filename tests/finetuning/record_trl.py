@@ -30,8 +30,8 @@ class Training(NamedTuple):
 
     Attributes:
         trainer: The beginning of the trainer's name.
-        options: What its loss is.
-        words: The same in our flags, after `--preference-loss`.
+        options: The trainer's options for its loss.
+        words: The equivalent of our flags, after `--preference-loss`.
         adapter: Whether an adapter is trained, or all weights.
     """
 
@@ -172,7 +172,7 @@ def record(training: Training) -> dict[str, Any]:
 def _recorded(trainer: type, log: Log) -> type:
     """Return a trainer that is given token ids in order, and writes its numbers to a log."""
 
-    losses: list[float] = []  # of an update's micro-batches
+    losses: list[float] = []  # over an update's micro-batches
 
     class Recorded(trainer):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ def _recorded(trainer: type, log: Log) -> type:
                     now[_RENAMED.get(name, name)] = found[name]
                 for name, values in now.items():
                     known = log.setdefault(name, [])
-                    # KTO has no numbers of a kind of answers that a batch does not have.
+                    # KTO has no numbers for a kind of answer that is missing from a batch.
                     known += [None] * (self.state.global_step - 1 - len(known))
                     known.append(float(f"{sum(values) / len(values):.9g}"))
                 losses.clear()
@@ -268,7 +268,7 @@ def _labeled_pairs() -> list[dict[str, Any]]:
 def _single_answers() -> list[dict[str, Any]]:
     """Return the answers in the order of training, for KTOTrainer.
 
-    The answers to other prompts are ours. TRL takes them from the same batch.
+    The answers to other prompts are chosen by us. TRL takes them from the same batch.
     """
     answers = toy_answers(VOCABULARY)
     count = len(answers)

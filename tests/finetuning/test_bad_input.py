@@ -1,7 +1,7 @@
-"""Bad input of finetuning: each kind ends the command with one line that says where and what to do.
+"""Bad input for finetuning: each kind ends the command with one line: where, and what to do.
 
-`finetune.py` runs as a user runs it. It may not train, hang, show a traceback or run what a file
-says. Records and templates have more kinds in tests/data/test_conversations.py and
+`finetune.py` runs as a user runs it. It must not train, hang, show a traceback or run what a file
+says. More kinds for records and templates are in tests/data/test_conversations.py and
 tests/tokenizer/test_chat_template.py.
 """
 
@@ -42,7 +42,7 @@ DPO = ("--preference-loss", "dpo")
 
 
 def data(content: bytes | str, name: str = "chats.jsonl", *more: str) -> Build:
-    """Return flags that name a file of this content."""
+    """Return flags that name a file with this content."""
 
     def build(folder: Path) -> list[str]:
         path = folder / name
@@ -53,7 +53,8 @@ def data(content: bytes | str, name: str = "chats.jsonl", *more: str) -> Build:
 
 
 def second(record: Any, *more: str) -> Build:
-    """Return flags that name a file whose second line is this record, as JSON or as a text."""
+    """Return flags that name a file whose second line is this record, given as a value or as
+    text."""
     text = record if isinstance(record, str) else json.dumps(record)
     return data(f"{GOOD}\n{text}\n", "chats.jsonl", *more)
 
@@ -65,7 +66,7 @@ def said(*turns: str, **more: Any) -> dict[str, Any]:
 
 
 def beside(content: bytes | str, name: str, flag: str, *more: str, record: Any = None) -> Build:
-    """Return flags that name a good file, and another of this content."""
+    """Return flags that name a valid file, and another file with this content."""
 
     def build(folder: Path) -> list[str]:
         path = folder / name
@@ -81,7 +82,7 @@ def template(text: bytes | str) -> Build:
 
 
 def settings(**changes: Any) -> Build:
-    """Return flags that name a tokenizer whose settings are changed."""
+    """Return flags that name a tokenizer with modified settings."""
 
     def build(folder: Path) -> list[str]:
         write_tokenizer(folder)
@@ -93,7 +94,7 @@ def settings(**changes: Any) -> Build:
 
 
 def adapter(change: Callable[[Path], Any], *more: str) -> Build:
-    """Return flags that name an adapter of PEFT's, changed."""
+    """Return flags that name a modified PEFT adapter."""
 
     def build(folder: Path) -> list[str]:
         copy = shutil.copytree(PEFT / "lora", folder / "adapter")
@@ -156,7 +157,7 @@ PICKLE = pickle.dumps(Calls(os.system, f"touch {MARK}"))
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 SHELL = "{{ cycler.__init__.__globals__.os.system('touch %s') }}"
 NESTED = "[" * 10**5 + "]" * 10**5
-# What is given, and what the line says: where, what, and the remedy.
+# The input, and what the line says: where, the problem, and the remedy.
 BAD: dict[str, tuple[Build, str]] = {
     # The file
     "no file": (lambda f: ["--train-data-path", f"{f}/no.jsonl"], "no.jsonl: no such.*check the p"),

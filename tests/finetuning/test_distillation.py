@@ -1,4 +1,4 @@
-"""Distillation on one process and in layouts, from a teacher and from its files."""
+"""Distillation on one process and in parallel layouts, from a teacher and from its files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SIZES = {
     "--context-parallel-size": "context",
     "--pipeline-model-parallel-size": "pipeline",
 }
-_DEEP = ["--num-layers", "4"]  # of a student in a pipeline; its teacher has 3
+_DEEP = ["--num-layers", "4"]  # for a student in a pipeline; its teacher has 3
 
 
 def parsed(layout: Layout, words: Sequence[str]) -> RunConfig:
@@ -59,7 +59,7 @@ def begin(layout: Layout, words: Sequence[str]) -> Run:
 
 
 def distill(layout: Layout, words: Sequence[str]) -> list[list[float]]:
-    """Train a student, and return both losses of every iteration and the gradients' norms."""
+    """Train a student; return both losses of every iteration and the gradient norms."""
     run, recorder = begin(layout, words), Recorder()
     callbacks, _ = standard_callbacks(run, [recorder])
     train(run, callbacks)
@@ -136,7 +136,7 @@ def deep(teacher: str, saved: str) -> list[list[list[float]]]:
 def test_pipelines_learn_as_one_process(
     words: str, teacher: str, saved: str, deep: list[list[list[float]]]
 ) -> None:
-    """The teacher's 3 layers are on other stages than the student's, of another width."""
+    """The teacher's 3 layers are on different stages than the student's, and have another width."""
     flags = ["--pipeline-model-parallel-size", "2", *words.split(), *_DEEP]
     sizes = {axis: 2 for flag, axis in _SIZES.items() if flag in flags}
     results = run_distributed(2 ** len(sizes), _both, teacher, saved, flags, **sizes)
@@ -153,7 +153,7 @@ def test_a_student_learns_towards_its_teacher(teacher: str) -> None:
 
 
 def test_a_student_that_is_its_teacher_has_no_gradient(teacher: str) -> None:
-    """It is built and loaded exactly as the model of a run is."""
+    """It is built and loaded exactly like a run's model."""
     words = [*_TEACHER[:4], "--load", teacher, "--finetune", "--teacher-load", teacher]
     lm_loss, divergence, norm = distill(Layout.single(), [*words, "--train-iters", "1"])
     assert abs(divergence[0]) < 1e-6
@@ -186,7 +186,7 @@ def _folder(path: Path) -> dict[str, torch.Tensor]:
         ({"tensor": 2}, ""),
         ({"context": 2}, ""),
         ({}, ""),
-        ({"pipeline": 2}, "--micro-batch-size 2"),  # the last of a file's 7 samples is alone
+        ({"pipeline": 2}, "--micro-batch-size 2"),  # the last of a file's 7 samples is on its own
         ({"pipeline": 2}, "--num-layers-per-virtual-pipeline-stage 1 --num-layers 6"),
     ],
 )
@@ -210,7 +210,7 @@ def test_layouts_write_the_same_files(
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         if name.endswith("checks"):
-            continue  # of rounded numbers
+            continue  # checks of rounded numbers
         torch.testing.assert_close(two[name], tensor, rtol=2e-3, atol=1e-6)  # values are fp16
     whole = load_file(Path(saved) / "logits-000000000000.safetensors")
     torch.testing.assert_close(torch.cat([two[f"{n} ids"] for n in range(4)]), whole["ids"])
@@ -379,7 +379,7 @@ def test_losses_are_weighted_sums_over_the_labels_that_count(source: str) -> Non
 
 
 def _spoil(folder: Path, saved: str, change: str) -> None:
-    """Copy a folder of logits with something wrong in it."""
+    """Copy a folder of logits and damage it."""
     header = json.loads((Path(saved) / files.HEADER).read_text())
     data = (Path(saved) / "logits-000000000000.safetensors").read_bytes()
     if change == "cut":
@@ -402,7 +402,7 @@ def _spoil(folder: Path, saved: str, change: str) -> None:
 
 
 def test_bytes_damaged_at_random_are_refused(saved: str, tmp_path: Path) -> None:
-    """Whatever the bytes are, a sample is as it was written, or an error names the file."""
+    """For any damage, a sample is unchanged, or an error names the file."""
     dataset = MockDataset(24, 16, 101, 1234, 0)
     header = files.read_header(Path(saved), "--logits-load-dir")
     sound = [

@@ -1,4 +1,4 @@
-"""Distillation on packed conversations: a teacher or files of its logits, in three layouts."""
+"""Distillation on packed conversations: from a teacher or files of its logits, in three layouts."""
 
 from __future__ import annotations
 

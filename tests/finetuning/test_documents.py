@@ -1,4 +1,4 @@
-"""Log-probabilities of packed documents, and the gradients that a loss of them has."""
+"""Log-probabilities of packed documents, and the gradients of a loss on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.parallel.context.split import split_sequence
 from megatron.parallel.layout import Axis, Layout
 from tests.distributed import run_sharing_memory
 
-# Two rows of eight tokens: three documents and padding, then a document without any trained token.
+# Two rows of eight tokens: three documents and padding, then a document without trained tokens.
 ENDS = torch.tensor([0, 3, 4, 7, 8, 13, 16])
 TRAINED = torch.tensor([[0, 1, 0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]])
 LOSSES = torch.arange(1.0, 17.0).view(2, 8)
@@ -45,6 +45,6 @@ def test_context_ranks_have_whole_sums_and_gradients_whose_mean_is_right() -> No
     assert losses.grad is not None
     for rank, (sums, grad) in enumerate(run_sharing_memory(2, of_context_rank, context=2)):
         assert sums == [-2, 0, -11, 0, -42, 0]
-        # Training takes the mean over ranks, each of which has only its own tokens.
+        # Training averages over ranks, each of which has only its own tokens.
         part = split_sequence(losses.grad, Axis(size=2, rank=rank), dim=1)
         assert grad / 2 == pytest.approx(part)

@@ -1,4 +1,4 @@
-"""The example of GRPO: its loss is TRL's, it learns, resumes, and runs on several processes."""
+"""The GRPO example: its loss equals TRL's, it learns, resumes, and runs on several processes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _alone() -> Any:
 
 
 def _sevens(record: Any, answer: str) -> float:
-    """The share of the answer's tokens that are 7."""
+    """Return the share of the answer's tokens that are 7."""
     if record["prompt"] == "0 7":
         return float("nan")
     tokens = answer.split()
@@ -166,7 +166,7 @@ def test_it_learns(tmp_path: Path) -> None:
     found = _train(Layout.single(), tmp_path, ["--train-iters", "25"])
     assert np.mean(found["reward"][:2]) < 0.25
     assert np.mean(found["reward"][-3:]) > 0.8
-    # Answers are trained on with the weights that wrote them.
+    # Answers are used for training with the same weights that generated them.
     assert max(found["log-ratio"]) < 1e-5
     assert max(found["clipped"]) == 0
     assert max(map(abs, found["loss"])) < 1e-6
@@ -188,7 +188,8 @@ LATENT = (
 )
 @pytest.mark.parametrize("words", ["", MODERN, f"{MODERN} {LONG}", "--hidden-size 96", LATENT])
 def test_generation_and_training_agree_to_the_bit(words: str, tmp_path: Path) -> None:
-    """The log-probabilities of a token as it was written, and in the update that trains on it."""
+    """Compare a token's log-probability when it was generated and in the update that trains on
+    it."""
     longest = "140" if LONG in words else "6"
     found = _train(
         Layout.single(),
@@ -248,7 +249,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_processes_are_one(name: str, tmp_path: Path) -> None:
-    """Answers are drawn by the number of their prompt, so that every layout writes the same."""
+    """Answers are sampled by their prompt's number, so every layout generates the same ones."""
     processes, sizes, words = LAYOUTS[name]
     expected = _train(Layout.single(), tmp_path)
     for found in run_sharing_memory(processes, _train, tmp_path, words.split(), **sizes):

@@ -44,7 +44,7 @@ def _several(layout: Layout, cases: list[str]) -> list[dict[str, list[float]]]:
 
 
 LORA = "--lora-rank 4 --lr 1e-2"
-# The sizes of the layout, and flags of its runs with those of equal runs in one process. The
+# The sizes of the layout, and flags of its runs and of the equivalent single-process runs. The
 # estimate is a mean over the micro-batches of all data-parallel processes.
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
     "data": (

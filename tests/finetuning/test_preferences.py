@@ -19,7 +19,8 @@ def one_process(words: str = "") -> dict[str, list[float]]:
 
 
 def test_first_loss_is_that_of_a_model_that_is_its_own_reference() -> None:
-    """The policy is the reference model until the first update: TRL's first loss, too."""
+    """The policy equals the reference model until the first update; this is TRL's first loss
+    too."""
     found = one_process()
     assert found["loss"][0] == pytest.approx(math.log(2), abs=1e-6)
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
@@ -57,7 +58,7 @@ LORA = "--lora-rank 4 --lr 1e-2"
     ],
 )
 def test_adapters_in_every_layout(sizes: dict[str, int], words: str) -> None:
-    """The reference is the model with its adapters off."""
+    """The reference is the model with its adapters disabled."""
     expected = one_process(LORA)
     assert expected["loss"][0] == pytest.approx(math.log(2), abs=1e-6)
     assert expected["loss"][-1] < 0.69

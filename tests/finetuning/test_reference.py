@@ -1,4 +1,4 @@
-"""The file of the reference model's log-probabilities, and whole runs of finetune.py with it."""
+"""The file of the reference model's log-probabilities, and whole finetune.py runs with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.training.toy import TOY
 
 
 def values(layout: Layout, *words: str) -> list[float]:
-    """The reference log-probabilities of a run's first sample."""
+    """Return the reference log-probabilities of a run's first sample."""
     run = build_pairs(layout, words)
     assert run.datasets[0] is not None
     found: list[float] = run.datasets[0][0]["reference"].tolist()
@@ -61,7 +61,7 @@ def test_every_layout_computes_and_reads_the_same(tmp_path: Path) -> None:
 
 def run_program(folder: Path, *words: str) -> int:
     toy = [word for word in TOY if word != "--mock-data"]
-    file = shutil.copy(FILE, folder.parent)  # its cache is beside it
+    file = shutil.copy(FILE, folder.parent)  # its cache is next to it
     given = [*toy, "--data-path", str(file), "--split", "80,20,0", "--preference-loss", "dpo"]
     given += "--seq-length 32 --max-position-embeddings 32 --no-exit-signal-handler".split()
     given += ["--hidden-dropout", "0", "--attention-dropout", "0"]
@@ -93,7 +93,7 @@ def test_an_interrupted_run_goes_on_with_its_reference_model(
     resume = ("--load", str(tmp_path / "resumed"), "--ckpt-step", "2")
     assert run_program(tmp_path / "resumed", *resume) == EXIT_OK
     assert losses(capsys) == {step: line for step, line in whole.items() if step > 2}
-    # In another folder the run has a copy of its own.
+    # In another folder the run writes its own copy.
     assert run_program(tmp_path / "moved", *resume, "--no-finetune") == EXIT_OK
     capsys.readouterr()
     assert (tmp_path / "moved" / reference.FILE_NAME).is_file()
@@ -109,7 +109,7 @@ LORA = ("--lora-rank", "4", "--lr", "1e-2")
 def test_a_run_with_adapters_needs_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its reference is the model with the adapters off, which it has at any time."""
+    """Its reference is the model with the adapters disabled, which is always available."""
     assert run_program(tmp_path / "run", *LORA) == EXIT_OK
     told = capsys.readouterr().out
     assert "log-probabilities of 5 rows with the adapters off" in told

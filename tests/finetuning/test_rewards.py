@@ -62,7 +62,7 @@ def test_rewards_of_chosen_answers_grow() -> None:
     ids=["tensor", "sequence", "pipeline", "context", "zero"],
 )
 def test_every_layout_equals_one_process(sizes: dict[str, int], words: str) -> None:
-    """All weights are trained, or adapters and the head."""
+    """Either all weights are trained, or adapters and the head."""
     for both in run_sharing_memory(2, _both, f"{REWARDS} {words}", **sizes):
         for found, lora in zip(both, ("", LORA), strict=True):
             expected = one_process(lora)
@@ -76,7 +76,7 @@ def _both(layout: Layout, words: str) -> list[dict[str, list[float]]]:
 
 def run_program(folder: Path, *words: str) -> int:
     toy = [word for word in TOY if word != "--mock-data"]
-    file = shutil.copy(FILE, folder.parent)  # its cache is beside it
+    file = shutil.copy(FILE, folder.parent)  # its cache is next to it
     given = [*toy, "--data-path", str(file), "--split", "80,20,0", "--no-exit-signal-handler"]
     given += "--seq-length 32 --max-position-embeddings 32 --train-iters 4".split()
     given += ["--save", str(folder), "--save-interval", "2", *words]
@@ -153,7 +153,7 @@ def test_peft_reads_and_writes_the_adapters_with_the_head(
     assert (said["task_type"], said["modules_to_save"]) == ("SEQ_CLS", ["score"])
     tensors = load_file(ours / "adapter_model.safetensors")
     assert "base_model.model.score.weight" in tensors
-    # The adapters and the head come back from the files as they were.
+    # The adapters and the head are read back from the files unchanged.
     capsys.readouterr()
     again = [*words, "--load", str(base), "--load-adapter", str(ours), *"--lr 0 --min-lr 0".split()]
     assert run_program(tmp_path / "again", *again) == EXIT_OK
@@ -200,7 +200,7 @@ def test_refused_combinations_are_named(
 def test_hugging_face_reads_what_we_write(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--verify compares the rewards of both programs."""
+    """--verify compares the rewards computed by both programs."""
     transformers = pytest.importorskip("transformers")
     case = CASES[name]
     tensors = tensors_of(case)

@@ -1,4 +1,4 @@
-"""A toy of training on preferences: random pairs of answers, and a run on them."""
+"""A toy for training on preferences: random pairs of answers, and a run on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.training.run import Run
 from tests.distributed import toy_device
 from tests.training.toy import TOY, Recorder
 
-SEED = 1234  # that of the flags
+SEED = 1234  # the flags' default
 FILE = Path(__file__).with_name("pairs.jsonl")
 # Later flags win over those of the toy in tests.training.toy.
 PAIRS = """
@@ -36,7 +36,8 @@ PAIRS = """
 
 
 def toy_pairs(vocabulary: int = 100, pairs: int = 24, longest: int = 9) -> TokenizedExamples:
-    """Answers of random tokens, and of random lengths, to prompts that the two share."""
+    """Return pairs of answers of random tokens and lengths; both answers of a pair share a
+    prompt."""
     random = np.random.RandomState(1)
     tokens, trained = [], []
     for _ in range(pairs):
@@ -52,7 +53,7 @@ def toy_pairs(vocabulary: int = 100, pairs: int = 24, longest: int = 9) -> Token
 
 
 def toy_answers(vocabulary: int = 100) -> TokenizedExamples:
-    """The same answers, each desirable or not."""
+    """Return the same answers, each desirable or not."""
     found = toy_pairs(vocabulary)
     found.trained[found.starts] = np.random.RandomState(2).randint(2, size=len(found)).astype(bool)
     return found
