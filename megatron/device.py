@@ -254,7 +254,7 @@ class CopyQueue:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def follow(self) -> None:
-        """Let later copies wait for the work that the device has queued so far."""
+        """Make later copies wait for the work that the device has queued so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -280,12 +280,12 @@ class Copied:
         self._event = event
 
     def wait(self) -> None:
-        """Let the host wait for the copy."""
+        """Make the host wait for the copy."""
         if self._event is not None:
             self._event.synchronize()
 
     def lead(self) -> None:
-        """Let the work that the device queues from now on wait for the copy."""
+        """Make the work that the device queues from now on wait for the copy."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 

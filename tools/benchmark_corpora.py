@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _write(out: str | None, part: str, *, keeps_proof: bool) -> None:
-    """Print the measured part or the proof, or insert it into the page in its place."""
+    """Print the measurements or the proof of equal bytes, or replace that part of the page."""
     if out is None:
         print(part)
         return

@@ -6,8 +6,8 @@ r"""Measure training on packed documents that are kept apart, compared with whol
         -- --context-parallel-size 2 --use-distributed-optimizer --num-layers 16
 
 Both ways train on the same corpus, whose documents have a given mean length and are packed into
-long sequences. In one way, each token attends to its whole sequence. The other keeps documents
-apart (`--reset-attention-mask --reset-position-ids`), which needs less arithmetic. The two
+long sequences. One lets each token attend to its whole sequence. The other keeps documents apart
+(`--reset-attention-mask --reset-position-ids`), which needs less arithmetic. Runs of both
 alternate. Words after -- go to pretrain_gpt.py.
 """
 

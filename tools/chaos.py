@@ -148,7 +148,7 @@ class Job:
             )
 
     def processes(self) -> dict[int, Member]:
-        """Return the living processes by their ids."""
+        """Return the running processes by their ids."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):

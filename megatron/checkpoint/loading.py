@@ -133,7 +133,7 @@ def open_hf(root: Path, *, allow_foreign: bool = False) -> HFReader:
 
 @contextmanager
 def _damaged(kind: str) -> Iterator[None]:
-    """Raise any exception as a `CheckpointError`: the files come from outside."""
+    """Turn any exception into a `CheckpointError`, because untrusted files can cause any."""
     try:
         yield
     except (CheckpointError, MemoryError):

@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _become_launcher(count: int | None, words: Sequence[str]) -> None:
-    """Start the processes of this machine in place of this one.
+    """Turn this process into a launcher of this machine's processes.
 
     Raises:
         ConfigError: The count is below 1.

@@ -38,7 +38,7 @@ def _non_persistent_type(text: str) -> str:
     return text
 
 
-# Conditions that the flags below need or require.
+# Conditions on which the flags below depend.
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
 _SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
 _OFTEN = Need(

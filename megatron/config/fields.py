@@ -374,7 +374,7 @@ def _is_number(value: Any) -> bool:
 
 
 def near_multiples(number: int, step: int) -> str:
-    """Name the positive multiples of a step next to a number: `32 or 64` for 48 and 32."""
+    """Name the positive multiples nearest to a number: `32 or 64` for 48 in steps of 32."""
     below = number // step * step
     return " or ".join(str(value) for value in (below, below + step) if value)
 

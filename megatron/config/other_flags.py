@@ -75,7 +75,7 @@ class OldFlag:
 def _read(
     entries: Sequence[str | Mapping[str, Any]], values: Sequence[str], flags: Sequence[Given]
 ) -> list[Given]:
-    """Return the flags of entries such as `OldFlag.becomes`, for a command line of `flags`."""
+    """Return the flags that entries, such as those of `OldFlag.becomes`, stand for."""
     now = []
     for entry in entries:
         text, unless = (entry, ()) if isinstance(entry, str) else (entry["flag"], entry["unless"])

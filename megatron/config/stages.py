@@ -317,8 +317,8 @@ def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: st
     rest, others = num_layers - sum(first + last), stages - len(first + last)
     if rest < 0 or rest % max(others, 1) or (rest and not others):
         raise ConfigError(
-            f"{given} leaves {rest} of {shown} for the other {others} of "
-            f"--pipeline-model-parallel-size {stages} stages, which does not divide evenly: choose "
+            f"{given} leaves {rest} of {shown} for the other {others} stages of "
+            f"--pipeline-model-parallel-size {stages}, which does not divide evenly: choose "
             f"other numbers, or set the layers of each stage with {LAYOUT_FLAG}"
         )
     return [*first, *[rest // max(others, 1)] * others, *last]

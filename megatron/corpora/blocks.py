@@ -74,7 +74,7 @@ def shard(folder: Path, rank: int, suffix: str) -> Path:
 
 @contextmanager
 def output(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that gets its name once complete, after removing what a killed task left."""
+    """Remove what a killed task left behind, and yield a file that is renamed when complete."""
     with writing_to("--output", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{path.name}{TEMPORARY}*"):

@@ -200,7 +200,7 @@ def _from_openai(record: Record) -> Record:
 
 
 def _with_single_messages(record: Record) -> Record:
-    """Return a preference whose answers are single messages, with lists of messages."""
+    """Convert a preference's answers from single messages to lists of messages."""
     answers: Record = {key: [record[key]] for key in ("chosen", "rejected")}
     if all("from" in turn for (turn,) in answers.values()):
         answers = {key: _from_sharegpt({"conversations": turns}) for key, turns in answers.items()}

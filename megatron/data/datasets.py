@@ -574,7 +574,7 @@ def build_phases(phases: Sequence[BlendPhase], size: int) -> BlendIndex:
 
 
 def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the integers nearest to the shares of each total that add up to it, `[blocks, d]`."""
+    """Return integers that add up to each total and are nearest to its shares, `[blocks, d]`."""
     exact = weights * totals[:, None]
     counts = np.floor(exact)
     missing = totals - counts.sum(axis=1)

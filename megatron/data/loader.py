@@ -224,10 +224,11 @@ class _LoadingProcess(context.ForkProcess):
     """A data loading process that ends when it is told to, and quietly if memory is short."""
 
     def start(self) -> None:
-        """Fork with SIGTERM blocked, until `_leave_signals_to_parent` waits for it.
+        """Fork with SIGTERM blocked, so that `_leave_signals_to_parent` can wait for the signal.
 
-        Otherwise an earlier signal would reach the handler of the training process, which only
-        records it, and the training process would wait for this one forever.
+        Otherwise a signal that arrives earlier would run the handler inherited from the training
+        process. That handler only records it, so the training process would wait forever for this
+        one to end.
         """
         if not hasattr(signal, "sigtimedwait"):
             super().start()

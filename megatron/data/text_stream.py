@@ -392,7 +392,7 @@ class ReadsText(Protocol):
 
 
 def text_members(dataset: SampleDataset | None, samples: int) -> list[tuple[TextDataset, int]]:
-    """Return a dataset's text datasets with their numbers of samples; empty without text."""
+    """Return the text datasets in a dataset, if any, each with its number of samples."""
     return dataset.text_members(samples) if isinstance(dataset, ReadsText) else []
 
 

@@ -61,7 +61,7 @@ class Pairs(NamedTuple):
 
     @property
     def difference(self) -> Tensor:
-        """The number of the chosen answer minus the number of the rejected one, [P]."""
+        """The value for the chosen answer minus that for the rejected one, [P]."""
         return self.chosen - self.rejected
 
     def over(self, divisors: Pairs) -> Pairs:
@@ -320,12 +320,12 @@ def at_segments(batch: Batch, name: str) -> Tensor:
 
 
 def pairs_of(values: Tensor, is_pair: Tensor) -> Pairs:
-    """Return the numbers of pairs from the numbers of k segments, in tensors of shape [k - 1].
+    """Return the values for pairs, given a value for each of k segments: tensors [k - 1].
 
     The shape does not depend on the number of pairs, which the host would have to wait for.
 
     Args:
-        values: The number of each segment, [k].
+        values: The value for each segment, [k].
         is_pair: Whether each segment but the last is a chosen answer, which the rejected one
             follows, [k - 1]. The others get -1, for which every loss has a finite gradient.
     """

@@ -130,7 +130,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     for line in read_objects(Path(path), "--data-path"):
         if not isinstance(line.fields.get("prompt"), str):
             raise DataError(
-                f'--data-path {path}: line {line.number} has no text "prompt": write one JSON '
+                f'--data-path {path}: line {line.number} has no "prompt" string: write one JSON '
                 'object per line, {"prompt": "..."}, with whatever else the reward needs'
             )
         records.append(line.fields)
@@ -342,7 +342,7 @@ class Rollouts(Extras):
                 raise DataError(
                     f"the prompt {record['prompt'][:60]!r} has {len(prompt)} tokens: with "
                     f"{group} answers of up to {how.max_new_tokens} it needs a row of {needed}, "
-                    f"and --seq-length is {room}: raise it, or write fewer or shorter answers"
+                    f"and --seq-length is {room}: raise it, or generate fewer or shorter answers"
                 )
             requests += [(f"{number}/{i}", prompt, how) for i in range(group)]
         answers = self._generator.answer(requests)

@@ -104,7 +104,7 @@ class Answer(ABC):
         """Process the results of `_next_choices`, and return the events to report."""
 
     def _prompt_choices(self, row: Row) -> list[PlacedChoice]:
-        """Return the prompt tokens to score in this row. After a preemption, score them again."""
+        """Return this row's prompt tokens to score. They are scored again after a preemption."""
         if not self._owes_prompt:
             return []
         prompt, tops = self.request.prompt, self.request.sampling.top_logprobs

@@ -171,7 +171,7 @@ class Scorer:
         return tokens
 
     def _scores(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Return [b, 3] on the CPU: each sample's log probability, whether it is greedy, and 1.
+        """Return [b, 3] on the CPU: log probability, whether greedy, and a 1 to count the sample.
 
         Args:
             logits: Logits [b, s, v/t].

@@ -82,7 +82,7 @@ class Handover:
         self.forget()
 
     def measure(self, x: Tensor) -> Tensor:
-        """Return a zero, fp32 [], in which the kernel that writes x stores x's amax."""
+        """Return a zeroed scalar, fp32 [], in which the kernel that writes x stores x's amax."""
         amax = self._zeros.new(x.device)
         self._left = amax, x.numel()
         return amax

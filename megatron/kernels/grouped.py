@@ -153,7 +153,7 @@ class Grouping(NamedTuple):
         return self.order // self.place.shape[1]
 
     def expert_of_row(self) -> Tensor:
-        """Return the expert of each row, int64 [n]. A row without one has the number of experts."""
+        """Return each row's expert, int64 [n]. For rows without one it is the number of experts."""
         rows = torch.arange(len(self.order), device=self.order.device)
         return torch.searchsorted(self.ends, rows, right=True)
 

@@ -238,7 +238,7 @@ class LatentHeads(Protocol):
 
 
 class LatentSizes(NamedTuple):
-    """The channels of cached latent vectors, and how many of them values are computed from."""
+    """The channels of a cached latent vector, and the number of those that produce values."""
 
     width: int
     rank: int

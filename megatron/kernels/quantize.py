@@ -65,7 +65,8 @@ UNPACK = Kernel.of("unpack", _Unpack)
 def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the levels of nf4 in ascending order, [16].
 
-    The levels up to 0 are 8 evenly spaced quantiles up to the median, and those from 0 on are 9.
+    The lowest 8 levels, up to 0, are evenly spaced quantiles up to the median. The highest 9, from
+    0 on, are evenly spaced quantiles from the median on.
 
     Args:
         dtype: The number format.

@@ -1,8 +1,8 @@
 """The gated delta net (Yang et al., 2024, arXiv:2412.06464), as in Qwen3-Next.
 
-Every head keeps a matrix that maps keys to values. Each token lets the matrix decay, replaces the
-value that it returns for the token's key, and reads it with the token's query. The size of the
-matrix does not grow with the sequence.
+Every head keeps a matrix that maps keys to values. Each token decays the matrix, replaces the value
+that the matrix returns for the token's key, and reads the matrix with the token's query. The size
+of the matrix does not grow with the sequence.
 
 Shapes: s sequence, b micro-batch, h hidden, m key heads, n value heads, e key channels, d value
 channels, t tensor-parallel size.

@@ -64,7 +64,7 @@ def freeze(named_parameters: Iterable[tuple[str, nn.Parameter]], config: ModelCo
 
 
 def frozen_format(config: ModelConfig) -> FrozenFormat | None:
-    """Return the format of linear layers' frozen weights, or `None` for the other weights'."""
+    """Return the format of frozen linear weights, or `None` if it is that of the other weights."""
     if config.lora_rank is None or config.frozen_weights_dtype is None:
         return None
     return "nf4" if config.frozen_weights_dtype == "nf4" else "fp8"

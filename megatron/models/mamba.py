@@ -272,7 +272,7 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 class _Seen:
-    """Which tokens of a chunk are in the same document as others, as factors 0 or 1.
+    """Factors, 0 or 1, that say which tokens of a chunk are in the same document.
 
     Attributes:
         same: Pairs of tokens within a chunk, bool [c, b, l, l].

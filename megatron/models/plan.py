@@ -206,7 +206,7 @@ class AttentionPlan(MixerPlan):
         return ((1 + self.output_gate) * self.heads + 2 * self.kv_heads) * self.head_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
-        """Return what a process caches for each token: tensors, vectors in each, and channels.
+        """Return the numbers of tensors, vectors per tensor, and channels cached for a token.
 
         Args:
             tensor: The tensor-parallel size.

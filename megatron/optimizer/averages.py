@@ -129,7 +129,7 @@ class LatestAverage:
         return new
 
     def values(self, index: int) -> Tensor:
-        """Return the mean for the weight with an index."""
+        """Return the mean of the weight with this index."""
         first, *others = [snapshot[index] for snapshot in self._snapshots]
         total = first.clone()
         for other in others:

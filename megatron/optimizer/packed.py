@@ -68,11 +68,11 @@ class PackedTensor:
     """A tensor of fp32 values that is kept in fewer bits.
 
     Args:
-        like: A tensor with the shape and the device.
+        like: A tensor with the desired shape and device.
         form: The number format.
         on_host: Whether the tensor is in host memory instead, pinned if `like` is on a GPU.
         roots: Whether the values are at least 0 and stored as square roots.
-        first: Index in its parameter of the first element.
+        first: Index of the first element in its parameter.
         salt: A number that makes rounding independent of that of other states.
     """
 
@@ -170,7 +170,7 @@ class PackedTensor:
         return exponent.clamp_(self.form.least[self._roots], _BIAS - 1)
 
     def _rounded(self, sizes: Tensor, drawn: Tensor) -> Tensor:
-        """Return magnitudes rounded to codes, of their square roots if the tensor has roots."""
+        """Return magnitudes, or the square roots that are stored instead, rounded to codes."""
         form = self.form
         numbers = sizes.sqrt() if self._roots else sizes
         # Below the smallest normal number codes are evenly spaced, like those just above it.

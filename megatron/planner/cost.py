@@ -104,7 +104,7 @@ class PassTimes(NamedTuple):
 
     Attributes:
         forward: The forward pass.
-        inputs: The backward pass of the inputs, including recomputation.
+        inputs: The gradients of the inputs, including recomputation.
         weights: The gradients of the weights.
         host: The time that the host takes to launch all passes while the device computes.
     """
@@ -289,7 +289,7 @@ def _attention(part: SublayerPlan, setting: Setting) -> float:
 
 
 def _casts(part: SublayerPlan, setting: Setting, side: int) -> float:
-    """Return the time to cast the inputs (1) or the gradients (0) of products to 8 bits."""
+    """Return the time to cast products' inputs (side 1) or gradients (side 0) to 8 bits."""
     if not setting.fp8:
         return 0.0
     batch = setting.batch

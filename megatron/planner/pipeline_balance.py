@@ -132,7 +132,7 @@ class Pipeline:
         return self._times[counts, costs]
 
     def times(self, counts: Counts, costs: Costs) -> Times:
-        """Return the tables of times that the simulator takes."""
+        """Return the time tables that the simulator needs as input."""
         forward, inputs, weights = (
             time_table(LAYOUT_FLAG, values, self.stages, self.chunks)
             for values in zip(*costs.part_times(counts), strict=True)
@@ -146,7 +146,7 @@ class Pipeline:
 
     @cached_property
     def course(self) -> Course:
-        """The course of the schedule, shared by all layouts because it is expensive to compute."""
+        """The schedule in a runnable order, computed once for all layouts because this is slow."""
         return Course(make_schedule(self.kind, self.stages, self.chunks, self._rounds))
 
     def bubble(self, counts: Counts, costs: Costs) -> float:

@@ -70,9 +70,10 @@ class Grid:
         return cls(**sizes, data=world_size // model)
 
     def weights(self, config: RunConfig, plan: ModelPlan) -> list[tuple[int, int, int]]:
-        """Return the parameters of the fullest stage, with the copies of each and their distance.
+        """Count the parameters of the fullest stage, outside and inside experts.
 
-        Experts are counted separately, because they are replicated over other processes.
+        Experts are counted separately, because they are replicated over other processes. Each count
+        comes with the number of copies, and the distance between the ranks of two copies.
         """
         split = WeightSplit(
             tensor=self.tensor, expert=self.expert, expert_tensor=self.expert_tensor

@@ -125,7 +125,7 @@ def hang_view(folder: Path, *, stacks: bool = False) -> str:
     if held is None:
         raise DataError(
             f"--hang {folder}: there is no {REPORT}: a run that ends with exit code 5 writes one "
-            "to hang in its --save folder, or to --flight-recorder-dump-path"
+            "to the folder hang in its --save folder, or to --flight-recorder-dump-path"
         )
     states = {
         int(rank): None if text is None else State.from_text(text.encode())
@@ -180,7 +180,7 @@ def _table(
 
 
 def _stacks(own: Mapping[int, dict[str, Any]]) -> list[str]:
-    """Return the stacks of all ranks; ranks with the same stacks share theirs."""
+    """Return the stacks of all ranks as lines. Identical stacks are listed once."""
     same: dict[str, list[int]] = {}
     for rank, each in own.items():
         threads: Mapping[str, Sequence[str]] = each.get("stacks", {})

@@ -193,7 +193,7 @@ def restore_search(folders: str | None) -> None:
 
 
 def searched() -> str | None:
-    """Return the folders in which the user lets Python look for modules."""
+    """Return the folders that the user has added to Python's module search path, if any."""
     return os.environ.get(_SEARCHED_ENV)
 
 

@@ -123,7 +123,7 @@ def processes(
 
 
 def _hang_files(config: RunConfig, launch: Launch) -> HangFiles | None:
-    """Return where this process writes its view of a hang, and let NCCL's collectives be kept."""
+    """Return where this process reports a hang. Make NCCL record collectives if requested."""
     options, save = config.reliability, config.checkpoint.save
     if options.flight_recorder_dump_path is not None:
         record_collectives(options.flight_recorder_trace_buffer_size)

@@ -337,7 +337,7 @@ def _checked(path: Path, file: h5py.File, name: str, expected: DataSet) -> h5py.
         raise DataError(
             f"{path}: {name!r} has {actual} values of {found.dtype}, expected {asked} of {want}"
         )
-    # A few bytes of a data set that is compressed or not stored could fill the memory.
+    # A compressed data set of a few bytes, or one stored elsewhere, could fill the memory.
     stored = found.id.get_storage_size()
     if found.external or found.is_virtual or found.chunks or stored != found.size * want.itemsize:
         raise DataError(f"{path}: {name!r} is not stored contiguously in this file")

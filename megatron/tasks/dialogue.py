@@ -297,7 +297,7 @@ def read_prompts(own: DialogueConfig) -> list[str]:
 
 
 def _lines(flag: str, path: str) -> list[str]:
-    """Return the lines of a file, divided as Python does it, without line ends."""
+    """Return the lines of a file, split as Python splits them, without line endings."""
     text = read_text(path, flag)
     return text.removesuffix("\n").split("\n") if text else []
 

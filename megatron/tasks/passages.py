@@ -42,7 +42,7 @@ class Passage(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question with the answers that count."""
+    """A question with the answers that count as correct."""
 
     text: str
     answers: tuple[str, ...]

@@ -33,8 +33,8 @@ class Tokenizer(ABC):
     Args:
         kind: The `--tokenizer-type` of the tokenizer.
         digest: The digest of everything that determines the ids (files and options).
-        special_ids: The ids of those of `eod`, `bos`, `eos`, `cls`, `sep`, `pad` and `mask` that
-            the tokenizer has.
+        special_ids: The ids of the special tokens that the tokenizer has, by name: `eod`, `bos`,
+            `eos`, `cls`, `sep`, `pad` and `mask`.
         vocab_size: The number of entries, including appended ones.
         sentinels: The ids of T5's sentinels, `<extra_id_0>` first.
 

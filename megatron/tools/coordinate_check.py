@@ -148,7 +148,7 @@ def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
 
 
 def changes_after(config: RunConfig, steps: int) -> Changes:
-    """Return the mean magnitude of the change of each activation of a batch after some iterations.
+    """Return the mean magnitude by which each activation of a batch changes in some iterations.
 
     Args:
         config: The run.

@@ -147,7 +147,7 @@ class Server:
         with contextlib.closing(connection):
             try:
                 connection.request(method, path, data, self._headers)
-                # The response keeps the connection of an answer without a length.
+                # A response without a length holds the connection open, so it is closed too.
                 with connection.getresponse() as response:
                     if response.status != http.HTTPStatus.OK:
                         raise UserError(f"{where}: {_message(response)}")

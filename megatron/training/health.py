@@ -124,7 +124,7 @@ def _speed(work: Callable[[], object], amount: float, device: Device) -> float:
 
 
 def _speeds_of(device: Device) -> dict[str, float]:
-    """Measure products of square matrices, and a copy within the memory."""
+    """Measure products of square matrices, and a copy within the device's memory."""
     side, times, size = (8192, 4, 256 << 20) if device.is_gpu else (512, 1, 32 << 20)
     speeds = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):

@@ -222,7 +222,7 @@ class Passes:
         return self._scale(loss / self._count)
 
     def _scale_router_losses(self, micro_batch: int) -> None:
-        """Let the backward pass scale the router losses as it scales this micro-batch's loss."""
+        """Make the backward pass scale the router losses as it scales this micro-batch's loss."""
         routers = self._run.layers.routers
         if routers.loss_scale is None:
             return

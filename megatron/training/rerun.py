@@ -146,7 +146,7 @@ class Reruns:
         return Rerun(first, scores, is_same, ranks, list(hosts), self._undo)
 
     def try_first(self, passes: Passes) -> Passes:
-        """Compute an update only for comparison, and return its passes for another time.
+        """Compute an update only for comparison, and return its passes to be run again.
 
         Collective (report_stats).
         """

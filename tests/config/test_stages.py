@@ -102,9 +102,9 @@ def test_layers_that_do_not_divide_say_what_to_do():
     ("layers", "stages", "first", "last", "message"),
     [
         (8, 3, 1, None, "--decoder-first-pipeline-num-layers 1 leaves 7 of --num-layers 8 for the "
-         "other 2 of --pipeline-model-parallel-size 3 stages, which does not divide evenly: "),
+         "other 2 stages of --pipeline-model-parallel-size 3, which does not divide evenly: "),
         (4, 2, 1, 2, "--decoder-first-pipeline-num-layers 1 and --decoder-last-pipeline-num-layers "
-         "2 leaves 1 of --num-layers 4 for the other 0 of "),
+         "2 leaves 1 of --num-layers 4 for the other 0 stages of "),
         (4, 1, 4, None, "--decoder-first-pipeline-num-layers 4: one stage holds all layers: give "),
         (4, 1, 2, 2, "one stage holds all layers: "),
         (4, 3, 1, 3, "-num-layers 3: stage 1 (counted from 0) of --pipeline-model-parallel-size "),

@@ -346,7 +346,7 @@ def _build_of_two(folder: Path, words: Sequence[str]) -> None:
             "--answer-tokens 1",
             "as an answer to '0 7' is nan: return a number",
         ),
-        ('{"text": "1"}\n', "", 'line 1 has no text "prompt"'),
+        ('{"text": "1"}\n', "", 'line 1 has no "prompt" string'),
         ("", "", "is empty: write one prompt per line"),
         ('{"prompt": "1 2"}\n', "--answer-tokens 20", "needs a row of 88, and --seq-length is 64"),
     ],

@@ -219,7 +219,9 @@ class DeepSpeedReader(Reader):
             if expert_rank == rank:
                 module = dict(names.flatten(held.tree))
                 if any(names.local_expert(self._whole(name)) != expert for name in module):
-                    raise CheckpointError(f"{held.zip.path}: parameters of another expert")
+                    raise CheckpointError(
+                        f"{held.zip.path}: contains parameters of a different expert"
+                    )
                 sources.append((held, module))
         for held, module in sources:
             for name, ref in module.items():

@@ -120,7 +120,10 @@ class DeepSeek(Mixtral):
         return self._read_mixture(settings, model)
 
     def held_in(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
-        """Return the network that files hold: `transformers` drops multi-token prediction."""
+        """Return the network in the files, without multi-token prediction if they lack its layers.
+
+        `transformers` drops these layers when it saves a model.
+        """
         end = f"layers.{model.num_layers}."
         if any(name.removeprefix("model.").startswith(end) for name in names):
             return model

@@ -38,7 +38,7 @@ PeftNames = Mapping[str, tuple[str, HeldTensor]]  # by our name
 _LAYER = re.compile(r".*?layers\.\d+\.")
 _EXPERTS = "mlp.experts"  # the module of transformers 5 in which all experts share a weight
 _PREFIX = "base_model.model."
-_HEAD = "score"  # a reward model's, in both programs
+_HEAD = "score"  # the head of a reward model, both here and in PEFT
 _UNUSED_HEADS = ("classifier",)  # PEFT adds it to modules_to_save, for other models
 _SUFFIXES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 # Further settings of PEFT's configuration, with the only value that we support.
@@ -62,7 +62,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 def peft_names(
     model: ModelConfig, layers: Mapping[str, Linear | ExpertLinear], family: Family
 ) -> PeftNames:
-    """Return PEFT's name, and the shape, of each of our adapters' tensors, by our name.
+    """Return PEFT's name and the shape of each tensor of our adapters, by our name.
 
     A reward model's head is one of them.
 

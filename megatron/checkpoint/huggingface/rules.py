@@ -139,7 +139,7 @@ class ParameterRule:
         return max(1, self.experts)
 
     def box(self, part: int) -> Box:
-        """Return the box in the parameter of a part that is made from separate tensors."""
+        """Return the box that a part of the parameter fills. Each part has its own tensors."""
         if not self.experts:
             return Box.whole(self.shape)
         inner = self.form_shape

@@ -165,7 +165,7 @@ class OpenAiApi:
     async def _read_prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> Prompts:
         """Return the token ids of every prompt.
 
-        An empty text becomes the end-of-document token, because texts begin after one.
+        An empty text becomes the end-of-document token, after which a new text begins.
 
         Raises:
             ApiError: There is no prompt, there are too many, or an id is outside the vocabulary

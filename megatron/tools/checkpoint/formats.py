@@ -560,7 +560,10 @@ def _true_vocabulary(
     given: TokenizerConfig,
     template: Mapping[str, object] | None,
 ) -> int:
-    """Return the number of rows to write, from the flag, the original or the tokenizer, or all."""
+    """Return the number of rows to write, which the flag, the original or the tokenizer gives.
+
+    If none of them does, all rows are written.
+    """
     if options.true_vocab_size is not None:
         return int(options.true_vocab_size)
     original = template.get("vocab_size") if template else None

@@ -44,10 +44,10 @@ class _Suspicion:
 class SuspiciousUpdates(Callback):
     """A callback that decides what follows from a second computation, as Megatron Core does.
 
-    Different numbers: a transient error of a machine. The run saves the state before the update and
-    exits with 17. The same numbers: the data, or a machine that is always wrong. If the flags do
-    not skip the update anyway, the run saves and exits with 16, so that other machines compute the
-    update; once they have, the answer is known.
+    If the numbers differ, a machine made a transient error. The run saves the state before the
+    update and exits with 17. If they are the same, the cause is the data, or a machine that is
+    always wrong. Unless the flags skip the update anyway, the run then saves and exits with 16, so
+    that other machines compute the update. Once they have, the cause is known.
     """
 
     def __init__(self, scalars: Scalars, checkpoints: Checkpoints | None) -> None:
