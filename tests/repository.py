@@ -1,4 +1,4 @@
-"""What the tests that read the repository itself share: its files, its syntax trees."""
+"""The repository's files and syntax trees, shared by the tests that read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SKIPPED = {".git", ".venv", "runs", "build", "dist", "__pycache__"}
 
 
 def python_files(*folders: str) -> list[Path]:
-    """All .py files under the given folders, and the scripts in the root when none is given."""
+    """Return the .py files in these folders; by default, in the root and all code folders."""
     if not folders:
         return sorted(ROOT.glob("*.py")) + python_files("megatron", "tools", "tasks", "tests")
     found = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
@@ -23,7 +23,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def entry_points() -> list[Path]:
-    """Everything a user starts with `python`: the root's pretrain scripts and the tools."""
+    """Return what a user starts with `python`: the root's pretrain scripts and the tools."""
     return sorted(ROOT.glob("pretrain_*.py")) + [
         file for file in python_files("tools", "tasks") if "__main__" in file.read_text()
     ]
@@ -31,8 +31,8 @@ def entry_points() -> list[Path]:
 
 @cache
 def tree(file: Path) -> ast.Module:
-    """Syntax tree of a file."""
-    gc.disable()  # collections go through all that has grown, which takes longer than the parsing
+    """Return the syntax tree of a file."""
+    gc.disable()  # collections would scan the growing tree, which takes longer than parsing
     try:
         return ast.parse(file.read_text(encoding="utf-8"), str(file))
     finally:
@@ -40,12 +40,12 @@ def tree(file: Path) -> ast.Module:
 
 
 def name(file: Path) -> str:
-    """Path as one says it: relative to the root, forward slashes."""
+    """Return a path relative to the root, with forward slashes."""
     return file.relative_to(ROOT).as_posix()
 
 
 def tracked_files() -> list[Path]:
-    """Files that git tracks; skips the test outside a git checkout."""
+    """Return the files that git tracks; skip the test outside a git checkout."""
     git = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -1,16 +1,16 @@
-"""Collectives of processes that one process has forked, through memory that they share.
+"""Collectives through shared memory, for processes forked from one parent.
 
 A collective of small tensors costs gloo up to a hundred system calls and two milliseconds of
-processor time in each process, more than a toy model computes between two of them. Here it costs a
-copy and, where somebody sleeps, a bell. Tests whose question is what a layout computes run on this;
-those that ask how processes talk run on gloo.
+CPU time in each process, more than a toy model computes between two of them. Here it costs a
+copy and, if somebody sleeps, a bell. Tests of what a layout computes use this; tests of how
+processes communicate use gloo.
 
-Every rank writes what it gives into memory of its own, and counts it; whoever waits for it reads it
-there. So what is given is read when a collective starts, and its results appear when it, or a later
-one of its group, is waited for. As with gloo all ranks get the same bits; they add up in the order
-of their numbers; and a message has gone when its receiver has asked for it, not before, so that two
-that both send first wait for each other. Whoever gives more or fewer bytes than another expects is
-told. One thread of a process may talk at a time.
+Every rank writes its data into its own memory and counts its messages; whoever waits for the data
+reads it there. So inputs are read when a collective starts, and results appear when it, or a later
+one of its group, is waited for. As with gloo, all ranks get the same bits: they add in rank
+order. A send completes only once its receiver has asked for the message, so two ranks that
+both send first wait for each other. A rank that gives more or fewer bytes than another expects
+gets an error. Only one thread of a process may communicate at a time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_GROUPS = 64  # process groups of a run
-_DEPTH = 128  # messages of a rank that are not read yet
-_HEAP = 64 << 20  # bytes for a rank's messages; only what is used becomes memory
-_SECONDS = 60.0  # before a rank that waits gives up
-_LINE = 64  # messages begin at multiples of it
+_GROUPS = 64  # process groups per run
+_DEPTH = 128  # a rank's unread messages
+_HEAP = 64 << 20  # bytes for a rank's messages; only used pages take memory
+_SECONDS = 60.0  # until a waiting rank gives up
+_LINE = 64  # messages start at multiples of this
 _ADD: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: Tensor.add_,
     dist.ReduceOp.AVG: Tensor.add_,
@@ -44,16 +44,16 @@ _ADD: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Memory:
-    """What the ranks of one run share. Made before they are forked.
+    """The memory that the ranks of one run share. Create it before they are forked.
 
     Args:
-        ranks: of the run.
-        lock: one that processes forked later share.
+        ranks: The number of ranks.
+        lock: A lock that processes forked later share.
     """
 
     def __init__(self, ranks: int, lock: Lock) -> None:
         self.ranks, self.lock = ranks, lock
-        self.channels = _GROUPS * ranks * (ranks + 1)  # from a rank of a group to one, or to all
+        self.channels = _GROUPS * ranks * (ranks + 1)  # from a group's rank to one, or to all
         words = 1 + _GROUPS + ranks + self.channels * (2 + ranks + 2 * _DEPTH)
         self._heaps = -(-8 * words // mmap.PAGESIZE) * mmap.PAGESIZE
         self.map = mmap.mmap(-1, self._heaps + ranks * _HEAP)
@@ -68,12 +68,12 @@ class Memory:
         self.bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(ranks)]
 
     def close(self) -> None:
-        """Give the bells back; the memory goes with its last user."""
+        """Close the bells; the memory is freed with its last user."""
         for bell in self.bells:
             os.close(bell)
 
     def number(self, name: str) -> int:
-        """Of a group; the same to all that ask by the same name."""
+        """Return a group's number, which is the same for everyone who asks for this name."""
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") + 1
         with self.lock:
             for index, known in enumerate(self.names):
@@ -83,11 +83,11 @@ class Memory:
         raise RuntimeError(f"more than {_GROUPS} process groups")
 
     def start_of(self, rank: int) -> int:
-        """Where a rank's messages stand."""
+        """Return the offset of a rank's messages."""
         return self._heaps + rank * _HEAP
 
     def view(self, offset: int, like: Tensor, count: int) -> Tensor:
-        """`count` values of the type of `like`, in place."""
+        """Return a view of `count` values with the type of `like`."""
         return torch.frombuffer(self.map, dtype=like.dtype, count=count, offset=offset)
 
 
@@ -110,7 +110,7 @@ class Rank:
         self._bell.register(memory.bells[rank], select.POLLIN)
 
     def post(self, channel: int, readers: tuple[int, ...], data: Tensor | None) -> None:
-        """Write a message and tell who is to read it."""
+        """Write a message and notify its readers."""
         memory = self.memory
         size = 0 if data is None else data.numel() * data.element_size()
         offset = self._room(size)
@@ -126,12 +126,12 @@ class Rank:
             self.ring(reader)
 
     def ask(self, channel: int, number: int, sender: int) -> None:
-        """Tell that a message from one member to another will be read."""
+        """Announce that a message from one member to another will be read."""
         self.memory.asked[channel] = number + 1
         self.ring(sender)
 
     def ring(self, other: int) -> None:
-        """Wake a rank that sleeps."""
+        """Wake a sleeping rank."""
         if self.memory.asleep[other]:
             os.eventfd_write(self.memory.bells[other], 1)
 
@@ -145,26 +145,26 @@ class Rank:
                 self._next = start
             if len(self._written) < _DEPTH and self._next + size <= start + _HEAP:
                 return self._next
-            self.sleep(0.001)  # nobody rings when a message has been read: this is rare
+            self.sleep(0.001)  # no bell rings when a message has been read, but this is rare
 
     def _is_read(self, message: _Message) -> bool:
         done, first = self.memory.done, message.channel * self.memory.ranks
         return all(done[first + reader] > message.number for reader in message.readers)
 
     def start(self, work: Work) -> None:
-        """Put it where it comes in order."""
+        """Queue a work in its order."""
         self._waiting.setdefault(work.order, deque()).append(work)
 
     def advance(self, order: int) -> None:
-        """Complete what has arrived."""
+        """Complete the works whose messages have arrived."""
         works = self._waiting.get(order)
         while works and works[0].is_ready():
             works.popleft().complete()
 
     def sleep(self, seconds: float = 0.1) -> None:
-        """Until a bell rings, or for `seconds`, lest one has rung a moment too early.
+        """Sleep until a bell rings, but at most `seconds`, in case one rang a moment too early.
 
-        Complete meanwhile what can be: others may wait for the room that it takes.
+        Complete what can be completed first, as others may wait for the space that it takes.
         """
         for order in self._waiting:
             self.advance(order)
@@ -175,10 +175,10 @@ class Rank:
             raise RuntimeError("another rank has failed")
 
     def wait(self, work: Work) -> None:
-        """Return once it is complete.
+        """Wait until a work is complete.
 
         Raises:
-            RuntimeError: another rank has failed, or nothing has come for a minute.
+            RuntimeError: Another rank has failed, or nothing has arrived for a minute.
         """
         end = 0.0
         while not work.is_completed():
@@ -192,13 +192,13 @@ class Rank:
 
 
 class Work(dist.Work):
-    """A collective under way, as `torch.distributed.Work`.
+    """A collective in progress, as `torch.distributed.Work`.
 
     Args:
-        rank: who waits.
-        order: works of the same order complete one after another.
-        sources: channels that it reads, which message of each, and how many bytes that has.
-        finish: reads the messages, given their offsets.
+        rank: The waiting rank.
+        order: Works with the same order complete one after another.
+        sources: The channels that it reads, with each message's number and its size in bytes.
+        finish: Reads the messages, given their offsets.
     """
 
     def __init__(
@@ -216,15 +216,15 @@ class Work(dist.Work):
             rank.start(self)
 
     def is_ready(self) -> bool:
-        """Everything that it reads is there, if not yet what comes before it."""
+        """Return whether all that it reads has arrived, though earlier works may be pending."""
         posted = self._rank.memory.posted
         return all(posted[channel] > number for channel, number, _ in self._sources)
 
     def complete(self) -> None:
-        """Read it.
+        """Read the messages.
 
         Raises:
-            RuntimeError: a message has more or fewer bytes than are read.
+            RuntimeError: A message has more or fewer bytes than expected.
         """
         memory = self._rank.memory
         slots = [channel * _DEPTH + number % _DEPTH for channel, number, _ in self._sources]
@@ -249,26 +249,26 @@ class Work(dist.Work):
 
 
 class Sent(Work):
-    """A message on its way to one member."""
+    """A message in transit to one member."""
 
     def is_ready(self) -> bool:
-        """Its receiver has asked for it."""
+        """Return whether the receiver has asked for it."""
         ((channel, number, _),) = self._sources
         return self._rank.memory.asked[channel] > number
 
     def complete(self) -> None:
-        """It has gone; where it stood is free when it has been read."""
+        """Mark it as sent; its space is free once it has been read."""
         self._complete = True
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """A process group over the memory: the operations of this project's layouts.
+    """A process group over the memory, with the operations that this project's layouts use.
 
     Args:
-        rank: this process's side.
-        number: of the group in the memory.
-        ranks: the global ranks of its members.
-        own: this one's place among them.
+        rank: This process's side.
+        number: The group's number in the memory.
+        ranks: The global ranks of its members.
+        own: This process's rank in the group.
     """
 
     def __init__(self, rank: Rank, number: int, ranks: Sequence[int], own: int) -> None:
@@ -281,7 +281,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return "shared_memory"
 
     def _get_backend(self, device: torch.device) -> SharedMemoryGroup:
-        """Itself: since torch 2.15 a batch of messages asks for it."""
+        """Return itself: since torch 2.15, a batch of messages asks for it."""
         return self
 
     def _set_group_name(self, name: str) -> None:
@@ -365,7 +365,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._into(tensors, [source], self._own)
 
     def _channel(self, source: int, to: int | None) -> int:
-        """Of messages from one member to another, or to all of them."""
+        """Return the channel of messages from one member to another, or to all of them."""
         ranks = self._rank.memory.ranks
         return (self._number * ranks + source) * (ranks + 1) + (ranks if to is None else to)
 
@@ -391,7 +391,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return Work(self._rank, order, numbered, finish)
 
     def _into(self, outputs: list[Tensor], sources: Sequence[int], to: int | None) -> Work:
-        """Reads a message of each source into its output."""
+        """Read a message from each source into its output."""
 
         def finish(offsets: list[int]) -> None:
             for output, offset in zip(outputs, offsets, strict=True):
@@ -407,7 +407,7 @@ def _nothing(offsets: list[int]) -> None:
 
 
 def register(memory: Memory, rank: int) -> str:
-    """Make it known to torch.distributed in this process; the backend's name."""
+    """Register the backend with torch.distributed in this process, and return its name."""
     side = Rank(memory, rank)
 
     def create(options: Any, _: object) -> SharedMemoryGroup:

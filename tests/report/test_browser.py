@@ -1,4 +1,4 @@
-"""The page of a short real run in headless Chromium: it draws, and nothing goes wrong."""
+"""The page of a short real run in headless Chromium: it draws without errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.training.toy import TOY
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-# Puts into the page's title what a test wants to know. The page's policy forbids any other script,
-# so this one takes the place of its own.
+# Puts what a test wants to know into the page's title. The page's policy forbids other scripts, so
+# this one replaces the page's own.
 _PROBE = """
 ;document.title = JSON.stringify({
   canvases: [...document.querySelectorAll("canvas")].filter((canvas) => canvas.width > 100).length,
@@ -34,7 +34,7 @@ _PROBE = """
 
 
 def probe(folder: Path, monkeypatch: pytest.MonkeyPatch, window: str) -> dict:
-    """Open the report of a run, and return what `_PROBE` finds."""
+    """Open the report of a run and return what `_PROBE` finds."""
     target = folder / "probed.html"
     with monkeypatch.context() as patch:
         read = page._file

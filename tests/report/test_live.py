@@ -1,4 +1,4 @@
-"""The local server of `--live`: who may ask it, and that it tells what is new."""
+"""The local server of `--live`: who may access it, and that it serves what is new."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask(url: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def served(tmp_path):
-    """The folder of a run, and the URL of its live report, which Ctrl-C ends."""
+    """Yield a run's folder and the URL of its live report, which is ended by Ctrl-C."""
     folder = write_run(tmp_path / "run", [record(1)], '{"iteration": 2, "lm')
     server = subprocess.Popen(
         [sys.executable, "-m", "megatron.report", str(folder), "--live", "--port", "0"],
@@ -92,7 +92,7 @@ def test_runs_that_begin_later_are_found(tmp_path: Path) -> None:
     write_run(runs / "b", [record(1)])
     assert names() == ["runs"]
     write_run(runs / "a", [record(1), record(2)])
-    assert names() == ["b", "a"]  # in the order of their appearance: colors stay the same
+    assert names() == ["b", "a"]  # in order of appearance, so colors stay the same
     assert not live._read()
     append(runs / "b", json.dumps(record(2)) + "\n")
     assert live._read()

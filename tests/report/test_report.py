@@ -138,7 +138,7 @@ def test_only_an_earlier_report_is_replaced(tmp_path, capsys):
 
 
 class Elements(HTMLParser):
-    """The elements of a page, and what they would load."""
+    """The elements of a page, and the resources they would load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_a_long_run_makes_a_small_page(tmp_path):
     tags = [f"tag {number}" for number in range(40)]
     lines = [
         json.dumps(record(i, **{tag: math.sin(i) * 1e-7 for tag in tags}))
-        for i in range(1, 100_001, 20)  # as many points, at a twentieth of the time
+        for i in range(1, 100_001, 20)  # as many points in a twentieth of the time
     ]
     folder = tmp_path / "run"
     folder.mkdir()
@@ -332,7 +332,7 @@ def test_the_timeline_of_the_last_profiled_iteration(tmp_path):
         folder, 1, 9, [(kind, name, start + 3, length) for kind, name, start, length in events]
     )
     write_trace(folder, 2, 9, [], text="{")
-    write_trace(folder, 3, 4, events)  # of an earlier window
+    write_trace(folder, 3, 4, events)  # from an earlier window
     history = read_run(run)
     first, second = history.timelines
     assert history.notes == [

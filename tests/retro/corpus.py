@@ -43,7 +43,7 @@ class WordCounter(Tokenizer):
 
 
 def cutter() -> ChunkCutter:
-    """Return how the tests cut documents."""
+    """Return the chunk cutter of the tests."""
     gpt = NullTokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB))
     return ChunkCutter(CHUNK, gpt, WordCounter())
 
@@ -68,7 +68,7 @@ def random_documents(count: int, seed: int = 1, longest: int = 40) -> list[NDArr
 def options(
     workdir: Path, *data_path: str, ntrain: int = 20, compatible: bool = False, doc_block: int = 10
 ) -> RetroPreprocessing:
-    """Return the options of a preprocessing of the datasets."""
+    """Return preprocessing options for these datasets."""
     return RetroPreprocessing(
         RetroStagesConfig(
             retro_workdir=str(workdir),

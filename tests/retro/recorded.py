@@ -1,4 +1,4 @@
-"""The working folder that Megatron-LM 23.08 recorded, and what made it."""
+"""The working folder that Megatron-LM 23.08 recorded, and what produced it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INDEX = "IVF32_HNSW8,Flat"
 
 
 def read(path: Path, name: str = "data") -> NDArray[Any]:
-    """A data set of a recorded file."""
+    """Return a dataset from a recorded file."""
     with h5py.File(path, "r") as file:
         values: NDArray[Any] = file[name][()]
         return values
@@ -55,7 +55,7 @@ class Recorded(NamedTuple):
         return RecordedChunks(rows, data, self.gpt_tokenizer().eod)
 
     def embeddings(self) -> NDArray[np.float32]:
-        """The vectors of the sampled chunks, `[2000, 64]`."""
+        """Return the vectors of the sampled chunks, `[2000, 64]`."""
         folder = self.workdir / "index/train_emb/blocks"
         return np.concatenate([read(path) for path in sorted(folder.iterdir())])
 

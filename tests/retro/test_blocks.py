@@ -1,4 +1,4 @@
-"""Block files: names, what is missing, damage of every kind, division over processes."""
+"""Block files: names, missing blocks, all kinds of damage, division over processes."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def _write_mine(layout: Layout, folder: Path) -> list[int]:
     for block in blocks_to_do(blocks, contents, layout.world):
         mine.append(block.start)
         write_block(block, {"data": rows_of(block)})
-    assert all(block.path.exists() for block in blocks)  # not only this process's
+    assert all(block.path.exists() for block in blocks)  # including other processes'
     return mine
 
 

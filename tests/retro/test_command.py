@@ -32,7 +32,7 @@ WIDTH = 8
 
 
 class HashEmbedder:
-    """A stand-in for a BERT: a text's vector follows from its characters."""
+    """A stand-in for a BERT: a text's vector depends on its characters."""
 
     width = WIDTH
     max_length = 64
@@ -52,7 +52,7 @@ def _stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """A command line without --retro-workdir."""
+    """Return a command line without --retro-workdir."""
     random = np.random.default_rng(3)
     documents = [np.append(random.integers(8, 264, random.integers(5, 60)), 1) for _ in range(40)]
     prefix = write_dataset(tmp_path / "text_document", documents)
@@ -70,7 +70,7 @@ def words(tmp_path: Path) -> list[str]:
         *("--retro-index-ntrain", "60", "--retro-block-size", "40"),
         *("--retro-doc-block-size", "15", "--retro-query-nprobe", "4"),
         *("--retro-query-num-neighbors-query", "8", "--retro-query-num-neighbors-save", "4"),
-        *("--retro-threads", "1"),  # a forked process cannot use OpenMP's threads
+        *("--retro-threads", "1"),  # a forked process cannot use OpenMP threads
     ]
 
 
@@ -79,7 +79,7 @@ def preprocess(words: Sequence[str], workdir: Path, *more: str) -> None:
 
 
 def tables(workdir: Path) -> dict[str, bytes]:
-    """Return every file but those that name the folder."""
+    """Return every file except those that name the folder."""
     files = sorted(path for path in workdir.rglob("*") if path.is_file())
     return {
         str(path.relative_to(workdir)): path.read_bytes()
@@ -121,7 +121,7 @@ def test_megatron_s_own_command_line_makes_the_recorded_folder(
                 elif key == "neighbors":
                     equal += int((new[key][()] == table[()]).sum())
                     count += table.size
-                else:  # a list's number, and a vector
+                else:  # a list number and a vector
                     codes = np.stack([new[key][()], table[()]])
                     assert (codes[0, :, 0] == codes[1, :, 0]).mean() > 0.99
                     old_vectors, new_vectors = codes[:, :, 1:].copy().view(np.float32)
@@ -136,7 +136,7 @@ def test_megatron_s_own_command_line_makes_the_recorded_folder(
 
 
 def _run_and_die(words: list[str], workdir: Path, writes: int) -> None:
-    """Preprocess, and kill this process at the end of a write, before the file has its name."""
+    """Preprocess, and kill this process at the end of a write, before the file gets its name."""
     replace_name, left = os.replace, [writes]
 
     def killing(source: Any, target: Any) -> None:
@@ -167,7 +167,7 @@ def test_killed_at_every_file_and_restarted_it_makes_the_same_folder(
             break
         assert child.exitcode == -signal.SIGKILL
         kills += 1
-    assert kills >= len(whole) - 1  # each restart finished one file, and lost the next
+    assert kills >= len(whole) - 1  # each restart finished one file and lost the next
     found = tables(workdir)
     assert found.keys() == whole.keys()
     assert [name for name in whole if found[name] != whole[name]] == []

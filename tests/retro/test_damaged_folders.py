@@ -1,4 +1,4 @@
-"""Each damage of a working folder is refused before training, with the file and the remedy."""
+"""Each kind of damage to a working folder is refused before training, with the file and remedy."""
 
 import json
 import shutil
@@ -66,19 +66,19 @@ def told(path, **changes):
 
 
 def of_other_data(folder):
-    """Make the database name other data than the run: as many documents, but other tokens."""
+    """Point the database to other data than the run's: as many documents, but other tokens."""
     other = [[*document.tolist(), EOD] for document in random_documents(60, seed=2)]
     told(corpora_file(folder), prefix=write_dataset(folder / "other", other))
 
 
 def with_tokens(folder, change):
-    """Make the database name data with the same places and other tokens."""
+    """Point the database to data with the same places but other tokens."""
     documents = [[*document.tolist(), EOD] for document in random_documents(60)]
     changed = [[change(token) for token in document] for document in documents]
     told(corpora_file(folder), prefix=write_dataset(folder / "other", changed))
 
 
-# How a folder is damaged, and what the error says: a file or flag, and the remedy.
+# How a folder is damaged, and the error: a file or flag, and the remedy.
 DAMAGES = {
     "no block of neighbors": (
         lambda folder: neighbors(folder).unlink(),

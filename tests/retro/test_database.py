@@ -1,4 +1,4 @@
-"""The chunk database: equal to the original's, its rules, its damage, its memory."""
+"""The chunk database: equal to the original's, its rules, damage to it, its memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file without the folder's path, which the list of datasets has."""
+    """Return each file's content without the folder's path, which the list of datasets contains."""
     path = str(folder).encode()
     return {name: (folder / name).read_bytes().replace(path, b"") for name in files_of(folder)}
 
@@ -74,7 +74,7 @@ def test_the_database_of_the_recording_is_written_byte_for_byte(
     tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = golden / "retro_fp32" / "workdir"
-    monkeypatch.chdir(golden)  # the recording names data/... relative to it
+    monkeypatch.chdir(golden)  # the recording names data/... relative to this folder
     asked = options(tmp_path, "1.0", "data/gpt_text_document", ntrain=2000, compatible=True)
     asked = replace(
         asked,
@@ -156,7 +156,7 @@ def test_two_datasets_are_merged_in_order(tmp_path: Path) -> None:
     two = write_dataset(tmp_path / "b" / "text", random_documents(20, seed=2))
     asked = options(tmp_path / "w", "3", one, "1", two, ntrain=40)
     first, second = build(asked)
-    assert (first.name, second.name) == ("text", "text-2")  # the original mixes them
+    assert (first.name, second.name) == ("text", "text-2")  # the original confuses them
     assert (first.n_chunks_sampled, second.n_chunks_sampled) == (30, 10)
     train = table(tmp_path / "w", "train")
     assert len(train) == first.n_chunks_train + second.n_chunks_train
@@ -182,7 +182,7 @@ def test_compatible_takes_the_first_chunks_and_a_percentage(tmp_path: Path, pref
     train = table(tmp_path / "w", "train")
     assert np.array_equal(table(tmp_path / "w", "sampled"), train[:20])
     (mended, _), *_ = plan_corpora(options(tmp_path, prefix), "91,9,0")
-    assert mended.n_docs_train == 46  # as GPT's samples: rounded, not cut off
+    assert mended.n_docs_train == 46  # like GPT's samples: rounded, not truncated
 
 
 @pytest.mark.parametrize("split", ["969,30,1", "0,100", "many"])

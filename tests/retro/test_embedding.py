@@ -58,7 +58,7 @@ def test_a_vector_does_not_depend_on_its_batch(recorded: Recorded):
     assert together.shape == (len(TEXTS), embedder.width)
     assert together.dtype == np.float32
     assert embedder.embed([]).shape == (0, embedder.width)
-    # An end of document is no part of a text.
+    # An end of document is not part of a text.
     np.testing.assert_array_equal(embedder.embed(["the<|endoftext|>"]), embedder.embed(["the"]))
 
 
@@ -70,7 +70,7 @@ def test_many_pieces(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_shapes_on_a_gpu(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
-    """Batches are filled up to few shapes there, which does not change the vectors."""
+    """Batches are padded to a few shapes there, which does not change the vectors."""
     embedder = bert(recorded, batch_size=4)
     texts = TEXTS * 5
     whole = embedder.embed(texts)
@@ -117,7 +117,7 @@ def test_another_network(recorded: Recorded):
 
 @pytest.fixture(scope="module")
 def sentence_encoder(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Path:
-    """A tiny encoder with random weights, as a folder of transformers."""
+    """Return the folder of a tiny transformers encoder with random weights."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("encoder")
     torch.manual_seed(0)
@@ -137,7 +137,7 @@ def sentence_encoder(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> 
 
 @pytest.mark.parametrize("masking", [None, Masking(1)])
 def test_huggingface(sentence_encoder: Path, masking: Masking | None):
-    """The mean over the attention mask; Megatron's leaves out the first and last token."""
+    """Take the mean over the attention mask; Megatron's excludes the first and last token."""
     import transformers
 
     options = EmbedderOptions(
@@ -158,7 +158,7 @@ def test_huggingface(sentence_encoder: Path, masking: Masking | None):
 
 
 def test_a_bert_of_hugging_face_in_our_layers(sentence_encoder: Path):
-    """The same folder, read as a BERT of this package with its own tokenizer."""
+    """Read the same folder as a BERT of this package with its own tokenizer."""
     texts = [text for text in TEXTS if text]
     found, expected = (
         build_embedder(
@@ -177,7 +177,7 @@ def test_huggingface_models_that_do_not_load(sentence_encoder: Path, tmp_path: P
         build_embedder(
             EmbedderOptions("huggingface", str(sentence_encoder), max_length=128), Device.cpu()
         )
-    # Pickled weights may hold code, and are not read.
+    # Pickled weights may contain code, and are not read.
     for path in sentence_encoder.iterdir():
         if path.suffix != ".safetensors":
             (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -47,7 +47,7 @@ WORLD = Axis()
 
 
 class Numbers:
-    """Chunks of which each is its own number, and the tokenizer of their text."""
+    """Chunks whose content is their own number, and the tokenizer of their text."""
 
     eod = -1
 
@@ -101,16 +101,16 @@ def bytes_of(path: Path) -> bytes:
 
 
 def test_the_recorded_index(recorded: Recorded, tmp_path: Path):
-    """From Megatron's vectors and codes: the same files, byte for byte."""
+    """Megatron's vectors and codes give the same files, byte for byte."""
     ours, theirs = IndexPaths(tmp_path, RECORDED), IndexPaths(recorded.workdir, RECORDED)
     shutil.copytree(theirs.training / "blocks", ours.training / "blocks")
-    # The recorded vectors are 64 wide; Megatron would make them again on a rerun.
+    # The recorded vectors are 64 wide; Megatron would compute them again on a rerun.
     train_index(tmp_path, replace(RECORDED, compatible=False), texts(2000), nobody, WORLD)
     assert len(bytes_of(ours.merged)) == len(bytes_of(theirs.merged))
     for path in (ours.merged, ours.empty):
         path.unlink()
     blocks = plan_blocks(ours.training / "blocks", 2000, BLOCK)
-    from megatron.retro.index import _train  # as a first run goes on after its last block
+    from megatron.retro.index import _train  # as a first run continues after its last block
 
     _train(ours, blocks)
     assert bytes_of(ours.merged) == bytes_of(theirs.merged)
@@ -121,13 +121,13 @@ def test_the_recorded_index(recorded: Recorded, tmp_path: Path):
 
 
 def test_codes_of_the_recorded_vectors(recorded: Recorded, tmp_path: Path):
-    """The sampled chunks are the first of the database, so their vectors make its first codes."""
+    """The sampled chunks are the database's first, so their vectors produce its first codes."""
     paths = IndexPaths(recorded.workdir, RECORDED)
     shutil.copytree(paths.folder, IndexPaths(tmp_path, RECORDED).folder)
     ours = IndexPaths(tmp_path, RECORDED)
     ours.added.unlink()
     shutil.rmtree(ours.codes)
-    # Masks depend on the place in a block only, so the vectors are those of the training.
+    # Masks depend only on the place in a block, so the vectors are those of training.
     embedder = FakeEmbedder(recorded.embeddings())
     add_to_index(tmp_path, RECORDED, texts(2000), lambda: embedder, WORLD)
     for number in range(2):
@@ -154,7 +154,7 @@ def test_the_recorded_index_is_read(recorded: Recorded):
     ],
 )
 def test_every_kind_of_index(factory: str, table: NDArray[np.float32], tmp_path: Path):
-    """Built from blocks, an index finds what the same one finds that was filled at once."""
+    """An index built from blocks finds the same as one that is filled at once."""
     options = replace(OURS, factory=factory)
     embedder = FakeEmbedder(table)
     train_index(tmp_path, options, texts(300), lambda: embedder, WORLD)
@@ -185,7 +185,7 @@ def test_graphs(factory: str, table: NDArray[np.float32], tmp_path: Path):
 
 
 def test_a_run_goes_on_after_any_block(table: NDArray[np.float32], tmp_path: Path):
-    """Blocks that are there are kept, and the index is the same."""
+    """Existing blocks are kept, and the index is the same."""
     options = replace(OURS, keeps_training=True, keeps_codes=True)
     paths, whole = IndexPaths(tmp_path / "a", options), IndexPaths(tmp_path / "b", options)
     for workdir in (paths.workdir, whole.workdir):
@@ -222,7 +222,7 @@ def test_vectors_of_another_width_are_made_again_as_in_megatron(
 
 
 def test_shares(table: NDArray[np.float32], tmp_path: Path):
-    """Megatron's share is the front of each block; ours leaves out one row at a time."""
+    """Megatron's share is the front of each block; ours skips single rows."""
     options = replace(OURS, factory="IVF4,Flat", add_fraction=0.8, train_fraction=0.5)
     found = {}
     for compatible in (False, True):
@@ -314,7 +314,7 @@ def test_processes_share_the_work(table: NDArray[np.float32], tmp_path: Path):
 
 
 def fail(layout: Layout, workdir: Path, table: NDArray[np.float32]) -> str:
-    """What each process says if the first one cannot train."""
+    """Return each process's error if the first one cannot train."""
     options = replace(OURS, factory="IVF400,Flat")
     try:
         train_index(workdir, options, texts(300), lambda: FakeEmbedder(table), layout.world)
@@ -331,7 +331,7 @@ def test_all_processes_end_if_the_first_one_fails(table: NDArray[np.float32], tm
 
 @pytest.fixture
 def faiss_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a build of faiss with one GPU adds, which notes what is called."""
+    """Imitate a faiss build with one GPU; return the list in which calls are recorded."""
     called: list[str] = []
 
     def to_all(index: Any) -> Any:

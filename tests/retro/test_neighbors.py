@@ -47,7 +47,7 @@ def recorded(golden: Path) -> Recorded:
 
 @pytest.fixture
 def data(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder data, from which the recorded names are made as they are spelled."""
+    """Return a folder with "data", because the recorded names depend on how paths are written."""
     (tmp_path / "data").mkdir()
     for ending in ("bin", "idx"):
         name = f"data/gpt_text_document.{ending}"
@@ -57,7 +57,7 @@ def data(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def request(*paths: str) -> DataRequest:
-    """What 40 iterations of 16 samples need, with 2 batches of evaluation every 20."""
+    """Return a request for 40 iterations of 16 samples, with 2 evaluation batches every 20."""
     config = DataConfig(
         data_path=paths or ("1.0", "data/gpt_text_document"), split="90,8,2", seq_length=256
     )
@@ -80,7 +80,7 @@ def recorded_rows(recorded: Recorded, folder: str) -> NDArray[np.int64]:
 
 
 def test_samples_and_folders(recorded: Recorded, data: Path):
-    """The indices of the samples have Megatron's names and bytes, the folders its hashes."""
+    """Sample indices have Megatron's names and bytes, folders have its hashes."""
     chunks = chunks_of(recorded)
     assert {split: len(one) for split, one in chunks.items()} == dict(
         zip(SPLITS, (2576, 388, 132), strict=True)
@@ -94,7 +94,7 @@ def test_samples_and_folders(recorded: Recorded, data: Path):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_recorded_neighbors(recorded: Recorded, data: Path, split: str):
-    """From Megatron's vectors and index: before the filter, and after."""
+    """Compare the neighbors from Megatron's vectors and index before and after the filter."""
     chunks = chunks_of(recorded)[split]
     folder = recorded.golden / "retro_fp32/query_embeddings"
     vectors = np.load(folder / f"{split}_embeddings.npy")
@@ -107,7 +107,7 @@ def test_the_recorded_neighbors(recorded: Recorded, data: Path, split: str):
 
 
 def test_the_recorded_query_vectors(recorded: Recorded, data: Path):
-    """A query's text is masked by its place in its block, as the database's."""
+    """A query's text is masked by its place in its block, like the database's."""
     chunks = chunks_of(recorded)["test"]
     options = EmbedderOptions(
         "megatron",
@@ -123,7 +123,7 @@ def test_the_recorded_query_vectors(recorded: Recorded, data: Path):
 
 
 class RecordedEmbedder(Embedder):
-    """Gives the recorded vectors of a split's chunks, in their order."""
+    """Gives the recorded vectors of a split's chunks in order."""
 
     width = WIDTH
 
@@ -158,7 +158,7 @@ def query(
 
 
 def test_blocks(recorded: Recorded, data: Path):
-    """The files have Megatron's names and bytes; a run goes on after any of them."""
+    """The files have Megatron's names and bytes; a run continues after any of them."""
     added = IndexPaths(data, INDEXED).added
     added.parent.mkdir(parents=True)
     shutil.copyfile(IndexPaths(recorded.workdir, INDEXED).added, added)
@@ -218,7 +218,7 @@ def test_processes_share_the_blocks(recorded: Recorded, data: Path):
 
 
 def test_neighbors_that_are_missing(recorded: Recorded, data: Path):
-    """Where the index finds too few, or the sample reads all of them, -1 is stored."""
+    """If the index finds too few, or the sample itself contains them all, -1 is stored."""
     chunks, database = chunks_of(recorded)["train"], recorded.database("train")
     searcher = Searcher(None, database, replace(QUERY, saved=4))
     _, documents = chunks.documents(0)
@@ -232,7 +232,7 @@ def test_neighbors_that_are_missing(recorded: Recorded, data: Path):
 
 
 def test_corpora_without_a_split_keep_their_numbers(recorded: Recorded, data: Path):
-    """A corpus too small for validation data shifts the numbers of Megatron's filter."""
+    """A corpus too small for validation data shifts the numbers in Megatron's filter."""
     with IndexedDatasetBuilder("data/small", np.dtype(np.uint16)) as builder:
         builder.add_documents(np.arange(300), [300], [0, 1])
     paths = ("0.1", "data/small", "0.9", "data/gpt_text_document")

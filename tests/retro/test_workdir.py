@@ -1,4 +1,4 @@
-"""What a working folder was made from: kept, read, and compared before anything is done."""
+"""What a working folder was built from: kept, read, and compared before anything is done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ORIGIN = FolderOrigin("90,8,2", "digest", "GPT2BPETokenizer:1", "BertWordPieceLo
 
 
 def changed(asked: RetroPreprocessing, **values: Any) -> RetroPreprocessing:
-    """Return options with other values, wherever they are."""
+    """Return options with other values, wherever these fields are."""
     parts = {}
     for name in ("stages", "gpt", "embedding", "index"):
         part = getattr(asked, name)
@@ -34,7 +34,7 @@ def changed(asked: RetroPreprocessing, **values: Any) -> RetroPreprocessing:
 
 @pytest.fixture
 def asked(tmp_path: Path) -> RetroPreprocessing:
-    """The options of a folder that has all parts."""
+    """Return the options of a folder that has all parts."""
     found = options(tmp_path, "1.0", "data/text")
     write_arguments(tmp_path, found, ORIGIN, {"seed": 1, "params_dtype": "torch.float32"})
     for part in ("db", "index", "query"):

@@ -1,13 +1,13 @@
-"""What the tests of job files share: files from flags, and words that no shell may read."""
+"""Shared by the tests of job files: files from flags, and words that no shell may interpret."""
 
 from __future__ import annotations
 
 from megatron.submit.command import build_parser, describe, render
 
 COMMAND = ["--", "pretrain_gpt.py", "--config", "examples/gpt_tiny.yaml"]
-# What a run needs to be continued.
+# What a run needs so that it can be continued.
 RESUME = ["--load", "x", "--save", "x", "--save-interval", "10"]
-# Each would do something in some shell, in YAML, in Jinja2 or in Kubernetes.
+# Each has a meaning in some shell, in YAML, in Jinja2 or in Kubernetes.
 HOSTILE = [
     "a b",
     "$(touch injected)",
@@ -37,6 +37,6 @@ HOSTILE = [
 
 
 def job_file(target: str, *words: str) -> str:
-    """The job file that `tools/submit.py --to target ...` prints."""
+    """Return the job file that `tools/submit.py --to target ...` prints."""
     options = build_parser().read(["--to", target, *words])
     return render(describe(options), target)

@@ -1,4 +1,4 @@
-"""Descriptions of runs: a file and flags, and what is wrong with them."""
+"""Descriptions of runs: a file and flags, and errors in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job files in examples/ are what the commands of their pages write."""
+"""The job files in examples/ are what the commands on their pages write."""
 
 from __future__ import annotations
 

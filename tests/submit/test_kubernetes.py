@@ -1,7 +1,7 @@
-"""Files for Kubernetes: valid by the real schemas, and what their fields mean to a run.
+"""Files for Kubernetes: valid under the real schemas, and with the right meaning for a run.
 
 Kubernetes' own kinds are checked by kubernetes-validate, which has the schemas of every version.
-JobSet and PyTorchJob are checked by the schemas of their own projects (schemas/), and the job and
+JobSet and PyTorchJob are checked by their own projects' schemas (schemas/), and the job and
 pod templates in them by kubernetes-validate again. No cluster runs them here.
 """
 
@@ -36,7 +36,7 @@ def _objects(kind: str, *words: str) -> list[Any]:
 
 
 def _templates(value: Any) -> list[Any]:
-    """All templates in an object, the outer ones first."""
+    """Return all templates in an object, outer ones first."""
     if isinstance(value, list):
         return [one for part in value for one in _templates(part)]
     if not isinstance(value, dict):
@@ -46,7 +46,7 @@ def _templates(value: Any) -> list[Any]:
 
 
 def _pods(objects: list[Any]) -> list[Any]:
-    """The specifications of all pods."""
+    """Return the specifications of all pods."""
     found = [one["spec"] for one in objects if one["kind"] == "Pod"]
     found += [one["spec"] for one in _templates(objects) if "containers" in one["spec"]]
     return found
@@ -94,7 +94,7 @@ def test_the_schemas_refuse_an_unknown_key(wrong: str) -> None:
 
 
 def _expand(word: str) -> str:
-    """What Kubernetes makes of a word (third_party/forked/golang/expansion/expand.go there)."""
+    """Expand a word as Kubernetes does (its third_party/forked/golang/expansion/expand.go)."""
     read = {"$$": "$"}
     return re.sub(
         r"\$\$|\$\([^)]*\)", lambda match: read.get(match.group(), "a variable's value"), word
@@ -158,7 +158,7 @@ def test_exit_codes_decide_what_a_job_does_next() -> None:
     }
     assert by_code.pop(errors.EXIT_SAVED_ON_SIGNAL) == "Ignore"
     assert set(by_code.values()) == {"FailJob"}
-    # A crash (1) and a hang may be the machine's fault, so another pod tries again.
+    # A crash (1) or a hang may be the machine's fault, so another pod tries again.
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     kinds = [kind for kind in kinds if issubclass(kind, errors.UserError)]
     kinds.remove(errors.UserError)

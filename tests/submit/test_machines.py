@@ -1,4 +1,4 @@
-"""Job files for a hostfile, on two machines that network namespaces play."""
+"""Job files for a hostfile, on two machines simulated by network namespaces."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _TRAINING = [
 
 @contextmanager
 def _reachable(machines: list[Machine], folder: Path) -> Iterator[list[str]]:
-    """The flags by which a job file reaches the machines while their sshd run."""
+    """Start sshd on the machines, and yield the flags by which a job file reaches them."""
     sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if sshd is None or shutil.which("ssh") is None:
         pytest.skip("sshd or ssh is not installed (apt-get install openssh-server openssh-client)")

@@ -1,4 +1,4 @@
-"""Job files for bash: they are valid, and each word reaches the ranks as it was given."""
+"""Job files for bash: they are valid, and each word reaches the ranks unchanged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 from tests.submit.descriptions import COMMAND, HOSTILE, RESUME, job_file
 
-# Stands for the Python interpreter of a job: writes down how it was started.
+# Stands in for a job's Python interpreter: records how it was started.
 _RECORD = f"""#!{sys.executable}
 import json, os, sys
 name = os.path.join(os.environ["RECORDED"], os.environ.get("PET_NODE_RANK", "0"))
 json.dump([sys.argv[1:], dict(os.environ)], open(name, "w"))
 sys.exit(int(os.environ.get("CODE", "0")))
 """
-# srun runs what follows its own flags on each node. Its exit code is the largest of all.
+# srun runs the command after its own flags on each node. Its exit code is the largest of all.
 _SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 code=0
@@ -36,7 +36,7 @@ case "$*" in
     *) echo "$0 $*" | sed 's|.*/||' >> "$RECORDED/asked" ;;
 esac
 """
-# ssh joins its words and gives them to the shell of the user there.
+# ssh joins its words and passes them to the user's shell there.
 _SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do shift 2; done
 shift
@@ -45,7 +45,7 @@ exec bash -c "$*"
 
 
 def _run(text: str, folder: Path, **variables: str) -> int:
-    """The exit code of a job file, with programs that stand for those of a cluster."""
+    """Run a job file with stand-ins for a cluster's programs; return its exit code."""
     programs = {"srun": _SRUN, "scontrol": _SCONTROL, "scancel": _SCONTROL, "ssh": _SSH}
     programs |= {"python": _RECORD}
     for name, body in programs.items():

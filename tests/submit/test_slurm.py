@@ -1,6 +1,6 @@
-"""Job files under a real SLURM, which runs here with two nodes that are this machine.
+"""Job files under a real SLURM, running here with two nodes that are both this machine.
 
-Debian and Ubuntu: apt-get install slurm-wlm munge. Nothing of an installed cluster is touched.
+Debian and Ubuntu: apt-get install slurm-wlm munge. An installed cluster is not touched.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class Slurm:
         ).stdout
 
     def submit(self, *words: str) -> str:
-        """The number of a new job."""
+        """Submit a job and return its number."""
         return self.ask("sbatch", "--parsable", *words).strip()
 
     def state(self, job: str) -> str:
-        """For example PENDING, RUNNING, COMPLETED or FAILED, and the exit code and signal."""
+        """Return PENDING, RUNNING, COMPLETED, FAILED etc., with the exit code and signal."""
         told = dict(
             word.partition("=")[::2] for word in self.ask("scontrol", "show", "job", job).split()
         )
@@ -170,7 +170,7 @@ def _job(folder: Path, *words: str) -> str:
 
 
 def _losses(text: str) -> list[tuple[int, str]]:
-    """Each iteration that a log shows, and its loss."""
+    """Return each iteration in a log with its loss."""
     found = re.findall(r"iteration +(\d+)/.*? lm loss: (\S+)", text)
     return [(int(iteration), loss) for iteration, loss in found]
 
@@ -185,7 +185,7 @@ def test_a_preempted_job_ends_with_the_losses_of_an_uninterrupted_one(
 ) -> None:
     job = slurm.submit(_job(tmp_path))
     until(lambda: len(_losses(_log(tmp_path))) > 20, 60.0)
-    # A job of a partition with a higher priority needs both nodes.
+    # A job in a partition with higher priority needs both nodes.
     other = slurm.submit("--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=srun true")
     until(lambda: slurm.state(other).startswith("COMPLETED"), 60.0)
     assert "received SIGTERM" in _log(tmp_path)
@@ -207,7 +207,7 @@ def test_a_preempted_job_ends_with_the_losses_of_an_uninterrupted_one(
 def test_a_job_whose_time_is_nearly_up_queues_itself_again(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.submit(_job(tmp_path, "--train-iters", "100000"))
     until(lambda: len(_losses(_log(tmp_path))) > 5, 60.0)
-    # What --signal does: the steps get the signal, but not the job's script.
+    # Like --signal: the steps get the signal, but the job's script does not.
     slurm.ask("scancel", "--signal=TERM", job)
     until(lambda: slurm.state(job).startswith("PENDING"), 60.0)
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").is_file()

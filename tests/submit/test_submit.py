@@ -1,4 +1,4 @@
-"""`--submit` hands the job file on, and leaves signals to the program that has it."""
+"""`--submit` passes the job file on, and leaves signals to the program that receives it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.reliability.processes import until
 from tests.repository import ROOT
 from tests.submit.descriptions import COMMAND
 
-# Stands for the launcher: at Ctrl-C it takes a while to save.
+# Stands in for the launcher, which takes a while to save after Ctrl-C.
 _SAVES = f"""#!{sys.executable}
 import signal, sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers in passages, as DPR decides it."""
+"""Answers in passages, matched as in DPR."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_words_are_runs_of_letters_digits_and_marks_or_single_signs():
         ("city Paris", False),
         ("2,000", True),
         ("000 people", True),
-        ("cafe\u0301", True),  # decomposed, as the passage is not
+        ("cafe\u0301", True),  # decomposed, unlike the passage
         ("people .", True),
         ("people. And", False),
     ],

@@ -1,4 +1,4 @@
-"""Correlations of numbers, by hand."""
+"""Correlations of numbers, computed by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Multi-stage dialogue prompting: prompts and F1 as Megatron-LM's, at the size of a toy."""
+"""Multi-stage dialogue prompting: Megatron-LM's prompts and F1, at toy size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.tasks.main import main
 from tests.distributed import run_distributed
 from tests.tasks.toy import save_toy
 
-# Three turns of the toy's NullTokenizer: words are numbers.
+# Three turns for the toy's NullTokenizer, whose words are numbers.
 _INPUT = "1 2\t3 4 [SEP] 5 6\tknown\tanswer\n7\t8\tit\tis\n1 2\t5 6\t\t\n"
 _EXAMPLES = {"1 2 5 6": [" a b ", "c"], "7 8": ["d"]}
 
@@ -107,7 +107,7 @@ def _prompt(layout, words):
 
 
 def _numbers_only(prompts):
-    """Return a `read_prompts` without the signs that a NullTokenizer cannot read."""
+    """Return a `read_prompts` without the characters that a NullTokenizer cannot read."""
     return lambda own: prompts
 
 
@@ -136,7 +136,7 @@ def test_the_model_writes_its_most_likely_tokens_in_any_layout(files, monkeypatc
     assert "WARNING" not in capsys.readouterr().out
     run_distributed(2, _prompt_numbers, [*words, str(files / "two.txt")])
     assert (files / "two.txt").read_text() == (files / "one.txt").read_text()
-    # A part of the lines, as an interrupted run leaves it, is kept.
+    # Lines left by an interrupted run are kept.
     line = {"prompt": _NUMBERS[0], "text": "kept", "length": 1, "finished": True}
     (files / "rest.txt.part.jsonl").write_text(f"{json.dumps(line)}\n")
     run_distributed(2, _prompt_numbers, [*words, str(files / "rest.txt")])
@@ -237,7 +237,7 @@ def test_a_server_that_is_not_there():
 
 
 def test_f1_is_megatron_s(tmp_path, capfd):
-    """Megatron-LM 23.08's tasks/msdp/evaluate.py gives these numbers for these lines."""
+    """Compare with the numbers of Megatron-LM 23.08's tasks/msdp/evaluate.py for these lines."""
     guesses = ["The cat sat, on a mat!", "", "it's blue <|endoftext|>", "no", "x", "a dog a dog"]
     answers = ["A cat on the mat.", "something", "It is blue", "no_passages_used", "", "dog; dog"]
     for name, lines in (("guess", guesses), ("answer", answers)):

@@ -18,7 +18,7 @@ SCRIPTS = [*EXAMPLES.glob("evaluate_*.sh"), *EXAMPLES.glob("finetune_*.sh")]
 
 
 def _run(script, environment, *flags, new=False):
-    """In forks of this process, or as a user does it in `new` ones, by torchrun."""
+    """Run in forks of this process, or in `new` ones through torchrun, as a user does."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2",
                    "MASTER_PORT": str(free_port()), "PRECISION": "", **environment}  # fmt: skip
@@ -48,7 +48,7 @@ def test_zero_shot_evaluation(tmp_path):
 
 
 def _data(task, folder):
-    """Eight labelled samples of a task."""
+    """Write eight labelled samples of a task."""
     if task == "RACE":
         article = {
             "article": " ".join(WORDS[:5]),

@@ -1,4 +1,4 @@
-"""Finetuning on toy texts that a BERT of two layers can learn, and on the real samples."""
+"""Finetuning on toy texts that a two-layer BERT can learn, and on the real samples."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def _sentence(chance, first):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """A toy BERT, and texts whose first word tells the class."""
+    """Return a toy BERT, and texts whose first word determines the class."""
     folder = tmp_path_factory.mktemp("finetune")
     flags = save_bert(folder)
     chance = random.Random(0)
@@ -83,11 +83,11 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
     assert written["best"] == {"iteration": best.iteration, "score": 1.0, "of": ["accuracy"]}
     assert not any(name.startswith("optimizer.") for name in best.names())
 
-    # From the best weights alone, the same guesses without training.
+    # The best weights alone give the same guesses without training.
     for flag in ("--load", "--pretrained-checkpoint"):
         again = [flag, str(tmp_path / "best"), "--epochs", "0"]
         words = [*again, "--valid-data", str(toy[0] / "dev.tsv")]
-        assert finetune_command.parse("SST-2", words, 1).notices == ()  # it is a trained model
+        assert finetune_command.parse("SST-2", words, 1).notices == ()  # this is a trained model
         losses, evaluated = finetune(Layout.single(), "SST-2", words)
         assert losses == []
         assert evaluated.all_files == last.all_files
@@ -117,7 +117,7 @@ def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
     assert "4 to 5" in (shown := capsys.readouterr().out)
     assert "mean of pearson and spearman" in shown
 
-    # The best weights alone have the score that they were kept for, and guess so again.
+    # The best weights alone have the score for which they were kept, and give the same guesses.
     results = tmp_path / "best.json"
     again = ["--load", str(tmp_path / "best"), "--epochs", "0", "--results", str(results)]
     data = ["--valid-data", str(toy[0] / "dev.sts"), "--micro-batch-size", "5"]
@@ -165,7 +165,7 @@ def test_a_dry_run_tells_sizes_and_trains_nothing(toy, tmp_path, capsys):
 
 
 def test_evaluation_between_epochs_does_not_touch_the_training(toy):
-    """Not its dropout either, in any micro-batch of the update that follows."""
+    """Nor does it affect dropout in any micro-batch of the next update."""
     words = _sst(toy, "--epochs", "3", "--hidden-dropout", "0.2")
     losses, _ = finetune(Layout.single(), "SST-2", words)
     without = words.index("--valid-data")
@@ -219,7 +219,7 @@ def test_existing_results_are_refused_before_the_work(toy, tmp_path, capsys, tas
 
 
 def test_a_resumed_run_replaces_its_own_results_alone(toy, tmp_path, capsys):
-    """Those that name its --save folder, and only if it continues from a checkpoint there."""
+    """Its own are those that name its --save folder, if it continues from a checkpoint there."""
     run, other, results = (tmp_path / name for name in ("run", "other", "out.json"))
     words = ["--task", "SST-2", *_sst(toy, "--results", str(results)), *PLAIN]
 
@@ -231,7 +231,7 @@ def test_a_resumed_run_replaces_its_own_results_alone(toy, tmp_path, capsys):
 
     assert train(run, "--load", str(run)) == 0
     assert score() == 8
-    assert train(run, "--load", str(run)) == 0  # started again, with nothing left to do
+    assert train(run, "--load", str(run)) == 0  # restarted with nothing left to do
     longer = ["--load", str(run), "--override-opt_param-scheduler"]
     assert train(run, *longer, epochs="2") == 0  # with another epoch
     assert score() == 16
@@ -249,7 +249,7 @@ def test_a_resumed_run_replaces_its_own_results_alone(toy, tmp_path, capsys):
     assert score() == 16
     assert train(other, "--load", str(other), "--overwrite") == 0
     assert score() == 8
-    assert train(run, "--load", str(run), epochs="2") == 9  # the file is that of another run now
+    assert train(run, "--load", str(run), epochs="2") == 9  # the file now belongs to another run
 
 
 def test_throughput_counts_all_texts_of_a_sample(toy, capsys, monkeypatch):
@@ -358,7 +358,7 @@ def test_the_real_samples_run_from_start_to_end(toy, shared_data, tmp_path, task
     read = read_race if task == "RACE" else lambda path: read_glue(task, path)
     examples = [len(read(str(path))) for path in (train, valid)]
     assert counts == (None, None) or tuple(examples) == counts
-    if task == "QQP":  # the tests' time
+    if task == "QQP":  # to save time
         for path in (train, valid):
             (tmp_path / path.name).write_text("".join(path.read_text().splitlines(True)[:200]))
         train, valid = tmp_path / "train.tsv", tmp_path / "dev.tsv"
@@ -388,9 +388,9 @@ def test_an_epoch_is_saved_and_evaluated_when_its_last_sample_was_trained_on(toy
 @pytest.mark.parametrize(
     ("task", "better", "worse"),
     [
-        # One guess for all is right more often, and says nothing.
+        # The same guess for all is right more often, but says nothing.
         ("CoLA", (0, 0, 1, 0, 0, 0), (1, 1, 1, 1, 1, 1)),
-        # As often right, but F1 0.8 and 0.67.
+        # Equally often right, but F1 is 0.8 and 0.67.
         ("MRPC", (1, 1, 1, 1, 1, 1), (0, 0, 0, 0, 1, 1)),
         ("QQP", (1, 1, 1, 1, 1, 1), (0, 0, 0, 0, 1, 1)),
         ("MNLI", (1, 1, 1, 1, 1, 1), (0, 2, 2, 2, 2, 2)),
@@ -453,7 +453,7 @@ def test_losses_on_no_data_are_said_to_be_none(toy):
 
 
 def test_an_evaluation_takes_a_training_s_flags_and_says_so(toy, tmp_path):
-    """In one line; all of them change nothing, and what has an effect is not among them."""
+    """All flags without effect, and only those, are named in one line."""
     words = _sst(toy, "--epochs", "1", "--save", str(tmp_path))
     finetune(Layout.single(), "SST-2", words)
     data, model = words[words.index("--valid-data") :][:2], ["--load", str(tmp_path)]
@@ -468,7 +468,7 @@ def test_an_evaluation_takes_a_training_s_flags_and_says_so(toy, tmp_path):
     assert start == "these flags change nothing here"
     assert set(flags.split(", ")) == {word for word in training if word.startswith("--")}
     assert parsed.config == finetune_command.parse("SST-2", plain, 1).config
-    of_the_task = ["--train-data", str(toy[0] / "dev.sts"), "--keep-last"]  # not of this task
+    of_the_task = ["--train-data", str(toy[0] / "dev.sts"), "--keep-last"]  # for another task
     parsed = finetune_command.parse("SST-2", [*plain, *of_the_task], 1)
     assert parsed.notices == tuple(
         f"{flag} has no effect with --epochs 0" for flag in ("--train-data", "--keep-last")
@@ -509,7 +509,7 @@ def test_a_model_without_a_head_is_not_evaluated(toy):
 
 
 def test_a_model_without_a_binary_head_gets_what_it_lacks(toy, tmp_path):
-    """Pooler and token types; another network is refused by the flag that names it."""
+    """It gets a pooler and token types; other networks are refused, naming the flag."""
     flags = save_bert(tmp_path, "--bert-no-binary-head")
     words = [*_sst(toy, "--epochs", "1"), *flags]
     losses, last = finetune(Layout.single(), "SST-2", words)
@@ -560,6 +560,6 @@ def test_pretrained_weights_are_taken_and_only_the_head_is_new(toy):
     ids=["deep", "empty", "a number", "NaN", "none", "infinity", "text"],
 )
 def test_a_damaged_record_of_the_best_weights_is_no_score(tmp_path, record):
-    """No score beats NaN or infinity, so the best weights would never be kept again."""
+    """No score beats NaN or infinity, so the best weights would never be saved again."""
     (tmp_path / "evaluation.json").write_text(record)
     assert _best_score(tmp_path, ("accuracy",)) == -2.0

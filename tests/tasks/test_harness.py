@@ -1,4 +1,4 @@
-"""lm-evaluation-harness over our models, with local task files."""
+"""lm-evaluation-harness on our models, with local task files."""
 
 import json
 import math
@@ -55,7 +55,7 @@ QUESTIONS = [" ".join(str((11 * i + 5 * j) % 90) for j in range(2 + 4 * i)) for 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """A checkpoint, a data set that it should score fully on where told, and the task files."""
+    """Return a checkpoint, a dataset on which it should get the full score, and the task files."""
     folder = tmp_path_factory.mktemp("toy")
     save_toy(str(folder / "model"))
     model = load_gpt(str(folder / "model"), Device.cpu()).model
@@ -67,7 +67,7 @@ def toy(tmp_path_factory):
         best = max(range(3), key=lambda i, s=scores: s[choices[i]].item())
         written = list(tokens)
         for _ in range(3):
-            # The engine keeps room for three new tokens in the window of 16.
+            # The engine leaves room for three new tokens in the window of 16.
             written.append(
                 int(
                     _entries(
@@ -147,4 +147,4 @@ def test_mistakes_are_said(toy, monkeypatch):
         _evaluate(Layout.single(), toy, ["--lm-eval-tasks", "no_such_task"])
     with pytest.raises(ConfigError) as caught:
         harness.parse("LM_EVAL", ["--valid-data", "x", "--lm-eval-limit", "0"], 1)
-    assert len(caught.value.problems) == 4  # with --load and --lm-eval-tasks
+    assert len(caught.value.problems) == 4  # including --load and --lm-eval-tasks

@@ -1,4 +1,4 @@
-"""Perplexity and LAMBADA: counted once, the same in every layout, against plain arithmetic."""
+"""Perplexity and LAMBADA: each token counts once, in every layout, against plain arithmetic."""
 
 import json
 import math
@@ -23,7 +23,7 @@ PASSAGES = [" ".join(str((7 * i + 3 * j) % 90 + 1) for j in range(3 + 5 * i)) fo
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """A checkpoint whose window has 16 tokens, and a corpus of numbers, some of it longer."""
+    """Return a checkpoint with a window of 16 tokens, and a corpus of numbers, partly longer."""
     folder = tmp_path_factory.mktemp("toy")
     save_toy(str(folder / "model"))
     lines = [json.dumps({"text": text}) for text in PASSAGES]
@@ -38,11 +38,11 @@ def _words(toy, file, *flags):
 
 @torch.no_grad()
 def _plain_loss(toy, tokens, step):
-    """Summed loss of all tokens but the first, each by its own pass, from the logits of entries."""
+    """Return the summed loss of all tokens but the first, each by its own pass, without padding."""
     model = load_gpt(str(toy / "model"), Device.cpu()).model
     total = 0.0
     for place in range(1, len(tokens)):
-        # Where the window that scores this place begins.
+        # The start of the window that scores this position.
         start = 0 if place <= 16 else (place - 17) // step * step + step
         logits = model(torch.tensor([tokens[start:place]]))[0, -1, :101]
         total -= logits.log_softmax(-1)[tokens[place]].item()
@@ -269,7 +269,7 @@ def test_wrong_lines_are_named(toy, tmp_path, content, message):
 
 def test_a_text_s_own_first_token_is_not_scored(tmp_path):
     class Beginning:
-        """Letters, behind a 1."""
+        """Letters after an initial 1."""
 
         eod = 0
 
@@ -291,7 +291,7 @@ def test_detokenizing_undoes_wikitext_s_and_ptb_s_tokenization():
 
 def test_a_pair_is_encoded_as_one_text():
     class Merging:
-        """Characters, but `ab` is one token, and every text begins with 0."""
+        """Characters, except that `ab` is one token and every text begins with 0."""
 
         def tokenize_open(self, text):
             return [0, *(ord(sign) for sign in text.replace("ab", "c"))]

@@ -1,4 +1,4 @@
-"""A real small BERT, all-MiniLM-L6-v2, from the package that carries it."""
+"""A real small BERT, all-MiniLM-L6-v2, from the package that contains it."""
 
 import importlib.util
 from pathlib import Path
@@ -67,7 +67,7 @@ def _with_transformers(folder):
 
 
 def _mean(hidden, padding):
-    """Mean over the tokens of each text, of length 1, as sentence-transformers does."""
+    """Return each text's mean over tokens, normalized to length 1 as in sentence-transformers."""
     weights = padding[..., None].float()
     mean = (hidden * weights).sum(dim=1) / weights.sum(dim=1)
     return torch.nn.functional.normalize(mean, dim=-1)

@@ -1,4 +1,4 @@
-"""Perplexity of a Retro with right, shuffled and no neighbors, on Megatron-LM's recorded run."""
+"""A Retro's perplexity with right, shuffled and no neighbors, on Megatron-LM's recorded run."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def test_no_chunk_has_neighbors():
 
 @pytest.fixture
 def recording(golden, tmp_path, monkeypatch):
-    """A folder with the recorded run and its data, to which results and caches may be added."""
+    """Copy the recorded run and its data to a folder that may get results and caches."""
     shutil.copytree(golden / "data", tmp_path / "data")
     (tmp_path / "retro_fp32").mkdir()
     for name in ("ckpt", "workdir"):
@@ -51,7 +51,7 @@ def recording(golden, tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_the_recorded_validation_loss(recording):
-    """The original evaluated iteration 20 on the first 32 samples, with padding entries."""
+    """The original evaluated iteration 20 on the first 32 samples, including padding entries."""
     numbers = evaluate(Layout.single(), "PERPLEXITY", WORDS)
     run = json.loads((recording / "run.json").read_text())
     (recorded,) = (one["lm loss"] for one in run["validation"] if one["iteration"] == 20)
@@ -91,11 +91,11 @@ def test_refusals(recording, tmp_path):
 
 
 def of_texts(recording, *lengths):
-    """The command line for texts of these numbers of words."""
+    """Return the command line for texts with these numbers of words."""
     words = "the union of the states is strong and the people who live in peace are free".split()
     texts = [" ".join(words[i % len(words)] for i in range(length)) for length in lengths]
     Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    # Ranks are forked, which threads of faiss in this process would not survive.
+    # Ranks are forked, and faiss threads in this process would not survive that.
     arguments = Path("retro_fp32/workdir/args.json")
     arguments.write_text(json.dumps({**json.loads(arguments.read_text()), "retro_threads": 1}))
     bert = str(recording.parent / "bert_fp32/ckpt")

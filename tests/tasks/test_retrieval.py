@@ -1,4 +1,4 @@
-"""RETRIEVER-EVAL: passages are embedded once each, the best are found, and answers are counted."""
+"""RETRIEVER-EVAL: each passage is embedded once, the best are found, and answers are counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNT = 23
 
 
 def write_files(folder: Path) -> None:
-    """Passages of random words, and a question for each of the first nine: its own text."""
+    """Write passages of random words, and the first nine passages' own texts as questions."""
     random = np.random.RandomState(3)
     texts = [" ".join(random.choice(WORDS, 12)) for _ in range(COUNT)]
     lines = [f'{100 + i}\t"{text} ""end{i:02}"""\tw{i}' for i, text in enumerate(texts)]
@@ -64,7 +64,7 @@ def evaluate(layout: Layout, words: list[str]):
 
 
 def by_hand(toy: Path, model: str, k: int) -> list[float]:
-    """Accuracies of the best 1 to k passages, from every pair's own inner product."""
+    """Return the accuracies of the best 1 to k passages, from all pairs' inner products."""
     parsed = retrieval.parse(
         "RETRIEVER-EVAL", words_of(toy, "--qa-data-dev", str(toy / "dev.tsv"), model=model), 1
     )

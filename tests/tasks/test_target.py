@@ -1,4 +1,4 @@
-"""Numbers from counts of guesses, against their definitions."""
+"""Metrics from counts of guesses, against their definitions."""
 
 import math
 

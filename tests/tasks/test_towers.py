@@ -31,7 +31,7 @@ QUESTIONS, LENGTH = 12, 16
 
 
 def entries(count: int = QUESTIONS) -> list[dict]:
-    """A question is the first words of its passage. The third has no hard negatives."""
+    """Return questions that are their passages' first words. The third has no hard negatives."""
     random = np.random.RandomState(5)
     texts = [" ".join(random.choice(WORDS, 9)) for _ in range(count + 6)]
     passages = [{"title": f"w{i}", "text": text, "score": 1.5} for i, text in enumerate(texts)]
@@ -109,7 +109,7 @@ def test_it_learns_and_reports(toy, tmp_path, capsys):
     correct = found["top3_acc"] * QUESTIONS / 100
     assert 0 < correct == pytest.approx(round(correct), abs=1e-3)
     assert "correct predictions" in said
-    # What was saved is a bi-encoder like any other.
+    # The saved model is a bi-encoder like any other.
     parsed = towers.parse(TASK, [*words_of(toy), "--load", str(tmp_path / "run")], 1)
     loaded = load_towers(parsed.config, LENGTH, Device.cpu(), Layout.single())
     assert loaded.iteration == 24
@@ -122,7 +122,7 @@ def test_the_towers_start_from_a_bert(toy, tmp_path, capsys):
 
 
 def _one_step(layout, words):
-    """The loss and a gradient's norm of the first update."""
+    """Return the loss of a batch, and the evaluation before training."""
     parsed = towers.parse(TASK, words, layout.world.size)
     config, recipe, extras = towers.prepare(parsed, layout.world.size)
     run = build_run(config, recipe, Device.cpu(), layout)
@@ -147,7 +147,7 @@ def test_the_loss_is_that_of_every_pair_in_any_layout(toy):
         other, same = run_distributed(2, _one_step, split, tensor=tensor)[0]
         assert other == pytest.approx(loss, rel=1e-5)
         assert same == numbers
-    # By hand: each question against the passages of all, and all wrong ones.
+    # By hand: each question against all ranks' passages and negatives.
     parsed = towers.parse(TASK, words, 1)
     config, recipe, extras = towers.prepare(parsed, 1)
     run = build_run(config, recipe, Device.cpu(), Layout.single())

@@ -1,4 +1,4 @@
-"""A toy checkpoint and the evaluation of it, in this process or in several."""
+"""A toy checkpoint and its evaluation, in this process or in several."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SAVING = ["--save-interval", "1", "--eval-iters", "0"]
 
 
 def save_toy(folder: str, words: Sequence[str] = ()) -> str:
-    """An untrained toy model under `folder`."""
+    """Save an untrained toy model in `folder`, and return the folder."""
     save_run(build_toy(Layout.single(), [*SAVING, "--save", folder, *words]))
     return folder
 
 
 def evaluate(layout: Layout, task: str, words: Sequence[str]) -> Any:
-    """The numbers that a task's command line gives."""
+    """Return the numbers for a task's command line."""
     parsed = language_model.parse(task, list(words), layout.world.size)
     return language_model.evaluate(task, parsed, Device.cpu(), layout)
 
@@ -42,7 +42,7 @@ BERT = """
 
 
 def save_bert(folder: Path, *more: str) -> list[str]:
-    """An untrained toy BERT under `folder`; the flags that name it and its vocabulary."""
+    """Save an untrained toy BERT in `folder`; return the flag that names it."""
     vocabulary = folder / "vocab.txt"
     entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, "a", "b", "c", "d"]
     vocabulary.write_text("\n".join(entries) + "\n")
@@ -55,7 +55,7 @@ def save_bert(folder: Path, *more: str) -> list[str]:
 
 
 def finetune(layout: Layout, task: str, words: Sequence[str]) -> tuple[list[float], Any]:
-    """Finetune as a command line says: the losses, and the last evaluation by file."""
+    """Finetune as a command line says; return the losses, and the last evaluation by file."""
     size = layout.world.size
     given = [*words, "--no-exit-signal-handler", "--num-workers", "0", "--log-interval", "100"]
     parsed = finetune_command.parse(task, given, size)
