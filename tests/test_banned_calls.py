@@ -1,12 +1,12 @@
-"""Nothing that we ship runs what a file, a flag or a request contains.
+"""Nothing that we ship executes the content of a file, a flag or a request.
 
-Walks the syntax tree of every shipped Python file. Each exception is one name in one file. What
-writes Megatron's files takes pickle's `Pickler` class alone; nothing unpickles, for
-checkpoint/legacy/unpickler.py reads the byte code itself. What writes Megatron Core's index takes
-its records from torch.distributed.checkpoint, and nothing else. Two files load shared libraries:
+Walks the syntax tree of every shipped Python file. Each exception is one name in one file. The
+writer of Megatron's files uses only pickle's `Pickler` class; nothing unpickles, because
+checkpoint/legacy/unpickler.py reads the byte code itself. The writer of Megatron Core's index takes
+only its records from torch.distributed.checkpoint. Two files load shared libraries:
 those of the system by name, and NVRTC from the folders that Python imports from. Neither loads
 anything from a cache. In the package, files are written by megatron/durable.py, which never follows
-a link; what writes elsewhere says why here.
+a link; every other writer gives its reason here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IMPORTS = {
     "import of importlib.import_module",
     "importlib.import_module executes the module that a text names",
 }
-# The records of an index, which are plain data: what writes Megatron Core's index makes them.
+# Records of an index, which are plain data created by the writer of Megatron Core's index.
 _INDEX_RECORDS = {
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
     *("TensorProperties", "TensorStorageMetadata"),
@@ -34,15 +34,15 @@ _RECORDS = {f"torch.distributed.checkpoint.metadata.{name}" for name in _INDEX_R
 _RECORDS |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
 ALLOWED = {
     "megatron/checkpoint/core/writer.py": _RECORDS | {f"import of {name}" for name in _RECORDS},
-    # These name modules of ours, or one package, in the source.
+    # These name our own modules, or one package, in the source.
     "megatron/kernels/attention.py": _IMPORTS,
     "megatron/tokenizer/build.py": {
         "importlib.import_module executes the module that a text names"
     },
     "tools/benchmark_kernels.py": _IMPORTS,
-    # The user's own Python file, which the command line names.
+    # The user's own Python file, named on the command line.
     "examples/grpo/grpo.py": {"importlib.util.spec_from_file_location executes a file"},
-    # A script of an old name becomes the script of ours that a table in the source names.
+    # A script with an old name starts the current script, which a table in the source names.
     "megatron/cli/main.py": {"importlib.import_module executes the module that a text names"},
     "megatron/cli/pretrain.py": {"os.execv starts a program: use subprocess"},
     "megatron/submit/command.py": {"os.execvp starts a program: use subprocess"},
@@ -50,13 +50,13 @@ ALLOWED = {
     "megatron/checkpoint/legacy/torch_file.py": {
         "import of pickle",
         "pickle.Pickler",
-        "open(..., 'w')",  # a record of a zip file
+        "open(..., 'w')",  # a record in a zip file
     },
     "megatron/kernels/library.py": {"ctypes.CDLL loads a library"},
     "megatron/kernels/nvrtc.py": {"ctypes.CDLL loads a library"},
     "megatron/command.py": {"open(..., 'w')"},  # the null device, in place of a closed stream
     "megatron/config/__main__.py": {"write_text"},  # our own documentation
-    "megatron/processes/launch.py": {"write_text"},  # the error file that torchrun has made
+    "megatron/processes/launch.py": {"write_text"},  # the error file that torchrun created
 }
 
 BANNED_MODULES = {
@@ -106,7 +106,7 @@ BANNED_CALLS = {
     },
 }
 BANNED_WRITES = {"write_text", "write_bytes", "touch"}
-# Collectives that pickle what they carry, and torch.distributed.checkpoint, whose files execute.
+# Collectives that pickle their data, and torch.distributed.checkpoint, whose files are executed.
 BANNED_ATTRIBUTES = {
     "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list",
     "send_object_list", "recv_object_list",
@@ -121,7 +121,7 @@ BANNED_KEYWORDS = {
 
 
 def _shipped() -> list[Path]:
-    """Every Python file of the repository but the tests, also those not committed yet."""
+    """Return every Python file of the repository except tests, including uncommitted ones."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         cwd=ROOT,
@@ -139,7 +139,7 @@ def _shipped() -> list[Path]:
 
 
 def find_banned(source: str, name: str) -> list[str]:
-    """What a file must not hold: "line: what" each."""
+    """Return what a file must not contain, as "line: what" entries."""
     tree = ast.parse(source, name)
     aliases = dict(_aliases(tree))
     hits = []
@@ -151,7 +151,7 @@ def find_banned(source: str, name: str) -> list[str]:
 
 
 def _aliases(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Local names of imported things, with their full names."""
+    """Yield the local names of imports with their full names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for item in node.names:
@@ -186,7 +186,7 @@ def _complaints(node: ast.AST, aliases: dict[str, str], file: str) -> Iterator[s
 
 
 def _check_write(node: ast.Call) -> Iterator[str]:
-    """Complain of a call that would empty a file, or create one through a link."""
+    """Yield a complaint about a call that would truncate a file, or create one through a link."""
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     if name in BANNED_WRITES:
         yield name
@@ -219,21 +219,21 @@ def _check_keywords(node: ast.Call) -> Iterator[str]:
     for name, value in given:
         if not isinstance(name, str) or name not in BANNED_KEYWORDS:
             continue
-        # A value that is computed could be anything, so only the harmless constant passes.
+        # A computed value could be anything, so only the harmless constant passes.
         harmless = not BANNED_KEYWORDS[name]
         if (value.value if isinstance(value, ast.Constant) else None) is not harmless:
             yield f"{name}={ast.unparse(value)}"
 
 
 def _is_getattr(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Return whether this is `getattr` with a name that is written there."""
+    """Return whether this is `getattr` with a literal name."""
     if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "getattr":
         return False
     return len(node.args) > 1 and isinstance(getattr(node.args[1], "value", None), str)
 
 
 def _full_name(node: ast.expr, aliases: dict[str, str]) -> str:
-    """Return a dotted name with import aliases resolved, or parts of one if it is no plain name."""
+    """Return a dotted name with import aliases resolved, or its parts if it is no plain name."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute | ast.Call):
         if isinstance(node, ast.Attribute):

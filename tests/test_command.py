@@ -1,4 +1,4 @@
-"""How commands end where nobody listens."""
+"""How commands end if nobody reads their output."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ sys.exit(run_process([], lambda launch: say("iteration 1")))
 
 
 def test_streams_that_were_closed_at_the_start_are_the_null_device() -> None:
-    """Also for libraries: the next file that is opened does not get their numbers."""
+    """Libraries are covered too: the next file to be opened does not get the streams' numbers."""
     script = """
 import os, sys, tempfile
 from megatron.command import run_command
@@ -89,7 +89,7 @@ sys.exit(run_process([], work))
         subprocess.run(
             [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, check=True
         )
-    assert done.returncode == 0  # 120 were lines left over that cannot be written at the end
+    assert done.returncode == 0  # 120 means lines were left that could not be written
     full_log = "(log: No space left on device)"
     said = [f"{full_log} note: iteration 0", "WARNING: of it"]
     assert done.stderr.splitlines() == [
@@ -133,7 +133,7 @@ _LONG_IMPORTS = (
 
 
 def test_an_interruption_while_torch_is_imported_ends_a_script_in_silence(tmp_path: Path) -> None:
-    """Not with the traceback of whatever import it met; nor where the shell has it ignored."""
+    """No traceback of the interrupted import is shown, and SIGINT stays ignored if it was."""
     (tmp_path / "torch.py").write_text(_TORCH)
     variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     for trap, code in (("", 130), ('trap "" INT; ', 7)):

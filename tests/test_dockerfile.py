@@ -1,4 +1,4 @@
-"""The Dockerfile: stages, user, health check. It is built where there is a builder."""
+"""The Dockerfile: stages, user, health check. It is built where a builder is available."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BUILDERS = ("docker", "podman", "buildah")
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Return (instruction, arguments) of each line, continued lines joined."""
+    """Return (instruction, arguments) of each line, with continued lines joined."""
     lines = [line for line in FILE.read_text().splitlines() if line and line[0] != "#"]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined)]
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
-    """Return the instructions of each stage, including those of the stages that it is made from."""
+    """Return the instructions of each stage, including those of the stages it is based on."""
     found: dict[str, list[tuple[str, str]]] = {}
     current: list[tuple[str, str]] = []
     for word, rest in instructions():
@@ -53,7 +53,7 @@ def test_every_stage_is_defined_before_it_is_used():
             assert used in seen
     assert {"gpu", "cpu", "server"} < seen
     assert ("ARG", "ON=gpu") in instructions()
-    assert instructions()[-1] == ("FROM", "gpu")  # the one that is built by default
+    assert instructions()[-1] == ("FROM", "gpu")  # the default
 
 
 @pytest.mark.parametrize("stage", ["cpu", "gpu", "server", ""])

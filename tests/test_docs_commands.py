@@ -1,4 +1,4 @@
-"""Every command that the documentation shows is executed or at least parsed."""
+"""Every command that the documentation shows is executed, or at least parsed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SERVER = "tools/run_text_generation_server.py"
 _SAMPLES = "tools/generate_samples_gpt.py"
 _TASKS = "tasks/main.py"
 _RETRO = "tools/retro/main.py"
-# Commands of the system, of which there is nothing to check here.
+# System commands, of which there is nothing to check here.
 _SYSTEM = {"apt-get", "mkdir", "paste", "source", "cd", "python3", "docker", "openssl"}
-# Python there is a client's, of a server that is not here.
+# Its Python blocks are clients of a server that does not run here.
 _CLIENTS = {ROOT / "docs" / "generation.md"}
 
 
@@ -76,14 +76,14 @@ def _check_python(words: list[str]) -> None:
 
 @cache
 def _collects_nothing(*words: str) -> bool:
-    """Whether pytest takes these flags, for a file without tests."""
+    """Return whether pytest accepts these flags, for a file without tests."""
     words = (*words, name(ROOT / "tests" / "ports.py"), "--collect-only")
     done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False)
     return done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def _leave_after_parsing() -> None:
-    """Let a script run up to the end of its argument parsing, whatever its parser."""
+    """Let a script run until its arguments are parsed, whatever its parser."""
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_leave(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ def _leave_after_parsing() -> None:
 
 
 def _check_generation(words: list[str]) -> None:
-    """Of a program that takes the rest of its flags from a checkpoint, which is not there."""
+    """Check a program that takes other flags from a checkpoint, which does not exist here."""
     from megatron.config.arguments import ToolParser, add_flags, from_given
     from megatron.config.generation import SamplesConfig, ServerConfig, sample_problems
     from megatron.config.run import sections
@@ -109,7 +109,7 @@ def _check_generation(words: list[str]) -> None:
 
 
 def _check_curl(words: list[str]) -> None:
-    """What is sent to the text generation server is a request that it takes."""
+    """Check that the text generation server would accept the request."""
     from megatron.inference.server.megatron_api import read_contract
 
     (url,) = [word for word in words if word.startswith("http://localhost:5000/")]
@@ -118,12 +118,12 @@ def _check_curl(words: list[str]) -> None:
 
 
 def _network(*_: object) -> dict[str, int]:
-    """What --use-checkpoint-args takes from a checkpoint, which is not there to be read."""
+    """Return what --use-checkpoint-args takes from a checkpoint, which does not exist here."""
     return {"model.num_layers": 2, "model.hidden_size": 32, "model.num_attention_heads": 4}
 
 
 def _check_task(words: list[str], world_size: int) -> None:
-    """Of tasks/main.py, without the checkpoint and the data that it names."""
+    """Check tasks/main.py without the checkpoint and the data that it names."""
     from dataclasses import replace
 
     from megatron.config.data import TokenizerConfig
@@ -175,7 +175,7 @@ def _check_task(words: list[str], world_size: int) -> None:
 
 
 def _check_retro(words: list[str], world_size: int) -> None:
-    """Of Retro's preprocessing, without the BERT that it names."""
+    """Check Retro's preprocessing without the BERT that it names."""
     from megatron.retro import command
 
     with pytest.MonkeyPatch.context() as patch:
@@ -228,7 +228,7 @@ def _check_torchrun(words: list[str]) -> None:
 
 
 def _check_deepspeed(words: list[str]) -> None:
-    """Of DeepSpeed's launcher, whose options before the script each have a value."""
+    """Check DeepSpeed's launcher, whose options before the script have one value each."""
     script = next(index for index, word in enumerate(words) if word.endswith(".py"))
     options = dict(zip(words[:script:2], words[1:script:2], strict=True))
     assert options.keys() <= {"--num_gpus", "--num_nodes", "--hostfile", "--master_port"}
@@ -237,7 +237,7 @@ def _check_deepspeed(words: list[str]) -> None:
 
 
 def _check_megatron(words: list[str]) -> None:
-    """Each command by the flags of the script that does the same."""
+    """Check each command with the flags of the script that does the same."""
     from megatron.cli.main import COMMANDS, DATA, DETOXIFY
     from megatron.cli.pretrain import training_command
     from megatron.tasks.table import TASKS
@@ -250,7 +250,7 @@ def _check_megatron(words: list[str]) -> None:
         if Path(rest[0]).name == rest[0] and rest[0][:1].isupper():
             network = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 100"
             of_folder = f"{network} --max-position-embeddings 4096 --tokenizer-type NullTokenizer"
-            rest = [*of_folder.split(), *rest[1:]]  # for a Hugging Face folder, which is not there
+            rest = [*of_folder.split(), *rest[1:]]  # for a Hugging Face folder, not present here
         program, script, flags = training_command(rest, finetunes=command == "finetune")
         _check_pretrain([name(script), *flags], int(program[-1]) if len(program) > 1 else 1)
         return
@@ -305,7 +305,7 @@ def test_guides_and_job_files_name_the_command_that_submits() -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=name)
 def test_shell_blocks_are_marked_bash(page: Path) -> None:
-    """An unmarked block would escape the tests above."""
+    """The tests above would miss an unmarked block."""
     languages = re.findall(r"^```(\w*)\n(?:.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     assert set(languages) <= {"bash", "text", "json", "yaml", "python"}
 
@@ -316,7 +316,7 @@ def test_shell_blocks_are_marked_bash(page: Path) -> None:
     ids=name,
 )
 def test_python_blocks_run(page: Path, monkeypatch) -> None:
-    """All of a page's, one after the other, as who reads it would type them."""
+    """Run all blocks of a page in order, as a reader would type them."""
     monkeypatch.chdir(ROOT)
     found: dict[str, object] = {}
     for line, text in blocks_of(page, "python"):
@@ -332,7 +332,7 @@ def test_links_to_files_resolve(page: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """What may stand behind a # in a link to a page: one name a heading, as GitHub makes them."""
+    """Return the possible anchors in links to a page: one per heading, as GitHub generates them."""
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
@@ -351,7 +351,7 @@ def test_links_to_headings_resolve(page: Path) -> None:
 
 
 def test_modules_that_the_page_of_kernels_names_exist() -> None:
-    """It says which of them replaces what of Apex and Transformer Engine."""
+    """The page says which of them replaces which part of Apex and Transformer Engine."""
     named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs/kernels.md").read_text(encoding="utf-8"))
     assert len(named) > 20
     folders = [ROOT, ROOT / "megatron", ROOT / "megatron/kernels"]
@@ -381,7 +381,7 @@ def _in_a_room(file: Path) -> bool:
 
 
 def test_the_tour_names_what_stands_where_it_says() -> None:
-    """The classes of its table, and the functions and classes of its picture of an update."""
+    """Check the classes in its table, and the functions and classes in its diagram of an update."""
     page = ROOT / "docs" / "tour.md"
     text, places = page.read_text(encoding="utf-8"), []
     for names, files in re.findall(r"^\| (`\w.*?) \| (\[.*?) \|", text, re.MULTILINE):
@@ -430,5 +430,5 @@ def test_the_quickstart_runs_from_end_to_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     out = tmp_path / "runs" / "quickstart"
     assert (out / "loss.png").stat().st_size > 1000
-    assert "\ndef " in done.stdout  # the prompt, which the last command goes on from
+    assert "\ndef " in done.stdout  # the prompt, which the last command continues
     assert list((out / "checkpoints").iterdir())

@@ -1,4 +1,4 @@
-"""Numbers of the benchmark pages that follow from others: they must agree."""
+"""Numbers on the benchmark pages that follow from others: they must agree."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?%?")
 
 
 def tables(text: str) -> list[list[list[str]]]:
-    """Every table of a page: its rows, the first of them the header, as cells."""
+    """Return every table of a page as rows of cells, the header first."""
     found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     return [[cells(line) for line in table.splitlines()] for table in found]
 
 
 def cells(line: str) -> list[str]:
-    """What stands between the bars of a line, but for those in code and behind a backslash."""
+    """Return the cells between a line's bars, ignoring bars in code and after a backslash."""
     bars = [
         bar.start() for bar in re.finditer(r"(?<!\\)\|", _CODE.sub(lambda x: "-" * len(x[0]), line))
     ]
@@ -31,13 +31,13 @@ def cells(line: str) -> list[str]:
 
 
 def table(text: str, *names: str) -> list[dict[str, str]]:
-    """Rows of the only table with these columns, by column."""
+    """Return the rows of the only table with these columns, as dictionaries by column."""
     (found,) = [rows for rows in tables(text) if set(names) <= set(rows[0])]
     return [dict(zip(found[0], row, strict=True)) for row in found[2:]]
 
 
 def kernel_rows() -> list[list[dict[str, str]]]:
-    """Those of the three tables of kernels: our own, of generation and by chunks, attention."""
+    """Return the rows of the three kernel tables: ours, generation and chunks, attention."""
     return [
         [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
         for rows in tables(KERNELS)
@@ -105,7 +105,7 @@ def test_packed_documents_take_what_their_rows_say() -> None:
 
 @pytest.mark.parametrize("first", ["training", "what"])
 def test_what_was_reached_stands_on_the_page_that_it_is_of(first) -> None:
-    """Each number of the column, on the page that the row links, else further down."""
+    """Each number in the column is on the page that the row links, or further down here."""
     opening, further = FIRST.split("## Missed goals and missing measurements", 1)
     for row in table(opening, first, "measured"):
         link = re.search(r"\]\((benchmarks/\w+\.md)", row[first])

@@ -47,13 +47,13 @@ def test_a_new_interpreter_imports_nothing_from_the_current_folder(
         words, cwd=tmp_path, env=variables, capture_output=True, check=False, text=True
     )
     assert not (tmp_path / "executed").exists()
-    # Our `main` has run: it misses what its parent sends.
+    # Our `main` has run and lacks what its parent would send.
     assert ended.stderr.splitlines()[-1].startswith(("StopIteration", "ValueError: not enough"))
     subprocess.run(
         [sys.executable, "-m", f"megatron.inference.server.{module}"],
         cwd=tmp_path, env=variables, capture_output=True, check=False,
     )  # fmt: skip
-    assert (tmp_path / "executed").exists()  # or the test would prove nothing
+    assert (tmp_path / "executed").exists()  # otherwise the test would prove nothing
 
 
 def test_a_name_is_utf_8_for_python_and_for_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Errors that say memory is short, as each library words them."""
+"""Errors for lack of memory, as each library words them."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ run_command(lambda: print("begins"))
         [sys.executable, "-c", script],
         cwd=ROOT, capture_output=True, text=True, check=False, timeout=20,
     )  # fmt: skip
-    if "DataError" in end:  # which only `run_command` turns into a line
+    if "DataError" in end:  # only `run_command` turns it into a line
         code, said = (6, "error: damaged") if "run_command" in block else (1, said)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
@@ -170,7 +170,7 @@ run_command(lambda: print("begins"))
 
 @pytest.mark.parametrize("script", ["pretrain_gpt.py", "tools/preprocess_data.py"])
 def test_no_limit_of_memory_breaks_the_start_of_a_script(script: str) -> None:
-    """Each library that the script loads is cut off somewhere between the limits."""
+    """Somewhere between the limits, the loading of each library is cut off."""
     for limit in range(40, 600, 56):
         words = ["sh", "-c", f'ulimit -v {limit * 1000} && exec "$@"', "sh", sys.executable, script]
         words += ["--input", "x", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer"]

@@ -1,4 +1,4 @@
-"""Every example runs: at its full size as a dry run, and at toy size for real."""
+"""Every example runs: at full size as a dry run, and at toy size for real."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.launch import fork_steps, run_ranks, run_script
 from tests.ports import free_port
 from tests.repository import ROOT, name
 
-# Those of the text generation server are tried in tests/inference/server/test_processes.py, those
+# Those of the text generation server are tested in tests/inference/server/test_processes.py, those
 # of downstream tasks in tests/tasks/test_examples.py, those of detoxification in tests/detoxify,
 # and job files in tests/submit.
 _OF_CLUSTERS = ("slurm", "kubernetes")
@@ -39,7 +39,7 @@ CONFIGS = sorted(
     if file.parent.name not in _OF_CLUSTERS and file.name != "cluster_run.yaml"
 )
 
-# The same run, small: flags given to a script come last and win.
+# The same run at toy size: flags given to a script come last and take precedence.
 TOY = (
     "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 "
     "--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 "
@@ -49,11 +49,11 @@ TOY = (
 
 @dataclass(frozen=True)
 class Toy:
-    """A small corpus with the tokenizer files that the examples ask for.
+    """A small corpus with the tokenizer files that the examples need.
 
     Attributes:
-        environment: of a GPT's examples.
-        sentences: what an example of BERT or T5 gets instead.
+        environment: The variables for a GPT's examples.
+        sentences: The variables for a BERT's or T5's examples.
     """
 
     environment: dict[str, str]
@@ -107,7 +107,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 
 def _sentences(folder: Path) -> dict[str, str]:
-    """Documents of several sentences, and a WordPiece vocabulary."""
+    """Write documents of several sentences and a WordPiece vocabulary; return their variables."""
     from megatron.data.indexed import IndexedDatasetBuilder
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(95))]
@@ -130,7 +130,7 @@ def _sentences(folder: Path) -> dict[str, str]:
 
 
 def _small_llama(folder: Path) -> Path:
-    """An imported Llama for the toy tokenizer."""
+    """Import a Llama for the toy tokenizer and return its folder."""
     from megatron.tools.checkpoint import util
     from tests.checkpoint.huggingface.models import CASES, Case, tensors_of, write_folder
 
@@ -142,7 +142,7 @@ def _small_llama(folder: Path) -> Path:
 
 
 def _llama2_shape(folder: Path, script: Path) -> Path:
-    """A checkpoint that says what Llama 2's does about its network, without its tensors."""
+    """Write a checkpoint that describes Llama 2's network, but has none of its tensors."""
     from megatron.checkpoint.entries import Entry
     from megatron.checkpoint.huggingface.families import families
     from megatron.checkpoint.huggingface.settings import Settings
@@ -174,7 +174,7 @@ def _llama2_shape(folder: Path, script: Path) -> Path:
 
 
 def _start(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a command; one that hangs takes the processes that it started with it."""
+    """Run a command; if it hangs, kill it with the processes that it started."""
     process = subprocess.Popen(
         words,
         env=environment,
@@ -224,7 +224,7 @@ def test_script_trains_at_toy_size(script: Path, toy: Toy, tmp_path: Path) -> No
     sizes = TOY
     if "--encoder-seq-length" in own:
         sizes = TOY.replace("--seq-length", "--decoder-seq-length 12 --encoder-seq-length")
-    if script.stem == "pretrain_ict":  # a text is compared with the others of its micro-batch
+    if script.stem == "pretrain_ict":  # each text is compared with the others in its micro-batch
         sizes = TOY.replace("--micro-batch-size 1", "--micro-batch-size 2")
     words = [
         str(script),
@@ -232,7 +232,7 @@ def test_script_trains_at_toy_size(script: Path, toy: Toy, tmp_path: Path) -> No
         *(["--lr-warmup-iters", "0"] if "warmup-iters" in own else []),
     ]
     words += ["--lr-decay-iters", "2"] if "lr-decay-iters" in own else []
-    # Each with torchrun itself would take a minute; the demo and the quickstart use it.
+    # Running each under torchrun would take a minute; the demo and the quickstart do so.
     done = run_script(words, environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "iteration        2/       2" in done.stdout
@@ -286,8 +286,8 @@ def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_pa
     assert [r["iteration"] for r in records if "lm loss" in r] == [1, 2]
 
 
-# Jobs for SLURM, in examples/slurm, are those of `megatron submit` (tests/submit). The scripts of
-# examples/detxoify_lm take their folders as arguments, as Megatron-LM's do (tests/detoxify).
+# SLURM jobs in examples/slurm are made by `megatron submit` (tests/submit). The scripts in
+# examples/detxoify_lm take their folders as arguments, like Megatron-LM's (tests/detoxify).
 @pytest.mark.parametrize(
     "script",
     [
@@ -298,7 +298,7 @@ def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_pa
     ids=name,
 )
 def test_checkpoint_path_is_honoured(script: Path, tmp_path: Path) -> None:
-    """As in Megatron's own scripts, it is where checkpoints are saved and loaded."""
+    """As in Megatron's own scripts, checkpoints are saved to it and loaded from it."""
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)
     text, mine = script.read_text(), str(tmp_path / "mine")
@@ -320,7 +320,7 @@ def test_checkpoint_path_is_honoured(script: Path, tmp_path: Path) -> None:
 
 
 def test_a_launch_script_exits_with_the_code_of_the_run(tmp_path: Path) -> None:
-    """torchrun's own is 1 after every failure."""
+    """torchrun itself would exit with 1 after every failure."""
     script = ROOT / "examples" / "pretrain_gpt_distributed.sh"
     files = dict.fromkeys(("DATA_PATH", "VOCAB_FILE", "MERGE_FILE"), "absent")
     done = subprocess.run(
@@ -338,7 +338,7 @@ def test_a_launch_script_exits_with_the_code_of_the_run(tmp_path: Path) -> None:
 
 
 def _prose() -> list[str]:
-    """The project's own pages, six paragraphs a document, without tables and listings."""
+    """Return the project's own pages, six paragraphs per document, without tables and listings."""
     pages = [page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))]
     paragraphs = [
         paragraph
@@ -350,7 +350,7 @@ def _prose() -> list[str]:
 
 
 def _demo(model: str, folder: Path) -> tuple[list[str], Path]:
-    """Flags of a small demo, and where it writes."""
+    """Return the flags of a small demo, and its output folder."""
     source, out = folder / "mine.jsonl", folder / "demo"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in _prose()))
     return ["--out", str(out), "--model", model, "--input", str(source), "--iters", "2"], out
@@ -420,7 +420,7 @@ def test_the_demo_overwrites_nothing_that_is_not_its_own(tmp_path: Path, capsys)
 
 @pytest.fixture
 def earlier_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A folder that a demo without its steps has filled; and what runs such a demo again."""
+    """Return a folder filled by a demo whose steps are stubs, and a function that runs it again."""
     from megatron.tools import demo
 
     out, source = tmp_path / "out", tmp_path / "mine.jsonl"

@@ -1,4 +1,4 @@
-"""Installing, importing and asking for help work anywhere; tracked files are presentable."""
+"""Installing, importing and --help work anywhere; tracked files are presentable."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_editable_installation_is_a_plain_path(tmp_path) -> None:
         shutil.copy(ROOT / file, source)
     build = f"from setuptools import build_meta; build_meta.build_editable({str(wheels)!r})"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
-    for variable in ("RANK", "WORLD_SIZE"):  # of tests that play a launcher
+    for variable in ("RANK", "WORLD_SIZE"):  # set by tests that imitate a launcher
         environment.pop(variable, None)
     words = [sys.executable, "-c", build]
     subprocess.run(words, cwd=source, env=environment, timeout=120, check=True, capture_output=True)
@@ -64,7 +64,7 @@ def test_an_editable_installation_is_a_plain_path(tmp_path) -> None:
 
 
 def test_a_wheel_has_all_that_the_command_needs(tmp_path) -> None:
-    """Recipes, and the scripts that train them: the command lists and plans away from a clone."""
+    """It has recipes and the scripts that train them, so commands work without a clone."""
     pytest.importorskip("setuptools", minversion="77")
     source, wheels, site = (tmp_path / folder for folder in ("source", "wheels", "site"))
     wheels.mkdir()
@@ -75,7 +75,7 @@ def test_a_wheel_has_all_that_the_command_needs(tmp_path) -> None:
             shutil.copy(file, source / file.relative_to(ROOT))
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(wheels)!r})"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
-    for variable in ("RANK", "WORLD_SIZE"):  # of tests that play a launcher
+    for variable in ("RANK", "WORLD_SIZE"):  # set by tests that imitate a launcher
         environment.pop(variable, None)
     words = [sys.executable, "-c", build]
     subprocess.run(words, cwd=source, env=environment, timeout=120, check=True, capture_output=True)
@@ -132,7 +132,7 @@ def test_set_up_names_an_interpreter_that_does_not_run(tmp_path) -> None:
 
 
 def _fake_python(folder, version: str, modules: bool):
-    """An interpreter that answers what the set-up asks it, and nothing else."""
+    """Write an interpreter that only answers what the setup script asks it."""
     folder.mkdir(exist_ok=True)
     script = folder / "python3"
     script.write_text(
@@ -170,7 +170,7 @@ def test_set_up_says_in_one_line_what_is_missing(tmp_path, version, modules, mes
     ("version", "message"), [("3.13", "could not create"), ("3.10", "no Python 3.11, 3.12 or 3.13")]
 )
 def test_set_up_looks_for_an_interpreter(tmp_path, version, message) -> None:
-    """Of those on the PATH, where a system often has a newer or older one than is tested."""
+    """It searches the PATH, where a system often has newer or older versions than are tested."""
     _fake_python(tmp_path / "bin", version, modules=True)
     for tool in ("sh", "dirname", "cat", "cksum", "sed", "tr", "rm"):
         (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
@@ -216,7 +216,7 @@ def test_set_up_never_clears_a_folder_that_is_no_environment(tmp_path) -> None:
     assert (tmp_path / "precious").exists()
 
 
-# Written in pieces, so that this file does not find itself.
+# Written in pieces, so that this file does not match itself.
 _MACHINE = re.compile(
     "|".join(
         (

@@ -1,4 +1,4 @@
-"""Processes that share memory get what gloo gives them, whatever the order in which they wait."""
+"""Processes that share memory get the same as with gloo, whatever order they wait in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torc
 
 
 def _collectives(layout: Layout) -> list[Any]:
-    """Every operation, over groups of four and of two, with results that gloo gives exactly."""
+    """Run every operation over groups of four and of two, with results that gloo gives exactly."""
     rank, found = layout.world.rank, []
     for axis in (layout.world, layout.tensor, layout.pipeline):
         group, size = axis.group, axis.size
@@ -73,7 +73,7 @@ def test_all_operations_give_what_gloo_gives():
 
 
 def _out_of_order(layout: Layout) -> tuple[list[float], list[float]]:
-    """Collectives and messages under way at once, more than there is room for."""
+    """Run more collectives and messages at once than there is room for."""
     axis, rank = layout.world, layout.world.rank
     other = 1 - rank
     count = 3 * shared_memory._DEPTH
@@ -123,7 +123,7 @@ def _both_send_first(layout: Layout) -> None:
 
 
 def test_a_message_goes_when_it_is_asked_for():
-    """As over gloo and NCCL: else a pipeline could pass here and stand still there."""
+    """This is so with gloo and NCCL; otherwise a pipeline could pass here and hang there."""
     with pytest.raises(RuntimeError, match=r"has waited for 0.2 s"):
         run_sharing_memory(2, _both_send_first)
 

@@ -1,4 +1,4 @@
-"""Rules of the house that a syntax tree can check."""
+"""House rules that a syntax tree can check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGER: frozenset[str] = frozenset()
 DEVICE_MODULE = "megatron/device.py"
 ENVIRONMENT_MODULES = {"megatron/environment.py", "megatron/processes/launch.py"}
 
-# What each room of megatron/ may import from the others. Nothing goes back up.
+# What each room of megatron/ may import from other rooms. Nothing is imported upwards.
 ROOMS: dict[str, set[str]] = {
     "config": set(),
     "tokenizer": {"config"},
@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "corpora": {"config", "tokenizer", "data"},
     "optimizer": {"config", "parallel", "kernels"},
     "planner": {"config", "parallel", "kernels", "models", "tokenizer", "recipes"},
-    # Records of networks, without the layers.
+    # Records of networks, without layers.
     "checkpoint": {
         *("config", "parallel"),
         *("models.plan", "models.plans", "models.mixture_plan", "models.recurrent_plan"),
@@ -105,7 +105,7 @@ def test_no_global_statements() -> None:
 
 
 def _imports(file: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of every absolute import, those under TYPE_CHECKING too."""
+    """Yield (line, module) of every absolute import, including those under TYPE_CHECKING."""
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -130,7 +130,7 @@ def test_imports_go_one_way(room: str) -> None:
 
 
 def test_rooms_say_what_they_hold() -> None:
-    """The docstring of a room lists modules, each behind four spaces: they are there."""
+    """Modules that a room's docstring lists, each indented by four spaces, must exist."""
     found = []
     for file in python_files("megatron"):
         if file.name != "__init__.py":

@@ -1,4 +1,4 @@
-"""A tokenizer as Hugging Face has T5's, with few entries."""
+"""A tokenizer like T5's in Hugging Face format, with few entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 3 + WORDS + SENTINELS
 
 
 def write_t5_tokenizer(folder: Path) -> Path:
-    """`<pad>`, `</s>`, `<unk>`, then w0, w1 ..., then sentinels, the last one first."""
+    """Write `<pad>`, `</s>`, `<unk>`, then w0, w1 ..., then the sentinels, last one first."""
     entries = ["<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(WORDS))]
     vocab = {entry: index for index, entry in enumerate(entries)}
     pipeline = Pipeline(WordLevel(vocab, unk_token="<unk>"))
@@ -33,7 +33,7 @@ def write_t5_tokenizer(folder: Path) -> Path:
 
 
 def t5_tokenizer(folder: Path) -> Tokenizer:
-    """That tokenizer, written to `folder`."""
+    """Return that tokenizer, written to `folder`."""
     model = str(write_t5_tokenizer(folder))
     kind = "HuggingFaceTokenizer"
     return build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=model))

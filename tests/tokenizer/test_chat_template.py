@@ -1,4 +1,4 @@
-"""Chat templates: as transformers renders them, and nothing that a template may not do."""
+"""Chat templates: rendered as in transformers, with nothing that a template must not do."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_nothing_comes_of_what_a_template_may_not_do(source: str) -> None:
 
 
 def _rendered(source: str) -> str | None:
-    """None where the request is refused, or the sandbox gives an empty text."""
+    """Render a template; return `None` if the request is refused or the text is empty."""
     try:
         return ChatTemplate(source, {}).render(MESSAGES) or None
     except DataError as error:

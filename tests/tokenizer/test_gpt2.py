@@ -1,4 +1,4 @@
-"""GPT-2 BPE: every encoder against the algorithm written out, and Megatron's own datasets."""
+"""GPT-2 BPE: every encoder against a plain implementation, and Megatron's own datasets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Reference:
 
 
 def awkward_texts() -> list[str]:
-    """Random unicode of several kinds, white space in runs, special tokens spelt out."""
+    """Return random unicode of several kinds, runs of white space, spelled-out special tokens."""
     generator = random.Random(5)
     everything = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     kinds = [
@@ -147,7 +147,7 @@ def test_compiled_file_of_another_name_is_not_used(tiny, cache_folder):
 
 
 def _swap_two_entries(compiled: Path) -> None:
-    """Change the ids of two letters in a compiled file, and give it the name that fits."""
+    """Swap the ids of two letters in a compiled file, and give it the matching name."""
     content = compiled.read_bytes()
     for old, new in ((b"\nYQ== ", b"\n? "), (b"\ndA== ", b"\nYQ== "), (b"\n? ", b"\ndA== ")):
         content = content.replace(old, new)

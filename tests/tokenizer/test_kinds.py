@@ -1,4 +1,4 @@
-"""Every kind of tokenizer but GPT-2's, the flags each needs, and their fingerprints."""
+"""Every kind of tokenizer except GPT-2's, the flags each needs, and their fingerprints."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_wordpiece_of_2019_follows_its_vocabulary(tmp_path, word, kind):
 
 
 def test_characters():
-    """As in 2019: 8 special entries, then a character's code point."""
+    """As in 2019, a character's code point follows 8 special entries."""
     tokenizer = build("CharacterLevelTokenizer")
     ids = tokenizer.tokenize("Aé\n")
     assert ids == [8 + 65, 8 + 233, 8 + 10]
@@ -129,7 +129,7 @@ def test_sentencepiece_special_tokens(shared_data):
     model = str(shared_data / "tokenizers" / "t5" / "spiece.model")
     plain = sentencepiece.SentencePieceProcessor(model_file=model)
     tokenizer = build("SentencePieceTokenizer", tokenizer_model=model, vocab_extra_ids=2)
-    # T5's model has padding and end, but no begin: it is appended after the four.
+    # T5's model has padding and an end but no beginning, so that is appended after the four.
     assert (tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask) == (
         32000,
         32001,
@@ -210,7 +210,7 @@ def test_huggingface_file_and_folder(tokenizer_folder):
     file = str(tokenizer_folder / "tokenizer.json")
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder))
     assert tokenizer.vocab_size == 7
-    # Neither cut to 2 nor filled up to 10, whatever the file says.
+    # Neither truncated to 2 nor padded to 10, whatever the file says.
     assert tokenizer.tokenize("hello world hello<|turn|>") == [0, 3, 4, 3, 6]
     assert tokenizer.eod == 1
     assert tokenizer.detokenize([3, 1]) == "hello </s>"
@@ -219,7 +219,7 @@ def test_huggingface_file_and_folder(tokenizer_folder):
 
 
 def test_a_cached_model_is_found_by_its_name(tokenizer_folder, tmp_path, monkeypatch):
-    """In the layout in which Hugging Face keeps downloads."""
+    """The model is in the layout of Hugging Face's download cache."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -270,7 +270,7 @@ def test_tiktoken_rank_file(tmp_path):
     tokenizer = build("TikTokenizer", tokenizer_model=model)
     assert tokenizer.vocab_size == 260
     assert tokenizer.eod == 259
-    # cl100k's split: digits in threes, special tokens in the text are text.
+    # cl100k splits digits into threes; special tokens in the text are text.
     assert tokenizer.tokenize("he1234") == [256, 258, ord("4")]
     assert 259 not in tokenizer.tokenize("<|endoftext|>")
     assert tokenizer.detokenize([256, 259, 999]) == "he<|endoftext|>"

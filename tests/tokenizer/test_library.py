@@ -1,4 +1,4 @@
-"""Errors of tokenizer libraries, panics of Rust included, as errors about the file."""
+"""Errors of tokenizer libraries, including Rust panics, as errors about the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fuzz.harness import past_failures
 
 
 class PanicException(BaseException):  # noqa: N818  # the name that Rust's bindings give it
-    """A stand-in for the class that each library of Rust makes for itself."""
+    """A stand-in for the class that each Rust library defines for itself."""
 
 
 class Pipeline:

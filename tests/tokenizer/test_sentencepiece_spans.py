@@ -1,4 +1,4 @@
-"""Conversations in the ids of SentencePiece models, with the masks that `transformers` makes."""
+"""Conversations in the ids of SentencePiece models, with the masks that `transformers` creates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _template(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of a few hundred pieces, which spells unknown letters in bytes, as Llama's does."""
+    """Return a model of a few hundred pieces that spells unknown letters in bytes, like Llama."""
     found, model = tmp_path_factory.mktemp("sentencepiece"), io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["Hello there, I am fine [INST] and you? [/INST] two spaces"] * 30),

@@ -1,4 +1,4 @@
-"""T5's sentinels: appended as Megatron has them, appended as T5 has them, or the files' own."""
+"""T5's sentinels: appended as in Megatron, appended as in T5, or the files' own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_t5s_tokenizer_json_has_its_own(tmp_path: Path) -> None:
     assert tokenizer.additional_special_tokens_ids == [SIZE - 1 - i for i in range(SENTINELS)]
     assert tokenizer.has_t5_sentinels
     assert (tokenizer.decoder_start, tokenizer.encoder_end) == (tokenizer.pad, [tokenizer.eos])
-    # Text ends as the file says; parts of a text do not.
+    # Whole texts end as the file says; parts of a text do not.
     assert tokenizer.tokenize("w0 <extra_id_0> w1") == [3, SIZE - 1, 4, 1]
     assert [ids.tolist() for ids in tokenizer.tokenize_sentences(["w0 w1", ""])] == [[3, 4], []]
 
@@ -47,7 +47,7 @@ def test_t5s_model_gets_t5s_vocabulary(shared_data: Path) -> None:
     assert tokenizer.vocab_size == 32100
     assert tokenizer.additional_special_tokens_ids == list(range(32099, 31999, -1))
     assert (tokenizer.decoder_start, tokenizer.encoder_end) == (0, [1])
-    # As transformers encodes it, but for the end.
+    # As transformers encodes it, except for the end.
     ids = [8774, 32099, 296, 5]
     assert tokenizer.tokenize("Hello <extra_id_0> world.") == ids
     assert tokenizer.detokenize(ids) == "Hello <extra_id_0> world."
@@ -64,7 +64,7 @@ def test_megatrons_stay_behind_its_own_tokens(shared_data: Path) -> None:
 
 @pytest.fixture(name="own", scope="module")
 def _own(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A SentencePiece model with three sentinels."""
+    """Train a SentencePiece model with three sentinels of its own."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "text").write_text("the cat sat on the mat and that was that\n" * 20)
     sentencepiece.SentencePieceTrainer.train(
@@ -94,7 +94,7 @@ def test_a_sentencepiece_model_with_its_own(own: str, kind: str) -> None:
 def test_more_sentinels_than_a_models_own(own: str) -> None:
     with pytest.raises(ConfigError, match="has its own 3 sentinels: drop --vocab-extra-ids"):
         build("GPTSentencePieceTokenizer", tokenizer_model=own, vocab_extra_ids=100)
-    # Megatron appends those that are missing, and so its samples stay.
+    # Megatron appends the missing ones, so its samples do not change.
     tokenizer = build("SentencePieceTokenizer", tokenizer_model=own, vocab_extra_ids=4)
     assert tokenizer.additional_special_tokens_ids == [5, 4, 3, tokenizer.vocab_size - 1]
     assert not tokenizer.has_t5_sentinels

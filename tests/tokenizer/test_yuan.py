@@ -1,4 +1,4 @@
-"""EncDecTokenizer of the Yuan models: ids of the original code, spelling, damaged vocabularies."""
+"""EncDecTokenizer of the Yuan models: the original code's ids, spelling, damaged vocabularies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_ids_of_the_original(shared_data, text, ids):
 @pytest.mark.parametrize(
     ("text", "entries", "spelled"),
     [
-        ("a b", "a b", "a b"),  # the space is left out between words without Chinese characters
+        ("a b", "a b", "a b"),  # spaces between words without Chinese characters are dropped
         ("ab", "a ##b", "ab"),
         ("abcd", "abc ##d", "abcd"),
         ("a 中", "a \u2582 中", "a 中"),

@@ -1,7 +1,7 @@
-"""Nearly fifty kinds of bad input to the tools that make datasets.
+"""Nearly fifty kinds of bad input to the tools that create datasets.
 
-Each ends with exit code 6 and one line that names the file, mostly the place in it, and a remedy.
-Nothing is left behind under a final name, or any other.
+Each ends with exit code 6 and one line with the file, usually the place in it, and a remedy.
+Nothing is left behind, under a final name or any other.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _write(**files: bytes) -> None:
         Path(name.replace("_", ".")).write_bytes(content)
 
 
-# File name, content, message. A line's number and first byte are named, and what to do.
+# File name, content, message, which names the line number, its first byte and the remedy.
 _SKIP = r"\(line starts at byte 30\); fix the line, or skip bad lines with --on-error skip"
 _CUT = "unreadable or truncated: .*; copy the file again"
 _TEXTS = [
@@ -112,7 +112,7 @@ _TEXTS = [
 
 @pytest.fixture
 def fails(tmp_path, monkeypatch, capsys):
-    """Run a tool whose output must not come to exist; its one line of error."""
+    """Run a tool that must not leave output; return its one-line error."""
     monkeypatch.chdir(tmp_path)
 
     def run(tool, *words: str, code: int = 6) -> str:

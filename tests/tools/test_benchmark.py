@@ -1,4 +1,4 @@
-"""The benchmark: what it launches, what it reads from a run, and a whole toy benchmark."""
+"""The benchmark: what it launches, what it reads from a run, and a complete toy benchmark."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _config(name, gpus=1, *further):
     return read_flags(flags, gpus)
 
 
-# Sizes and GFLOP a token as the peers' measurements count them.
+# Sizes and GFLOP per token as in the peers' measurements.
 @pytest.mark.parametrize(
     ("name", "gpus", "vocabulary", "gigaflops", "tokens"),
     [("S", 1, 131072, 10.2, 4 * 4096), ("L", 8, 128256, 51.5, 32 * 8192)],
@@ -69,10 +69,10 @@ def test_the_corpus_is_of_random_ids_as_frequent_as_words(tmp_path) -> None:
     assert len(ids) == 100_000
     assert len(documents) > 50
     assert all(document[-1] == 999 for document in documents)
-    assert (ids == 999).sum() == len(documents)  # the end of a document and nothing else
+    assert (ids == 999).sum() == len(documents)  # only at ends of documents
     counts = np.sort(np.bincount(ids[ids < 999]))[::-1]
     assert len(counts) > 900
-    # The logarithm of 1 + 1 / rank is the share of a rank: log 2 / log 1000 of the first.
+    # A rank's share is log(1 + 1 / rank), normalized: log 2 / log 1000 for the first.
     assert counts[0] / len(ids) == pytest.approx(np.log(2) / np.log(1000), rel=0.05)
     assert counts[9] / len(ids) == pytest.approx(np.log(1.1) / np.log(1000), rel=0.1)
 
@@ -291,7 +291,7 @@ def test_two_commits_beside_each_other() -> None:
 
 @pytest.mark.slow
 def test_a_whole_benchmark_on_a_cpu(tmp_path, capsys) -> None:
-    """Ceilings, two processes under torchrun, the tables, the files, and the cached ceilings."""
+    """It prints ceilings, two processes under torchrun, tables, files, and the cached ceilings."""
     words = "--workload demo --precision fp32 --gpus 2 --iterations 3 --warmup 1 --repeat 1"
     words += " --ceiling-seconds 0.01 --label mine"
     command = [*words.split(), "--output", str(tmp_path), "--timeout", "250"]

@@ -1,4 +1,4 @@
-"""Where a step's time goes: parts of a made-up trace whose answer is known."""
+"""Where a step's time goes: the parts of a made-up trace with a known answer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def _marks(starts, kind="gpu_user_annotation"):
     return [_event(kind, f"iteration {i}", start, 50.0) for i, start in enumerate(starts, 11)]
 
 
-# One step of 1000 us on two streams, from 0: what runs when.
+# One step of 1000 us on two streams, with its events' start times from 0.
 STEP = (
     ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", 0, 300),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x128", 300, 100),
     ("void at::native::vectorized_elementwise_kernel<4, Silu>", 400, 50),
     ("void (anonymous namespace)::statistics_kernel<__nv_bfloat16>", 450, 40),
-    ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 350, 350),  # hidden until 490, then alone
+    ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 350, 350),  # hidden until 490, then exposed
     ("Memcpy HtoD (Pinned -> Device)", 10, 20),  # hidden
     ("Memset (Device)", 800, 25),
 )
-# Nothing runs from 700 to 800, and from 825 to the next step but for the update.
+# Idle from 700 to 800, and from 825 to the next step except for the update.
 UPDATE = ("void at::native::elementwise_kernel<Mul>", 900, 60)
 
 
@@ -99,7 +99,7 @@ def test_any_overlap_adds_up(seed) -> None:
     given, hidden = share_out(kernels, 0.0, 1000.0)
     assert sum(given.values()) == pytest.approx(1000.0)
     assert all(value >= 0 for value in given.values())
-    # Each instant of a part is either given to it or hidden: together they are its union.
+    # Each instant of a part is either assigned to it or hidden; together they make its union.
     for part in PARTS[:-1]:
         spans = sorted((k.start, k.end) for k in kernels if k.part == part)
         union, reached = 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Packed documents kept apart beside whole sequences: what is launched, and a toy comparison."""
+"""Separate packed documents compared with whole sequences: what is launched, and a toy run."""
 
 from __future__ import annotations
 

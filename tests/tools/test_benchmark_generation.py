@@ -1,4 +1,4 @@
-"""The benchmark of text generation: a toy, and what it refuses before it makes a model."""
+"""The benchmark of text generation: a toy, and what it refuses before it builds a model."""
 
 import pytest
 

@@ -1,5 +1,7 @@
-"""tools/benchmark_kernels.py: what it asks for, what it leaves out, and the rows that are no kernel
-of ours."""
+"""tools/benchmark_kernels.py: what it runs, what it leaves out, and rows of kernels that are not
+
+ours.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class _Watch:
-    """Runs each work once, and says that all took a millisecond."""
+    """Runs each work once, and reports a millisecond for all."""
 
     def __init__(self, *_):
         pass

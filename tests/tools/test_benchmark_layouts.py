@@ -1,4 +1,4 @@
-"""The tool that measures layouts: real runs at toy size, and what its table says of failures."""
+"""The layout benchmark: real runs at toy size, and how its table shows failures."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_planned_layouts_are_measured_beside_their_predictions(tmp_path, capsys)
     (record,) = (record for record in records if record["layout"] == names[0])
     assert rows[2][2] == f"`{record['layout_flags']}`"
     assert rows[2][7] == f"{1000 * record['seconds']:,.1f}"
-    assert float(rows[3][4]) < 1e-5  # the two layouts train alike
+    assert float(rows[3][4]) < 1e-5  # both layouts train alike
     assert f"the planner's best of 2: {names[0]}: predicted {rows[2][7]} ms" in printed
 
 

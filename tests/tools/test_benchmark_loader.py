@@ -1,4 +1,4 @@
-"""Tokens per second of the loading processes."""
+"""Tokens per second of the data-loading processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool that times products beside what they send, at toy size on a CPU."""
+"""The tool that times products overlapped with communication, at toy size on a CPU."""
 
 import os
 

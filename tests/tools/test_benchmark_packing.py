@@ -1,4 +1,4 @@
-"""Tokens per second of packed documents."""
+"""Tokens per second with packed documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of preprocessing: what it says of text that is not there."""
+"""The preprocessing benchmark: its error for missing text."""
 
 import pytest
 

@@ -36,13 +36,13 @@ def test_embedding_and_search(capsys: Any):
 
 
 def test_operations(capsys: Any, monkeypatch: pytest.MonkeyPatch):
-    """A forward pass of the layers: 24 h^2 + 4 s h operations for each of s tokens."""
+    """The layers' forward pass takes 24 h^2 + 4 s h operations for each of s tokens."""
     ticks = iter(range(1000))
     monkeypatch.setattr(benchmark_retro.time, "perf_counter", lambda: next(ticks) * 1e-6)
     run("--vectors", "0", "--hidden-size", "512", "--chunks", "1", "--tokens", "60")
     text = capsys.readouterr().out
     h, s = 512, int(figures(r"([\d.]+) tokens per chunk", text)[0]) + 2
-    expected = s * (24 * h * h + 4 * s * h) / 1e6  # TFLOP/s, in a microsecond
+    expected = s * (24 * h * h + 4 * s * h) / 1e6  # TFLOP/s, within a microsecond
     found = figures(r"([\d.]+) TFLOP/s", text)
     assert found == pytest.approx([expected] * 4, abs=0.1)
 

@@ -1,4 +1,4 @@
-"""Retro's training step beside a GPT's."""
+"""Retro's training step compared with a GPT's."""
 
 from __future__ import annotations
 

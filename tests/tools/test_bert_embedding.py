@@ -21,7 +21,7 @@ TEXTS = [f"the union of {number} states and people " * (number % 5) for number i
 
 @pytest.fixture
 def words(golden: Path, tmp_path: Path) -> list[str]:
-    """The command line, but for further flags."""
+    """Return the command line, to which tests add flags."""
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return [
@@ -54,7 +54,7 @@ def expected(golden: Path, **changes: Any) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_blocks_of_vectors(golden: Path, words: list[str], tmp_path: Path, masked: bool):
-    """Text i of a block is masked by seed + i, as in Megatron-LM."""
+    """As in Megatron-LM, text i of a block is masked by seed + i."""
     run([*words, *(["--retro-compatible", "--seed", "5"] if masked else [])])
     names = [path.name for path in sorted((tmp_path / "vectors").glob("*.hdf5"))]
     assert names == ["000-010.hdf5", "010-020.hdf5", "020-025.hdf5"]

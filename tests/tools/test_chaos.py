@@ -1,4 +1,4 @@
-"""A run under faults is judged by its outputs."""
+"""A run under faults is judged by its output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _line(iteration: int, when: float, loss: float | None = None) -> dict[str, A
 
 
 _CALM = [_line(0, 0.0), *(_line(step, step, 9.0 - step) for step in (1, 2, 3, 4))]
-# Killed in iteration 3, after 2 was saved in vain: it begins again after 1.
+# Killed in iteration 3, after 2 was computed in vain, so it starts again after 1.
 _KILLED = [*_CALM[:3], _line(1, 5.0), *(_line(step, 4.0 + step, 9.0 - step) for step in (2, 3, 4))]
 
 
@@ -48,7 +48,7 @@ def test_a_run_that_lost_a_step_survived(tmp_path: Path) -> None:
     outcome = Outcome([-9, 0], [Strike("kill", 1, 2.5)], seconds=8.0)
     problems, numbers = _judged(tmp_path, _KILLED, outcome)
     assert not problems
-    assert numbers["goodput"] == (1 + 1 + 1 + 1) / 8.0  # the first try of iteration 2 was in vain
+    assert numbers["goodput"] == (1 + 1 + 1 + 1) / 8.0  # the first try of iteration 2 was lost
     assert (numbers["restarts"], numbers["most steps lost"]) == (1, 1)
     assert numbers["longest recovery (s)"] == 6.0 - 2.5
 

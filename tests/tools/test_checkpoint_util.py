@@ -1,4 +1,4 @@
-"""tools/checkpoint/util.py: in, out, bit for bit; and training on what came in."""
+"""tools/checkpoint/util.py: in, out, bit for bit; and training from what was imported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def convert(loader: str, saver: str, source: Path, target: Path, *more: str) -> 
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """All of a folder, by the names of its files."""
+    """Return all tensors in a folder's files."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -109,7 +109,7 @@ def test_without_the_original_s_files_a_config_is_written_that_reads_the_same(
         again = tmp_path / name / "again"
         assert convert("hf", "native", out, again) == 0
         models = [_config(root)["model"] for root in (native, again)]
-        # A window that is as wide as the context says nothing any more.
+        # A window as wide as the context has no effect.
         assert models[0] == models[1], name
 
 
@@ -236,7 +236,7 @@ def test_what_megatron_has_no_place_for(name, words, message, tmp_path: Path, ca
 
 
 def test_the_vocabulary_is_padded_by_megatron_s_rule(tmp_path: Path) -> None:
-    """66 of 71 rows are entries; padded to a multiple of 128 x the tensor-parallel size."""
+    """66 of 71 rows are entries, padded to a multiple of 128 x the tensor-parallel size."""
     case = CASES["gpt2"]
     folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
     (tmp_path / "vocab.json").write_text(json.dumps({f"w{index}": index for index in range(66)}))
@@ -278,7 +278,7 @@ def test_padding_rows_are_dropped_on_request(tmp_path: Path) -> None:
 
 @pytest.fixture
 def imported(tmp_path: Path) -> Path:
-    """A small Llama with a tokenizer of its own, imported."""
+    """Import a small Llama with its own tokenizer."""
     case = CASES["llama"]
     folder = write_folder(tmp_path / "original", case.config, tensors_of(case))
     write_word_tokenizer(folder, case.config["vocab_size"])
@@ -287,7 +287,7 @@ def imported(tmp_path: Path) -> Path:
 
 
 def write_word_tokenizer(folder: Path, entries: int) -> None:
-    """tokenizer.json with words "w0", "w1", ... and an end of document."""
+    """Write a tokenizer.json with words "w0", "w1", ... and an end of document."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -345,7 +345,7 @@ def test_the_run_starts_with_the_model_s_own_loss(imported: Path, tmp_path: Path
     words = training_flags(imported, tmp_path / "out")
     parsed = parse_config(words, world_size=1, read_checkpoint=network_of)
     run = build_run(parsed.config, GPTRecipe(), Device.cpu(), Layout.single())
-    assert run.plan.embedding.vocabulary == 70  # the model's own rows: its softmax is over these
+    assert run.plan.embedding.vocabulary == 70  # the model's own rows, over which its softmax runs
     tokens = torch.arange(32).view(2, 16)
     case = CASES["llama"]
     expected = logits(case, tensors_of(case), tokens).float()
@@ -357,7 +357,7 @@ def test_the_run_starts_with_the_model_s_own_loss(imported: Path, tmp_path: Path
 def test_training_starts_from_hugging_face_s_folder_without_a_conversion(
     imported: Path, tmp_path: Path, capsys
 ) -> None:
-    """The same losses and weights as from the converted one."""
+    """It has the same losses and weights as training from the converted folder."""
     original, file = tmp_path / "original", "tokenizer.json"
     (imported / COMPANION_FOLDER / file).replace(original / file)
     words = ["--tokenizer-model", str(original / file), *TRAINING]
@@ -412,8 +412,11 @@ def test_megatron_core_s_checkpoints_go_to_ours(golden: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_megatron_s_arguments_name_the_tokenizer(lost: bool, tmp_path: Path) -> None:
-    """14 entries in 16 rows, by the rule for two tensor ranks. Its files may be gone by now, and
-    one that it does not read may be anything of this machine: it is not given on."""
+    """There are 14 entries in 16 rows, by the rule for two tensor ranks.
+
+    Its files may be gone by now, and a file that it does not read may be any on this machine, so it
+    is not passed on.
+    """
     (tmp_path / "secret").write_text("of this machine alone")
     tokenizer: dict[str, object] = {"tokenizer_type": "NullTokenizer", "vocab_size": 13}
     tokenizer["tokenizer_model"] = str(tmp_path / "secret")
@@ -472,11 +475,11 @@ def test_no_more_than_a_few_tensors_are_held_at_a_time(
     folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
     assert convert("hf", "native", folder, tmp_path / "b") == 0
     assert convert("hf", "hf", folder, tmp_path / "c") == 0
-    assert 1 <= most <= 4  # the threads that write a file
+    assert 1 <= most <= 4  # the number of threads that write a file
 
 
 def test_a_conversion_keeps_what_a_resumed_run_asks_for(imported: Path, tmp_path: Path) -> None:
-    """The tokenizer's kind and fingerprint, the seed, and with them the very next loss."""
+    """It keeps the tokenizer's kind and fingerprint and the seed, and thus the very next loss."""
     out, copy = tmp_path / "finetuned", tmp_path / "copy"
     assert main(GPTRecipe(), training_flags(imported, out)) == 0
     assert convert("native", "native", out, copy, "--keep-optimizer") == 0
@@ -493,4 +496,4 @@ def test_a_conversion_keeps_what_a_resumed_run_asks_for(imported: Path, tmp_path
     assert convert("native", "native", out, tmp_path / "given", *given) == 0
     replaced = open_checkpoint(tmp_path / "given")
     assert replaced is not None
-    assert replaced.meta["tokenizer"] is None  # it may be another: not compared
+    assert replaced.meta["tokenizer"] is None  # it may be a different one, so it is not compared

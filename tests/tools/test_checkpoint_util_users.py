@@ -1,6 +1,6 @@
-"""tools/checkpoint/util.py and inspect.py as users of Megatron-LM call them.
+"""tools/checkpoint/util.py and inspect.py, called as Megatron-LM's users call them.
 
-What is given wrong, or only half, is said in terms of their flags, and nothing is left behind.
+Wrong or incomplete flags are reported in the users' own terms, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tools.checkpoint import inspect
 
 @pytest.fixture
 def gpt(golden: Path) -> Path:
-    """Megatron-LM's own checkpoint: 5,000 entries in 5,120 rows, 4 layers, 4 heads."""
+    """Return Megatron-LM's own checkpoint: 5,000 entries in 5,120 rows, 4 layers, 4 heads."""
     return golden / "gpt_tp2pp2_fp32" / "ckpt"
 
 
@@ -82,13 +82,13 @@ def test_a_target_that_does_not_fit_is_named_by_its_flag(gpt, words, message, tm
     assert convert("megatron", "megatron", gpt, out, *words) == ConfigError.exit_code
     text = capsys.readouterr().err
     assert message in text
-    # Flags of a training, which this program does not have.
+    # Training flags, which this program does not have.
     assert "--pipeline-model-parallel" not in text
     assert not out.exists()
 
 
 def test_query_groups_are_not_cut_for_megatron(tmp_path, capsys):
-    """Megatron-LM 23.08 wants a multiple of the tensor-parallel size; ours repeats groups."""
+    """Megatron-LM 23.08 needs a multiple of the tensor-parallel size; ours repeats groups."""
     case = CASES["llama"]  # 4 heads, 2 groups
     folder, out = write_folder(tmp_path / "a", case.config, tensors_of(case)), tmp_path / "b"
     words = ["--true-vocab-size", "70", "--target-tensor-parallel-size", "4"]
@@ -119,7 +119,7 @@ def test_vocabulary_files_need_no_tokenizer_type(gpt, golden, tmp_path):
     out = tmp_path / "gpt2"
     assert convert("megatron", "hf", gpt, out, *_files(golden)) == 0
     config = json.loads((out / "config.json").read_text())
-    assert config["vocab_size"] == 5000  # and no row of padding
+    assert config["vocab_size"] == 5000  # without padding rows
     end = json.loads((out / "vocab.json").read_text())["<|endoftext|>"]
     assert config["eos_token_id"] == end  # not GPT-2's own 50256
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == end
@@ -147,7 +147,7 @@ def test_the_vocabulary_of_a_bert_is_taken_as_word_pieces(golden, tmp_path):
 
 
 def test_the_sentinels_of_a_t5_s_vocabulary_stay(golden, tmp_path):
-    """--vocab-extra-ids is a flag of the training, not of Megatron's tool."""
+    """--vocab-extra-ids is a training flag, not a flag of Megatron's tool."""
     vocab, root = str(golden / "data" / "bert-5000-vocab.txt"), tmp_path / "run"
     words = ["--vocab-extra-ids", "10", "--vocab-file", vocab, "--save", str(root)]
     words += ["--tokenizer-type", "BertWordPieceLowerCase", "--save-interval", "1"]
@@ -170,7 +170,7 @@ def test_a_bi_encoder_is_not_converted(tmp_path, capsys):
 
 
 def test_without_a_tokenizer_no_end_of_text_is_made_up(gpt, tmp_path):
-    """Where config.json says nothing, `transformers` takes id 2 for the end of a Llama's text."""
+    """If config.json names no end of text, `transformers` takes id 2 for Llamas."""
     assert convert("megatron", "hf", gpt, tmp_path / "o") == 0
     config = json.loads((tmp_path / "o" / "config.json").read_text())
     assert config["eos_token_id"] is None
@@ -178,7 +178,7 @@ def test_without_a_tokenizer_no_end_of_text_is_made_up(gpt, tmp_path):
 
 
 def test_dropouts_come_along_from_megatron(gpt, tmp_path):
-    """The golden run had none; Megatron's default is 0.1."""
+    """The golden run had no dropout; Megatron's default is 0.1."""
     assert convert("megatron", "hf", gpt, tmp_path / "o") == 0
     config = json.loads((tmp_path / "o" / "config.json").read_text())
     assert [config[f"{place}_pdrop"] for place in ("attn", "embd", "resid")] == [0.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""tools/checkpoint/util.py --verify: what becomes of what was written."""
+"""tools/checkpoint/util.py --verify: what happens to the output."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, mon
     native, exported = tmp_path / "native", tmp_path / "exported"
 
     def convert_and_fail(*words: str | Path) -> Path:
-        """The only folder that is there for it, under another name."""
+        """Return the unverified output, which must have another name."""
         if error is None:
             assert convert(*words, "--verify") == 4
         else:
@@ -95,7 +95,7 @@ def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, mon
     convert_and_fail("hf", "native", folder, native)
     with pytest.raises(CheckpointError, match=r"iter_0000000\.unverified-\w+ was not verified"):
         open_checkpoint(native)
-    assert convert("hf", "native", folder, native) == 0  # the same once more
+    assert convert("hf", "native", folder, native) == 0  # the same again
     assert open_checkpoint(native).iteration == 0
     lines, sound = summarize(native, verify=True, details=False)
     assert sound

@@ -1,4 +1,4 @@
-"""The page of layouts is what the command writes: a row a layout, and nothing else."""
+"""The page of layouts is exactly what the command writes: one row per layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "layouts.md"
 
 
 def _tables(text: str) -> list[list[list[str]]]:
-    """Cells of every row of each table, without its two heading lines."""
+    """Return each table's rows of cells, without the two header lines."""
     tables: list[list[list[str]]] = []
     for line in text.splitlines():
         if line.startswith("| layout |"):
@@ -45,7 +45,7 @@ def test_the_page_has_a_row_for_each_layout_and_nothing_else():
 
 
 def test_the_page_has_layouts_of_mixtures_with_all_axes_and_stages():
-    """Cases of the tests alone, though perhaps not the newest."""
+    """The page only has cases of the tests, though perhaps not the newest."""
     _, rows = _tables(PAGE.read_text(encoding="utf-8"))
     found = {"norm": 0.0, "lm loss": 0.0, "biases": 0.0}
     cases = [compare_layouts.mixture_cells(case, found, "")[:3] for case in IN_FP32]

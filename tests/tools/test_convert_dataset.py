@@ -1,4 +1,4 @@
-"""tools/convert_dataset.py: old formats, parts that join again, numpy shards, mistakes."""
+"""tools/convert_dataset.py: old formats, parts that are joined again, numpy shards, mistakes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def convert(*words: object) -> int:
 
 
 def as_cached(prefix: Path, target: Path) -> None:
-    """Write a dataset in the older format, as its builder does."""
+    """Write a dataset in the older format, like its builder."""
     data = IndexedDataset(prefix)
     lengths, count = data.sequence_lengths, len(data)
     numbers = [1, 4, 4, count, count, len(data.document_indices), *range(count + 1)]
@@ -32,7 +32,7 @@ def as_cached(prefix: Path, target: Path) -> None:
 
 
 def test_an_old_dataset_converts_and_trains(tmp_path, monkeypatch):
-    """The samples of a run are the same before and after."""
+    """A run's samples are the same before and after."""
     monkeypatch.setattr(indexed, "_DOCUMENTS", 33)
     monkeypatch.setattr(indexed, "_CHUNK", 100)
     write_random(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""The coordinate check: flat with muP, growing without, and what it refuses."""
+"""The coordinate check: flat with muP, growing without it, and what it refuses."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The kinds of `make demo`: their flags fit together."""
+"""The kinds of `make demo`: their flags are compatible."""
 
 import json
 

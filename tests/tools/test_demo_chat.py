@@ -1,4 +1,4 @@
-"""The demo of chat: its conversations, the judgement of answers, and all steps in small."""
+"""The chat demo: its conversations, how answers are judged, and all steps at toy size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_all_steps_in_small(tmp_path: Path, capfd: Any, monkeypatch: pytest.Monk
     text, out = tmp_path / "text.jsonl", tmp_path / "demo"
     text.write_text((json.dumps({"text": "the name of a file " * 50}) + "\n") * 40)
     words = ["--model", "chat", "--iters", "2", "--input", str(text), "--out", str(out)]
-    assert demo.main(words) == DataError.exit_code  # two updates teach nothing
+    assert demo.main(words) == DataError.exit_code  # nothing is learned in two updates
     printed = capfd.readouterr()
     assert "0 of 2 answers" in printed.out
     assert "ITERS=" in printed.err

@@ -1,4 +1,4 @@
-"""The demo of Retro: its text, and all of its steps in small."""
+"""The Retro demo: its text, and all of its steps at toy size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_documents_quote_training_documents(tmp_path: Path) -> None:
     for passages in documents:
         assert len(passages) == 4
         assert {len(passage.split()) for passage in passages} == {64}
-    for passages in documents[57:]:  # those for validation
+    for passages in documents[57:]:  # the validation documents
         assert len([passage for passage in passages if passage in known]) == 3
 
 

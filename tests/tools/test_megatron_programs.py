@@ -1,7 +1,7 @@
-"""Every program of every release of Megatron-LM is here, or the documentation says what is.
+"""Every program of every Megatron-LM release exists here, or the documentation names a substitute.
 
 `megatron_programs.json` has the programs of Megatron-LM from v0.1 to Core 0.19 and of both
-Megatron-DeepSpeeds, with all flags that any release of it took if a program here has its name.
+Megatron-DeepSpeeds, with all flags that any release took, for programs whose names exist here.
 """
 
 from __future__ import annotations

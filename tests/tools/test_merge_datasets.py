@@ -26,7 +26,7 @@ def test_sorted_by_name_and_again(tmp_path):
     write(tmp_path / "a", [[1, 2, 3], []])
     write(tmp_path / "a_2", [[9]])
     write(tmp_path / "other" / "whole", [[1, 2, 3], [], [9], [4, 5], [6]])
-    # The second time the first result lies in the folder, and is not joined to itself.
+    # On the second run, the first result is in the folder and must not be joined to itself.
     for flags in ((), ("--overwrite",)):
         assert merge(tmp_path, tmp_path / "whole", *flags) == 0
         for suffix in (".bin", ".idx"):

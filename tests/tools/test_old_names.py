@@ -1,4 +1,4 @@
-"""Programs under their old names: each is started with a command line of its time."""
+"""Programs under their old names, each started with a command line of its time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tools.old_names import OLD_NAMES
 
 
 class BecameError(Exception):
-    """What `os.execv` was called with."""
+    """Carries the command that `os.execv` was called with."""
 
 
 @pytest.fixture
 def start(monkeypatch):
-    """Start an old script in this process; (today's script, its words)."""
+    """Start an old script in this process; return today's script and its arguments."""
 
     def execv(program, words):
         raise BecameError(words)
@@ -43,13 +43,13 @@ def start(monkeypatch):
 
 
 def main_of(script: str):
-    """The `main` behind a script, which may only start a module of the package."""
+    """Return the `main` behind a script, which may only start a module of the package."""
     name = script.removesuffix(".py").replace("/", ".")
     is_moved = importlib.util.find_spec(f"megatron.{name}") is not None
     return importlib.import_module(f"megatron.{name}" if is_moved else name).main
 
 
-# As in examples/pretrain_gpt2.sh of v1.0, with the sizes of a test.
+# As in examples/pretrain_gpt2.sh of v1.0, at test size.
 _V1 = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --batch-size 2 --seq-length 32
     --max-position-embeddings 32 --train-iters 3 --lr-decay-iters 3 --data-path DATA
     --vocab-file vocab.json --merge-file merges.txt --data-impl cached --split 949,50,1
@@ -138,7 +138,7 @@ def test_tokenizers_by_their_old_names(
     script, now = start("tools/preprocess_data_many_cores.py", *words, "--dataset-impl", "mmap")
     assert main_of(script)(now) == 0
     found = read_all(tmp_path / "x_text_document")
-    if ids is None:  # a token for each character
+    if ids is None:  # one token per character
         assert [len(sequence) for sequence in found] == [11, 5]
     else:
         assert found == ids

@@ -1,4 +1,4 @@
-"""The commands of tools/openwebtext with the command lines of Megatron-LM's README."""
+"""The commands in tools/openwebtext with the command lines of Megatron-LM's README."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_duplicates_from_finding_to_removing(tmp_path, capsys) -> None:
     assert run("find_duplicates", "--inputs", one, "url", two, "url", "--output", pairs) == 0
     expected = {f"u{i}": f"c{i}" for i in range(5)}
     assert {a: next(iter(b[0])) for record in read(pairs) for a, b in record.items()} == expected
-    # The same from saved fingerprints.
+    # The same with saved fingerprints.
     assert run("find_duplicates", "--inputs", one, "url", "--save-fingerprints", prints) == 0
     words = ["--load-fingerprints", prints, "--inputs", two, "url", "--jaccard-parallel"]
     assert run("find_duplicates", *words, "--output", tmp_path / "again.json") == 0
@@ -136,7 +136,7 @@ def test_merging_and_numbering(tmp_path, monkeypatch) -> None:
     assert run("add_id", *words, "--log-interval", "1") == 0
     ids = [record["adlr_id"] for record in read(tmp_path / "ids.json")]
     assert ids == ["cc-0000000001", "cc-0000000002", "cc-0000000003"]
-    monkeypatch.chdir(folder)  # the output in the folder itself is not an input
+    monkeypatch.chdir(folder)  # an output in the folder itself is not an input
     assert run("merge_jsons") == 0
     assert run("merge_jsons") == 0
     assert len(read(folder / "merged_output.json")) == 3
@@ -171,7 +171,7 @@ def test_overlaps_with_tasks(tmp_path, capsys) -> None:
     before = out.read_bytes()
     assert run("filter_ngrams", *words, "--load-dictionary", table) == 0
     assert out.read_bytes() == before
-    # A run of words that is frequent in the corpus is not taken for an overlap.
+    # A run of words that is frequent in the corpus is not considered an overlap.
     assert run("filter_ngrams", *words, "--key-threshold", "2") == 0
     assert len(read(out)) == 3
     assert {record["body"] for record in read(out)} == {clean, text, passage}

@@ -1,4 +1,4 @@
-"""tools/plot_loss.py: what it reads, how it smooths, and the picture it writes."""
+"""tools/plot_loss.py: what it reads, how it smooths, and the figure it writes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ TOOL = ROOT / "tools" / "preprocess_data.py"
 
 @pytest.fixture(scope="session")
 def tokenizer_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A byte-level BPE of 259 entries; <|endoftext|> is 258."""
+    """Return flags for a byte-level BPE with 259 entries; <|endoftext|> is 258."""
     folder = tmp_path_factory.mktemp("tokenizer")
     vocab = {character: i for i, character in enumerate(byte_of_character())}
     vocab |= {"he": 256, "ll": 257, "<|endoftext|>": 258}
@@ -46,9 +46,9 @@ def tokenizer_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def run(tmp_path, tokenizer_flags, capfd):
-    """Run the tool on `--input` with an output prefix in tmp_path/out; (exit code, stdout, err).
+    """Run the tool on `--input`, writing to tmp_path/out; return (exit code, stdout, stderr).
 
-    A later run in the same test replaces the output of the one before.
+    A later run in the same test replaces the earlier output.
     """
 
     def call(*flags: object) -> tuple[int, str, str]:
@@ -103,7 +103,7 @@ def test_nvidias_numbers_to_the_byte(shared_data, tmp_path):
         assert (tmp_path / f"test_text_document{suffix}").read_bytes() == expected
 
 
-# What goes in and what comes out
+# Input and output
 
 
 def test_documents_and_end_of_document(run, tmp_path):
@@ -114,7 +114,7 @@ def test_documents_and_end_of_document(run, tmp_path):
     dataset = output(tmp_path)
     got = [dataset.get(i).tolist() for i in range(len(dataset))]
     o = list(byte_of_character()).index("o")
-    # An empty document stays a document, without even its end; a list is sentences.
+    # An empty document remains a document, without even an end; a list consists of sentences.
     e_acute = [list(byte_of_character().values()).index(byte) for byte in "é".encode()]
     assert got == [[256, 257, o, 258], [*e_acute, 258], [256, 257], [o, 258]]
     assert dataset.document_indices.tolist() == [0, 1, 1, 2, 4]
@@ -123,7 +123,7 @@ def test_documents_and_end_of_document(run, tmp_path):
 
 
 def test_sentences_get_no_special_tokens_of_their_own(tmp_path):
-    """What a tokenizer.json puts around a text stands around a whole one only."""
+    """The special tokens that a tokenizer.json puts around a text are only added to whole texts."""
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
     flags += [str(write_t5_tokenizer(tmp_path / "t5")), "--workers", "1"]
     records = [{"text": "w0 w1"}, {"text": ["w2", "w3 w4"]}, {"text": "w5"}]
@@ -135,7 +135,7 @@ def test_sentences_get_no_special_tokens_of_their_own(tmp_path):
 
 
 def test_a_t5_document_ends_once(tmp_path):
-    """With --append-eod too: what a T5's tokenizer.json appends is the end of a document."""
+    """With --append-eod too, a document ends once: T5's tokenizer.json already appends its end."""
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
     flags += [str(write_t5_tokenizer(tmp_path / "t5")), "--workers", "1", "--append-eod"]
     records = [{"text": "w0 w1"}, {"text": ["w2", "w3 w4"]}, {"text": "w5"}]
@@ -249,7 +249,7 @@ def test_files_globs_and_directories_in_order(run, tmp_path):
         )
     assert run("--input", folder / "deep", folder)[0] == 6
     assert text() == "ab"  # nothing was written
-    (tmp_path / "again.jsonl").symlink_to(first)  # where twice is meant
+    (tmp_path / "again.jsonl").symlink_to(first)  # twice on purpose
     assert run("--input", first, tmp_path / "again.jsonl")[0] == 0
     assert text() == "zz"
 
@@ -416,7 +416,7 @@ def test_text_the_tokenizer_refuses_is_a_bad_line(tmp_path, capsys):
 
 
 def make_fuzzed(path: Path, lines: int, share: float) -> tuple[list[int], Path]:
-    """A corpus with `share` of bad lines; their numbers, and the same corpus without them."""
+    """Write a corpus with a `share` of bad lines; return their numbers and a clean corpus."""
     generator = random.Random(24)
     bad, good_data, data = [], [], []
     for number in range(1, lines + 1):
@@ -460,7 +460,7 @@ def test_fuzz_skips_exactly_the_bad_lines(run, tmp_path, monkeypatch):
 
 
 def start_long_run(tmp_path: Path, flags: list[str], workers: int) -> subprocess.Popen[str]:
-    """A run that waits for input from a pipe that never ends."""
+    """Start a run that waits for input from a pipe that never ends."""
     pipe = tmp_path / "pipe.jsonl.gz"
     os.mkfifo(pipe)
     command = [sys.executable, str(TOOL), "--input", str(pipe), *flags]
@@ -471,7 +471,7 @@ def start_long_run(tmp_path: Path, flags: list[str], workers: int) -> subprocess
 
 
 def feed(tmp_path: Path) -> object:
-    """Some blocks of good lines into the pipe, which stays open."""
+    """Write some blocks of good lines into the pipe, which stays open."""
     writer = open(tmp_path / "pipe.jsonl.gz", "wb", buffering=0)  # noqa: SIM115
     noise = random.Random(1)
     lines = b"".join(
@@ -511,7 +511,7 @@ def test_killed_run_leaves_nothing_under_the_final_names(tmp_path, tokenizer_fla
     writer = feed(tmp_path)
     wait_for_output(tmp_path)
     workers = children(process.pid)
-    assert len(workers) == 3  # and the reader is one of them
+    assert len(workers) == 3  # including the reader
     process.send_signal(how)
     _, err = process.communicate(timeout=60)
     writer.close()
@@ -535,7 +535,7 @@ def test_killed_worker_ends_the_run(tmp_path, tokenizer_flags):
     wait_for_output(tmp_path)
     for worker in children(process.pid):
         os.kill(worker, signal.SIGKILL)
-    # The run may end, and close its end of the pipe, before it read everything.
+    # The run may end, and close its end of the pipe, before reading everything.
     with contextlib.suppress(BrokenPipeError):
         writer.write(gzip.compress(b'{"text": "more"}\n' * 10**6, 1))
     writer.close()
@@ -583,14 +583,14 @@ def test_a_line_that_is_too_long_is_named_or_left_out(run, tmp_path, name):
 
 
 def _damaged_text(data: bytes) -> pyarrow.Array:
-    """Return an array of one text with these bytes, which a writer would not check."""
+    """Return an array with one text of these bytes, which pyarrow does not validate."""
     ends = np.array([0, len(data)], np.int32)
     buffers = [None, pyarrow.py_buffer(ends), pyarrow.py_buffer(data)]
     return pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)
 
 
 def _twins() -> pyarrow.Array:
-    """Return an array of one record with two fields of one name."""
+    """Return an array of one record with two fields of the same name."""
     return pyarrow.StructArray.from_arrays([pyarrow.array([1])] * 2, names=["a", "a"])
 
 
@@ -631,7 +631,7 @@ def test_a_text_file_that_is_too_long_is_named(run, tmp_path):
 
 
 def test_lines_around_the_longest_are_read_whole(tmp_path):
-    """Blocks hold every line once, except exactly the lines that are too long."""
+    """Blocks contain every line once, except exactly those that are too long."""
     from megatron.data.text_input import read_blocks
 
     longest, random_ = 1 << 20, random.Random(5)
@@ -660,7 +660,7 @@ def test_lines_around_the_longest_are_read_whole(tmp_path):
 
 
 def test_a_gzip_of_gigabytes_takes_little_memory(tmp_path, tokenizer_flags):
-    """1 GB in one line, under a limit of 2 GB of address space for everything."""
+    """Read 1 GB in one line with a limit of 2 GB on the total address space."""
     path = tmp_path / "a.jsonl.gz"
     with gzip.open(path, "wb", 1) as file:
         file.write(b'{"text": "')

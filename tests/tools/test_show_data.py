@@ -1,4 +1,4 @@
-"""What show_data.py prints is what a run reads."""
+"""show_data.py prints what a run reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ END = 406  # [EOS], which the tokenizer adds to the vocabulary
 
 
 def write_gpt(prefix: Path) -> str:
-    """Documents of 1, 4, 4 and 9 tokens, each of which ends with the end of a document."""
+    """Write documents of 1, 4, 4 and 9 tokens, each ending with the end-of-document token."""
     random = np.random.RandomState(0)
     lengths = np.array([1, 4, 4, 9], np.int32)
     tokens = random.randint(5, 205, lengths.sum()).astype(np.uint16)
@@ -140,7 +140,7 @@ def test_the_order_is_that_of_a_run_of_several_passes(vocabulary, tmp_path, caps
     rows = [line.split() for line in found if line[:1].isdigit()]
     expected = [run[i]["text"][:4].tolist() for i in (6, 7)]
     assert [int(row[1]) for row in rows] == [token for sample in expected for token in sample]
-    assert found != shown(capsys, *words).splitlines()  # a shorter run has another order
+    assert found != shown(capsys, *words).splitlines()  # a shorter run has a different order
 
 
 def test_a_page_escapes_what_it_shows(vocabulary, tmp_path, capsys):
@@ -175,7 +175,7 @@ def test_mistakes_are_told(words, told, vocabulary, capsys):
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working folder of the toy Retro: samples of 4 chunks of 4 tokens, 6 updates of 4."""
+    """Return the toy Retro's working folder: samples of 4 chunks of 4 tokens, 6 updates of 4."""
     return Path(toy_workdir(tmp_path_factory.mktemp("retro")))
 
 
@@ -202,7 +202,7 @@ def test_a_retro_s_chunks_are_shown_with_their_neighbors(workdir, tmp_path, caps
     database = ChunkDatabase(folder, 4, 100)
     (document,) = database.documents([3])[:, 1].tolist()
     expected = " ".join(map(str, database.tokens([3, 4]).ravel().tolist()))
-    expected = expected.removesuffix(" 100 100")  # fills up the short chunk
+    expected = expected.removesuffix(" 100 100")  # padding of the short chunk
     assert chunk[2] == f"neighbor 1, document {document} of corpus: {expected!r}"
     all_parts = shown(capsys, *words[:-4], "--count", "1")
     assert "60 documents, 60 sequences" in all_parts

@@ -1,4 +1,4 @@
-"""tools/split_json.py and presplit_sentences_json.py, with the command lines of 2019."""
+"""tools/split_json.py and presplit_sentences_json.py, with command lines from 2019."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_line_is_in_one_file_and_its_origin_beside_it(tmp_path):
         assert written == [lines[file][line] for file, line in places]
         counts.append(len(written))
         seen += places
-    assert counts == [50, 7, 4]  # of 61, shares are rounded up
+    assert counts == [50, 7, 4]  # of 61 lines; shares are rounded up
     assert sorted(seen) == [(file, i) for file in range(2) for i in range(30 + file)]
     assert seen != sorted(seen)
 
@@ -66,9 +66,9 @@ def test_mistakes_are_named_and_write_nothing(tmp_path, monkeypatch, capsys, fla
 
 
 def test_presplit_sentences_train_as_split_ones_do(tmp_path, capsys):
-    """Lines are sentences' bounds, too; 1. is no end of a sentence in front of a small letter."""
+    """Line ends also end sentences; "1." before a lowercase letter does not."""
     texts = ["One two. Three four!\n\nFive six.", "Seven.", ""]
-    source = tmp_path / "all"  # a file without an ending
+    source = tmp_path / "all"  # a file without an extension
     source.write_text("".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts)))
     presplit = tmp_path / "presplit.json"
     assert presplit_sentences_json.main([str(source), str(presplit)]) == 0

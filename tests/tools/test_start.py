@@ -1,5 +1,7 @@
-"""How everything that users start begins: from any folder, without an installation of the package,
-and without importing what --help does not need."""
+"""Everything that users start works from any folder, without installing the package, and without
+
+importing what --help does not need.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ _LIGHT = {
 
 @pytest.mark.parametrize("file", entry_points(), ids=name)
 def test_help_in_a_clone_without_installation_gpu_and_heavy_imports(file, tmp_path):
-    # -S leaves .pth files unread, so that an editable installation of this package is not found,
-    # while the requirements are.
+    # -S ignores .pth files, so that an editable installation of this package is not found, but the
+    # requirements are.
     own = {"PYTHONPATH": sysconfig.get_path("purelib"), "CUDA_VISIBLE_DEVICES": ""}
     finished = subprocess.run(
         [sys.executable, "-S", "-X", "importtime", str(file), "--help"],
@@ -39,7 +41,7 @@ def test_help_in_a_clone_without_installation_gpu_and_heavy_imports(file, tmp_pa
 
 
 def _modules(errors: str) -> set[str]:
-    """The modules that -X importtime has told of."""
+    """Return the modules that -X importtime reported."""
     modules = {line.split("|")[-1].strip() for line in errors.splitlines()}
     assert "encodings" in modules
     return modules

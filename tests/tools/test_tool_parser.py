@@ -1,4 +1,4 @@
-"""What the tools' command lines take, and how they say what is wrong."""
+"""What the tools' command lines accept, and how they report mistakes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_misspelt_flag_is_named_before_those_that_are_missing(capsys, flags, l
 
 
 def test_every_tool_reads_its_command_line_so():
-    """Or by `megatron.config`, as the training scripts do."""
+    """Alternatively, `megatron.config` reads it, as for the training scripts."""
     tools = [file for file in entry_points() if "tools" in file.parts]
     assert not [name(file) for file in tools if "argparse.ArgumentParser(" in file.read_text()]
     for tool in (plot_loss, demo):

@@ -1,4 +1,4 @@
-"""tools/train_tokenizer.py: the files it writes, and that they are what preprocessing reads."""
+"""tools/train_tokenizer.py: the files it writes, which preprocessing can read."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_wordpiece(tmp_path, flags, kind, words):
     ids = ours.tokenize("The tailor, naïve")
     assert ids == huggingface.tokenize("The tailor, naïve")
     assert ours.detokenize(ids) == words
-    assert 5 <= len(ours.tokenize("the tower told the time")) < 10  # learnt words, or nearly
+    assert 5 <= len(ours.tokenize("the tower told the time")) < 10  # learned words, or nearly
     assert "##!" not in ours.vocab  # punctuation never continues a word
     assert "##t" in ours.vocab
 
@@ -122,7 +122,7 @@ def test_a_tokenizer_that_is_there_stays(tmp_path, capsys, kind):
     source = write(tmp_path / "in.jsonl", TEXT)
     flags = ("--kind", kind, "--vocab-size", "280")
     (tmp_path / "t").mkdir()
-    (tmp_path / "t" / "notes.txt").touch()  # no part of a tokenizer
+    (tmp_path / "t" / "notes.txt").touch()  # not part of a tokenizer
     assert train(source, tmp_path / "t", *flags) == 0
     names = {path.name for path in (tmp_path / "t").iterdir()} - {"notes.txt"}
     assert len(names) > 2
@@ -155,7 +155,7 @@ def test_output_folder_that_is_a_file(tmp_path, capsys):
 @pytest.mark.parametrize("character", ["x", " ", "1", ".", "\u00e9"])
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 def test_a_word_of_megabytes_is_learnt_from_in_seconds(tmp_path, character, kind):
-    """Uncut, the library would take time quadratic in its length."""
+    """Uncut, it would take the library time quadratic in its length."""
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps({"text": "some words " + character * (4 << 20)}) + "\n")
     words = ["--input", str(path), "--output-dir", str(tmp_path / "out"), "--kind", kind]

@@ -1,4 +1,4 @@
-"""From a mirror's dump, or a dump on this machine, to a dataset."""
+"""From a mirror's dump, or a local dump, to a dataset."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_dump_on_this_machine_and_a_kill_before_each_step(tmp_path: Path) -> N
     for lost in (names[2:], names[1:], names):
         for name in lost:
             (out / name).unlink()
-        if lost == names:  # killed between the parts and the joined file
+        if lost == names:  # killed between writing the parts and the joined file
             extract.extract(source, out / "articles", 0)
         assert _make(out, str(source), "--tokenizer-model", tokenizer) == 0
         assert {name: (out / name).read_bytes() for name in names} == expected

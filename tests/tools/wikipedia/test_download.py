@@ -1,4 +1,4 @@
-"""Downloads from a server on this machine: verified, resumed, and refused."""
+"""Downloads from a local server: verified, resumed, and refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATH = f"/eowiki/20261101/{NAME}"
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for nothing between attempts."""
+    """Remove the pauses between attempts."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
 
 
@@ -182,7 +182,7 @@ def test_a_given_checksum_counts(mirror: Mirror, tmp_path: Path) -> None:
     with serving(mirror) as url:
         assert _main(url + PATH, tmp_path, "--checksum", f"md5:{'0' * 32}") == DataError.exit_code
         assert not list(tmp_path.iterdir())
-        assert _main(url + PATH, tmp_path) == 0  # without one, it says so
+        assert _main(url + PATH, tmp_path) == 0  # without a checksum, it says so
 
 
 @pytest.mark.parametrize(

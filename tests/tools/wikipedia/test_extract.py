@@ -1,4 +1,4 @@
-"""Articles of a dump: their text, resumption, and files that are damaged."""
+"""Articles from a dump: their text, resuming, and damaged files."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ GOOD = dump(articles(30, words=400))
         ("a.xml", (ROOT_TAG + SITE).encode() + b"\xff", r"broken XML \(not well-formed"),
         ("a.7z", GOOD, r"expected a dump whose name ends in \.bz2"),
     ],
-    ids=range(12),  # the bytes would be the names
+    ids=range(12),  # otherwise the bytes would be the names
 )
 def test_bad_dumps_end_in_one_line(
     name: str, data: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -23,7 +23,7 @@ WORDS = "La pomo estas frukto de arbo kiu kreskas en multaj landoj kaj havas dol
 
 
 def page(number: int, title: str, text: str, *, space: int = 0, redirect: str = "") -> str:
-    """A page as dumps have it."""
+    """Return a page in the format of dumps."""
     turn = f'<redirect title="{redirect}" />' if redirect else ""
     return (
         f"<page><title>{escape(title)}</title><ns>{space}</ns><id>{number}</id>{turn}"
@@ -33,7 +33,7 @@ def page(number: int, title: str, text: str, *, space: int = 0, redirect: str = 
 
 
 def article(number: int, words: int = 60) -> str:
-    """Wikitext with a heading, a link, a template and a reference."""
+    """Return wikitext with a heading, a link, a template and a reference."""
     run = [WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(words)]
     run[3] = f"[[Pomo {number}|{run[3]}]]"
     run[5] += "<ref>{{citaĵo|titolo=x}}</ref>"
@@ -42,12 +42,12 @@ def article(number: int, words: int = 60) -> str:
 
 
 def dump(pages: list[str]) -> bytes:
-    """The XML of a dump."""
+    """Return the XML of a dump."""
     return (ROOT_TAG + SITE + "".join(pages) + "</mediawiki>\n").encode()
 
 
 def articles(count: int, words: int = 60) -> list[str]:
-    """Articles, and between them what is none."""
+    """Return articles with pages in between that are not articles."""
     pages = [page(i + 1, f"Artikolo {i}", article(i, words)) for i in range(count)]
     pages.insert(1, page(9001, "Diskuto:Artikolo 0", "Saluton", space=1))
     pages.insert(2, page(9002, "Alia nomo", "#REDIRECT [[Artikolo 0]]", redirect="Artikolo 0"))
@@ -56,23 +56,23 @@ def articles(count: int, words: int = 60) -> list[str]:
 
 
 def write_dump(path: Path, pages: list[str]) -> Path:
-    """A compressed dump."""
+    """Write a compressed dump."""
     path.write_bytes(bz2.compress(dump(pages)))
     return path
 
 
 class Mirror:
-    """What a server has, and how it fails.
+    """The files on a server, and how it fails.
 
     Attributes:
         files: Contents by path.
-        breaks_after: Bytes of an answer after which the connection closes, for each of the first
+        breaks_after: The number of bytes after which the connection closes, for each of the first
             answers.
-        ranges: Whether it knows Range.
-        versions: The header that names the version of a file: "ETag", "Last-Modified" or "".
-        obeys: Whether it knows If-Range.
+        ranges: Whether it supports Range.
+        versions: The header with a file's version: "ETag", "Last-Modified" or "".
+        obeys: Whether it supports If-Range.
         later: Contents by path after the first broken answer.
-        asked: The ranges that were asked for, by path.
+        asked: The requested ranges, by path.
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
@@ -86,7 +86,7 @@ class Mirror:
 
 
 def mirror_of(wiki: str, day: str, data: bytes) -> Mirror:
-    """A mirror with one dump, as Wikimedia's has it."""
+    """Return a mirror with one dump, structured like Wikimedia's."""
     name = f"{wiki}wiki-{day}-pages-articles.xml.bz2"
     digest = hashlib.sha1(data).hexdigest()
     listed = f"{'0' * 40}  {wiki}wiki-{day}-other.sql.gz\n{digest}  {name}\n".encode()
