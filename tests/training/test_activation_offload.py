@@ -96,9 +96,9 @@ def test_training_is_the_same_to_the_bit(network, late):
 
 
 def test_each_module_sends_its_tensors(late):
-    """Numbers per token and layer of h = 32 and f = 64, in 2 x 4 micro-batches of 16 tokens.
+    """Elements per token and layer for h = 32 and f = 64, in 2 x 4 micro-batches of 16 tokens.
 
-    Layer 1 has a dense MLP and layer 2 experts, two of which each token passes through.
+    Layer 1 has a dense MLP, layer 2 has experts, two of which process each token.
     """
     *plain, _ = _train(Layout.single(), [*MIXTURE, *FLAGS])
     tokens, h, f = 2 * 4 * 16, 32, 64
@@ -108,7 +108,7 @@ def test_each_module_sends_its_tensors(late):
         "core_attn": 2 * 4 * h,
         "attn_proj": 2 * h,
         "mlp_norm": 2 * h,
-        "mlp": h + 3 * f + f,  # without a fused kernel, gate, SiLU of gate and up
+        "mlp": h + 3 * f + f,  # without a fused kernel: gate, SiLU of the gate, and up
         "expert_fc1": 2 * h,
         "moe_act": 2 * 3 * f,
     }

@@ -1,4 +1,4 @@
-"""Training of adapters (LoRA): layouts, resuming, and mistakes."""
+"""Training adapters (LoRA): layouts, resuming, and mistakes."""
 
 from functools import cache
 
@@ -33,7 +33,7 @@ def _train(layout, flags):
 
 @cache
 def _whole(more):
-    """The losses and norms of one process."""
+    """Return the losses and norms of one process."""
     return _train(Layout.single(), LORA + more)
 
 
@@ -80,7 +80,7 @@ def test_layouts_equal_one_process(more, flags):
 
 
 def test_shards_in_bf16_train_as_one_process():
-    """The frozen weights are shards in fp32, and what is gathered is rounded."""
+    """The frozen weights are fp32 shards, and are rounded when gathered."""
     losses, norms = _whole("--bf16")
     for ours in run_distributed(2, _train, f"{LORA} --bf16 --zero-stage 3"):
         assert ours[0] == pytest.approx(losses, rel=1e-4)
@@ -169,12 +169,12 @@ def test_experts_have_adapters():
     assert shapes[f"{up}.adapter.weight.b"] == (*outputs, 4)
     trained = sum(p.numel() for p in run.parameters() if p.requires_grad)
     assert count_adapters(run.config.model, run.plan.embedding.vocabulary) == trained
-    # As if the weights themselves were other ones.
+    # The result is as if the weights themselves were different.
     layer = run.parts[0].layers["0"].mlp.experts.up
     rows, ends = torch.randn(6, inputs), torch.tensor([1, 3, 3, 6], dtype=torch.int32)
     grouping = Grouping(torch.arange(6), torch.arange(6)[:, None], ends)
     adapted = layer(rows, grouping)
-    layer.adapter._padding = 4  # what grouped products of a GPU need
+    layer.adapter._padding = 4  # needed by a GPU's grouped products
     assert layer(rows, grouping).equal(adapted)
     with torch.no_grad():
         layer.weight.copy_(layer.adapter.merged(layer.weight))

@@ -1,4 +1,4 @@
-"""Averages of the weights: their values, layouts, checkpoints, evaluation and loading."""
+"""Weight averages: their values, layouts, checkpoints, evaluation and loading."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def _averages(run):
 
 
 def _followed(flags, count):
-    """The weights after each of some updates, and the run."""
+    """Return the weights after each of several updates, and the run."""
     run = build_toy(Layout.single(), [*PLAIN, *flags, "--train-iters", str(count)])
     updates, seen = Updates(run), []
     for _ in range(count):
@@ -57,7 +57,7 @@ def test_ema_is_the_formula():
 
 def test_lawa_is_the_mean_of_the_latest_snapshots():
     seen, run = _followed(LAWA, 7)
-    for name, average in _averages(run).items():  # snapshots after 2, 4 and 6, of which two count
+    for name, average in _averages(run).items():  # snapshots after 2, 4 and 6, two of which count
         torch.testing.assert_close(average, (seen[3][name] + seen[5][name]) / 2)
 
 
@@ -68,7 +68,7 @@ def test_masters_are_averaged():
         (average.bfloat16().float() - average).abs().max().item()
         for average in _averages(run).values()
     ]
-    assert max(distances) > 0  # not a mean of 16-bit weights that happens to be one
+    assert max(distances) > 0  # it is not a mean of 16-bit weights
 
 
 def test_an_update_that_is_left_out_does_not_count():
@@ -89,7 +89,7 @@ LAYOUTS = [
 
 
 def _saved(layout, flags, folder):
-    # With a large epsilon, gradients that are rounding errors (of key biases) change nothing.
+    # With a large epsilon, gradients that are only rounding errors (of key biases) have no effect.
     words = [*PLAIN, *flags, "--adam-eps", "1e-4", "--save", str(folder), "--save-interval", "6"]
     train_toy(layout, words)
 
@@ -115,7 +115,7 @@ def test_every_layout_saves_the_same(tmp_path, kind):
 
 
 def _resumed(layout, flags, folder):
-    """Fingerprints of averages and everything else, in one go and with a stop in between."""
+    """Return fingerprints of the averages and of everything else, without and with a restart."""
 
     def digest(run):
         sets = run.optimizer.average.sets()

@@ -7,7 +7,7 @@ import pytest
 from megatron.training.batches import BatchPlan, Rampup
 from tests.config.command import parse
 
-# 16, 24, 32 over 100 samples: a step is worth 50, and 100 itself still counts as the ramp.
+# 16, 24, 32 over 100 samples: each step takes 50, and sample 100 still belongs to the ramp.
 GROWING = BatchPlan(micro_batch=2, global_batch=32, rampup=Rampup(16, 8, 100), data_parallel=4)
 
 
@@ -21,7 +21,7 @@ def test_rampup_table(consumed, batch, micro_batches):
 
 
 def test_rampup_run_length():
-    # Updates start at 0 16 32 48 (16 each), 64 88 (24 each), 112: then 32 each.
+    # Updates start at 0 16 32 48 (16 each), 64 88 (24 each), 112, with 32 each from there on.
     assert GROWING.iterations_for(64) == 4
     assert GROWING.iterations_for(111) == 5
     assert GROWING.iterations_for(112) == 6
@@ -35,7 +35,7 @@ def test_rampup_run_length():
     [(1536, Rampup(32, 32, 5859375)), (768, Rampup(48, 48, 100_003)), (8, Rampup(8, 8, 50))],
 )
 def test_rampup_equals_megatrons_loop(global_batch, ramp):
-    """Against the update-by-update formula of Megatron 23.08, on the paper's own ramps."""
+    """Compare with Megatron 23.08's update-by-update formula, on the paper's own ramps."""
     plan = BatchPlan(1, global_batch, ramp)
     increments = (global_batch - ramp.start) // ramp.increment
     consumed = iterations = 0
@@ -65,6 +65,6 @@ def test_from_config() -> None:
 
 def test_a_ramp_up_of_very_many_updates_is_counted_at_once():
     plan = BatchPlan(1, 12, Rampup(4, 4, 10**12))
-    # 4 up to and with the update that reaches half of the samples, then 8.
+    # 4 until and including the update that reaches half of the samples, then 8.
     assert plan.iterations_for(4 * 10**11) == 10**11
     assert plan.iterations_for(10**12 + 12) == 10**12 // 8 + 10**12 // 16 + 1

@@ -1,4 +1,4 @@
-"""Branches of a run with a WSD schedule, each of which decays from one of its checkpoints."""
+"""Branches of a run with a WSD schedule, each decaying from one of its checkpoints."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def _build(text):
 
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory):
-    """A run of which 10 iterations are planned, saved after 2, 4, 6 and 9."""
+    """Save a run of 10 planned iterations after 2, 4, 6 and 9, and return its folder."""
     folder = tmp_path_factory.mktemp("trunk")
     save = f"--save {folder} --save-interval 2"
     _train(Layout.single(), f"{LINEAR} 2 --train-iters 10 {save} --exit-interval 6")
@@ -33,7 +33,7 @@ def trunk(tmp_path_factory):
 
 
 def test_a_branch_is_what_a_schedule_had_planned(trunk, tmp_path):
-    """Two branches from one checkpoint, and one from another, each like a run of that length."""
+    """Two branches from one checkpoint and one from another each match a run of that length."""
     for step, decay in ((4, 3), (6, 2), (6, 4)):
         end = step + decay
         warm = f"--lr-warmup-fraction {2 / end}"  # 2 iterations, as in the trunk

@@ -1,4 +1,4 @@
-"""The pipeline's bubble: measured where stages take imposed times, it is the predicted one."""
+"""The pipeline's bubble, measured with imposed stage times, matches the prediction."""
 
 import time
 
@@ -18,7 +18,7 @@ from pretrain_gpt import GPTRecipe
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, Recorder, build_toy
 
-FORWARD, BACKWARD = 0.08, 0.12  # seconds; the toy model itself takes some milliseconds
+FORWARD, BACKWARD = 0.08, 0.12  # seconds; the toy model itself takes a few milliseconds
 FLAGS = """
     --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 4
     --eval-interval 100 --eval-iters 0 --train-iters 4 --log-pipeline-bubble
@@ -26,7 +26,7 @@ FLAGS = """
 
 
 class _Slow(torch.autograd.Function):
-    """The identity, after a while."""
+    """The identity, with delays."""
 
     @staticmethod
     def forward(ctx, x, forward, backward):
@@ -41,7 +41,7 @@ class _Slow(torch.autograd.Function):
 
 
 class _SlowRecipe(GPTRecipe):
-    """A GPT each of whose parts takes at least so long; `factors` stretch the stages' times."""
+    """A GPT whose parts take at least this long; `factors` stretch the stages' times."""
 
     def __init__(self, factors):
         self.factors = factors
@@ -85,11 +85,11 @@ def _imposed(kind, factors, chunks):
 )
 def test_bubble_measured_predicted_and_imposed_agree(kind, factors, flags):
     results = run_distributed(2, _measure, factors, flags, pipeline=2)
-    assert results[0][:2] == [[], []]  # the last rank tells
+    assert results[0][:2] == [[], []]  # the last rank reports
     measured, predicted, losses = results[-1]
     assert len(measured) == len(losses) == 4
     imposed = _imposed(kind, factors, 2 if kind == "interleaved" else 1)
-    # The best of the iterations: other work on the machine only makes stages wait more.
+    # Use the best iteration: other work on the machine only makes stages wait longer.
     gaps = [abs(a - b) for a, b in zip(measured, predicted, strict=True)]
     assert min(gaps) < 0.15 * imposed
     assert min(abs(value - imposed) for value in measured) < 0.15 * imposed
@@ -112,9 +112,9 @@ def test_measuring_changes_no_loss(schedule):
 
 
 def test_waiting_beyond_the_schedule_is_seen():
-    """Two stages, one micro-batch: forward 1 s, backward 2 s; a stage that starts 3 s late."""
+    """Two stages, one micro-batch: forward 1 s, backward 2 s, and a stage that starts 3 s late."""
     schedule = make_schedule("1f1b", 2, 1, 1)
-    operations = [1.0, 1.0, 1.0, 2.0, 0.0, 0.0]  # how often and seconds, of the three kinds
+    operations = [1.0, 1.0, 1.0, 2.0, 0.0, 0.0]  # counts and seconds of the three kinds
     on_time = torch.tensor([[6.0, *operations], [4.0, *operations]], dtype=torch.float64)
     assert compare_with_prediction(on_time, schedule) == pytest.approx((0.5, 0.5, 6.0, 6.0))
     late = on_time + torch.tensor([3.0] + [0.0] * 6)

@@ -1,4 +1,4 @@
-"""What a run tells and keeps: TensorBoard, Weights & Biases, JSON lines, timers, profiles."""
+"""What a run reports and keeps: TensorBoard, Weights & Biases, JSON lines, timers, profiles."""
 
 import json
 import os
@@ -62,13 +62,13 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
     assert [event.step for event in events.Scalars("lm loss vs samples")] == [4, 8, 12, 16, 20, 24]
     whole, part = events.Scalars("iteration-time"), events.Scalars("forward-backward-time")
     assert len(part) == 6
-    for last in (4, 6):  # iterations since the log line, whose mean the timer is
+    for last in (4, 6):  # the timer is the mean over the iterations since the log line
         first = 0 if last == 4 else 4
         assert 0 < part[last - 1].value * (last - first) <= sum(e.value for e in whole[first:last])
 
 
 def test_records_begin_with_all_settings_and_tell_what_happened(tmp_path):
-    """In the JSON lines, and as text in TensorBoard."""
+    """This holds for the JSON lines, and for text in TensorBoard."""
     path, folder = tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
     _train_with_writers(
         "--metrics-jsonl", str(path), "--tensorboard-dir", str(folder), "--iterations-to-skip", "2",
@@ -125,7 +125,7 @@ def test_json_lines_hold_full_precision(tmp_path):
 
 
 def test_json_lines_have_time_speed_and_one_last_validation(tmp_path):
-    """Also where --eval-interval makes an evaluation at the last iteration."""
+    """This includes an --eval-interval that causes an evaluation at the last iteration."""
     path = tmp_path / "metrics.jsonl"
     begun = time.time()
     run = build_toy(Layout.single(), ["--metrics-jsonl", str(path), "--eval-interval", "3"])
@@ -170,7 +170,7 @@ def test_a_disk_with_room_for_half_a_line_gets_none_of_it(tmp_path):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """In the place of the package."""
+    """Replace the package with a fake."""
     fake = types.ModuleType("wandb")
     fake.Error = type("Error", (Exception,), {})
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -194,7 +194,7 @@ def test_weights_and_biases_gets_config_and_scalars(wandb, tmp_path):
     assert (started["name"], started["entity"]) == ("run 7", "us")
     assert (started["project"], started["id"], started["resume"]) == ("toys", "abc", "allow")
     assert started["dir"] == folder
-    assert os.path.isdir(folder)  # or wandb would use another
+    assert os.path.isdir(folder)  # otherwise wandb would use another one
     assert started["config"]["model.num_layers"] == 2
     assert [entry[0] for entry in logged[:-1] if entry[1] is not None] == [1, 2, 3, 4, 5, 6]
     assert logged[-1] == "finished"

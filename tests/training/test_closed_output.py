@@ -1,4 +1,4 @@
-"""A run whose log loses its reader, as with `| head`: it saves and leaves with code 141."""
+"""A run whose log loses its reader, as with `| head`, saves and exits with code 141."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_run_whose_reader_leaves_saves_and_ends(ranks: int, tmp_path: Path) ->
                 break
     said = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [OutputClosedError.exit_code] * ranks
-    for text in said:  # a rank that had nothing to print meanwhile has nothing to warn of
+    for text in said:  # a rank without output in the meantime has nothing to warn about
         assert text == "" or text.startswith("WARNING: the program that read this run's log has")
         assert text.count("\n") <= 1
     assert any(said)

@@ -1,4 +1,4 @@
-"""Curriculum learning by sequence length, beside DeepSpeed's and beside samples cut by hand."""
+"""Curriculum learning by sequence length, against DeepSpeed's and samples truncated by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
     ("lengths", "expected"),
     [
         (Growing(4, 16, 5, 4, 1), _LENGTHS),
-        # floor(sqrt(n / 9) * 56 + 8), down to a multiple of 8
+        # floor(sqrt(n / 9) * 56 + 8), rounded down to a multiple of 8
         (Growing(8, 64, 9, 8, 2), [24, 32, 40, 40, 48, 48, 56, 56, 64, 64]),
         (Growing(10, 64, 64, 8, 1), [16, 16, 16, 16, 16, 16, 16, 16, 16, 16, 16, 16, 16, 16, 16]),
         (Growing(16, 16, 3, 8, 1), [16, 16, 16, 16]),
@@ -103,7 +103,7 @@ def _cut(batches: Iterator[Batch], lengths: list[int], micro_batches: int) -> It
     "words", [[], ["--reset-position-ids", "--eod-mask-loss", "--calculate-per-token-loss"]]
 )
 def test_training_is_that_on_samples_cut_by_hand(words: list[str]) -> None:
-    """Dropout is on: masks follow the sample."""
+    """Dropout is on, as masks follow the sample."""
     ours, run = train_toy(Layout.single(), [*words, *_WORDS])
     other = build_toy(Layout.single(), words)
     other.train_batches = _cut(other.train_batches, _LENGTHS, micro_batches=4)

@@ -1,4 +1,4 @@
-"""`--decoupled-lr`: word embeddings and output layer learn at a rate of their own, nothing else."""
+"""`--decoupled-lr`: only word embeddings and the output layer have their own learning rate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORDS = "embedding.word.weight"
     [
         ("gpt", "", {_WORDS}),
         ("gpt", _UNTIED, {_WORDS, "output.weight"}),
-        ("bert", "", {_WORDS}),  # whose output bias, positions and other heads are not meant
+        ("bert", "", {_WORDS}),  # but not its output bias, positions and other heads
         ("t5", _UNTIED, {_WORDS, "output.weight"}),
     ],
 )
@@ -44,7 +44,7 @@ def test_what_stands_apart(kind: str, flag: str, apart: set[str]) -> None:
 
 
 def _after_two(layout: Layout, words: list[str]) -> dict[str, Tensor]:
-    """Weights, as far as they are here; the first update is the warm-up's, of a rate of 0."""
+    """Return this process's weights after two updates; the first has the warm-up's rate of 0."""
     run = build_toy(layout, words)
     updates = Updates(run)
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_each_parameter_is_updated_as_by_a_run_of_its_rate() -> None:
             ],
         ),
         ({"tensor": 2}, [f"--tensor-model-parallel-size 2 --sequence-parallel {_UNTIED}"]),
-        ({"pipeline": 2}, ["--pipeline-model-parallel-size 2"]),  # and the tied copy
+        ({"pipeline": 2}, ["--pipeline-model-parallel-size 2"]),  # with the tied copy
     ],
     ids=["data", "tensor", "pipeline"],
 )
@@ -113,7 +113,7 @@ def test_the_same_rate_twice_changes_no_bit() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of iteration 3 of 6."""
+    """Return the folder of a checkpoint from iteration 3 of 6."""
     root = tmp_path_factory.mktemp("saved")
     leave = ["--save", str(root), "--save-interval", "3", "--exit-interval", "3"]
     train_toy(Layout.single(), [*_APART, *leave])
@@ -170,4 +170,4 @@ def test_shape_and_logs(capsys: pytest.CaptureFixture[str]) -> None:
     last = "learning rate: 1.000E-03 | decoupled learning rate: 2.000E-03 | global batch size:"
     assert last in capsys.readouterr().out
     minimum = build_toy(Layout.single(), ["--decoupled-lr", "3e-2"]).schedules.decoupled.minimum
-    assert minimum == 1e-3  # that of --min-lr
+    assert minimum == 1e-3  # the value of --min-lr

@@ -1,4 +1,4 @@
-"""Delayed fp8 scaling in a run: its history belongs to the training's state."""
+"""Delayed fp8 scaling in a run: its history is part of the training state."""
 
 import pytest
 import torch
@@ -32,14 +32,14 @@ def _tensors(run):
 
 @pytest.fixture(scope="module")
 def uninterrupted():
-    """Losses and state of a run."""
+    """Return the losses and state of a run."""
     recorder, run = train_toy(Layout.single(), FLAGS)
     return recorder.values("lm loss"), _tensors(run)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with its checkpoint after two iterations, and the losses until then."""
+    """Return a folder with a checkpoint after two iterations, and the losses until then."""
     folder = tmp_path_factory.mktemp("saved")
     words = [*FLAGS, "--save", str(folder), "--exit-interval", "2"]
     recorder, _ = train_toy(Layout.single(), words)
@@ -66,8 +66,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(saved, uninterrup
 
 
 def test_scales_are_those_of_the_update_before_whatever_runs_between(uninterrupted):
-    # Timed parts forbid to begin the next update early; evaluation runs the model in between; and
-    # what is computed again is found again.
+    # Timers prevent the next update from starting early, evaluation runs the model in between, and
+    # recomputed values are found again.
     words = "--timing-log-level 1 --eval-interval 1 --recompute-granularity full".split()
     recorder, run = train_toy(Layout.single(), [*FLAGS, *words, "--recompute-method", "uniform"])
     losses, expected = uninterrupted
@@ -87,8 +87,11 @@ def test_the_first_update_is_that_of_current_scaling(uninterrupted):
 
 
 def _load_and_go_on(layout, folder, flags):
-    """The names of the history here, whether it is loaded whole, the next loss, and the newest
-    magnitudes after that update. Saves it if the flags say where."""
+    """Load a checkpoint, make an update, and save if the flags ask for it.
+
+    Return the history's names here, whether it was loaded whole, the loss, and the newest
+    magnitudes after the update.
+    """
     run = build_toy(layout, [*FLAGS, *flags, "--load", str(folder)])
     reader = open_checkpoint(folder)
     names = [name for name in _tensors(run) if name.startswith("fp8.")]
@@ -111,11 +114,11 @@ def test_a_history_goes_from_layout_to_layout(saved, tmp_path):
     assert {name for answer in answers for name in answer[0]} == set(names)
     for names_here, is_same, loss, newest_here in answers:
         assert is_same
-        assert len(names_here) == len(names) / 2  # a stage's
+        assert len(names_here) == len(names) / 2  # those of a stage
         assert loss == pytest.approx(expected, rel=0.01)
         for name, found in newest_here.items():
             torch.testing.assert_close(found, newest[name], rtol=0.3, atol=0)
-            assert found[1] == newest[name][1]  # of the same weights
+            assert found[1] == newest[name][1]  # from the same weights
     for one, other in (answers[:2], answers[2:]):
         torch.testing.assert_close(one[3], other[3], rtol=0, atol=0)
     assert _load_and_go_on(Layout.single(), tmp_path, [])[1]

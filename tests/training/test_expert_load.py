@@ -1,4 +1,4 @@
-"""The load of the experts: the same from every layout, counted once, told in words and pictures."""
+"""The experts' load: equal in every layout, counted once, shown in words and charts."""
 
 import json
 
@@ -59,7 +59,7 @@ def test_shares_of_two_updates_by_layer(one_process):
             assert sum(shares) == EXPERTS
             counts = np.array(shares) * tokens / EXPERTS
             np.testing.assert_array_equal(counts, counts.round())
-            assert counts.max() <= tokens / CHOSEN  # a token chooses an expert once
+            assert counts.max() <= tokens / CHOSEN  # a token chooses an expert at most once
     assert one_process[2] != one_process[4]
 
 
@@ -93,7 +93,7 @@ def test_every_layout_counts_the_same_tokens(processes, flags, one_process):
     ],
 )
 def test_layouts_that_drop_other_tokens_are_those_of_the_guide(flags, same):
-    """docs/experts.md has them in a table."""
+    """The table in docs/experts.md lists these layouts."""
     capacity = " --moe-expert-capacity-factor 1.0 --moe-token-drop-policy position"
     expected = _loads(Layout.single(), *capacity.split())
     for loads in _in_processes(2, flags + capacity):

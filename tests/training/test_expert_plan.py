@@ -1,4 +1,4 @@
-"""The plan of experts: what it says is what a run exchanges, holds and keeps."""
+"""The experts' plan matches what a run exchanges, holds and saves."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _mixture(plan) -> MixturePlan:
 
 
 def _bytes_sent(layout, words):
-    """Bytes that a process sent to others for the experts."""
+    """Return the bytes that a process sends to others for the experts."""
     sent, exchange = [0], dist.all_to_all_single
     gather, scatter = collectives.all_gather_single, collectives.reduce_scatter_single
     share = (layout.expert.size - 1) / layout.expert.size
 
     def counted(received, x, *sizes, **options):
-        if x.ndim == 2 and x.shape[1] > 2:  # not the numbers of rows
+        if x.ndim == 2 and x.shape[1] > 2:  # not the row counts
             rows = options.get("input_split_sizes") or sizes[1]
             others = sum(rows) - rows[layout.expert.rank]
             sent[0] += others * x[0].numel() * x.element_size()
@@ -69,7 +69,7 @@ def _bytes_sent(layout, words):
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_as_many_bytes_are_sent_as_the_plan_says(gathers, monkeypatch):
-    """Every token goes to all experts, so the plan is no average."""
+    """Every token goes to all experts, so the plan is not an average."""
     if not gathers:
         monkeypatch.setattr(expert_exchange, "_NEARLY_ALL", 1.1)
     case = MixtureCase(2, expert=2, iterations=1, network="--moe-router-topk 8")
@@ -78,7 +78,7 @@ def test_as_many_bytes_are_sent_as_the_plan_says(gathers, monkeypatch):
     assert (exchange.others, exchange.most_others) == (1.0, 1)
     assert exchange.groups == ((0, 1),)
     micro_batches, layers = 2, 3
-    ahead = exchange.tokens * (4 * 32 + 8 * 12 + 4 * 32) * layers  # the forward of a next update
+    ahead = exchange.tokens * (4 * 32 + 8 * 12 + 4 * 32) * layers  # a next update's forward pass
     for sent in run_sharing_memory(2, _bytes_sent, case.words, **case.sizes):
         assert sent == exchange.bytes * micro_batches * layers + ahead
 
@@ -135,7 +135,7 @@ def test_the_largest_imbalance(chosen, ranks, capacity, worst):
 
 
 def _saved_bytes(layout, plan, tokens, choices, recomputed):
-    """What the experts keep for backward, weights aside."""
+    """Return the bytes that the experts save for backward, excluding weights."""
     context = BuildContext(layout, recomputed=recomputed)
     mixture = Mixture(plan, context)
     initialize(mixture.named_parameters(), 1)
@@ -144,7 +144,7 @@ def _saved_bytes(layout, plan, tokens, choices, recomputed):
 
     def pack(x):
         if x.untyped_storage().data_ptr() not in weights:
-            saved[x.untyped_storage().data_ptr()] = x  # which keeps it where it is
+            saved[x.untyped_storage().data_ptr()] = x  # keeps its memory alive
         return x
 
     x = torch.randn(tokens, plan.hidden, requires_grad=True)
@@ -158,7 +158,7 @@ def _saved_bytes(layout, plan, tokens, choices, recomputed):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_what_an_uneven_load_keeps_is_what_is_estimated(gated):
-    """Both processes send all tokens to the first one's experts: two even shares."""
+    """Both processes send all tokens to the first one's experts, which makes two even shares."""
     words = f"--num-experts 8 --train-iters 1 {'--swiglu' * gated} --disable-bias-linear".split()
     words += ["--hidden-size", "64", "--moe-ffn-hidden-size", "96"]
     _, plan = _config(words, 1)
@@ -180,7 +180,7 @@ def test_what_an_uneven_load_keeps_is_what_is_estimated(gated):
 
 
 def _held(layout, words):
-    """Bytes of weights between updates, of gradients, and of the optimizer's states."""
+    """Return the bytes of weights between updates, of gradients, and of optimizer states."""
     run = build_toy(layout, words)
     parts = [run.optimizer.gradients.part(p) for _, p in run.named_parameters()]
     gradients = {
@@ -194,7 +194,7 @@ def _held(layout, words):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("expert_tensor", [1, 2])
 def test_weights_gradients_and_states_are_those_estimated(stage, expert_tensor):
-    """Four processes, of which two pairs divide the experts, or two pairs split each one."""
+    """Of four processes, two pairs divide the experts among them, or split each expert."""
     case = MixtureCase(4, tensor=2, expert=2, expert_tensor=expert_tensor)
     case = replace(case, flags=f"--sequence-parallel --zero-stage {stage}")
     config, plan = _config(case.words, 4)

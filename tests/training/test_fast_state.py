@@ -35,12 +35,12 @@ def test_a_killed_run_resumes_from_its_fast_state(kind: str, tmp_path: Path) -> 
     assert sorted(path.name for path in fast.iterdir()) == ["iter_0000001", "iter_0000002"]
     assert f"loaded checkpoint from {fast}/iter_0000002" in resumed(2)
     resumed(5)
-    # A damaged one is passed over.
+    # A damaged one is skipped.
     shard = fast / "iter_0000005" / "rank_00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     told = resumed(4)
     assert "the non-persistent checkpoint of iteration 5 is not used: rank_00000" in told
-    # A damaged durable one, too: here the fast ones are older, but newer than the one before it.
+    # So is a damaged durable one: the fast ones are older here, but newer than the one before it.
     run_training(tmp_path / "out", *flags)
     shard = save / "iter_0000006" / "rank_00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
@@ -54,7 +54,7 @@ def test_a_killed_run_resumes_from_its_fast_state(kind: str, tmp_path: Path) -> 
     shares = [line["goodput"] for line in lines if "goodput" in line]
     assert all(0.0 < share < 1.0 for share in shares)
     if kind == "local":
-        shutil.rmtree(save)  # another run begins
+        shutil.rmtree(save)  # another run starts
         assert "loaded checkpoint" not in resumed(0, ends_at=2)
 
 

@@ -1,4 +1,4 @@
-"""Finding a learning rate: what curves show, and a test of a real command."""
+"""Finding a learning rate: what curves show, and a test of the real command."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TOY = """pretrain_gpt.py --num-layers 1 --hidden-size 16 --num-attention-heads 
 
 
 def _curve(loss: Callable[[float], float], noise: float = 0.02, seed: int = 0) -> RateCurve:
-    """A loss over the power of ten of the rate, with noise."""
+    """Return a noisy loss curve, given the loss by the rate's base-10 logarithm."""
     draws = random.Random(seed)
     return RateCurve(_RATES, [loss(math.log10(rate)) + draws.gauss(0, noise) for rate in _RATES])
 

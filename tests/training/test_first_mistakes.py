@@ -1,4 +1,4 @@
-"""What a first try with a mistake prints: told once, whatever the number of processes."""
+"""What a first attempt with a mistake prints: once, whatever the number of processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _BPE = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v.json", "--mer
 def test_two_processes_tell_it_once(words: list[str], code: int, lines: list[str]) -> None:
     done = run_ranks([str(ROOT / "pretrain_gpt.py"), *words], dict(os.environ), 2)
     assert done.returncode == code
-    # torch 2.10 tells how gloo connects.
+    # torch 2.10 reports how gloo connects.
     said = [x for x in done.stdout.splitlines() if "note: " not in x and "[Gloo]" not in x]
-    # A file may be missing on one machine alone: then the line says on which rank.
+    # A file may be missing on one machine only; then the line names the rank.
     assert [line.removeprefix("[rank 0] ").removeprefix("[rank 1] ") for line in said] == lines

@@ -1,4 +1,4 @@
-"""Weights gathered in 8 bits: every bit of a run is that of a gather in 16."""
+"""Weights gathered in 8 bits: a run is bit-identical to one that gathers in 16."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ OURS = "--fp8-param-gather"
 
 
 def _in_16_bits(config, parts):
-    """Nothing: a run with the flag gathers the same buffers as one without."""
+    """Return no names, so that a run with the flag gathers the same buffers as one without."""
     return {}
 
 
 def _train(layout, words, kind="gpt", in_8_bits=gradient_sharing.gathered_in_8_bits):
-    """What was logged, the digest of what a checkpoint holds, and bytes gathered by format."""
-    # In this process only.
+    """Return logged values, a digest of the checkpoint's content, and gathered bytes by format."""
+    # Only in this process.
     gradient_sharing.BUCKET_BYTES = 2**13
-    build.gradient_sharing = SimpleNamespace(  # buckets stay as they are with the flag
+    build.gradient_sharing = SimpleNamespace(  # buckets are laid out as with the flag
         **{**vars(gradient_sharing), "gathered_in_8_bits": in_8_bits}
     )
     gathered: Counter[torch.dtype] = Counter()
@@ -54,7 +54,7 @@ def _train(layout, words, kind="gpt", in_8_bits=gradient_sharing.gathered_in_8_b
 
 
 def _compare(layout, pairs, kind):
-    """Each pair's runs, both with the flag: gathered in 16 bits by the first words, in 8 by all."""
+    """Run each pair with the flag: gather in 16 bits with the first words, in 8 bits with all."""
     return [
         (
             _train(layout, f"{first} {OURS}", kind, _in_16_bits),
@@ -65,7 +65,7 @@ def _compare(layout, pairs, kind):
 
 
 def _all_equal(processes, pairs, kind="gpt", **sizes):
-    """Train in several processes; what the last one found."""
+    """Train in several processes, compare each pair, and return the last process's results."""
     for answers in run_distributed(processes, _compare, pairs, kind, **sizes):
         for (first, more), (theirs, ours) in zip(pairs, answers, strict=True):
             assert ours[:2] == theirs[:2], (first, more)
@@ -76,7 +76,7 @@ def _all_equal(processes, pairs, kind="gpt", **sizes):
 
 
 def test_only_8_bits_travel_in_an_update():
-    """A layer's weights here have 12 x 32 x 32 elements."""
+    """A layer's weights have 12 x 32 x 32 elements here."""
     asked = f"{SHARED} --log-params-norm --log-interval 2 --tensorboard-log-interval 2"
     (theirs, ours), (_, asking) = _all_equal(2, [(SHARED, ""), (asked, "")])
     weights_16 = 2 * 2 * 12 * 32 * 32
@@ -91,7 +91,7 @@ def _with_and_without(layout, words):
 
 
 def test_the_flag_changes_losses_by_rounding():
-    """Other buffers: squares of the norm add in another order."""
+    """The buffers differ, so the norm's squares add in another order."""
     for (theirs, _, gathered), (ours, _, _) in run_distributed(2, _with_and_without, SHARED):
         assert gathered[torch.uint8] == 0
         for name in ("lm loss", "grad-norm", "lm loss validation"):
@@ -101,12 +101,12 @@ def test_the_flag_changes_losses_by_rounding():
 
 
 def test_shards_that_end_within_a_row():
-    """A third of [32, 144], which fills a bucket, are 10 rows and two thirds."""
+    """A third of [32, 144], which fills a bucket, is 10 rows and two thirds."""
     words = f"{SHARED} --global-batch-size 3 --ffn-hidden-size 144"
     _all_equal(3, [(words, OVERLAP)])
 
 
-# What runs in 16 bits, and what in 8 besides.
+# Flags of the run in 16 bits, and further flags of the run in 8 bits.
 IN_PAIRS = [
     (SHARED, OVERLAP),
     (f"{SHARED} {DELAYED}", OVERLAP),
@@ -152,7 +152,7 @@ def test_context():
 
 
 def _loss_after_a_change(layout, words):
-    """Of an update before which somebody has changed the weights, as loading does."""
+    """Return an update's losses after its weights were changed, as by loading."""
     run = build_toy(layout, [*FP8, "--bf16", *words.split()])
     updates = Updates(run)
     updates.make(look_ahead=False)
@@ -170,8 +170,10 @@ def test_what_arrived_is_void_when_weights_are_given_other_values():
 
 
 def _casts_of_an_update(layout):
-    """Whether layers multiply by the memory in which weights arrive: in the first update, and in
-    the one after, whose first forward has begun."""
+    """Return whether layers multiply by the memory in which weights arrive.
+
+    This covers the first update, and the next one, whose first forward pass has begun.
+    """
     run = build_toy(layout, [*FP8, "--bf16", SHARED, OURS, "--micro-batch-size", "2"])
     updates = Updates(run)
     inside = []
@@ -187,7 +189,7 @@ def _casts_of_an_update(layout):
 
 
 def test_weights_that_have_not_arrived_are_cast_where_they_will():
-    """The memory is there: beside it a cast would take more than without the flag."""
+    """That memory exists anyway; a separate cast would take more memory than without the flag."""
     for inside in run_distributed(2, _casts_of_an_update):
         assert inside == [True] * 8 * 2
 

@@ -1,4 +1,4 @@
-"""Memory of a run that is done with is free at once, whatever holds what of it in hooks."""
+"""The memory of a finished run is freed at once, whatever hooks hold parts of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEFT = tuple[list[str], list[str]]  # before and after a garbage collection
 
 
 def _left(layout: Layout, flags: str) -> LEFT:
-    """What of a run is still there when nobody has it any more."""
+    """Return the parts of a run that still exist once nobody references it."""
     _, run = train_toy(layout, ["--train-iters", "2", *flags.split()])
     parts = {
         "run": run,
@@ -58,6 +58,6 @@ def test_processes_that_share_free_all() -> None:
     ]
     *ours, (at_once, later) = run_distributed(2, _each, several)[0]
     assert ours == [([], [])] * len(ours)
-    # PyTorch's `fully_shard` goes round in a circle, for the garbage collector to find.
+    # PyTorch's `fully_shard` has reference cycles, which are left to the garbage collector.
     assert {*at_once} <= {"model", "parameter"}
     assert later == []

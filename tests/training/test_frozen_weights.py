@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights in 8 or 4 bits (QLoRA): layouts, checkpoints, and mistakes."""
+"""Adapters with frozen weights in 8 or 4 bits (QLoRA): layouts, checkpoints, and mistakes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _train(layout: Layout, flags: str) -> tuple[list[float], ...]:
 
 @cache
 def _whole(more: str) -> tuple[list[float], ...]:
-    """The losses and norms of one process."""
+    """Return the losses and norms of one process."""
     return _train(Layout.single(), LORA + more)
 
 
@@ -79,7 +79,7 @@ def test_layouts_equal_one_process(more: str, flags: str) -> None:
 
 
 def test_another_format_gives_other_numbers() -> None:
-    """Nothing would be shown if the layouts above agreed on unpacked weights."""
+    """Otherwise the layouts above might agree because of unpacked weights."""
     plain, fp8, nf4 = (_whole(f"{form}--log-params-norm ") for form in ("", _FP8, _NF4))
     assert 1e-5 < abs(fp8[0][0] - plain[0][0]) < abs(nf4[0][0] - plain[0][0]) < 0.05
     assert all(found[2][-1] == pytest.approx(plain[2][-1], rel=1e-3) for found in (fp8, nf4))
@@ -112,7 +112,7 @@ def _packed(run: Run) -> dict[str, PackedWeight]:
 def test_weights_are_packed_as_they_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only one is ever in a wider format, and adapters change nothing of it."""
+    """Only one weight at a time is in a wider format, and adapters do not change that."""
     save = ["--save", str(tmp_path), "--save-interval", "4"]
     _, plain = train_toy(Layout.single(), [*NETWORK.split(), *save])
     weights = {name: p.detach() for name, p in plain.named_parameters()}
@@ -149,7 +149,7 @@ def test_memory_is_that_of_the_estimate() -> None:
         others = (p for n, p in run.named_parameters() if not isinstance(p, PackedWeight))
         rest = sum(p.nbytes for p in others)
         adapters = sum(p.nbytes for n, p in run.named_parameters() if is_of_adapter(n))
-        largest = 2 * max(w.numel() for w in held)  # that products read at a time
+        largest = 2 * max(w.numel() for w in held)  # read by products, one at a time
         estimate = estimate_memory(run.config, run.plan, run.layout, 1)
         assert estimate.parameters == found + rest - adapters + largest
 
@@ -178,7 +178,7 @@ def test_a_model_of_70_billion_parameters_fits_two_gpus() -> None:
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations, and a Llama whose rows can be cut into blocks on two processes."""
+    """Write conversations, and a Llama whose rows can be divided into blocks on two processes."""
     folder = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trl, "HIDDEN", 128)
@@ -221,7 +221,7 @@ def test_the_reference_is_the_model_without_adapters(axis: str) -> None:
 
 
 def test_a_checkpoint_holds_the_values_and_serves_them(tmp_path: Path) -> None:
-    """With the adapters merged into the weights that they were trained beside."""
+    """The adapters are merged into the weights with which they were trained."""
     flags = f"{LORA} {_NF4} --save {tmp_path} --save-interval 4"
     _, run = train_toy(Layout.single(), flags.split())
     reader = open_root(tmp_path)
@@ -239,7 +239,7 @@ def test_a_checkpoint_holds_the_values_and_serves_them(tmp_path: Path) -> None:
 
 
 def test_it_may_be_left_out_when_a_run_resumes(tmp_path: Path) -> None:
-    """The checkpoint has the same weights, in the wider format."""
+    """The checkpoint has the same weights in the wider format."""
     flags = f"{LORA} {_NF4} --save {tmp_path} --save-interval 2"
     recorder, _ = train_toy(Layout.single(), flags.split())
     again = f"{LORA} --log-params-norm --load {tmp_path} --ckpt-step 2"

@@ -1,4 +1,4 @@
-"""DeepSpeed's gating in a run: noise by sample and place, also when the run is resumed."""
+"""DeepSpeed's gating in a run: noise by sample and position, also when resuming."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAYOUTS = {
 
 
 def _train(layout: Layout, flags: list[str]) -> tuple[list[float], list[float]]:
-    """Losses of training and of the evaluations."""
+    """Return the losses of training and of the evaluations."""
     recorder, _ = train_toy(layout, [*_GATED, *flags])
     return recorder.values("lm loss"), recorder.values("lm loss validation")
 

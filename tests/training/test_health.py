@@ -1,4 +1,4 @@
-"""The test of the machines: what each rank measures, and what stands out."""
+"""The machine test: what each rank measures, and what stands out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.training.toy import build_toy
 
 
 def _ranks(count: int = 4, **changes: Any) -> list[Health]:
-    """Ranks on two machines, of which the last one is changed."""
+    """Return ranks on two machines, with changes to the last one."""
     rows = [
         Health(
             host=f"gpu-0{rank // 2}",
@@ -44,7 +44,7 @@ def test_alike_ranks_do_not_stand_out() -> None:
     assert problems_of(_ranks(speeds={"bf16 TFLOP/s": 430.0, "disk MB/s": 640.0})) == []
     other = {"bf16 TFLOP/s": 200.0, "disk MB/s": 300.0}
     assert problems_of(_ranks(device="NVIDIA A100", speeds=other, digest=8)) == []
-    # Ranks of a machine write at the same time.
+    # Ranks on a machine write at the same time.
     assert problems_of(_ranks(speeds={"bf16 TFLOP/s": 600.0, "disk MB/s": 90.0})) == []
     assert problems_of(_ranks(1)) == []
 

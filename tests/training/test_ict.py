@@ -1,4 +1,4 @@
-"""Training of a bi-encoder: every layout as one process does, from a BERT, and after a restart."""
+"""Training a bi-encoder: every layout matches one process, from a BERT, and after a restart."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_layout_trains_as_one_process(processes, tensor, words):
 
 
 def test_queries_find_their_blocks(tmp_path, monkeypatch):
-    """Each document has words of its own, so that sentences of a block are soon recognized."""
+    """Each document has its own words, so sentences of a block are soon recognized."""
     random = np.random.RandomState(1)
     texts = [
         [random.randint(20 + 5 * d, 25 + 5 * d, 4).tolist() for _ in range(6)] for d in range(16)
@@ -72,7 +72,7 @@ def test_queries_find_their_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.training.toy.TOY", own)
     recorder, _ = train_toy(Layout.single(), words, "ict")
     losses, first = recorder.values("loss"), recorder.values("top1_acc")
-    assert losses[0] == pytest.approx(2.08, abs=0.3)  # log 8: each block is as likely
+    assert losses[0] == pytest.approx(2.08, abs=0.3)  # log 8: all blocks are equally likely
     assert sum(losses[-10:]) / 10 < 1
     assert sum(first[-10:]) / 10 > 60
     assert all(one <= two for one, two in zip(first, recorder.values("top2_acc"), strict=True))

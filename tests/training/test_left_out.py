@@ -1,4 +1,4 @@
-"""`--iterations-to-skip`: what is left out, and that nothing else changes."""
+"""`--iterations-to-skip`: what is skipped, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _RAMP = "--train-samples 24 --rampup-batch-size 2 2 8".split()
 
 
 def _by_hand(layout: Layout, words: list[str]) -> str:
-    """The same training from updates alone: each at the place in the order that it should have,
-    none begun ahead of time."""
+    """Train with single updates, each at its right place in the order and none started early.
+
+    Return the fingerprint.
+    """
     run = build_toy(layout, [*words, "--eval-iters", "0"])
     dataset = run.datasets[0]
     assert dataset is not None
@@ -69,10 +71,10 @@ def test_all_processes_leave_out_the_same(sizes: dict[str, int], cases: list[lis
 def test_a_run_may_end_and_go_on_anywhere(tmp_path, capsys) -> None:
     words = ["--iterations-to-skip", "1", "2", "4", "5", "--eval-iters", "0", "--save-interval"]
     _, run = train_toy(Layout.single(), [*words, "2", "--save", str(tmp_path / "whole")])
-    # The second is left out, and so is its checkpoint; the end is saved all the same.
+    # The second iteration is skipped with its checkpoint; the end is saved anyway.
     saved = sorted(path.name for path in (tmp_path / "whole").glob("iter_*"))
     assert saved == ["iter_0000004", "iter_0000006"]
-    for interval, form in (("1", "native"), ("4", "legacy")):  # before what is left out, and after
+    for interval, form in (("1", "native"), ("4", "legacy")):  # before and after the skipped ones
         folder = str(tmp_path / interval)
         leave = [*words, "1", "--save", folder, "--exit-interval", interval, "--ckpt-format", form]
         first = train_toy(Layout.single(), leave)[1]

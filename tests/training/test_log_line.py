@@ -1,4 +1,4 @@
-"""The log lines that users grep, to the character."""
+"""The log lines that users grep, character by character."""
 
 import math
 
@@ -71,7 +71,7 @@ def test_a_line_tells_means_of_applied_updates_and_the_speed_of_one_process(monk
     now = [0.0]
     monkeypatch.setattr("megatron.training.callbacks.logging.time.perf_counter", lambda: now[0])
     run = build_toy(Layout.single(), ["--log-interval", "3"])
-    run.layout = Layout.at(3, 4)  # of which the last rank tells
+    run.layout = Layout.at(3, 4)  # the last of these ranks reports
     recorder = Recorder()
     callback, scalars = LogLine(), Scalars([recorder])
     callback.on_start(run)
@@ -84,7 +84,7 @@ def test_a_line_tells_means_of_applied_updates_and_the_speed_of_one_process(monk
         for each in (scalars, callback):
             each.after_step(run, toy_outcome(tokens=120, **change), None)
     line = capsys.readouterr().out
-    assert "lm loss: 2.500000E+00 |" in line  # of two, because the other is not a number
+    assert "lm loss: 2.500000E+00 |" in line  # of two, because the other is NaN
     assert "number of skipped iterations:   1 | number of nan iterations:   1 |" in line
     assert "elapsed time per iteration (ms): 2000.0 |" in line
     assert "tokens/s per GPU: 15.0 |" in line  # 360 tokens in 6 s on 4 processes

@@ -1,4 +1,4 @@
-"""`--optimizer-cpu-offload`: the update in host memory is the update."""
+"""`--optimizer-cpu-offload`: the update in host memory equals the usual one."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_losses_are_the_same_to_the_bit(stage, precision):
 
 
 class _LateQueue:
-    """A queue whose copies happen only when something waits for them or for later ones."""
+    """A queue whose copies happen only when something waits for them or for later copies."""
 
     def __init__(self, log, name):
         self.log, self.name, self.waiting, self.done = log, name, [], 0
@@ -68,7 +68,7 @@ class _Late:
 
 
 class _Logged(AdamW):
-    """A rule that logs when it runs."""
+    """An update rule that logs when it runs."""
 
     log: list[str] = []
 
@@ -100,7 +100,7 @@ def test_each_piece_is_updated_as_soon_as_its_gradients_have_arrived(monkeypatch
         return kind(_Logged(0.9, 0.99, 1e-8), tensors, parts, **options), parts, gradients
 
     queues = _LateQueue(log, "gradients"), _LateQueue(log, "weights")
-    # Pieces of at least 40 bytes: the first two tensors, and the other two.
+    # Pieces of at least 40 bytes: the first two tensors and the other two.
     ours = update_of(OverlappedUpdate, queues=queues, piece_bytes=40)
     plain = update_of(OffloadedUpdate)
     for count in range(1, 4):

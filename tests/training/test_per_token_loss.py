@@ -1,5 +1,5 @@
-"""`--calculate-per-token-loss`: every token that counts weighs the same, whatever micro-batch and
-process it comes to."""
+"""`--calculate-per-token-loss`: every counted token has the same weight, whichever micro-batch and
+process it is in."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.distributed import run_distributed, toy_device
 from tests.training.toy import build_toy, fingerprint
 
 FLAG = "--calculate-per-token-loss"
-# SGD: AdamW's updates do not tell by what its gradients are divided.
+# SGD, because AdamW's updates do not depend on the gradients' divisor.
 _BASE = """
     --num-layers 4 --hidden-dropout 0 --attention-dropout 0 --optimizer sgd --lr 0.05 --min-lr 0.01
     --clip-grad 0.5 --global-batch-size 8 --eval-iters 1
 """.split()
 _OF_KIND = {"gpt": ["--eod-mask-loss"], "bert": ["--bert-no-binary-head"], "t5": []}
-_COUNTED = (1, 16, 2, 15, 0, 9, 16, 3)  # tokens of a GPT's samples, one after the other
+_COUNTED = (1, 16, 2, 15, 0, 9, 16, 3)  # tokens in each of a GPT's samples, in order
 _UPDATES = 2
 Outcome = tuple[list[float], list[float], list[float]]
 
 
 class _Uneven:
-    """Samples of a GPT: counting up, from the end of documents without text on."""
+    """A GPT's samples: ends of documents that do not count, then numbers that count up."""
 
     def __init__(self, run: Run, counted: Sequence[int] = _COUNTED) -> None:
         self._counted, self._eod, self._length = counted, run.tokenizer.eod, 16
@@ -56,7 +56,7 @@ def _build(layout: Layout, words: str, kind: str = "gpt", counted: Sequence[int]
 
 
 def _train(layout: Layout, words: str, kind: str = "gpt") -> Outcome:
-    """Losses, gradient norms, and the loss on held-out samples after the last update."""
+    """Return the losses, the gradient norms, and the final loss on held-out samples."""
     run = _build(layout, words, kind)
     updates = Updates(run)
     made = [updates.make(look_ahead=number < _UPDATES - 1) for number in range(_UPDATES)]
@@ -141,7 +141,7 @@ def test_where_none_counts_nothing_changes() -> None:
 
 
 _STAGES = "--pipeline-model-parallel-size 2"
-# Sizes of the layout, flags of runs in it, and the kind of network.
+# Layout sizes, flags of runs in the layout, and the kinds of network.
 _LAYOUTS: tuple[tuple[dict[str, int], str, tuple[str, ...]], ...] = (
     (
         {},

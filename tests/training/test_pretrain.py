@@ -31,7 +31,7 @@ def test_a_run_saves_its_resolved_configuration(tmp_path, capsys):
 
 
 def test_a_blend_in_a_file_is_that_of_the_command_line(tmp_path, monkeypatch):
-    """The index caches too; and config.yaml goes on without the file."""
+    """The index caches are equal too, and config.yaml works without the file."""
     monkeypatch.chdir(tmp_path)
     words = ["0.3", str(write_corpus(tmp_path / "a", vocab_size=99))]
     words += ["0.7", str(write_corpus(tmp_path / "b", vocab_size=99, seed=1))]
@@ -100,13 +100,13 @@ def test_a_path_that_cannot_be_written_is_said_before_training(flag, tmp_path, c
 def test_too_little_memory_says_what_helps(capsys):
     assert _main("--max-position-embeddings", "2000000000", "--hidden-size", "16384") == 10
     error = capsys.readouterr().err
-    # 131 TB, and by version of PyTorch something beside.
+    # 131 TB, plus some bytes that depend on the version of PyTorch.
     assert re.match(r"error: out of memory: cannot allocate 131\d{12} bytes\. ", error)
     assert "--micro-batch-size" in error
 
 
 def test_kernels_are_there_before_processes_wait_for_each_other(monkeypatch):
-    """Compiling takes a minute, which is no hang."""
+    """Compiling takes a minute, which is not a hang."""
     order = []
 
     def meet(*_):

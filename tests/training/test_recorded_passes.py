@@ -1,4 +1,4 @@
-"""Which passes are recorded, which run as they are, and what a recording must leave as it was."""
+"""Which passes are recorded, which run unrecorded, and what a recording must not change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.parallel.buffers import new_buffer
 
 
 class _CountingRecorder:
-    """Takes the place of a device's: its recordings are of no kernels, and count their runs."""
+    """Replaces a device's recorder: its recordings have no kernels and count their runs."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -68,7 +68,7 @@ class _Passes:
         return {"loss": self.layer(batch["x"][:, None]).sum()}
 
     def update(self, *rows: int) -> list[float]:
-        """One update of a micro-batch for each number of rows; the losses."""
+        """Make an update with one micro-batch for each number of rows; return the losses."""
         self.gradients.zero()
         self.run.begin_update()
         losses = []
@@ -88,7 +88,7 @@ def test_first_and_later_micro_batches_are_recorded_once_each_after_warming_up()
         passes.update(2, 2, 2)
     assert (passes.computed, passes.recorder.recorded) == (6, 0)
     passes.update(2, 2, 2)
-    # A forward and a backward for the first micro-batch, and for those after it.
+    # One forward and one backward for the first micro-batch, and for later ones.
     assert (passes.computed, passes.recorder.recorded, passes.recorder.replayed) == (8, 4, 6)
     passes.update(2, 2)
     assert (passes.computed, passes.recorder.recorded, passes.recorder.replayed) == (8, 4, 10)
@@ -122,9 +122,9 @@ def test_passes_that_cannot_be_recorded_run_as_they_are(
 def test_a_micro_batch_of_a_new_kind_runs_once_as_it_is() -> None:
     passes = _Passes(warm_up=1)
     passes.update(2)
-    passes.update(2, 2)  # nothing was added to a gradient yet
+    passes.update(2, 2)  # nothing has been added to a gradient yet
     assert (passes.computed, passes.recorder.recorded) == (3, 2)
-    assert passes.update(3) == [36.0]  # another shape: nothing of the other's memory is read
+    assert passes.update(3) == [36.0]  # another shape: the other one's memory is not read
     assert (passes.computed, passes.recorder.recorded) == (4, 2)
     passes.update(3)
     assert (passes.computed, passes.recorder.recorded) == (5, 4)
@@ -145,7 +145,7 @@ def test_each_micro_batch_goes_where_its_recording_reads_it() -> None:
     passes.update(2)
     passes.update(2)
     (recording,) = passes.run._recordings.values()
-    assert recording.inputs.keys() == {"x"}  # sample ids stay with the host
+    assert recording.inputs.keys() == {"x"}  # sample ids stay on the host
     passes.gradients.zero()
     passes.run(None, {"id": torch.arange(2), "x": torch.full((2, 4), 7.0)}, is_last=True)
     assert torch.equal(recording.inputs["x"], torch.full((2, 4), 7.0))

@@ -1,4 +1,4 @@
-"""Replicas that differ are found, and the rank and the tensor named."""
+"""Replicas that differ are found, and the rank and tensor named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRIALS = 20
 
 
 def _flip(tensor: Tensor, place: int, bit: int) -> None:
-    """Change one bit of one element, in place."""
+    """Flip one bit of one element in place."""
     data = tensor.detach().view(-1).view(torch.uint8)
     data[place * tensor.element_size() + bit // 8] ^= 1 << bit % 8
 
@@ -46,7 +46,7 @@ def test_every_bit_and_every_place_counts() -> None:
 
 
 def _trials(layout: Layout, words: list[str]) -> list[tuple[bool, bool, bool]]:
-    """Whether each flipped bit was found, named with its rank, and named alone."""
+    """Return whether each flipped bit was found, named with its rank, and the only one named."""
     run, hashes = build_toy(layout, [*words, _INTERVAL, "100"]), ReplicaHashes()
     hashes.on_start(run)
     chance, answers = random.Random(5), []
@@ -104,7 +104,7 @@ def test_a_run_stops_at_the_next_comparison_before_it_saves(name: str, tmp_path:
     words = [_INTERVAL, "2", "--save", str(tmp_path), "--save-interval", "2", "--train-iters", "6"]
     told = run_distributed(4, _trained, words, name)
     assert len(set(told)) == 1
-    # The weight of a wrong moment differs too.
+    # A wrong moment also changes its weight.
     found = re.fullmatch(
         r"iteration 4: replicas differ: (.*)\. They were equal after iteration 2: .*", told[0]
     )

@@ -1,4 +1,4 @@
-"""Suspicious updates are computed again: a machine's fault is told from the data's."""
+"""Suspicious updates are computed again, to distinguish faulty machines from bad data."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_numbers_that_are_the_same(
     ("forward", "backward", "ranks"),
     [
         ([_NOWHERE] * 4, [False] * 4, []),
-        ([0, _NOWHERE, 2, _NOWHERE], [True, False, True, False], [0]),  # later parts follow
+        ([0, _NOWHERE, 2, _NOWHERE], [True, False, True, False], [0]),  # later parts follow from it
         ([_NOWHERE, _NOWHERE, 2, 2], [True, True, True, True], [2, 3]),
-        ([_NOWHERE] * 4, [True, False, True, False], [2]),  # earlier stages follow
+        ([_NOWHERE] * 4, [True, False, True, False], [2]),  # earlier stages follow from it
         ([_NOWHERE] * 4, [False, True, False, False], [1]),
     ],
 )
@@ -70,7 +70,7 @@ def test_where_two_computations_part(
 def _faulty(
     layout: Layout, words: list[str], sizes: dict[str, int], fault: str
 ) -> tuple[str, int, list[str], str]:
-    """What ends a toy run with a fault, the exit code, events, and the state at the end."""
+    """Return what ends a toy run with a fault, the exit code, the events, and the final state."""
     planned = Fault.parse(fault)
     if layout.world.size > 1 or planned.rank == 0:
         faults = [planned] if planned.rank == layout.world.rank else []
@@ -115,7 +115,7 @@ def test_a_transient_error_is_that_of_a_rank(
 
 
 def test_a_run_goes_on_from_before_the_error(tmp_path: Path) -> None:
-    """The state that is saved is that before the update: the next start loses nothing."""
+    """The state before the update is saved, so the next start loses nothing."""
     flags = ["--save", str(tmp_path), "--save-interval", "100", "--hidden-dropout", "0.1"]
     straight = train_toy(Layout.single(), [*_ON, "--hidden-dropout", "0.1"])[1]
     told, code, *_ = _faulty(Layout.single(), flags, {}, "forward:0:5:nan")
@@ -137,14 +137,14 @@ class _NanRecipe(SpoiledRecipe):
 def _bad_data(
     monkeypatch: pytest.MonkeyPatch, *flags: str, samples: frozenset[int] = frozenset({17})
 ) -> tuple[str, int, list[str]]:
-    """A run whose sample 17, of iteration 5, has no finite loss."""
+    """Run with sample 17, in iteration 5, whose loss is not finite."""
     monkeypatch.setitem(toy.RECIPES, "gpt", _NanRecipe(samples))
     return _faulty(Layout.single(), list(flags), {}, "forward:1:1:nan")[:3]
 
 
 def test_bad_data_are_told_from_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     told, code, events = _bad_data(monkeypatch)
-    assert code == 7  # there is no --save, so that no other machine can be asked
+    assert code == 7  # without --save, no other machine can be asked
     assert "training sample ids 17" in told
     assert events == [
         "iteration 5: computed again, it gives lm loss nan, grad norm nan as before: the data or a "
@@ -178,7 +178,7 @@ def test_other_machines_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("flags", ["", _MIXTURE])
 def test_a_spike_of_the_data_is_skipped(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without a second computation the run ends with the same bits."""
+    """With and without recomputation, the run ends with the same bits."""
     monkeypatch.setitem(toy.RECIPES, "gpt", SpoiledRecipe(frozenset({21})))
     words = [*flags.split(), *_SPIKES, "--eval-iters", "0", "--train-iters", "8"]
     plain = train_toy(Layout.single(), words)[1]

@@ -1,4 +1,4 @@
-"""What a load takes, and what it says where the run is not the one that saved."""
+"""What loading restores, and what is reported if the run differs from the one that saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.training.toy import TOY, build_toy, train_toy
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of iterations 2 and 4."""
+    """Return checkpoints of iterations 2 and 4."""
     root = tmp_path_factory.mktemp("saved")
     words = ["--save", str(root), "--save-interval", "2", "--exit-interval", "4"]
     train_toy(Layout.single(), words)
@@ -168,7 +168,7 @@ def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
     assert {seed, longer} <= set(of_legacy)
     assert build_toy(Layout.single(), ["--load", str(legacy)])
     assert "changed since" not in capsys.readouterr().out
-    # What a conversion made of it stands for the same run, as far as its arguments tell.
+    # Its conversion represents the same run, as far as its arguments tell.
     back = tmp_path / "back"
     words = f"--model-type GPT --loader megatron --saver native --load-dir {legacy}"
     assert util.main([*words.split(), "--save-dir", str(back), "--keep-optimizer"]) == 0
@@ -191,14 +191,14 @@ def test_of_a_schedule_that_goes_on_as_saved_nothing_has_changed(saved, capsys):
     assert {"--weight-decay 0.5", "--lr 0.5"} <= {line.rpartition(", not ")[2] for line in kept}
     changed = {line.split()[4] for line in _changes(lines)}  # the fixture gave --exit-interval
     assert changed == {"--lr-warmup-init", "--exit-interval", taken}
-    # With a fresh optimizer the flags' schedule begins.
+    # With a fresh optimizer, the schedule in the flags starts.
     fresh = build_toy(Layout.single(), ["--load", str(saved), *flags, "--no-load-optim"])
     assert fresh.schedules.learning_rate.peak == 0.5
     assert "instead of --lr " in "".join(_changes(capsys.readouterr().out.splitlines()))
 
 
 def test_what_megatron_cannot_go_on_with_is_told_of_a_conversion(tmp_path, capsys):
-    """As of a run that saves so itself: tests/config/test_checks.py."""
+    """The same is reported if a run saves in that format: tests/config/test_checks.py."""
     ours, flags = tmp_path / "ours", "--lr-decay-style WSD --lr-wsd-decay-iters 2 --bf16"
     flags += f" --fp8-format hybrid --fp8-recipe delayed --save {ours}"
     train_toy(Layout.single(), [*flags.split(), *"--save-interval 1 --exit-interval 1".split()])

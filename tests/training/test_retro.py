@@ -25,7 +25,7 @@ QUIET = (
 
 
 def toy_workdir(folder):
-    """The working folder, made in `folder`, of the toy Retro's training."""
+    """Create the working folder for the toy Retro's training in `folder`."""
     documents = [[*document.tolist(), EOD] for document in random_documents(60)]
     prefix = write_dataset(folder / "corpus", documents)
     base = [word for word in TOY if word != "--mock-data"]
@@ -70,7 +70,7 @@ def test_checkpoints_load_in_another_layout(workdir, tmp_path, form):
 
 @pytest.fixture
 def gpt(workdir, tmp_path):
-    """The checkpoints of a GPT with the layers of the Retro, and its weights."""
+    """Return the checkpoints of a GPT with the Retro's layers, and its weights."""
     flags = "--num-layers 6 --train-iters 2 --save-interval 2"
     _, run = train_toy(Layout.single(), f"{flags} --save {tmp_path / 'gpt'}".split())
     return tmp_path / "gpt", {name: p.detach().clone() for name, p in run.named_parameters()}
@@ -102,7 +102,7 @@ def test_a_frozen_gpt_keeps_its_weights(workdir, gpt, tmp_path, flags):
     first = build_toy(Layout.single(), words(workdir, start), "retro")
     for name, begun in first.named_parameters():
         assert torch.equal(whole[name], begun) != is_of_retrieval(name), name
-    # Stopped and resumed on two processes, it is the same.
+    # It is the same when stopped and resumed on two processes.
     save = f"{start} --save {tmp_path / 'retro'} --exit-interval 3 --save-interval 3"
     run_distributed(2, _frozen, workdir, save)
     resumed = _frozen(

@@ -1,4 +1,4 @@
-"""Biases of routers are training state: saved, restored and continued in every layout."""
+"""Router biases are training state: saved, restored and continued in every layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LAYOUTS = {
 
 
 def _train(layout: Layout, flags: list[str]) -> tuple[list[float], list[list[float]]]:
-    """Losses, and the biases of this process's routers at the end, in the order of layers."""
+    """Return the losses, and the final biases of this process's routers in layer order."""
     recorder, run = train_toy(layout, [*_MIXTURE, *flags])
     return recorder.values("lm loss"), [s.bias.tolist() for s in run.layers.routers.states]
 
@@ -59,7 +59,7 @@ def test_a_resumed_run_goes_on_with_them(uninterrupted, layout, tmp_path):
     reader = open_checkpoint(tmp_path)
     saved = [read_whole(reader, f"model.layers.{i}.mlp.router.expert_bias") for i in range(4)]
     assert all(bool(one.any()) for one in saved)
-    # What this layout saved is continued in one process, and in this layout.
+    # What this layout saved is continued in one process and in this layout.
     (alone,) = run_sharing_memory(1, _train, ["--load", str(tmp_path)])
     assert alone[0] == pytest.approx(losses[3:], rel=1e-5)
     assert alone[1] == [pytest.approx(one) for one in biases]

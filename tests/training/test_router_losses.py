@@ -1,4 +1,4 @@
-"""The losses of expert routers, layer by layer, in the files of metrics."""
+"""The losses of expert routers, layer by layer, in the metrics files."""
 
 import pytest
 

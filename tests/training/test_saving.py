@@ -1,4 +1,4 @@
-"""When a run saves, and what it does when a save in the background fails."""
+"""When a run saves, and what it does when a background save fails."""
 
 import errno
 import os
@@ -66,7 +66,7 @@ def test_a_run_keeps_what_save_retain_interval_says(tmp_path, more, kept):
 
 
 def _full_disk_at(patch, *iterations):
-    """Writing fails for the checkpoints of these iterations."""
+    """Make writing fail for the checkpoints of these iterations."""
     write, doomed = store.write_shard, {f"iter_{iteration:07d}" for iteration in iterations}
 
     def fail(path, *rest):
@@ -133,7 +133,7 @@ def _one_clock_is_due(layout, folder, flags):
 
 @pytest.mark.parametrize("flags", [[], ["--zero-stage", "3"], ["--async-save"]])
 def test_all_ranks_save_when_one_clock_says_so(tmp_path, flags):
-    """Nobody knows it before: the next update's forward pass has begun, which changes nothing."""
+    """Nobody knows in advance: the next update's forward pass has begun, which changes nothing."""
     seen = run_distributed(2, _one_clock_is_due, tmp_path / "minutes", flags)
     assert seen == [[False, False, True, False, False, False]] * 2
     words = ["--save", str(tmp_path / "count"), "--save-interval", "3", "--eval-iters", "0", *flags]
@@ -159,7 +159,7 @@ def test_the_clock_starts_again_with_each_save(monkeypatch):
 
 
 def test_the_interval_that_loses_least():
-    """By trying all: time lost an hour is cost / interval + interval / (2 x time to a failure)."""
+    """Try all; the share of lost time is cost / interval + interval / (2 x time to failure)."""
     cost, failure = 12.0, 3600.0 * 24
     lost = {seconds: cost / seconds + seconds / (2 * failure) for seconds in range(60, 10000, 10)}
     assert best_interval(cost, failure) == pytest.approx(min(lost, key=lost.get), abs=10)

@@ -1,4 +1,4 @@
-"""Finetuning on conversations: the losses of TRL, with packing and without, on several ranks."""
+"""Finetuning on conversations: TRL's losses, with and without packing, on several ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _losses(layout: Layout, folder: Path, count: int, words: Sequence[str]) -> list[float]:
-    """The losses of a run, each of whose updates trains on every conversation by default."""
+    """Return the losses of a run, whose updates each train on every conversation by default."""
     given = [*derive_flags(folder)[1], *_FLAGS, "--load", str(folder), *words]
     given += ["--train-data-path", str(folder / f"{count}.jsonl")]
 
@@ -156,7 +156,7 @@ LORA = ["--lora-rank", "4", "--lr", "1e-2"]
 
 @pytest.mark.parametrize("words", [[], LORA, [*LORA, "--zero-stage", "3"]])
 def test_two_replicas_train_as_one_process(words: list[str], folder: Path) -> None:
-    """They have different rows, with different numbers of trained tokens."""
+    """The replicas have different rows, with different numbers of trained tokens."""
     words = ["--train-epochs", "4", "--global-batch-size", "4", *words]
     (alone,) = run_distributed(1, _losses, folder, FEW, words)
     assert len(alone) == 7

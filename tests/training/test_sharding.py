@@ -1,4 +1,4 @@
-"""Training with shared optimizer states and overlap: the numbers of a single process."""
+"""Training with sharded optimizer states and overlap: the results of a single process."""
 
 from contextlib import contextmanager
 
@@ -19,12 +19,12 @@ from tests.training.toy import TOY, build_toy, fingerprint, train_toy
 STAGE_1 = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 STAGE_2 = ["--zero-stage", "2", "--overlap-grad-reduce", "--overlap-param-gather"]
 FP16 = ["--fp16", "--initial-loss-scale", "1024"]
-# The norm is added up in another order in shards, which clipping would carry into the weights.
+# Shards sum the norm in another order, which clipping would carry into the weights.
 UNCLIPPED = ["--clip-grad", "0", "--eval-interval", "100", "--eval-iters", "0"]
 
 
 def _small_buckets():
-    """In this process only."""
+    """Use small buckets, only in this process."""
     gradient_sharing.BUCKET_BYTES = 2**13
 
 
@@ -37,7 +37,7 @@ def _train(layout, arguments):
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"], FP16], ids=["fp32", "bf16", "fp16"])
 def test_stages_and_overlap_change_nothing(precision):
-    """Four processes with one micro-batch each: bit for bit."""
+    """Four processes with one micro-batch each give equal bits."""
     recorder, _ = train_toy(Layout.single(), [*UNCLIPPED, *precision])
     losses, norms = recorder.values("lm loss"), recorder.values("grad-norm")
     (reference, *_), *_ = run_distributed(4, _train, precision)
@@ -72,7 +72,7 @@ def test_resuming_in_the_same_layout_is_bit_for_bit(tmp_path, flags):
 
 
 def _train_pipeline(layout, arguments):
-    """Losses, norms, the tied embeddings' digest here, and what each wave of backward has left."""
+    """Return losses, norms, tied embeddings here, and whole buckets after each backward wave."""
     _small_buckets()
     left = []
     run_wave = GradientBuffer.micro_batch
@@ -83,7 +83,7 @@ def _train_pipeline(layout, arguments):
             yield
         left.append(sum(bucket.whole is not None for bucket in buffer._reducer.buckets))
 
-    GradientBuffer.micro_batch = watched  # in this process only
+    GradientBuffer.micro_batch = watched  # only in this process
     recorder, run = train_toy(layout, [*DEEPER, "--pipeline-model-parallel-size", "2", *arguments])
     buffer = run.gradients
     assert len(buffer.plan.order) > 4
@@ -103,7 +103,7 @@ VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1", "--overlap-grad-reduc
     ids=["1f1b bf16", "interleaved", "zero-bubble bf16"],
 )
 def test_stage_2_in_a_pipeline_keeps_shards_only(flags):
-    """Several buckets a wave, tied embeddings at both ends, and nothing whole between waves."""
+    """Each wave has several buckets; embeddings at both ends are tied; no bucket stays whole."""
     numbers = [flag for flag in flags if flag == "--bf16"]
     recorder, _ = train_toy(Layout.single(), [*DEEPER, *numbers])
     losses, norms = recorder.values("lm loss"), recorder.values("grad-norm")
@@ -119,7 +119,7 @@ def test_stage_2_in_a_pipeline_keeps_shards_only(flags):
 
 
 def _most_whole_buckets(layout, words):
-    """How many buckets of stage 2 are whole at once at most, and how many there are."""
+    """Return how many buckets of stage 2 are whole at once at most, and how many there are."""
     gradient_sharing.BUCKET_BYTES = 2**10
     most, whole = 0, Reducer.whole
 
@@ -129,7 +129,7 @@ def _most_whole_buckets(layout, words):
         most = max(most, sum(one.whole is not None for one in reducer.buckets))
         return gradients
 
-    Reducer.whole = watched  # in this process only
+    Reducer.whole = watched  # only in this process
     kind = "t5" if "relative" in words else "gpt"
     _, run = train_toy(layout, [*DEEPER, *words, "--train-iters", "1"], kind)
     return most, len(run.gradients.plan.order)
@@ -148,8 +148,10 @@ FP8 = ["--bf16", "--fp8-format", "hybrid", "--fp8-param-gather"]
     ("words", "others"), [([], 0), (RELATIVE, 0), (FP8, 1)], ids=["gpt", "t5", "fp8"]
 )
 def test_stage_2_fills_one_bucket_at_a_time(words, others):
-    """Words and tables that stages share stand where backward finishes them. What is not gathered
-    in 8 bits has a buffer of its own."""
+    """Words and tables that stages share are placed where backward finishes them.
+
+    Parameters that are not gathered in 8 bits have a separate buffer.
+    """
     words = [*STAGE_2[:3], "--pipeline-model-parallel-size", "2", *words]
     for most, count in run_distributed(4, _most_whole_buckets, words, pipeline=2):
         assert count > 5

@@ -1,4 +1,4 @@
-"""How many updates that are not finite a run skips."""
+"""How many non-finite updates a run skips."""
 
 from __future__ import annotations
 

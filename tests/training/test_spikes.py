@@ -1,4 +1,4 @@
-"""Spikes of the loss and the gradient norm: found by medians, skipped or rewound."""
+"""Spikes of the loss and gradient norm: found by medians, then skipped or rewound."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_a_limit_follows_from_the_median_and_the_median_deviation() -> None:
     for loss in (7.0, 1.0, 4.0, 2.0):
         assert watch.limit("lm loss") == math.inf
         watch.add({"lm loss": loss, NORM: 2 * loss})
-    assert watch.limit("lm loss") == pytest.approx(3 + 10 * 1.4826 * 1.5)  # 4, 2, 1, 1 from 3
+    assert watch.limit("lm loss") == pytest.approx(3 + 10 * 1.4826 * 1.5)  # off 3 by 4, 2, 1, 1
     assert watch.limit(NORM) == pytest.approx(6 + 2 * 1.4826 * 3)
-    watch.add({"lm loss": 3.0})  # the 7 is gone
+    watch.add({"lm loss": 3.0})  # the 7 has left the window
     assert watch.limit("lm loss") == pytest.approx(2.5 + 10 * 1.4826 * 1.0)
     assert watch.limit("another") == math.inf
     told = watch.describe({"lm loss": 17.4, NORM: 1.0})
@@ -70,7 +70,7 @@ def test_a_window_that_was_saved_goes_on() -> None:
 
 @pytest.fixture(name="spoil")
 def _spoil(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Spoils samples, which trainings read in their order: iteration i reads 4 (i - 1) and on."""
+    """Spoil samples, which are read in order: iteration i starts at sample 4 (i - 1)."""
 
     def spoil(samples: Iterable[int]) -> None:
         monkeypatch.setitem(toy.RECIPES, "gpt", SpoiledRecipe(frozenset(samples)))
@@ -79,7 +79,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _state(run: Run) -> str:
-    """A digest of weights and moments, whatever the counters are."""
+    """Return a digest of weights and moments, whatever the counters are."""
     digest = hashlib.sha256()
     for name, entry in sorted(flatten(state_of(run)), key=lambda pair: (pair[0], pair[1].offset)):
         digest.update(f"{name} {entry.offset}".encode())
@@ -88,7 +88,7 @@ def _state(run: Run) -> str:
 
 
 def _skipping(layout: Layout, cases: list[list[str]]) -> list[bool]:
-    """Whether each case's run equals one that leaves the spike out, with the same counters."""
+    """Return whether each run equals one that skips the spike, with the same counters."""
     answers = []
     for words in cases:
         recorder, ours = train_toy(layout, [*_ON, *words, "--on-spike", "skip"])
@@ -107,9 +107,9 @@ def test_an_update_with_a_spike_changes_nothing(spoil: Any, capsys: Any) -> None
     assert all(_skipping(Layout.single(), [["--bf16"], per_token]))
     out = capsys.readouterr().out
     assert out.count(" skipped the update: iteration 8: lm loss ") == 2
-    assert ", grad norm " in out  # which is a spike too
+    assert ", grad norm " in out  # which is also a spike
     assert "(training sample ids 29)" in out
-    assert "(training sample ids 28, 29)" in out  # of the micro-batch
+    assert "(training sample ids 28, 29)" in out  # those of the micro-batch
     assert "number of skipped iterations:   1" in out
 
 
@@ -149,7 +149,7 @@ def test_a_gradient_norm_alone_is_a_spike_too() -> None:
 def _rewinding(layout: Layout, words: list[str], folder: str) -> tuple[bool, int, int]:
     save = ["--save", f"{folder}/ours", "--save-interval", "3"]
     ours = train_toy(layout, [*_ON, *words, *save, "--on-spike", "rewind"])[1]
-    # 7 and 8, which are counted from 0 there.
+    # Iterations 7 and 8; the flag counts from 0.
     expected = train_toy(layout, [*_ON, *words, "--iterations-to-skip", "6", "7"])[1]
     progress = ours.progress
     assert progress == expected.progress
@@ -170,7 +170,7 @@ def test_a_run_goes_back_to_its_last_checkpoint(
 def test_a_run_goes_back_to_a_newer_checkpoint_that_is_not_durable(
     spoil: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    spoil({29, 44})  # iteration 8, and 12
+    spoil({29, 44})  # in iterations 8 and 12
     fast = tmp_path / "fast"
     often = ["--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "local"]
     often += ["--non-persistent-local-ckpt-dir", str(fast)]
@@ -192,7 +192,7 @@ def test_a_run_goes_back_to_a_newer_checkpoint_that_is_not_durable(
     assert " went back to the weights of iteration 7: iteration 8: lm loss" in out
     assert "the non-persistent checkpoint of iteration 11 is not used" in errors
     assert " went back to the weights of iteration 6: iteration 12: lm loss" in out
-    # Counted from 0; those since iteration 6.
+    # Counted from 0: all since iteration 6.
     skipped = ["--iterations-to-skip", "6", "7", "8", "9", "10", "11"]
     expected = train_toy(Layout.single(), [*_ON, *skipped])[1]
     assert _state(run) == _state(expected)

@@ -40,11 +40,11 @@ def test_the_loss_after_100_iterations():
 
 
 def _in_stages(layout):
-    """Losses with each stage and format, where it is allowed."""
+    """Return the losses with each allowed combination of stage and format."""
     found = {}
     for stage in range(4):
         for name in FORMATS:
-            if (stage, name) != (3, "fp16"):  # shards of stage 3 are the fp32 weights
+            if (stage, name) != (3, "fp16"):  # stage 3's shards are the fp32 weights
                 more = f"--zero-stage {stage} --clip-grad 0"
                 found[stage, name] = _losses(layout, _flags(name, more))
     offload = _losses(layout, _flags("fp8", "--zero-stage 1 --clip-grad 0 --optimizer-cpu-offload"))
@@ -58,13 +58,13 @@ def test_stages_and_offloading():
         alone = _losses(Layout.single(), _flags(name, "--clip-grad 0"))
         for stage in range(3 + (name != "fp16")):
             assert found[stage, name] == pytest.approx(alone, rel=2e-3), (stage, name)
-    # Without scales nothing depends on where shards begin, but the last bits before rounding.
+    # Without scales, only the last bits before rounding depend on where shards start.
     for stage in (1, 2):
         assert found[stage, "bf16"] == pytest.approx(found[0, "bf16"], rel=1e-4)
 
 
 def _resume(layout, words, folder):
-    """Fingerprints of a run in one go, and of one that was saved and loaded in between."""
+    """Return fingerprints of an uninterrupted run and of one saved and loaded in between."""
     steps = f"--save {folder}/{layout.world.size} --save-interval 3".split()
     _, whole = train_toy(layout, words)
     train_toy(layout, [*words, *steps, "--exit-interval", "3"])
@@ -81,7 +81,7 @@ def test_resuming_in_the_same_layout_is_bit_for_bit(tmp_path, name):
     sharded = [*words, "--zero-stage", "2"]
     for one, other, _ in run_sharing_memory(2, _resume, sharded, tmp_path):
         assert one == other
-    # The checkpoint of two processes, on one.
+    # Load the checkpoint of two processes on one.
     train_toy(Layout.single(), [*words, "--load", f"{tmp_path}/2"])
     ours = _losses(Layout.single(), [*words, "--load", f"{tmp_path}/2"])
     assert ours == pytest.approx(losses, rel=3e-3)
@@ -103,7 +103,7 @@ def test_formats_may_change_at_a_checkpoint(tmp_path, capsys):
 
 
 def test_other_programs_read_fp32(tmp_path):
-    """Megatron-LM's files hold fp32 states whatever the run's are."""
+    """Megatron-LM's files hold fp32 states, whatever the run uses."""
     words = _flags("fp8", "--ckpt-format legacy --save-interval 2 --exit-interval 2")
     train_toy(Layout.single(), [*words, "--save", str(tmp_path)])
     (file,) = tmp_path.glob("iter_0000002/mp_rank_00/model_optim_rng.pt")

@@ -1,4 +1,4 @@
-"""Slow ranks: their times without waits, and when one is named."""
+"""Slow ranks: their times without waits, and when one is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TENSOR, _WORLD = (0, 1), (0, 1, 2, 3)
 
 
 class _Clocked:
-    """A device whose marks are times that the test sets."""
+    """A device whose marks are times set by the test."""
 
     stream = 0
     is_gpu = True
@@ -65,7 +65,7 @@ def _update(device: Any, journal: Journal, timers: Timers) -> None:
         _wait(journal, device, None, 200.0)  # a message: the other stage may be the slow one
     device.now += 400.0  # between the sections
     with timers.measure("all-grads-sync"):
-        _wait(journal, device, _WORLD, 800.0)  # there is no other group to compare it with
+        _wait(journal, device, _WORLD, 800.0)  # no other group to compare with
         device.now += 8.0
     with timers.measure("optimizer"):
         device.now += 16.0
@@ -123,7 +123,7 @@ def test_a_rank_is_named_the_third_time_and_once() -> None:
     ("compute", "is_slow"),
     [
         ([5.0, 5.0, 5.0, 7.2], True),
-        ([5.0, 5.0, 5.0, 7.1], False),  # 5 is more than 0.7 of it
+        ([5.0, 5.0, 5.0, 7.1], False),  # 5 is more than 0.7 times that
         ([0.2, 0.2, 0.2, 0.69], False),  # less than 5% of the update is lost
         ([5.0, 5.0, 9.0, 9.0], False),  # no majority
     ],
@@ -135,7 +135,7 @@ def test_how_slow_a_rank_must_be(compute: list[float], is_slow: bool) -> None:
 
 
 def test_stages_are_compared_with_themselves() -> None:
-    """The last stage has more to do; of two replicas the slower one is named."""
+    """The last stage has more work; the slower of its two replicas is reported."""
     found = _found(StragglerWatch([0, 0, 1, 1], {}), *[_times([5.0, 5.0, 16.0, 8.0])] * 3)[-1][0]
     assert found == [Straggler((2,), "compute", 16.0, 8.0)]
 
@@ -149,7 +149,7 @@ def test_a_rank_without_peers_is_compared_with_its_past() -> None:
 
 
 def test_a_slow_connection_is_that_of_a_group() -> None:
-    """All of a group wait for it; who joins last waits for nothing else."""
+    """All ranks of a group wait for it; the rank that joins last waits for nothing else."""
     watch = StragglerWatch([0, 0, 0, 0], {"tensor": [(0, 1), (2, 3)]})
     calm = _times([5.0] * 4, tensor=[1.0, 3.0, 4.0, 1.2])
     slow = _times([5.0] * 4, tensor=[1.0, 3.0, 4.0, 2.6])
@@ -176,7 +176,7 @@ def test_the_groups_of_a_run() -> None:
 
 
 def test_a_rank_that_takes_twice_as_long_is_named() -> None:
-    """All four wait for it, in backward passes and in the reduction of the gradients."""
+    """All four wait for it, in backward passes and in the gradient reduction."""
     words = ["--tensor-model-parallel-size", "2", "--train-iters", "60"]
     told = run_distributed(4, slowed, words, {"tensor": 2}, "step:2:15:slow=2x")
     for events in told:
@@ -188,7 +188,7 @@ def test_a_rank_that_takes_twice_as_long_is_named() -> None:
 
 
 def test_time_without_a_core_is_counted() -> None:
-    """Several spinning forks share this thread's core, so it is often ready but does not run."""
+    """Spinning forks share this thread's core, so it is often ready but not running."""
     clock, core = ReadyClock(), {min(os.sched_getaffinity(0))}
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, core)

@@ -1,4 +1,4 @@
-"""The exchange that --tp-comm-overlap asks for: its size, and where there can be none."""
+"""The exchange for --tp-comm-overlap: its size, and when there can be none."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_experts_exchange_whole_micro_batches_where_all_tokens_go_to_all_ranks()
 
 
 def test_a_run_asks_for_room_for_all_texts_of_a_sample(monkeypatch):
-    """What does not fit would go by collectives, and nobody would be told."""
+    """A message that does not fit would silently use collectives."""
     asked = []
 
     def ask(axis, device, message_bytes, **_):

@@ -14,7 +14,7 @@ from megatron.training.batches import BatchPlan, Rampup
 from tests.config.command import parse, problems
 from tests.training.toy import build_toy, fingerprint, train_toy
 
-_BATCH = 64  # tokens of the toy's update: 4 samples of 16 tokens
+_BATCH = 64  # tokens in the toy's update: 4 samples of 16 tokens
 _NO_LENGTH = ["--train-iters"]
 
 
@@ -38,7 +38,7 @@ def test_the_first_of_two_lengths_ends_the_run() -> None:
 
 def test_a_growing_batch_in_tokens() -> None:
     plan = BatchPlan(1, 12, Rampup(4, 4, 32), seq_length=10)
-    # 5 updates of 4, 2 of 8 (from sample 16 on, rounded up to 20), then 12: 200, 360, then 120 each
+    # 5 updates of 4, 2 of 8 (from sample 16, rounded up to 20), then 12: 200, 360, then 120 each
     updates, samples, tokens = 0, 0, 0
     for limit in range(1, 900, 7):
         while tokens < limit:
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_with_other_batches_has_all_its_samples(
     if before == "batch":
         first, steps = "--global-batch-size 8", 8 * _BATCH
     train_toy(Layout.single(), [*words, *first.split(), "--exit-interval", "4"])
-    for _ in range(2):  # the second begins in the middle of what is left
+    for _ in range(2):  # the second starts in the middle of the rest
         run = train_toy(Layout.single(), [*words, "--load", str(tmp_path), "--exit-interval", "5"])
         run = run[1]
         left = -(-(640 - steps) // _BATCH)

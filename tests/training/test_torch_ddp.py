@@ -36,11 +36,11 @@ def test_losses_and_norms_equal_the_single_process(world, sizes, more):
     for ours in run_distributed(world, _train, [*FLAGS, *more], **sizes):
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(norms, rel=1e-4)
-        assert ours[2] == 6 * (micro_batches - 1)  # one reduction an update
+        assert ours[2] == 6 * (micro_batches - 1)  # one reduction per update
 
 
 def _waits_seen(layout):
-    """What the watchdog could see of an update to which rank 1 comes late."""
+    """Return what the watchdog could see of an update that rank 1 joins late."""
     run, seen = build_toy(layout, FLAGS), []
     begin_wait = run.layout.journal.begin_wait
     run.layout.journal.begin_wait = lambda transfer: seen.append(transfer) or begin_wait(transfer)
@@ -52,7 +52,7 @@ def test_what_pytorch_waits_for_stands_in_the_journal():
     for seen, started in run_distributed(2, _waits_seen):
         assert seen == [("all-reduce", (0, 1))] * len(seen)
         assert seen
-        assert started[0, 1] > len(seen)  # construction is one too
+        assert started[0, 1] > len(seen)  # construction also has a collective
 
 
 def test_fp16_stays_close():

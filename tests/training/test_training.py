@@ -1,4 +1,4 @@
-"""The training loop end to end at toy size: layouts, resuming, leaving, bad numbers."""
+"""The training loop end to end at toy size: layouts, resuming, exiting, bad numbers."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def _losses(layout, arguments=()):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_data_parallel_processes_give_the_same_losses(size):
-    """Dropout included: masks follow the sample, not the process."""
+    """This includes dropout: masks follow the sample, not the process."""
     losses, norms = _losses(Layout.single())
     assert len(losses) == 6
     for rank_losses, rank_norms in run_distributed(size, _losses):
@@ -99,13 +99,13 @@ def test_resuming_on_another_number_of_processes_keeps_the_losses(tmp_path):
 
 
 class _Poison(Callback):
-    """Makes the gradients of one iteration nan on one rank."""
+    """Makes the gradients of one iteration NaN on one rank."""
 
     def __init__(self, iteration):
         self.iteration = iteration
 
     def before_step(self, run):
-        weight = next(p for p in run.parameters() if p.dim() == 1)  # autograd sees these
+        weight = next(p for p in run.parameters() if p.dim() == 1)  # autograd sees this kind
         poisoned = run.progress.iteration + 1 == self.iteration and run.layout.world.rank == 0
         self.hook = weight.register_hook(lambda g: g * float("nan")) if poisoned else None
 
@@ -176,9 +176,9 @@ def test_a_signal_to_one_rank_saves_and_leaves_on_all(tmp_path):
 
 
 def _timed(layout, folder):
-    """Each update takes 5 s by the first process's clock, and 25 s by the second's."""
+    """Let each update take 5 s by the first process's clock and 25 s by the second's."""
     seconds = 5 + 20 * layout.world.rank
-    passed = [1000.0 * layout.world.rank]  # clocks that began at another time, too
+    passed = [1000.0 * layout.world.rank]  # the clocks also started at different times
     ending.time = SimpleNamespace(monotonic=lambda: passed[0])
     arguments = ["--save", folder, "--save-interval", "100", "--exit-duration-in-mins", "1"]
     run = build_toy(layout, arguments)
@@ -200,7 +200,7 @@ def test_a_time_that_is_up_on_one_clock_saves_and_leaves_on_all(tmp_path):
 
 
 def _switched(layout, folder):
-    """Only the second process sees the kill switch, and another run starts while it exists."""
+    """Let only the second process see the kill switch; another run starts while it exists."""
     switch = Path(folder) / f"stop{layout.world.rank}"
     arguments = ["--save", folder, "--save-interval", "100", "--kill-switch-file", str(switch)]
     results = []
@@ -233,7 +233,7 @@ def test_a_missing_checkpoint_is_an_error_where_asked(tmp_path):
 
 
 def test_a_load_that_does_not_exist_is_an_error_unless_the_run_saves_there(tmp_path, capsys):
-    """Random weights would be trained in silence; a run that resumes itself starts for once."""
+    """Random weights would be trained silently. A run that resumes itself may start once."""
     missing = str(tmp_path / "typo")
     with pytest.raises(ConfigError, match=rf"^--load {missing} does not exist: correct the path"):
         build_toy(Layout.single(), ["--load", missing])
@@ -268,7 +268,7 @@ def test_a_load_without_a_checkpoint_is_an_error_unless_the_run_saves_there(tmp_
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
 def test_there_must_be_weights_to_finetune(tmp_path, name):
-    """The folder of --save is no exception: --finetune asks for weights that are there."""
+    """The folder of --save is no exception: --finetune asks for existing weights."""
     (tmp_path / "empty").mkdir()
     folder = str(tmp_path / name)
     words = ["--finetune", "--load", folder]
@@ -309,7 +309,7 @@ def test_a_forward_pass_begun_early_changes_no_bit():
 
 
 def test_modules_are_told_to_train_only_where_they_do_not(monkeypatch):
-    """To tell 400 of them takes a millisecond, in which no kernel is started."""
+    """Calling it for 400 modules takes a millisecond, in which no kernel is started."""
     run = build_toy(Layout.single())
     (part,), told = run.parts, []
     real = part.train
@@ -332,6 +332,6 @@ def test_where_a_forward_pass_is_begun_early():
         return updates.has_begun
 
     assert begun("--bf16")
-    assert not begun("--fp16")  # whose loss scale may change
+    assert not begun("--fp16")  # its loss scale may change
     assert not begun("--timing-log-level", "1")
     assert not begun("--train-iters", "1")

@@ -1,5 +1,5 @@
-"""The host waits for the device once an update, at its end. A CPU waits for nobody, but shows which
-operations a GPU would make it wait for; `tests/gpu/test_waits.py` asks a GPU."""
+"""The host waits for the device once per update, at its end. A CPU never waits, but shows which
+operations would make a host wait for a GPU; `tests/gpu/test_waits.py` asks a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.training.step import Updates
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy
 
-# Of these the host has to know the result, or its size, or sends what it holds itself.
+# Here the host needs the result or its size, or sends data of its own.
 _WAITING = {
     "_local_scalar_dense",  # item(), bool(), float(), an index or a length that is a tensor
     "nonzero",
@@ -28,7 +28,7 @@ _WAITING = {
 
 
 class _Watch(TorchDispatchMode):
-    """Keeps the names of what would make the host wait."""
+    """Records the names of operations that would make the host wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _waits(run, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Of the second of three updates, by name. `tolist` is what reads without an operation."""
+    """Count the second of three updates' waits by name. `tolist` reads without an operation."""
     run.train_batches = iter([next(run.train_batches) for _ in range(12)])  # the host's own work
     updates = Updates(run)
     updates.make(look_ahead=True)  # the first one allocates
@@ -84,11 +84,11 @@ def _waits(run, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 )
 def test_an_update_waits_for_the_device_once(kind: str, flags: str, monkeypatch) -> None:
     run = build_toy(Layout.single(), flags.split(), kind)
-    # The ids of four micro-batches, which stay with the host, and what came of the update.
+    # The ids of four micro-batches, which stay on the host, and the update's outcome.
     assert _waits(run, monkeypatch) == {"tolist": 4 + 1}
 
 
-# Sizes of the layout, and flags of runs in it.
+# Layout sizes, and flags of runs in the layout.
 _LAYOUTS: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
     (
         {},
@@ -118,7 +118,7 @@ _LAYOUTS: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
 
 
 def _waits_in_layouts(world: Layout) -> list[tuple[str, Counter[str], int]]:
-    """In each: its flags, what an update waits for, and how many micro-batches' ids it reads."""
+    """Return each run's flags, an update's waits, and how many micro-batches' ids it reads."""
     found = []
     for sizes, runs in _LAYOUTS:
         layout = Layout.at(world.world.rank, 2, **sizes).connect("cpu")
@@ -152,5 +152,5 @@ def test_a_wait_is_seen(monkeypatch) -> None:
 
     monkeypatch.setattr(run.gradients, "reduce", reduce)
     seen = _waits(run, monkeypatch)
-    seen.pop("lift_fresh", None)  # of a number that becomes a tensor; not in torch 2.15
+    seen.pop("lift_fresh", None)  # a number that becomes a tensor; not in torch 2.15
     assert seen == {"tolist": 5, "_local_scalar_dense": 2, "index": 1}

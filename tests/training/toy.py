@@ -46,7 +46,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 class SpoiledRecipe(GPTRecipe):
-    """A GPT's training in which the loss of some samples is several times as large as it is."""
+    """A GPT's training in which the loss of some samples is multiplied."""
 
     def __init__(self, samples: frozenset[int]) -> None:
         self._samples = samples
@@ -68,7 +68,7 @@ OF_KIND: dict[str, list[str]] = {
 
 
 class Recorder:
-    """A writer that keeps what it is given."""
+    """A writer that keeps everything that it receives."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -101,14 +101,14 @@ def build_toy(
     kind: str = "gpt",
     device: Device | None = None,
 ) -> Run:
-    """A run of the toy model of a kind; later flags win over the toy's own.
+    """Return a run of the toy model of this kind; later flags override the toy's own.
 
     Args:
-        device: None: the one that `tests.distributed` names.
+        device: The device, by default the one that `tests.distributed` selects.
     """
     size, rank = layout.world.size, layout.world.rank
     device = device or toy_device(rank)
-    # The data of a Retro is that of its working folder.
+    # A Retro's data is in its working folder.
     base = [word for word in TOY if (kind, word) != ("retro", "--mock-data")]
     words = [*base, *OF_KIND[kind], *arguments]
     lengths = {"--train-samples", "--train-iters", "--train-tokens", "--lr-wsd-branch-from"}
@@ -124,7 +124,7 @@ def train_toy(
     kind: str = "gpt",
     device: Device | None = None,
 ) -> tuple[Recorder, Run]:
-    """Train it to the end; what was recorded on this rank, and the run."""
+    """Train the toy to the end; return this rank's records and the run."""
     run, recorder = build_toy(layout, arguments, kind, device), Recorder()
     callbacks, _ = standard_callbacks(run, [recorder])
     train(run, callbacks)
@@ -132,7 +132,7 @@ def train_toy(
 
 
 def fingerprint(run: Run) -> str:
-    """Digest of parameters, optimizer state and position."""
+    """Return a digest of parameters, optimizer state and position."""
     digest = hashlib.sha256(repr(run.progress).encode())
     shares = run.gradients.shares_weights  # this process's shards
     tensors = {
@@ -146,7 +146,7 @@ def fingerprint(run: Run) -> str:
 
 
 def toy_outcome(iteration: int = 1, **changes: Any) -> StepOutcome:
-    """An update that went well, of 4 samples that no other iteration has, but for the changes."""
+    """Return a successful update on 4 samples that no other iteration has, with these changes."""
     first = 4 * (iteration - 1)
     usual = StepOutcome(
         applied=True,

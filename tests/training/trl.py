@@ -1,8 +1,8 @@
-"""A small Llama and conversations, on which TRL's losses were recorded.
+"""A small Llama and conversations, for which TRL's losses were recorded.
 
     python -m tests.training.trl
 
-runs TRL (the extra [parity]) and writes trl_losses.json beside this file.
+runs TRL (the extra [parity]) and writes trl_losses.json next to this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.data import chat_parity
 from tests.inference.server.live import write_tokenizer
 
 LENGTH, VOCABULARY = 96, 384
-LONG = 256  # the tokens of a row in the styles of chat_parity
+LONG = 256  # tokens per row in the styles of chat_parity
 HIDDEN, LAYERS, HEADS, INNER = 32, 2, 4, 64
 LEARNING_RATE, STEPS = 2e-3, 20
 FEW, MANY = 24, 1000
@@ -36,7 +36,7 @@ _WORDS = "Hello world one two three four five six seven eight nine ten stop here
 
 
 def write_model(folder: Path) -> None:
-    """Write a Llama in Hugging Face's form, with the tokenizer and the template."""
+    """Write a Llama in Hugging Face format, with its tokenizer and template."""
     write_tokenizer(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"chat_template": TEMPLATE, "eos_token": "<|endoftext|>", "pad_token": "<|system|>"}
