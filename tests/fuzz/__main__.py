@@ -3,7 +3,7 @@
 python -m tests.fuzz                                  every target, 2,000 inputs each
 python -m tests.fuzz --inputs 100000 --seed 7 pickle  one target
 
-Failures are kept below tests/fuzz/corpus; from then on the tests try them too. Exit code 1 if
+Failures are stored in tests/fuzz/corpus, and the tests then try them too. The exit code is 1 if
 anything failed.
 """
 

@@ -1,4 +1,4 @@
-"""Targets for corpora, lists of data, files that are continued, and those beside a model."""
+"""Targets for corpora, lists of data, files that are continued, and those next to a model."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _read_prompts(data: bytes, folder: Path) -> None:
 
 
 def _read_annotated(data: bytes, folder: Path) -> None:
-    """As what is selected from, measured, and continued."""
+    """Read an input for selection, for measuring, and to continue it."""
     path, source = folder / "a.jsonl", folder / "own.jsonl"
     client = PerspectiveClient("k", _NOWHERE, (), requests_per_second=1e6, retries=0)
     unreachable = PerspectiveScorer(client, 1)
@@ -186,7 +186,7 @@ def _read_perplexity(data: bytes, folder: Path) -> None:
 
 
 def _read_scores(data: bytes, folder: Path) -> None:
-    """As the answer of the Perspective API, to the only attempt."""
+    """Read an input as the Perspective API's answer to the only attempt."""
     client = PerspectiveClient("k", _NOWHERE, ("toxicity",), requests_per_second=1e6, retries=0)
     client._send = lambda _: data  # type: ignore[method-assign]
     assert 0 <= client.score("text")["toxicity"] <= 1
@@ -251,7 +251,7 @@ def _compiled() -> list[bytes]:
 
 
 def _read_compiled(data: bytes, folder: Path) -> None:
-    """Read an input as a compiled vocabulary, under the name that its digest gives."""
+    """Read an input as a compiled vocabulary, under the name derived from its digest."""
     vocab = json.dumps(GOOD).encode()
     (folder / "vocab").write_bytes(vocab)
     (folder / "merges").write_bytes(_MERGES)

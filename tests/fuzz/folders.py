@@ -1,8 +1,8 @@
-"""Whole checkpoint folders, damaged at random, and loaded by the functions that training uses.
+"""Whole checkpoint folders, randomly damaged, and loaded by the functions that training uses.
 
-An input is only the seed of random choices: what is changed in the newest checkpoint. Then a run
+An input is only the seed for the random changes to the newest checkpoint. Then a run
 that holds other values loads the folder. It must either be refused before any of the run's tensors
-changes, or hold exactly what a sound checkpoint of the folder holds.
+changes, or match a sound checkpoint of the folder exactly.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OF_CORE = (
 _OF_LLAMA = ("--vocab-size", str(CASES["llama"].config["vocab_size"] - 1))
 _SOUND = b"no mutation"
 _ERRORS = (CheckpointError, ConfigError)  # a folder may no longer look like a checkpoint
-_UNTOUCHED = 7.0  # what the run's tensors hold before they are loaded
+_UNTOUCHED = 7.0  # what the run's tensors hold before loading
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _change_bytes(folder: Path, rng: random.Random, *, beyond: str = "") -> None:
-    """Change some bytes of a file; of a file whose name ends so, only its first 64."""
+    """Change some bytes of a file, but only in the first 64 if its name ends with `beyond`."""
     path = rng.choice(_files(folder))
     data = bytearray(path.read_bytes())
     end = min(64, len(data)) if beyond and path.name.endswith(beyond) else len(data)
@@ -190,7 +190,7 @@ def _change_length(folder: Path, rng: random.Random) -> None:
 
 
 def _swap(folder: Path, rng: random.Random) -> None:
-    """Swap two files of any two checkpoints, or put one in the other's place."""
+    """Swap two files of any two checkpoints, or replace one with the other."""
     one, other = rng.choice(_files(folder)), rng.choice(_files(folder.parent))
     data = one.read_bytes()
     one.write_bytes(other.read_bytes())
@@ -204,19 +204,19 @@ def _remove(folder: Path, rng: random.Random) -> None:
 
 
 def _duplicate(folder: Path, rng: random.Random) -> None:
-    """Copy a file or a folder under a name like those of the others."""
+    """Duplicate a file or a folder under a name that follows the others' pattern."""
     path = rng.choice([*_files(folder), *(path for path in folder.iterdir() if path.is_dir())])
     stem = path.name.rstrip("0123456789")
     name = rng.choice((path.name + "1", f"{stem}02", f"x{path.name}"))
     if path.is_dir():
-        with contextlib.suppress(OSError):  # another mutation put something else into it
+        with contextlib.suppress(OSError):  # another mutation put something else there
             shutil.copytree(path, path.with_name(name), symlinks=True)
     else:
         path.with_name(name).write_bytes(path.read_bytes())
 
 
 def _replace(folder: Path, rng: random.Random) -> None:
-    """Put something that is no plain file in a file's place."""
+    """Replace a file with something that is not a regular file."""
     path = rng.choice(_files(folder))
     path.unlink()
     rng.choice((path.mkdir, partial(os.mkfifo, path), partial(path.symlink_to, "/dev/zero")))()
@@ -228,7 +228,7 @@ def _open_to_all(folder: Path, rng: random.Random) -> None:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) below a value of JSON or of a pickle, but no tensor."""
+    """Yield every (container, key) in a JSON value or a pickle, except inside tensors."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     keys = value.keys() if isinstance(value, dict) else range(len(value))
@@ -240,7 +240,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _edit(tree: Any, rng: random.Random) -> None:
-    """Remove a value, put another in its place, or wrap it."""
+    """Remove a value, replace it, or wrap it."""
     for _ in range(rng.choice((1, 1, 2))):
         container, key = rng.choice(list(_places(tree)))
         value = container[key]
@@ -256,7 +256,7 @@ def _edit(tree: Any, rng: random.Random) -> None:
 
 
 def _sign_anew(folder: Path, rng: random.Random) -> None:
-    """Change values of the manifest, mostly of its metadata, and sign it as an attacker would."""
+    """Change values of the manifest, mostly metadata, and sign it again, as an attacker would."""
     with contextlib.suppress(
         ValueError, KeyError, OSError, CheckpointError
     ):  # another mutation came first
@@ -268,10 +268,10 @@ def _sign_anew(folder: Path, rng: random.Random) -> None:
 
 
 def _pickle_anew(folder: Path, rng: random.Random, *, kind: str = "legacy") -> None:
-    """Change values of one of Megatron-LM's files, with sound CRCs."""
+    """Change values of one of Megatron-LM's files, with correct CRCs."""
     path = rng.choice([path for path in _files(folder) if path.suffix == ".pt"])
     with contextlib.suppress(Exception):  # another mutation came first
-        # Nothing can tell bytes that were changed before the CRCs are computed from sound ones.
+        # Bytes that were changed before the CRCs were computed cannot be told from sound ones.
         sound = _original(kind).newest / path.relative_to(folder)
         tree = torch.load(sound, weights_only=False)
         own = [value for value in tree.values() if isinstance(value, dict | argparse.Namespace)]
@@ -280,7 +280,7 @@ def _pickle_anew(folder: Path, rng: random.Random, *, kind: str = "legacy") -> N
 
 
 def _index_anew(folder: Path, rng: random.Random) -> None:
-    """Change a place, a box, a type or a name in Megatron Core's `.metadata`."""
+    """Change an offset, a box, a type or a name in Megatron Core's `.metadata`."""
     index = pickle.loads((_original("core").newest / ".metadata").read_bytes())
     tensors = {n: one for n, one in index.state_dict_metadata.items() if hasattr(one, "chunks")}
     place = rng.choice(list(index.storage_data))
@@ -358,11 +358,11 @@ def _change_header(folder: Path, rng: random.Random) -> None:
 
 Mutation = Callable[[Path, random.Random], None]
 _OF_FILES: tuple[Mutation, ...] = (_change_length, _remove, _duplicate, _replace, _open_to_all)
-# Hugging Face's tensors have no digests: their bytes and swapped files cannot be recognized.
+# Hugging Face's tensors have no digests: changed bytes and swapped files cannot be detected.
 _MUTATIONS: dict[str, Sequence[Mutation]] = {
     "native": (*_OF_FILES, _swap, _change_bytes, *[_sign_anew] * 6),
     "legacy": (*_OF_FILES, _swap, _change_bytes, *[_pickle_anew] * 4),
-    # Files of different saves have no sign of it, unless their sizes differ.
+    # Nothing reveals files from different saves, unless their sizes differ.
     "core": (
         *(*_OF_FILES, *[_change_bytes] * 3, *[_index_anew] * 6),
         *[partial(_pickle_anew, kind="core")] * 2,
@@ -377,7 +377,7 @@ _MUTATIONS: dict[str, Sequence[Mutation]] = {
 
 
 def _seeds(kind: str) -> list[bytes]:
-    _original(kind)  # made before the search is forked
+    _original(kind)  # created before the search is forked
     return [_SOUND]
 
 

@@ -1,4 +1,4 @@
-"""Fuzzing of whatever reads bytes from outside: damaged input is refused, and nothing else happens.
+"""Fuzzing of everything that reads outside bytes: damaged input is refused, with no other effect.
 
 A target reads bytes, such as an index or a request. It gets seeds, which are sound inputs, and
 mutations of them that Hypothesis draws. It may succeed or raise one of its own errors; any other
@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 SECONDS = 10
 WAIT = 120  # seconds; the machine may be busy
 MEMORY = 2 << 30  # bytes
-CORPUS = Path(__file__).parent / "corpus"  # inputs that failed once, by target
+CORPUS = Path(__file__).parent / "corpus"  # inputs that failed before, by target
 
 _INTERESTING = (
     *(0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF),
@@ -49,11 +49,11 @@ class Target:
     """One reader of bytes.
 
     Attributes:
-        name: its name, and that of its folder of past failures.
+        name: its name, and the name of its folder of past failures.
         seeds: sound inputs.
-        read: reads an input; the folder is empty and its own, before each input.
+        read: reads an input. Before each input it gets an empty folder of its own.
         errors: what it may raise.
-        tokens: text that is put into inputs.
+        tokens: text to insert into inputs.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Target:
 
 @dataclass
 class Outcome:
-    """What a number of inputs did.
+    """The results for a number of inputs.
 
     Attributes:
         inputs: tried so far.
-        refused: of them, those that raised one of the target's errors.
-        failure: the first failure in words; empty if there is none.
+        refused: how many of them raised one of the target's errors.
+        failure: a description of the first failure; empty if there is none.
         example: its input.
     """
 
@@ -81,12 +81,12 @@ class Outcome:
 
 
 def past_failures(name: str) -> list[bytes]:
-    """The corpus of a target."""
+    """Return the corpus of a target."""
     return [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
 
 
 def made(make: Callable[[Path], Sequence[bytes]]) -> Callable[[], Sequence[bytes]]:
-    """Seeds that are files which a function writes into a folder."""
+    """Return seeds that a function writes as files into a folder."""
 
     def seeds() -> Sequence[bytes]:
         with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +96,7 @@ def made(make: Callable[[Path], Sequence[bytes]]) -> Callable[[], Sequence[bytes
 
 
 def mutations(seeds: Sequence[bytes], tokens: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-    """Draw a seed with one to six edits, or with another value somewhere if it is JSON."""
+    """Draw a seed with one to six edits, or with one value replaced if it is JSON."""
 
     @st.composite
     def mutated(draw: st.DrawFn) -> bytes:
@@ -122,7 +122,7 @@ def _edit(
         case 0:  # one bit
             if data:
                 data[at] ^= 1 << draw(st.integers(0, 7))
-        case 1:  # a number at its edge
+        case 1:  # a number at an edge of its range
             number = draw(st.sampled_from(_INTERESTING)) & ((1 << 8 * width) - 1)
             data[at : at + width] = number.to_bytes(width, draw(st.sampled_from(("little", "big"))))
         case 2:  # a part is missing
@@ -131,7 +131,7 @@ def _edit(
             del data[at:]
         case 4:  # a part is there twice
             data[at:at] = data[at : at + draw(st.integers(1, 64))]
-        case 5:  # something else is inserted
+        case 5:  # something is inserted
             data[at:at] = draw(st.binary(min_size=1, max_size=16))
         case 6:  # a token is inserted
             data[at:at] = draw(st.sampled_from(tokens))
@@ -169,7 +169,7 @@ def _edit_tree(tree: Any, draw: st.DrawFn) -> None:
         match draw(st.integers(0, 3)):
             case 0:
                 del tree[key]
-            case 1:  # a part in the place of another
+            case 1:  # a part replaced with another
                 tree[key] = copy.deepcopy(tree[draw(st.sampled_from(keys))])
             case 2:
                 tree[key] = draw(st.sampled_from(([], {}, [tree[key]], {"x": tree[key]})))
@@ -179,7 +179,7 @@ def _edit_tree(tree: Any, draw: st.DrawFn) -> None:
 
 
 def _word(data: bytearray, at: int) -> tuple[int, int]:
-    """The run of letters and digits, or the whole string, around a position."""
+    """Return the run of letters and digits around a position, or the whole string."""
     start = end = at
     while start > 0 and (data[start - 1 : start].isalnum() or data[start - 1] in b'_.-"'):
         start -= 1
@@ -189,7 +189,7 @@ def _word(data: bytearray, at: int) -> tuple[int, int]:
 
 
 def fuzz(target: Target, inputs: int, number: int) -> Outcome:
-    """Try past failures, then mutations.
+    """Try past failures, then new mutations.
 
     Args:
         target: what reads them.
@@ -198,7 +198,7 @@ def fuzz(target: Target, inputs: int, number: int) -> Outcome:
     """
     corpus = past_failures(target.name)
     seeds = [*target.seeds(), *corpus]
-    shared = mmap.mmap(-1, 64 << 20)  # count, refused, length and bytes of the present input
+    shared = mmap.mmap(-1, 64 << 20)  # count, refused, length and bytes of the current input
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
@@ -285,7 +285,7 @@ def _search(
 
 
 def search(targets: Sequence[Target], inputs: int, number: int) -> bool:
-    """Fuzz targets one after the other, print what happened, and keep failures in the corpus."""
+    """Fuzz targets one after another, print the results, and add failures to the corpus."""
     held = True
     for target in targets:
         started = time.monotonic()

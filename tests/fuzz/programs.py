@@ -45,7 +45,7 @@ class Program:
     """A pickle that is being written; each method adds the code of one value."""
 
     def __init__(self, seed: int) -> None:
-        """Draw what kind of program it is.
+        """Choose what kind of program it is.
 
         Args:
             seed: The program's number.
@@ -88,7 +88,7 @@ class Program:
         return count
 
     def keep(self) -> int:
-        """Put the value on the stack into the memo, and return its place."""
+        """Store the value on the stack in the memo, and return its index."""
         place, self.memo = self.memo, self.memo + 1
         short = b"q%c" % place if place < 256 else b"\x94"
         self.code += self.draw.choice((b"\x94", short, b"r" + struct.pack("<I", place)))
@@ -98,7 +98,7 @@ class Program:
         return b"h%c" % place if place < 256 else b"j" + struct.pack("<I", place)
 
     def name(self, name: str) -> None:
-        """Add a global name in one of its two forms."""
+        """Add a global name in one of the two encodings."""
         module, _, word = name.partition(" ")
         if self.draw.random() < 0.5:
             self.code += f"c{module}\n{word}\n".encode()
@@ -184,7 +184,7 @@ class Program:
         self.code += b"tR"
 
     def chain(self, level: int) -> None:
-        """Nest a value in the same container again and again."""
+        """Nest a value repeatedly in the same kind of container."""
         count = _size(self.draw, self.longest)
         count = count if self.is_hostile else min(count, 10)
         self.name("megatron.enums ModelType")
@@ -203,7 +203,7 @@ class Program:
         self.code += after * count
 
     def doubled(self, level: int) -> None:
-        """Add a value with 2^n leaves: each level holds the level below twice."""
+        """Add a value with 2^n leaves: each level contains the level below twice."""
         count = self.draw.randint(1, 70 if self.is_hostile else 8)
         self.value(level)
         form = self.draw.choice((b"%b%b\x86", b"](%b%be", b"}(K\x01%bK\x02%bu"))
@@ -220,19 +220,19 @@ class Program:
         self.code += b"0](" + place * times + b"e"
 
     def recall(self, level: int) -> None:
-        """Add a value that has been kept, perhaps one that is not finished."""
+        """Add a value that has been stored, perhaps one that is not finished."""
         place = self.draw.randrange(self.memo) if self.memo and self.is_hostile else None
         self.code += b"N" if place is None else self.get(place)
 
     def noise(self, level: int) -> None:
-        """Add instructions without effect, and one value."""
+        """Add instructions without effect, and a value."""
         count = _size(self.draw, self.longest)
         frame = b"\x95" + struct.pack("<Q", self.draw.randint(0, 99))
         self.code += self.draw.choice((b"N0", b")0", b"\x80\x04", frame, b"(t0", b"}0")) * count
         self.value(level)
 
     def loop(self, level: int) -> None:
-        """Add a container that holds itself, some levels down."""
+        """Add a container that contains itself, some levels down."""
         before, after = self.draw.choice(((b"]", b"a"), (b"}", b"s")))
         key = b"K\x02" if before == b"}" else b""
         levels = self.draw.randint(0, 50)
@@ -241,7 +241,7 @@ class Program:
         self.code += key + b"]" * levels + place + b"a" * levels + after
 
     def copies(self, level: int) -> None:
-        """Call a function again and again with the same long list."""
+        """Call a function repeatedly with the same long list."""
         size, times = (_size(self.draw, self.longest) for _ in range(2))
         self.name(self.draw.choice(("torch Size", "collections OrderedDict", "pathlib PosixPath")))
         call = self.get(self.keep())
@@ -250,7 +250,7 @@ class Program:
         self.code += b"0](" + (call + many + b"\x85R") * times + b"e"
 
     def foreign(self, level: int) -> None:
-        """Call, make or change what a name stands for, in a chain."""
+        """Call, construct or modify what a name refers to, in a chain."""
         self.name(self.draw.choice(_NAMES))
         uses = (
             *(b")R", b")\x81", b"}b", b")}\x92", b"Q", b"}" + _text(b"a") + b"Nsb", b"]a"),
@@ -259,7 +259,7 @@ class Program:
         self.code += b"".join(self.draw.choices(uses, k=self.draw.randint(0, 4)))
 
     def any_instruction(self, level: int) -> None:
-        """Add a few instructions, also of those that no checkpoint uses."""
+        """Add a few instructions, including some that no checkpoint uses."""
         arguments = (bytes(4), b"1\n", b"os\nsystem\n", b"\xff" * 8)
         for op in self.draw.choices(pickletools.opcodes, k=self.draw.randint(1, 5)):
             self.code += op.code.encode("latin-1")
@@ -271,7 +271,7 @@ def walk(tree: Any) -> int:
     """Go through a tree as the reader's callers do, and return the number of its values.
 
     Raises:
-        AssertionError: It holds something that the reader promises to keep out.
+        AssertionError: It contains something that the reader guarantees to keep out.
     """
     kind = type(tree)
     if kind in (dict, unpickler.StateDict):
@@ -292,14 +292,14 @@ def walk(tree: Any) -> int:
 
 
 def random_tree(draw: random.Random, level: int = 0) -> Any:
-    """Return a tree such as a checkpoint may hold."""
+    """Return a tree like those in checkpoints."""
     if level == _TREE_LEVELS or draw.random() < 0.3:
         return draw.choice(
             (None, True, -1, 1 << 100, 0.1, "", "\u00e9" * 300, "a", b"\xff\x00", b"x" * 300)
         )
     parts = [random_tree(draw, level + 1) for _ in range(draw.randint(0, 3))]
     if parts and draw.random() < 0.3:
-        parts.append(parts[0])  # a part that is there twice
+        parts.append(parts[0])  # a part that occurs twice
     named = {f"name{i}": part for i, part in enumerate(parts)}
     numbered = {(f"a{i}", i) if i % 2 else i: part for i, part in enumerate(parts)}
     return draw.choice(
@@ -308,7 +308,7 @@ def random_tree(draw: random.Random, level: int = 0) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """Return a tree in which stand-ins and what they stand for are the same."""
+    """Return a tree in which stand-ins equal what they stand for."""
     match tree:
         case Namespace():
             return "Namespace", plain(vars(tree))

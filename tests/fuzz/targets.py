@@ -1,4 +1,4 @@
-"""Every reader of bytes from outside, as a target for fuzzing."""
+"""Every reader of outside bytes, as a fuzzing target."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _indexes(folder: Path) -> list[bytes]:
 
 
 def _cached_indexes() -> list[bytes]:
-    """The oldest form, without document bounds, and the later one."""
+    """Return the oldest form, without document bounds, and the later one."""
     lengths = (3, 0, 5, 1)
     numbers = [*range(5), *np.cumsum((0, *lengths)), *lengths]
     oldest = [b"TNTIDX\0\0", *(int(n).to_bytes(8, "little") for n in (1, 4, 4, 4, 4, *numbers))]
@@ -89,7 +89,7 @@ def _read_records(data: bytes, folder: Path) -> None:
 
 
 def _read_example(data: bytes, folder: Path) -> None:
-    """Without the checksums, at which all mutations of a record end."""
+    """Read without the checksums, which would stop every mutation of a record."""
     (folder / "x.tfrecord").write_bytes(tfrecords.record(data))
     dataset = TFRecordDataset(
         TFRecords("x", [folder / "x.tfrecord"]), (0, 1), 1, TFRecordOptions(16, 100, 1)
@@ -150,7 +150,7 @@ def _bodies(folder: Path) -> list[bytes]:
 
 
 def _read_signed(data: bytes, folder: Path) -> None:
-    """Sign what was changed, as an attacker would, and load the folder."""
+    """Sign the modified manifest, as an attacker would, and load the folder."""
     try:
         body = json.loads(data)
         text = json.dumps(body) + "\n"
@@ -243,7 +243,8 @@ def _lines() -> list[bytes]:
 
 
 def _tokenizer(kind: str, fields: str, *sound: bytes) -> Callable[[bytes, Path], None]:
-    """Read an input as the file of the first flag of a tokenizer; those of the others are sound."""
+    """Read an input as the file of a tokenizer's first flag; the files of the other flags are
+    sound."""
 
     def read(data: bytes, folder: Path) -> None:
         flags: dict[str, Any] = {"tokenizer_type": kind}
@@ -261,7 +262,7 @@ def _tokenizer(kind: str, fields: str, *sound: bytes) -> Callable[[bytes, Path],
 
 
 def _pipeline(folder: Path) -> list[bytes]:
-    """tokenizer.json of T5's kind, and one of byte-level BPE."""
+    """Return a tokenizer.json of T5's kind, and one with byte-level BPE."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     made = [(write_t5_tokenizer(folder) / "tokenizer.json").read_bytes()]
@@ -285,7 +286,7 @@ def _sentencepiece(folder: Path) -> list[bytes]:
     return [model.getvalue()]
 
 
-# What travels over the network
+# Data that is sent over the network
 
 
 def _requests() -> list[bytes]:

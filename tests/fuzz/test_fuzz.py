@@ -1,4 +1,4 @@
-"""Every reader of bytes, fuzzed for a short time; `python -m tests.fuzz` does so for longer."""
+"""Every reader of outside bytes, fuzzed briefly; `python -m tests.fuzz` does it for longer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fuzz.targets import TARGETS
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_damaged_input_is_refused_and_nothing_else_happens(target: Target) -> None:
-    inputs = 40 if target in folders.TARGETS else 150  # a run loads each folder, 0.4 s of work
+    inputs = 40 if target in folders.TARGETS else 150  # each folder takes a run 0.4 s of CPU
     outcome = fuzz(target, inputs, number=0)
     assert not outcome.failure, f"{outcome.failure}\ninput: {outcome.example[:500]!r}"
     assert outcome.inputs >= inputs
@@ -22,7 +22,7 @@ def test_damaged_input_is_refused_and_nothing_else_happens(target: Target) -> No
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_a_seed_is_sound(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or mutations of it would be refused for a reason of the seed's own."""
+    """Otherwise mutations of it would be refused because of the seed."""
     monkeypatch.chdir(tmp_path)
     target.read(target.seeds()[0], tmp_path)
 

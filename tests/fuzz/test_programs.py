@@ -1,4 +1,4 @@
-"""The random pickles that the reader of old checkpoints is tried with."""
+"""The random pickles that test the reader of old checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fuzz.programs import Program, plain, random_tree, walk
 
 
 def test_well_formed_programs_are_read_to_their_end() -> None:
-    """Or they would be refused at the first instructions, and try little."""
+    """Otherwise they would be refused at the first instructions and test little."""
     programs = [program for program in map(Program, range(60)) if not program.is_hostile]
     values, reasons = [], []
     for program in programs:

@@ -1,4 +1,4 @@
-"""Whole runs of several processes, a GPU each."""
+"""Whole runs with several processes, one GPU each."""
 
 import subprocess
 import sys
@@ -8,9 +8,9 @@ from tests.repository import ROOT
 
 
 def run_processes(count: int, words: Sequence[str], seconds: float = 90) -> str:
-    """What `words` printed, started by PyTorch's launcher; an error fails the test.
+    """Start `words` with PyTorch's launcher, and return the output; an error fails the test.
 
-    The launcher chooses a free port, so that tests may run side by side.
+    The launcher chooses a free port, so tests may run in parallel.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     program = [*launcher, f"--nproc-per-node={count}", *words]

@@ -1,5 +1,8 @@
-"""Trains toys twice in the deterministic mode and says how many results there were: the process of
-test_deterministic_mode.py, since the mode sets variables that CUDA reads when it starts."""
+"""Train toys twice in the deterministic mode, and print how many different results there were.
+
+test_deterministic_mode.py runs this as a process, because the mode sets variables that CUDA reads
+at startup.
+"""
 
 import sys
 
@@ -8,7 +11,7 @@ from megatron.processes.launch import read_launch
 from megatron.processes.process import processes
 from tests.training.toy import TOY, fingerprint, train_toy
 
-# Long enough for attention to be of many blocks, whose sums may come in any order.
+# Long enough for attention to use many blocks, whose sums could be added in any order.
 LONG = "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --hidden-size 256 "
 LONG += "--train-iters 3 --lr 1e-3 --min-lr 1e-4 --deterministic-mode"
 SHORT = "--train-iters 3 --deterministic-mode"
@@ -31,7 +34,7 @@ CASES = (
 
 
 def main(sizes: str) -> None:
-    """Go through all cases that the device can."""
+    """Run all cases that the device supports."""
     launch = read_launch()
     config = parse_config([*TOY, *SHORT.split()], world_size=1, architecture="gpt").config
     with processes(config, launch) as (device, layout):

@@ -1,4 +1,4 @@
-"""Amaxes that kernels hand over to fp8 layers are those of the tensors that the layers cast."""
+"""Amaxes that kernels pass to fp8 layers equal those of the tensors that the layers cast."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ OLD: dict[str, Any] = {
 def _train(
     flags: dict[str, Any], recompute: RecomputePlan | None, numbers: dict[str, Any]
 ) -> list[Tensor]:
-    """Losses and gradients of two micro-batches whose passes interleave, as a pipeline's do."""
+    """Return losses and gradients of two micro-batches with interleaved passes, as in a
+    pipeline."""
     precision = PrecisionConfig(bf16=True, fp8_format="hybrid", **numbers)
     network = config(**flags)
     context = new_context(network, precision, device=DEVICE.torch_device, dtype=torch.bfloat16)
@@ -96,6 +97,6 @@ def test_an_amax_handed_over_is_that_of_the_tensor(
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_other_recipes_hand_nothing_over(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Handover, "measure", None)  # a call would fail
+    monkeypatch.setattr(Handover, "measure", None)  # any call would fail
     losses = _train(WIDE, None, {"fp8_recipe": recipe})
     assert all(x.isfinite().all() for x in losses)

@@ -1,4 +1,4 @@
-"""BERT and T5 on a GPU give what they give on a CPU, through kernels and masks."""
+"""BERT and T5 give the same results on a GPU as on a CPU, through kernels and masks."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU"),
 ]
-WIDE = {"kv_channels": 8}  # a head that the fused kernels take
+WIDE = {"kv_channels": 8}  # a head size that the fused kernels support
 
 
 def _run(kind, flags, device, dtype, recompute=None, precision=None):
@@ -66,7 +66,7 @@ def test_recomputation_gives_the_same_bits_with_dropout(kind, flags):
 
 
 def test_samples_one_after_the_other_equal_samples_with_a_mask(monkeypatch):
-    """Dropout so rare that none happens lets a BERT take the flash kernel's stretches."""
+    """With dropout so rare that none happens, a BERT uses the flash kernel's variable lengths."""
     rare = {"attention_dropout": 1e-9, "hidden_dropout": 0.0}
     options = {"device": DEVICE.torch_device, "dtype": torch.bfloat16}
     monkeypatch.setattr(bert, "SHORTEST_IN_ONE", 1)

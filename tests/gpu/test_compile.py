@@ -58,7 +58,7 @@ def test_a_block_compiles_whole_and_gives_the_same_loss(flags):
     loss, grads = run(block)
     torch.compiler.reset()
     ours, our_grads = run(torch.compile(block, fullgraph=True))
-    # The compiler draws other random numbers, so with dropout every mask is another.
+    # The compiler draws different random numbers, so dropout would use different masks.
     assert ours == pytest.approx(loss, rel=1e-3 if flags else 2e-2)
     if flags:
         for name, theirs in grads.items():

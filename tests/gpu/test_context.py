@@ -1,4 +1,4 @@
-"""Blocks of context parallelism: the flash kernel gives what the plain form gives."""
+"""Blocks of context parallelism: the flash kernel gives the same results as the plain form."""
 
 import re
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_flash_blocks_equal_plain_blocks(groups, size, dtype):
 @pytest.mark.parametrize("form", ["flash", "plain"])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_blocks_drop_the_same_weights_in_both_directions(form, groups):
-    """As the test of the same name on a CPU; the flash kernel's masks come from its counter."""
+    """Like the CPU test of the same name; the flash kernel's masks come from its counter."""
     forward, backward = {
         "flash": (flash_forward, flash_backward),
         "plain": (reference_forward, reference_backward),
@@ -98,8 +98,10 @@ def test_fp32_and_odd_heads_take_the_plain_form():
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ENDS)
 def test_a_ring_with_documents_equals_one_process(name, size, groups):
-    """The kernel for sequences of different lengths, with documents that have no keys in a block or
-    no queries, in 16 bits; and the plain form, which computes in fp32."""
+    """Check the variable-length kernel in 16 bits and the plain form, which computes in fp32.
+
+    Some documents have no keys or no queries in a block.
+    """
     length = 512
     segments = segments_of(name, length=length)
     segments = replace(segments, ends=segments.ends.to(DEVICE.torch_device))
@@ -140,7 +142,7 @@ def test_a_query_without_keys_changes_nothing_on_a_gpu():
 @pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
 def test_two_processes_train_on_documents_as_one_does(comm_type):
-    """In bf16, by the messages of NCCL; a document is 31 tokens of 128."""
+    """In bf16, with NCCL communication; each document has 31 of the 128 tokens."""
     words = "pretrain_gpt.py --config examples/gpt_tiny.yaml --bf16 --attention-dropout 0 "
     words += "--hidden-dropout 0 --vocab-size 30 --seq-length 128 --max-position-embeddings 128 "
     words += "--reset-attention-mask --reset-position-ids --global-batch-size 8"

@@ -1,4 +1,4 @@
-"""Training on a GPU with --deterministic-mode: the same bits twice, whatever attention runs."""
+"""Training on a GPU with --deterministic-mode gives the same bits twice, with any attention."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a GPU does as its own: times by its queue, random numbers by its seed."""
+"""GPU-specific behavior: times measured on its stream, random numbers from its seed."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Distillation on a GPU: recorded passes, number formats that differ, the losses of a CPU."""
+"""Distillation on a GPU: recorded passes, different number formats, the same losses as on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU"),
 ]
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 2".split()
-# Two micro-batches an update, the second of which adds to gradients; evaluations in between.
+# Two micro-batches per update, the second of which accumulates gradients; evaluations in between.
 TOY = (
     "--hidden-size 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 8 --eval-interval 4 "
     "--kd-loss-alpha 0.7 --kd-temperature 2"
@@ -36,7 +36,7 @@ TEACHER = "--num-layers 3 --hidden-size 96 --train-iters 30 --save-interval 30".
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A teacher that was trained in fp32."""
+    """Return a teacher trained in fp32."""
     folder = str(tmp_path_factory.mktemp("teacher"))
     train_toy(Layout.single(), [*TEACHER, "--save", folder], "gpt", DEVICE)
     return folder
@@ -44,7 +44,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def saved(teacher: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Files of its most likely tokens, for the samples of all tests."""
+    """Return files with its most likely tokens for the samples of all tests."""
     folder = str(tmp_path_factory.mktemp("logits"))
     words = ["--teacher-load", teacher, "--logits-save-dir", folder, "--logits-save-top-k", "20"]
     config = parsed(Layout.single(), [*TOY[:-4], "--kd-temperature", "2", *words])
@@ -127,7 +127,7 @@ def test_a_student_may_have_another_number_format_than_its_teacher(
 
 
 def test_a_teacher_computes_the_same_beside_a_student_in_8_bits(teacher: str) -> None:
-    """Its logits have the bits that they have beside a student in 16 bits."""
+    """Its logits have the same bits as with a student in 16 bits."""
     tokens = torch.arange(32, device=DEVICE.torch_device).view(2, 16)
     found = []
     for words in ("--bf16", FP8):

@@ -1,4 +1,4 @@
-"""Tokens that reach the experts of another GPU through mapped memory (`SymmetricExchange`)."""
+"""Tokens sent to experts on another GPU through mapped memory (`SymmetricExchange`)."""
 
 import re
 
@@ -24,7 +24,7 @@ def test_rows_and_gradients_are_those_of_collectives() -> None:
 
 
 def test_a_whole_run() -> None:
-    """Experts on two GPUs learn like experts on one."""
+    """Experts on two GPUs train like experts on one."""
     words = "pretrain_gpt.py --config examples/gpt_tiny.yaml --attention-dropout 0 "
     words += "--hidden-dropout 0 --num-experts 8 --moe-router-topk 4 --train-iters 6 "
     words += "--global-batch-size 8"
@@ -37,7 +37,7 @@ def test_a_whole_run() -> None:
 
 
 def passes(exchange: ExpertExchange, layout: Layout, rounds: int) -> list[torch.Tensor]:
-    """Sums and gradients of some passes, the ranks being ever more out of step."""
+    """Return sums and gradients of some passes, with the ranks increasingly out of step."""
     results: list[torch.Tensor] = []
     rank, device = layout.expert.rank, Device.pick(layout.expert.rank).torch_device
     random = torch.Generator(device).manual_seed(1 + rank)
@@ -61,7 +61,7 @@ def passes(exchange: ExpertExchange, layout: Layout, rounds: int) -> list[torch.
 
 
 def _compare() -> None:
-    """What `run_processes` starts."""
+    """Compare both exchanges; `run_processes` starts this."""
     import os
 
     import torch.distributed as dist

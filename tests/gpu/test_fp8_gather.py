@@ -1,4 +1,4 @@
-"""Weights that GPUs gather in 8 bits: see `parallel.weights`."""
+"""Weights all-gathered in 8 bits across GPUs; see `parallel.weights`."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ def _losses(words: str, processes: int) -> list[float]:
     ],
 )
 def test_a_run_goes_on_from_its_checkpoint(layout: str, processes: int, tmp_path: Path) -> None:
-    """Bit for bit, though a checkpoint's weights are gathered in 16 bits."""
+    """Resuming is exact to the bit, although a checkpoint's weights are gathered in 16 bits."""
     if gpu_count() < processes:
         pytest.skip(f"needs {processes} GPUs")
     words = f"{RUN} {layout}"

@@ -1,4 +1,4 @@
-"""Frozen weights in 8 or 4 bits on a GPU: the bits of a CPU, and the memory that they save."""
+"""Frozen weights in 8 or 4 bits on a GPU: the same bits as on a CPU, and less memory."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_codes_and_values_are_those_of_a_cpu(form, dtype):
 
 @pytest.mark.parametrize("form", ["nf4", "fp8"])
 def test_memory_is_that_of_the_codes(form):
-    """Neither loading nor training ever holds more than a few matrices in 16 bits."""
+    """Neither loading nor training ever keeps more than a few matrices in 16 bits."""
     device = DEVICE.torch_device
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""The engine on a GPU: recorded steps say what others say, and batches do not show."""
+"""The engine on a GPU: recorded steps equal others, and results do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def engine(options: EngineOptions, further: tuple[str, ...] = ()) -> BatchEngine
     ids=["dense", "mixture", "sinks", "bounded", "latent"],
 )
 def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
-    """To the bit, though a recording has more rows."""
+    """Results are equal to the bit, though a recording has more rows."""
     recorded = engine(OPTIONS, further)
     found = drain(recorded, ASKED)
     graphs = recorded.executor.graphs
@@ -102,7 +102,7 @@ def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
     "further", [(), MIXTURE, SINKS, LATENT], ids=["dense", "mixture", "sinks", "latent"]
 )
 def test_the_batch_does_not_show(further: tuple[str, ...]) -> None:
-    """In no token and no bit of its log probability, of what is written and of what is read."""
+    """Neither tokens nor log-probability bits depend on it, for prompts and generated text."""
     scored = replace(SAMPLING, max_new_tokens=3, prompt_logprobs=True)
     both = [*ASKED, *(replace(r, id=f"scored {r.id}", sampling=scored) for r in ASKED[:6])]
     together = drain(engine(OPTIONS, further), both)
@@ -114,7 +114,7 @@ def test_the_batch_does_not_show(further: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "not recorded"])
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 def test_guesses_of_the_next_tokens_do_not_show(method: str, graphs: bool) -> None:
-    """To the bit of every log probability, right and wrong guesses."""
+    """Every log-probability is the same to the bit, for right and wrong drafts."""
     asked = [*ASKED, *(Request(f"loop {i}", (3, 4, 5 + i) * 50, SAMPLING) for i in range(8))]
     guessing = replace(
         OPTIONS,
@@ -142,7 +142,7 @@ def test_a_beginning_that_is_found_or_cut_elsewhere_does_not_show() -> None:
 
 
 def adapted(options: EngineOptions) -> BatchEngine:
-    """An engine over the same model with three random adapters."""
+    """Return an engine over the same model with three random adapters."""
     config = configuration(())
     context = serving_context(config, Layout.single(), DEVICE)
     made = build_model(GPTModel, config, context, VOCAB)
@@ -154,7 +154,8 @@ def adapted(options: EngineOptions) -> BatchEngine:
 
 
 def test_the_batch_does_not_show_in_answers_of_adapters() -> None:
-    """To the bit, recorded and not; a request of the model itself gets what it gets without any."""
+    """Results are equal to the bit, recorded or not; requests without an adapter are unaffected
+    too."""
     asked = [replace(request, adapter=i % 4) for i, request in enumerate(ASKED)]
     recorded = adapted(OPTIONS)
     found = drain(recorded, asked)
@@ -170,7 +171,7 @@ def test_the_batch_does_not_show_in_answers_of_adapters() -> None:
 
 
 def events_alike(events: list[Event]) -> list[Event]:
-    """But for the number of tokens that were found in the cache."""
+    """Return the events with the number of cached tokens set to 0."""
     *before, end = events
     assert isinstance(end, Finished)
     return [*before, replace(end, cached_tokens=0)]

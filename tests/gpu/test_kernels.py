@@ -1,4 +1,4 @@
-"""What runs on a GPU gives what the plain forms give on a CPU."""
+"""GPU implementations give the same results as the plain forms on a CPU."""
 
 from functools import partial
 
@@ -62,7 +62,7 @@ def test_fused_attention_equals_plain(groups, size, which, dtype):
         mask = torch.ones(S, S, dtype=torch.bool).tril()
         mask[60:, :60] = False
         mask = mask.expand(B, 1, S, S).to(DEVICE.torch_device)
-    if which == "padding":  # of BERT and T5: one row for all queries of a sample
+    if which == "padding":  # for BERT and T5: one row for all queries of a sample
         lengths = torch.tensor([S, S - 50], device=DEVICE.torch_device)
         mask = (torch.arange(S, device=DEVICE.torch_device) < lengths[:, None])[:, None, None, :]
     options = AttentionOptions(mask, which == "causal", layer_number=2)
@@ -128,7 +128,7 @@ def test_cross_entropy_equals_that_of_a_cpu(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_chunked_cross_entropy_keeps_the_factor_of_its_gradients(dtype):
-    """A token's share of so many is rounded by 16 bits: by 0.2% in bf16, by half in fp16."""
+    """16 bits would round a token's share of so many: by 0.2% in bf16, by half in fp16."""
     count = 3 * 2**19
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 2, 32, generator=generator).to(DEVICE.torch_device, dtype)
@@ -141,7 +141,7 @@ def test_chunked_cross_entropy_keeps_the_factor_of_its_gradients(dtype):
         (64 * loss.total / count).backward()
         return read.grad.float()
 
-    # Each value's own rounding goes out in the sum: that of the factor would not.
+    # Rounding errors of single values average out in the sum; an error of the factor would not.
     one = input_gradient(1.0)
     ratio = (input_gradient(count) * count * one).sum() / one.square().sum()
     assert ratio.item() == pytest.approx(1, rel=5e-4)
@@ -150,7 +150,8 @@ def test_chunked_cross_entropy_keeps_the_factor_of_its_gradients(dtype):
 @pytest.mark.parametrize("flags", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_equals_that_of_a_cpu(flags, dtype):
-    """Dropout off; and with it on, recomputation gives the bits of the plain run."""
+    """Without dropout it equals the CPU's; with dropout, recomputation gives the plain run's
+    bits."""
     still = {**flags, "attention_dropout": 0.0, "hidden_dropout": 0.0, "kv_channels": 8}
 
     def run(flags, device, dtype, recompute=None):

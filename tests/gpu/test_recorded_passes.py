@@ -1,4 +1,4 @@
-"""Passes that a GPU records and runs again (CUDA graphs) train bit for bit as they do without."""
+"""Passes recorded and replayed on a GPU (CUDA graphs) train to the same bits as without."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU"),
 ]
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 2".split()
-# Two micro-batches an update, the second of which adds to gradients; evaluations in between.
+# Two micro-batches per update, the second of which accumulates gradients; evaluations in between.
 TOY = (
     "--hidden-size 64 --micro-batch-size 2 --global-batch-size 4 "
     "--eval-interval 4 --attention-dropout 0.1 --hidden-dropout 0.1"
@@ -70,7 +70,7 @@ def test_training_has_the_same_bits(kind: str, precision: str) -> None:
         "--bf16 --eod-mask-loss --calculate-per-token-loss",
         f"--bf16 {DOCUMENTS}",
         f"--bf16 {DOCUMENTS} --eod-mask-loss --position-embedding-type rope",
-        f"{DOCUMENTS} --attention-dropout 0",  # by a mask, because fp32 has no flash kernel
+        f"{DOCUMENTS} --attention-dropout 0",  # with a mask, because fp32 has no flash kernel
         f"{MIXTURE} {DOCUMENTS}",
         MIXTURE,
         MIXTURE + "--fp8-format hybrid --moe-shared-expert-intermediate-size 64",
@@ -90,7 +90,7 @@ def test_so_does_every_kind_of_training(words: str) -> None:
 def test_recorded_fp8_takes_the_amaxes_that_kernels_hand_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without dropout, so that every kind of kernel hands one over."""
+    """There is no dropout, so every kind of kernel passes one on."""
     flags = [*f"{FP8}tensorwise --attention-dropout 0 --hidden-dropout 0".split(), *GRAPHS]
     handed_over = _results(flags, "gpt")
     taken = []
@@ -105,7 +105,7 @@ def test_recorded_fp8_takes_the_amaxes_that_kernels_hand_over(
 
 
 def test_micro_batches_with_different_numbers_of_documents_share_recordings() -> None:
-    """Three to five in each of two sequences: 16 segments, of which the last are empty."""
+    """There are three to five in each of two sequences: 16 segments, the last of them empty."""
     recorder, run = _train(["--bf16", *DOCUMENTS.split(), *GRAPHS], "gpt")
     assert isinstance(run.forward, RecordedPasses)
     assert len(run.forward._recordings) == 2
@@ -119,7 +119,7 @@ def test_passes_are_recorded_once_for_each_way_to_write_gradients() -> None:
 
 
 def test_a_small_model_is_recorded_without_a_flag() -> None:
-    """The host is slower than the GPU; not with a flag that recording excludes."""
+    """The host is slower than the GPU. With a flag that excludes recording, nothing is recorded."""
     auto = ["--bf16", "--cuda-graph-impl", "auto"]
     _, run = _train(auto, "gpt")
     assert isinstance(run.forward, RecordedPasses)
@@ -131,7 +131,7 @@ def test_a_small_model_is_recorded_without_a_flag() -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_run_goes_on_if_recording_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that reads a number on the host, which no recording can do, runs as it is."""
+    """A pass that reads a number on the host cannot be recorded, and runs as it is."""
     plain = _results(["--bf16"], "gpt")
     compute = MLP.forward
 
@@ -152,8 +152,10 @@ def test_a_run_goes_on_if_recording_fails(where: str, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def split_layout() -> Iterator[Layout]:
-    """A grid of two tensor ranks of which there is one: it sums over itself alone, through NCCL.
-    What it computes is no model; its collectives are those of one."""
+    """A grid of two tensor ranks with only one process: it sums over itself through NCCL.
+
+    The model's values are meaningless, but its collectives are real.
+    """
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     alone = {"group": dist.group.WORLD, "journal": Journal(StreamMarks(DEVICE.torch_device))}
     pair = Axis(size=2, rank=0, ranks=(0, 1), **alone)
@@ -177,7 +179,7 @@ def test_collectives_of_split_layers_are_recorded(split_layout: Layout) -> None:
 
 @pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
 def test_processes_that_recorded_their_communication_leave() -> None:
-    """NCCL ends no group while a recording has kernels of it."""
+    """NCCL cannot destroy a group while a recording contains its kernels."""
     words = "pretrain_gpt.py --config examples/gpt_tiny.yaml --bf16 --attention-dropout 0 "
     words += "--hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel"
     lines = []

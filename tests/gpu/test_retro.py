@@ -1,4 +1,4 @@
-"""Retro on a GPU gives what it gives on a CPU."""
+"""Retro gives the same results on a GPU as on a CPU."""
 
 import pytest
 
@@ -28,7 +28,7 @@ _MODERN = "--swiglu --normalization RMSNorm --position-embedding-type rope --dis
 )
 def test_a_run_gives_the_losses_of_a_cpu(tmp_path, flags, tolerance):
     folder = toy_workdir(tmp_path)
-    # In 8 bits the CPU has no products: it computes in the same width without them.
+    # The CPU has no 8-bit products: it computes with the same width without them.
     plain = flags.replace("--bf16", "").replace("--fp8-format hybrid", "")
     ours, _ = train_toy(Layout.single(), words(folder, QUIET, _WIDE, flags), "retro", DEVICE)
     theirs, _ = train_toy(Layout.single(), words(folder, QUIET, _WIDE, plain), "retro", CPU)

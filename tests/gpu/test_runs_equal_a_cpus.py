@@ -1,4 +1,4 @@
-"""Runs in fp32 on a GPU, with fused kernels, are those of a CPU."""
+"""fp32 runs on a GPU, with fused kernels, equal those on a CPU."""
 
 import pytest
 
@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU"),
 ]
-# Without dropout, whose masks are each device's own.
+# Without dropout, because each device draws its own masks.
 _STILL = "--hidden-size 64 --train-iters 20 --lr 1e-3 --min-lr 1e-4 --attention-dropout 0 "
 _STILL += "--hidden-dropout 0 --eval-interval 10"
 _LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "

@@ -1,4 +1,4 @@
-"""Saves of a GPU's tensors."""
+"""Saving tensors that are on a GPU."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def test_copies_leave_the_device_fast_and_are_those_of_the_call(tmp_path):
     DEVICE.synchronize()
     waited = saver.start(1, state, {}, since=time.perf_counter())
     for tensor in tensors.values():
-        tensor.zero_()  # the training goes on
+        tensor.zero_()  # training continues
     saver.wait()
     size = sum(tensor.nbytes for tensor in tensors.values())
     assert waited < size / 10e9 + 0.1  # a slow link has 25 GB/s, pageable memory 3
@@ -84,7 +84,7 @@ def test_a_save_that_is_waited_for_takes_little_host_memory(tmp_path):
     tensors = {str(i): torch.zeros(1 << 28, device=DEVICE.torch_device) for i in range(2)}
     save(tmp_path, 1, {"a": Entry.whole(torch.zeros(()))}, {}, Layout.single())
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the most that was resident is now what is
+        file.write("5")  # resets the peak resident memory
     before = _most_resident()
     save(tmp_path, 2, {n: Entry.whole(t) for n, t in tensors.items()}, {}, Layout.single())
     taken = _most_resident() - before
@@ -92,7 +92,7 @@ def test_a_save_that_is_waited_for_takes_little_host_memory(tmp_path):
 
 
 def _most_resident():
-    """Bytes."""
+    """Return the peak resident memory in bytes."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 

@@ -1,5 +1,7 @@
-"""Products beside which copy engines send rows between two GPUs: see
-`parallel.overlapped_products`."""
+"""Matrix products overlapped with copy engines that send rows between two GPUs.
+
+See `parallel.overlapped_products`.
+"""
 
 import re
 
@@ -41,7 +43,7 @@ def test_a_whole_run() -> None:
 
 
 def passes(layer: Linear, layout: Layout, rounds: int) -> list[torch.Tensor]:
-    """Outputs and gradients of some passes, the ranks being ever more out of step."""
+    """Return outputs and gradients of some passes, with the ranks increasingly out of step."""
     results = []
     torch.manual_seed(1 + layout.tensor.rank)
     for step in range(rounds):
@@ -62,7 +64,7 @@ def passes(layer: Linear, layout: Layout, rounds: int) -> list[torch.Tensor]:
 
 
 def _compare() -> None:
-    """What `run_processes` starts."""
+    """Compare with and without overlap; `run_processes` starts this."""
     import os
     from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Whole updates on a GPU, through kernels: the host waits for it once, at the end of each."""
+"""Whole updates on a GPU, with kernels: the host waits for it only once, at the end of each."""
 
 import pytest
 
@@ -69,7 +69,7 @@ _OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-g
     ],
 )
 def test_so_does_one_of_two_processes(flags):
-    """Nor does what they send each other hold up the host."""
+    """Communication between them does not block the host either."""
     output = run_processes(2, ["--module", "tests.gpu.waits", *flags.split()])
     assert "rank 0 of 2: no wait" in output
     assert "rank 1 of 2: no wait" in output

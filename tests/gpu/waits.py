@@ -1,4 +1,5 @@
-"""A process of test_waits.py's runs in several: python -m torch.distributed.run --module this."""
+"""One process of test_waits.py's multi-process runs: python -m torch.distributed.run --module
+this."""
 
 import sys
 
@@ -12,12 +13,12 @@ from megatron.training.run import Run
 from megatron.training.step import Updates
 from tests.training.toy import TOY, build_toy
 
-# A head that flash kernels take, and passes that are not recorded unless a test says so.
+# A head size that flash kernels support; passes are not recorded unless a test asks for it.
 WIDE = "--hidden-size 64 --kv-channels 16 --bf16 --cuda-graph-impl none".split()
 
 
 def expect_no_wait(run: Run) -> None:
-    """An update, in which the host may wait for nothing but the event that ends it."""
+    """Run an update in which the host may only wait for the event at its end."""
     updates = Updates(run)
     for _ in range(3):  # these may compile, choose, allocate, record
         updates.make(look_ahead=True)
@@ -27,7 +28,7 @@ def expect_no_wait(run: Run) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", refuse)
-        torch.cuda.set_sync_debug_mode("error")  # does not mind that event
+        torch.cuda.set_sync_debug_mode("error")  # ignores that event
         try:
             outcome = updates.make(look_ahead=True)
         finally:
@@ -37,7 +38,7 @@ def expect_no_wait(run: Run) -> None:
 
 
 def main(flags: list[str]) -> None:
-    """Build the toy in the layout of the flags, and look at one of its updates."""
+    """Build the toy in the layout given by the flags, and check one of its updates."""
     launch = read_launch()
     words = [*TOY, *WIDE, *flags, "--train-iters", "6"]
     config = parse_config(words, world_size=launch.world_size, architecture="gpt").config

@@ -1,4 +1,5 @@
-"""Adapters of one served model: each request gets what its merged model gives alone."""
+"""Adapters of one served model: each request gets the same answer as from its merged model
+alone."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ PROMPTS = prompts(5, longest=20, vocab=VOCAB, seed=3)
 
 @dataclass(frozen=True)
 class Saved:
-    """Folders of a base model and of adapters: PEFT's files of `some`, runs of the others."""
+    """Folders of a base model and of adapters: PEFT's files for `some`, runs for the others."""
 
     base: str
     folders: dict[str, Path]
@@ -70,7 +71,7 @@ class Saved:
 
 
 def _save_adapter(base: str, target: Path, flags: str, network: str = NETWORK) -> Path:
-    """Save a run whose adapters, all of them, are random."""
+    """Save a run with random adapters."""
     words = f"{network} {flags} --load {base} --finetune --save {target}".split()
     run = build_toy(Layout.single(), words)
     generator = torch.Generator().manual_seed(len(flags))
@@ -120,7 +121,7 @@ Answers = dict[str, list[tuple[int, float]]]
 
 
 def _answers(engine: BatchEngine, requests: Sequence[Request]) -> Answers:
-    """Tokens and their log probabilities by request."""
+    """Return tokens and their log probabilities by request."""
     events = drain(engine, requests)
     return {
         name: [(event.token, event.logprob or 0.0) for event in found if isinstance(event, Token)]
@@ -129,7 +130,7 @@ def _answers(engine: BatchEngine, requests: Sequence[Request]) -> Answers:
 
 
 def _asked(adapters: int, new: int = NEW) -> list[Request]:
-    """Every prompt of every model, so that each step mixes them."""
+    """Return every prompt for every model, so that each step mixes them."""
     return [
         Request(f"{adapter} {number}", prompt, greedy(new, logprobs=True), adapter)
         for number, prompt in enumerate(PROMPTS)
@@ -139,7 +140,7 @@ def _asked(adapters: int, new: int = NEW) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What each merged model says when it is served by itself."""
+    """Return the answers of each merged model served by itself."""
     roots = tmp_path_factory.getbasetemp()
     run_of_some = next(roots.glob("adapters*/some"))
     folders = [saved.base, *({**saved.folders, "some": run_of_some}.values())]
@@ -167,7 +168,8 @@ def test_a_mixed_batch_says_what_each_merged_model_says_alone(saved: Saved, alon
 
 
 def test_files_that_peft_wrote_say_what_peft_says() -> None:
-    """All of `record_peft` at once, each beside requests of the others."""
+    """Serve all adapters of `record_peft` at once, each with requests for the others in the
+    batch."""
     record = json.loads((PEFT / "record.json").read_text())
     kinds = ["lora", "rslora", "dora", "some"]
     words = [f"{kind}={PEFT / kind}" for kind in kinds]
@@ -222,8 +224,8 @@ def test_a_step_without_adapters_computes_none(
 def test_recorded_steps_say_the_same(
     saved: Saved, alone: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a recorder that repeats the work, as in `test_graphs`."""
-    read: set[int] = set()  # the addresses that a recording would read adapters from
+    """The recorder repeats the work, as in `test_graphs`."""
+    read: set[int] = set()  # the addresses where a recording would read adapters
     forward = AdapterStack.project_down
 
     def project_down(stack: AdapterStack, x: torch.Tensor) -> tuple[torch.Tensor, object]:
@@ -300,13 +302,13 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
     assert "adapter_config.json, or the --save folder of" in _refused(saved.base, tmp_path)
     whole = _refused(saved.base, saved.base)
     assert "a whole model without adapters: serve it with --load" in whole
-    # The same shapes, other weights.
+    # The same shapes, different weights.
     other = str(tmp_path / "other")
     save_run(build_toy(Layout.single(), f"{NETWORK} --save {other} --seed 5".split()))
     foreign = _refused(other, saved.folders["all"])
     assert "trained on another model (embedding" in foreign
     assert "serve the model that it was trained on with --load" in foreign
-    # Other shapes, of a run and of PEFT's files.
+    # Different shapes, from a run and from PEFT's files.
     wide = f"{NETWORK} --hidden-size 48"
     save_run(build_toy(Layout.single(), f"{wide} --save {tmp_path / 'wide'}".split()))
     told = "for a different network (--hidden-size is 48 here and 32 in the checkpoint): serve the"
@@ -314,7 +316,7 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
     assert "has shape [3, 32], but it is [3, 48]" in _refused(
         str(tmp_path / "wide"), saved.folders["some"]
     )
-    # A network that PEFT's files cannot be for: GPT-2's queries, keys and values are one module.
+    # PEFT's files do not fit this network: GPT-2's queries, keys and values are one module.
     save_run(build_toy(Layout.single(), f"--save {tmp_path / 'gpt2'} --save-interval 1".split()))
     fused = _refused(str(tmp_path / "gpt2"), saved.folders["some"])
     assert "give the checkpoints of a run with --lora-rank" in fused

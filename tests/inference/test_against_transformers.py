@@ -1,4 +1,4 @@
-"""Greedy tokens, log probabilities and beams are those of `transformers`, where it is installed."""
+"""Greedy tokens, log probabilities and beams equal those of `transformers`, if it is installed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A random model, and in `name_or_path` where it is saved. Answers never repeat themselves."""
+    """Return a random model, saved at its `name_or_path`. Its answers never repeat themselves."""
     torch.manual_seed(1)
     config = transformers.AutoConfig.for_model(
         request.param, vocab_size=VOCAB, initializer_range=0.3, **CONFIGS[request.param]
@@ -62,10 +62,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def generate(model: Any, prompt: tuple[int, ...], **options: Any) -> Any:
-    """What `transformers` says: its result object."""
+    """Generate with `transformers`, and return its result object."""
     return model.generate(
         torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),  # else PAD is not attended to
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),  # otherwise PAD is masked
         do_sample=False,
         pad_token_id=PAD,
         return_dict_in_generate=True,
@@ -77,14 +77,14 @@ def generate(model: Any, prompt: tuple[int, ...], **options: Any) -> Any:
 @cache
 @torch.no_grad()
 def scores_by(model: Any, tokens: tuple[int, ...]) -> torch.Tensor:
-    """Log probabilities by `transformers` of whatever may follow each token, [s, v]."""
+    """Return log probabilities by `transformers` of every possible next token, [s, v]."""
     return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
 def same_greedy(model: Any, asked: list[tuple[int, ...]], events: dict[str, list[Event]]) -> None:
-    """Each token is the likeliest after those before it; log probabilities are within 1e-4.
+    """Check that each token is the likeliest one, with its log probability within 1e-4.
 
-    By one pass of the whole, so that a hundred answers are checked in a second.
+    One pass over the whole text is enough, so a hundred answers are checked in a second.
     """
     for key, prompt in enumerate(asked):
         tokens = tokens_of(events[str(key)])
@@ -130,7 +130,7 @@ def test_a_hundred_prompts_in_every_layout(model: Any, sizes: dict[str, int]) ->
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0])
 @pytest.mark.parametrize("width", [2, 4])
 def test_beam_search(model: Any, width: int, penalty: float) -> None:
-    """With tokens that end answers early, so that short ones compete with long ones."""
+    """Tokens that end answers early make short answers compete with long ones."""
     new, stops = 12, list(range(0, VOCAB, 12))
     engine = toy_engine(Path(model.name_or_path), OPTIONS)
     ended = 0
@@ -159,14 +159,14 @@ def test_beam_search(model: Any, width: int, penalty: float) -> None:
 
 
 def test_beams_with_bans_and_sequences_that_end(model: Any) -> None:
-    """A banned token's share goes to the others, as in Megatron-LM, before scores are added up."""
+    """A banned token's share goes to the others before scores are summed, as in Megatron-LM."""
     if Version(transformers.__version__) < Version("5.18"):
         pytest.skip("before 5.18 transformers' beams are others where pairs are banned")
     width, new = 3, 10
     engine = toy_engine(Path(model.name_or_path), OPTIONS)
     ended = 0
     for prompt in prompts(3, longest=30, vocab=VOCAB, seed=4):
-        rules = {"beam_width": width, "length_penalty": 0.0}  # short ones win
+        rules = {"beam_width": width, "length_penalty": 0.0}  # short answers win
 
         def search(prompt: tuple[int, ...] = prompt, **rules: Any) -> tuple[Beam, ...]:
             return end_of(drain(engine, [Request("a", prompt, greedy(new, **rules))])["a"]).beams
@@ -194,7 +194,7 @@ def test_beams_with_bans_and_sequences_that_end(model: Any) -> None:
         for beam, tokens in zip(beams, theirs.sequences, strict=True):
             length = len(prompt) + len(beam.tokens)
             assert beam.tokens == tuple(tokens[len(prompt) : length].tolist())
-            assert (tokens[length:] == -1).all(), "theirs goes on"  # no end, so no padding
+            assert (tokens[length:] == -1).all(), "theirs goes on"  # no end token, so no padding
             ended += len(beam.tokens) < new
         scores = torch.tensor([beam.score for beam in beams])
         torch.testing.assert_close(scores, theirs.sequences_scores, rtol=1e-5, atol=1e-4)

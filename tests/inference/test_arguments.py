@@ -1,4 +1,4 @@
-"""Flags of programs that run a trained model: what does nothing there is said, in one line."""
+"""Flags of inference programs: those without effect there are reported in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRAINING = """
 """.split()
 IN_VAIN = {word for word in TRAINING if word.startswith("--")}
 
-# Taken by layers or modules that training has too, and without an effect outside of it.
+# Used by layers or modules that training shares, but without effect outside of training.
 HANDED_ON = {
     *(f"model.{name}" for name in ("attention_dropout", "hidden_dropout")),
     *(f"model.{name}" for name in ("init_method_std", "init_method_xavier_uniform")),
@@ -40,14 +40,14 @@ HANDED_ON = {
     "parallel.distribute_saved_activations",
     "parallel.zero_stage",  # of which 3 is refused
     *(f"training.recompute_{name}" for name in ("activations", "granularity")),
-    "training.cuda_graph_impl",  # refused without a GPU, which records by itself
+    "training.cuda_graph_impl",  # refused without a GPU, which records by default
     "data.decoder_seq_length",
 }
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and a passage to evaluate it on."""
+    """Return a checkpoint, and a passage to evaluate it on."""
     folder = tmp_path_factory.mktemp("toy")
     save_toy(str(folder / "model"))
     (folder / "corpus.jsonl").write_text(json.dumps({"text": "1 2 3 4 5"}) + "\n")
@@ -66,7 +66,7 @@ def _evaluation(toy: Path, *words: str) -> ParsedRun:
 
 
 def _vain(parsed: ParsedRun) -> set[str]:
-    """The flags in the one line that names those which change nothing."""
+    """Return the flags in the line that lists those without effect."""
     if not parsed.notices:
         return set()
     (line,) = parsed.notices
@@ -78,7 +78,7 @@ def _vain(parsed: ParsedRun) -> set[str]:
 @pytest.mark.parametrize("parse", [_generation, _evaluation])
 def test_flags_of_training_are_taken_and_said_in_one_line(toy: Path, parse) -> None:
     assert _vain(parse(toy, *TRAINING)) == IN_VAIN
-    # What the checkpoint says too, and what has an effect.
+    # Flags that the checkpoint also specifies, and flags that have an effect.
     assert not parse(toy, "--num-layers", "2", "--bf16", "--max-position-embeddings", "16").notices
 
 
@@ -111,7 +111,7 @@ def test_what_everybody_may_write_to_is_loaded_with_a_flag(
 
 @pytest.mark.parametrize("parse", [_generation, _evaluation])
 def test_what_is_said_to_change_nothing_changes_nothing(toy: Path, parse) -> None:
-    """Not even on a CPU, which refuses to train so."""
+    """This holds even on a CPU, where training with them is refused."""
     words = ["--cuda-graph-impl", "local", "--global-batch-size", "4", "--zero-stage", "1"]
     assert _vain(parse(toy, *words)) == {*words[::2]}
     assert parse(toy, *words).config == parse(toy).config
@@ -157,7 +157,7 @@ def test_the_checkpoint_s_network_is_taken_in_any_case(toy: Path, parse) -> None
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What of a run's configuration has been read since, by others than the configuration."""
+    """Return which settings have been read since, other than by the configuration itself."""
     found: set[str] = set()
 
     def watch(section: str, kind: type) -> None:
@@ -174,7 +174,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     for section, kind in sections().items():
         watch(section, kind)
-    # It writes the launch into this process's environment, where later tests would find it.
+    # It writes launch variables into this process's environment, where later tests would see them.
     monkeypatch.setattr("megatron.processes.process.prepare", lambda *_, **__: None)
     return found
 

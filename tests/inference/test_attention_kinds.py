@@ -1,4 +1,4 @@
-"""Text of models with other kinds of attention: that of plain forward passes."""
+"""Generation with other kinds of attention: the same text as from plain forward passes."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from tests.training.toy import train_toy
 
 PROMPTS = [(3, 1, 4), (1, 5), (9, 2, 6, 5, 3, 5), (8,), (97, 9, 3, 2), tuple(range(7, 37, 2))]
 NEW, VOCAB = 50, 100
-# The longest prompt is read in two steps.
+# The longest prompt is processed in two steps.
 OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=12, cache_tokens=512, block_size=4)
 
 
@@ -56,7 +56,7 @@ DYNAMIC = (
 
 
 def toy(network: str, positions: int = 72) -> Loaded:
-    """A trained toy model, as an engine takes it."""
+    """Return a trained toy model in the form that an engine takes."""
     words = LayoutCase(1, network=f"{network} --max-position-embeddings {positions}").words()
     _, run = train_toy(Layout.single(), words)
     model, tokenizer = run.parts[0].eval(), SimpleNamespace(vocab_size=VOCAB)
@@ -65,7 +65,7 @@ def toy(network: str, positions: int = 72) -> Loaded:
 
 
 def without_cache(model: Any, prompt: tuple[int, ...], new: int = NEW) -> list[int]:
-    """Greedy tokens, each from a pass over the whole text."""
+    """Return greedy tokens, each from a pass over the whole text."""
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(new):
@@ -75,9 +75,9 @@ def without_cache(model: Any, prompt: tuple[int, ...], new: int = NEW) -> list[i
 
 
 def likeliest(model: Any, prompt: tuple[int, ...], answer: list[int]) -> list[int]:
-    """The likeliest token after each place of an answer's text, from one pass over all of it.
+    """Return the likeliest token after each position of an answer's text, from one pass over it.
 
-    They are the answer if it is greedy: each place sees what it saw when the answer ended there.
+    They equal a greedy answer: each position sees what it saw when the answer ended there.
     """
     with torch.no_grad():
         scores = model(torch.tensor([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
@@ -96,16 +96,16 @@ def test_greedy_tokens_are_those_of_a_model_without_a_cache(network: str) -> Non
     for key, prompt in enumerate(PROMPTS):
         answer = tokens_of(events[str(key)])
         assert len(answer) == NEW
-        if network == "longrope":  # divisors depend on how long a text has become
+        if network == "longrope":  # divisors depend on the current text length
             assert answer == without_cache(loaded.model, prompt)
         else:
             assert answer == likeliest(loaded.model, prompt, answer)
 
 
 def test_texts_grow_beyond_the_trained_context() -> None:
-    """Their keys are computed again with the long divisors; prompts of one length share blocks.
+    """Their keys are recomputed with the long divisors; prompts of the same length share blocks.
 
-    With drafts, with steps queued ahead, in chunks of few tokens, and after texts were preempted.
+    With drafts, with steps queued ahead, in small chunks, and after texts were preempted.
     """
     loaded = toy(LONG_ROPE)
     shared = tuple(range(40, 60))  # as long as the trained context
@@ -131,10 +131,10 @@ def test_texts_grow_beyond_the_trained_context() -> None:
 
 
 def test_tokens_keep_the_rotation_that_they_had_when_they_were_new() -> None:
-    """With dynamic NTK, beyond the trained context of 20 tokens.
+    """Dynamic NTK is used beyond the trained context of 20 tokens.
 
-    In chunks of few tokens, with drafts, with steps queued ahead, after texts were preempted, and
-    with prompts that begin alike.
+    In small chunks, with drafts, with steps queued ahead, after texts were preempted, and
+    with prompts that share a prefix.
     """
     loaded = toy(DYNAMIC, positions=20)
     model: Any = loaded.model

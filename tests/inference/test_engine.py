@@ -1,4 +1,4 @@
-"""The engine says what the model says, whatever else is in the batch."""
+"""The engine gives the model's results, whatever else is in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden words filled in: by models that know one sentence by heart."""
+"""Filling in masked words, by models that know one sentence by heart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tokenizer.t5 import t5_tokenizer
 from tests.training.toy import build_toy
 
 SENTENCE = "w1 w2p3 w4 w5 w6 w7"  # w2p3 is two tokens
-STEPS = 100  # from 60 on another processor's roundings may leave a word unlearned
+STEPS = 100  # with 60, rounding on another processor may leave a word unlearned
 
 
 @pytest.fixture(name="tokenizer", scope="module")
@@ -76,7 +76,7 @@ def _bert(tokenizer: Tokenizer) -> Filler:
     text = torch.tensor([[tokenizer.cls, *tokenizer.tokenize(SENTENCE), tokenizer.sep]])
     places = text.shape[1] - 2
     text = text.expand(places, -1)
-    masked = text.clone()  # each place in a row of its own
+    masked = text.clone()  # each position in its own row
     masked[range(places), range(1, places + 1)] = tokenizer.mask
     masked[0, places] = tokenizer.mask
     for _ in range(STEPS):
@@ -115,7 +115,7 @@ def train_t5(tokenizer: Tokenizer, sentence: str) -> Filler:
 
 @pytest.fixture(name="own_t5", scope="module")
 def _own_t5(tmp_path_factory: pytest.TempPathFactory) -> Filler:
-    """A T5 with a T5's tokenizer."""
+    """Return a T5 with a T5 tokenizer."""
     tokenizer = t5_tokenizer(tmp_path_factory.mktemp("t5"))
     return train_t5(tokenizer, "w1 w2 w3 w4 w5 w6 w7")
 
@@ -123,7 +123,7 @@ def _own_t5(tmp_path_factory: pytest.TempPathFactory) -> Filler:
 def test_a_t5_with_its_own_sentinels(own_t5: Filler) -> None:
     ((first,), (second,)) = own_t5.fill("w1 [MASK] w4 w5 [MASK] w7")
     assert (first.words, second.words) == ("w2 w3", "w6")
-    # The end of the encoder's text counts.
+    # The end token of the encoder's text counts.
     with pytest.raises(UserError, match="17 tokens, but the model reads at most 16"):
         own_t5.fill("[MASK] " + "w1 " * 15)
 
@@ -169,7 +169,7 @@ def test_more_places_than_sentinels(t5: Filler) -> None:
 
 
 def test_an_untrained_t5_keeps_to_the_form(tokenizer: Tokenizer) -> None:
-    """Runs are neither empty nor endless, and hold no special tokens."""
+    """Runs are neither empty nor endless, and contain no special tokens."""
     model = new_model(
         T5Model, tokenizer, architecture="t5", decoder_num_layers=1, bert_binary_head=False
     )

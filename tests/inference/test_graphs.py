@@ -1,4 +1,4 @@
-"""What a recording reads and writes, with a recorder that repeats the work instead."""
+"""What a recording reads and writes, tested with a recorder that repeats the work instead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine_with(
     monkeypatch: pytest.MonkeyPatch,
     options: EngineOptions = OPTIONS,
 ) -> BatchEngine:
-    """An engine on the CPU whose recordings are made by `record`."""
+    """Return an engine on the CPU whose recordings are made by `record`."""
     monkeypatch.setattr(PagedAttention, "can_capture", True)
     monkeypatch.setattr(build.Device, "recorder", lambda self: record)
     return toy_engine(folder, options, looks_ahead=True)
@@ -64,7 +64,7 @@ def test_steps_run_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_token_behind_many_scores_of_a_prompt_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step with more scores than sequences, then a recorded one that takes a token from it."""
+    """A step with more scores than sequences precedes a recorded one that takes a token from it."""
     folder = write_model("llama", tmp_path)
     options = replace(OPTIONS, max_sequences=2, max_step_tokens=12)
     scored = tuple(range(5, 5 + 13))  # a chunk of 12 and one of a single token

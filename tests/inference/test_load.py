@@ -1,4 +1,4 @@
-"""A model from its checkpoint, in one process and in several."""
+"""Loading a model from its checkpoint, in one process and in several."""
 
 from dataclasses import replace
 
@@ -17,12 +17,12 @@ from tests.distributed import run_distributed
 from tests.training.toy import build_toy
 
 TOKENS = torch.arange(32).view(2, 16)
-ROWS = 104  # of the toy's vocabulary
+ROWS = 104  # the toy's vocabulary
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """An untrained toy model's checkpoint, its vocabulary padded to 104 rows."""
+    """Return an untrained toy model's checkpoint, with its vocabulary padded to 104 rows."""
     folder = str(tmp_path_factory.mktemp("toy"))
     save_run(build_toy(Layout.single(), ["--save", folder, "--save-interval", "1"]))
     return folder
@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
 
 @torch.no_grad()
 def _logits(layout, folder):
-    """[b, s, v] on the last stage, from one pass through all stages."""
+    """Return [b, s, v] on the last stage, from one pass through all stages."""
     loaded = load_gpt(folder, Device.cpu(), layout)
     stage, peers = layout.pipeline, layout.pipeline.ranks
     hidden = None
@@ -118,7 +118,7 @@ def test_a_megatron_checkpoint_brings_its_tokenizer_and_window(golden, monkeypat
     folder = str(golden / "gpt_tp2pp2_fp32" / "ckpt")
     with pytest.raises(DataError, match="gpt2-tiny-vocab.json"):
         load_gpt(folder, Device.cpu())
-    monkeypatch.chdir(golden)  # where the run's relative paths lead somewhere
+    monkeypatch.chdir(golden)  # where the run's relative paths resolve
     loaded = load_gpt(folder, Device.cpu())
     assert loaded.tokenizer.vocab_size == 5000
     assert loaded.config.data.seq_length == 128

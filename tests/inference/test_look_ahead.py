@@ -1,4 +1,4 @@
-"""Steps queued before the results of the one before are read: nothing of it shows."""
+"""Steps queued before the previous step's results are read: results are unaffected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def all_kinds() -> list[Request]:
-    """Every way of choosing, answers of all lengths, of which some are stopped."""
+    """Return requests with every way of choosing and all lengths; some are stopped."""
     chance = random.Random(1)
     kinds: list[dict[str, object]] = [
         {},
@@ -47,7 +47,7 @@ LAST = [
 
 @pytest.mark.parametrize("cache_tokens", [512, 72])
 def test_answers_are_the_same(folder: Path, cache_tokens: int) -> None:
-    """With a cache for all of them, and with one so small that sequences lose their places."""
+    """With a cache for all sequences, and with one so small that some are preempted."""
     options = replace(OPTIONS, cache_tokens=cache_tokens)
     plain, engine = (toy_engine(folder, options, looks_ahead=ahead) for ahead in (False, True))
     for requests in (all_kinds(), LAST):
@@ -108,7 +108,7 @@ def test_after_an_abort_the_engine_goes_on(folder: Path) -> None:
 
 
 def what(event: Event) -> tuple[object, ...]:
-    """All but what depends on the step in which a sequence begins: tokens found in the cache."""
+    """Return all but the number of cached tokens, which depends on when a sequence starts."""
     if isinstance(event, Finished):
         beams = tuple(beam.tokens for beam in event.beams)
         return (event.reason, event.message, event.new_tokens, beams)
@@ -116,7 +116,7 @@ def what(event: Event) -> tuple[object, ...]:
 
 
 def scores(event: Event) -> list[float]:
-    """Log probabilities, whose last bits depend on the company."""
+    """Return log probabilities, whose last bits depend on the batch."""
     if isinstance(event, Finished):
         return [beam.score for beam in event.beams]
     if isinstance(event, Token):

@@ -1,4 +1,4 @@
-"""Requests, events and commands survive JSON; bytes that are none of them are refused by name."""
+"""Requests, events and commands survive JSON; bytes that are none of these are refused by name."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_messages_arrive_in_any_pieces() -> None:
         struct.pack(">I", MAX_MESSAGE + 1),
         struct.pack(">I", 1) + b"{",
         struct.pack(">I", 24) + b'[{"command": "explode"}]',
-        struct.pack(">I", 2) + b"\x80\x04",  # how a pickle begins
+        struct.pack(">I", 2) + b"\x80\x04",  # how a pickle starts
     ],
 )
 def test_other_bytes_are_refused(data: bytes) -> None:

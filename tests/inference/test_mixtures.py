@@ -1,4 +1,4 @@
-"""Text from a saved mixture of experts: that of plain forward passes, whatever is beside it."""
+"""Generation from a saved mixture of experts equals plain forward passes, in any batch."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +21,9 @@ from tools import generate_samples_gpt
 
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3, 5], [8], [97, 9, 3, 2]]
 MORE = 8  # tokens
-# In training experts have room for few tokens; a text must not depend on those beside it.
+# Experts' capacity is small in training; a text must not depend on others in its batch.
 DROPS = f"{SOFTMAX} --moe-expert-capacity-factor 0.5 --moe-input-jitter-eps 0.1"
-GATED = f"{TOP1} --moe-eval-capacity-factor 0.5"  # residual experts, of which a token draws one
+GATED = f"{TOP1} --moe-eval-capacity-factor 0.5"  # residual experts, each token drawing one
 
 
 @pytest.fixture(
@@ -32,7 +32,7 @@ GATED = f"{TOP1} --moe-eval-capacity-factor 0.5"  # residual experts, of which a
     ids=["softmax", "sigmoid", "drops", "DeepSpeed's gating"],
 )
 def trained(request, tmp_path_factory):
-    """The folder of a trained toy mixture, and its model."""
+    """Return the folder of a trained toy mixture, and its model."""
     folder = tmp_path_factory.mktemp("mixture")
     words = MixtureCase(1, network=request.param, iterations=10).words
     _, run = train_toy(Layout.single(), [*words, "--save", str(folder), "--save-interval", "10"])
@@ -44,7 +44,7 @@ def trained(request, tmp_path_factory):
 
 
 def _plain(model, prompt):
-    """The most likely tokens, one whole forward pass for each."""
+    """Return the most likely tokens, with one whole forward pass for each."""
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(MORE):
@@ -72,11 +72,11 @@ def test_greedy_text_is_that_of_forward_passes_alone_and_in_a_batch(trained, tmp
 
 
 FAMILIES = ["mixtral", "olmoe", "qwen2 mixture", "qwen3 mixture"]
-VOCABULARY = 400  # of the tokenizer
+VOCABULARY = 400  # the tokenizer's
 
 
 def _engine(name, folder):
-    """One with room for 256 sequences, over a random model."""
+    """Return an engine for 256 sequences, over a random model."""
     case = replace(CASES[name], config={**CASES[name].config, "vocab_size": VOCABULARY})
     write_folder(folder, case.config, tensors_of(case))
     options = EngineOptions(max_sequences=256, max_step_tokens=512, cache_tokens=8192)
@@ -85,7 +85,7 @@ def _engine(name, folder):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_do_not_depend_on_the_batch(name, tmp_path):
-    """Alone, in batches of 32, and all 256 at once: greedy, and drawn with a seed."""
+    """Alone, in batches of 32, and all 256 at once: greedy, and sampled with a seed."""
     engine = _engine(name, tmp_path)
     asked = [
         Request(str(i), prompt, greedy(8, temperature=0.0 if i % 2 else 1.0, seed=i))

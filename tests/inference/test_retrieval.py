@@ -1,4 +1,4 @@
-"""Text generation with retrieval, against brute force and a single forward pass."""
+"""Generation with retrieval, compared with brute force and a single forward pass."""
 
 import json
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from tests.retro.recorded import CHUNK, Recorded
 CPU = Device.cpu()
 WORDS = "--load retro_fp32/ckpt --retro-workdir retro_fp32/workdir".split()
 OPTIONS = EngineOptions(max_sequences=4)
-INDEXED = 200  # chunks in the index of the test, the first of the database
+INDEXED = 200  # chunks in the test's index, the first ones of the database
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_greedy_text_is_the_argmax_of_full_passes_with_neighbors_by_brute_force(
         return tokens, cache
 
     monkeypatch.setattr(engine.executor, "inputs", inputs)
-    # From the middle of the second chunk into the third and the fourth.
+    # From the middle of the second chunk through the third into the fourth.
     prompt = tuple(database.tokens(np.arange(300, 302)).ravel()[:100].tolist())
     written = drain(engine, [Request("1", prompt, Sampling(max_new_tokens=95, seed=7))])["1"]
     seen = read.copy()
@@ -106,7 +106,7 @@ def test_greedy_text_is_the_argmax_of_full_passes_with_neighbors_by_brute_force(
             encoded = np.concatenate([neighbors for _, neighbors in seen])
             np.testing.assert_array_equal(encoded, texts.tokens(nearest))
             continue
-        # One pass over the whole text: causal, so each place sees what it saw when it was last.
+        # One causal pass over the whole text: each position sees what it saw when it was last.
         filled = np.append(text, np.full(4 * CHUNK - len(text), tokenizer.eod))
         rows = np.concatenate((nearest, nearest[:1]))
         tokens = torch.from_numpy(texts.tokens(rows)[None])
@@ -129,7 +129,7 @@ def test_the_command_prints_the_text_and_the_passages(folder, capsys):
 
 @dataclass
 class WholeTexts:
-    """An executor without a cache: every step computes every text from its first token."""
+    """An executor without a cache: every step computes every text from the first token."""
 
     cached: RetroExecutor
     model: torch.nn.Module
@@ -161,7 +161,7 @@ class WholeTexts:
 
 
 class ToyRetriever:
-    """Neighbors drawn from a generator that the chunk seeds."""
+    """Neighbors drawn from a generator seeded with the chunk."""
 
     def __init__(self, model):
         self.sizes, self.vocab = model.plan.layers[5].cross_attention.retrieval, small.VOCAB
@@ -181,7 +181,8 @@ class ToyRetriever:
 
 
 def modern(folder):
-    """A small Retro with rotary positions, gated MLPs and grouped queries, and its retriever."""
+    """Return a small Retro with rotary positions, gated MLPs and grouped queries, and its
+    retriever."""
     network = small.config(**{**small.FLAGS, **small.LLAMA, "max_position_embeddings": 32})
     model = small.retro({**small.LLAMA, "max_position_embeddings": 32})
     config = load().config
@@ -202,7 +203,7 @@ def test_texts_equal_those_of_an_engine_without_a_cache(folder, monkeypatch, net
     loaded, retriever = network(folder)
     monkeypatch.setattr(retrieval, "open_retriever", lambda *_: retriever)
     m, vocab = loaded.config.model.chunk_length, loaded.tokenizer.vocab_size
-    # Prompts in parts that end within chunks, too few blocks for all texts, and shared beginnings.
+    # Prompts in parts that end within chunks, too few blocks for all texts, and shared prefixes.
     options = EngineOptions(max_sequences=4, max_step_tokens=m // 2 + 1, cache_tokens=6 * m)
     engine = build_any_engine(loaded, CPU, options)
     whole = replace(
@@ -251,7 +252,7 @@ def test_texts_of_a_batch_are_those_of_each_alone_and_scores_those_of_a_full_pas
         for events in (alone, together[request.id]):
             passages = sum(len(each.passages) for each in events if isinstance(each, Retrieved))
             assert passages == (len(request.prompt) + 2) // CHUNK * 2
-        # Chunks of earlier prompts are in the cache, and their passages are still reported.
+        # Chunks of earlier prompts are cached, and their passages are still reported.
         assert end_of(alone).cached_tokens == (len(request.prompt) - 1) // CHUNK * CHUNK
     scored = Sampling(max_new_tokens=1, temperature=0, logprobs=True, prompt_logprobs=True)
     events = drain(engine, [Request("s", prompts[3], scored)])["s"]
@@ -265,7 +266,7 @@ def test_texts_of_a_batch_are_those_of_each_alone_and_scores_those_of_a_full_pas
     places = torch.arange(128), torch.tensor(prompts[3][1:])
     expected = logits.log_softmax(1)[places].tolist()
     assert found == pytest.approx(expected, abs=1e-5)
-    # A search among beams that share the prompt finds a text at least as likely as the greedy one.
+    # A beam search over a shared prompt finds a text at least as likely as the greedy one.
     greedy = drain(engine, [Request("g", prompts[3], scored)])["g"]
     search = Sampling(max_new_tokens=2, beam_width=3)
     beams = end_of(drain(engine, [Request("b", prompts[3], search)])["b"]).beams
@@ -289,7 +290,7 @@ def test_a_file_of_samples_has_the_passages(folder, tmp_path):
 
 
 def other_workdir(folder, **changes):
-    """A working folder like the recorded one, with other arguments."""
+    """Return a working folder like the recorded one, with different arguments."""
     made = Path("workdir")
     made.mkdir()
     for entry in (folder / "retro_fp32/workdir").iterdir():
@@ -303,7 +304,7 @@ def other_workdir(folder, **changes):
 OTHER = ("--retro-workdir", "workdir")
 REFUSALS = {
     "no folder": (WORDS[:2], {}, "--retro-workdir is required"),
-    # Checkpoints of this package know the length; those of Megatron-LM do not.
+    # This package's checkpoints store the length; Megatron-LM's do not.
     "other chunks": (
         [*WORDS[:2], *OTHER, "--retro-chunk-length", "64"],
         {"retro_gpt_chunk_length": 32},

@@ -1,4 +1,4 @@
-"""tools/generate_samples_gpt.py: prompts in, JSON lines out, on from where it was stopped."""
+"""tools/generate_samples_gpt.py: prompts in, JSON lines out, resuming where it was stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3, 5], [8]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama whose tokens are the words w0, w1, ..."""
+    """Return a small Llama whose tokens are the words w0, w1, ..."""
     folder = tmp_path_factory.mktemp("samples")
     case = CASES["llama"]
     write_folder(folder / "original", case.config, tensors_of(case))
@@ -75,7 +75,7 @@ def test_stopped_in_the_midst_it_goes_on_and_writes_the_same(
     assert run(model, *warm, "--genfile", target) == 0
     whole = target.read_bytes()
     assert len({sample["text"] for sample in read(target)}) == 5
-    target.write_bytes(whole[: whole.index(b"\n") + 20])  # one line and a part of the next
+    target.write_bytes(whole[: whole.index(b"\n") + 20])  # one line and part of the next
     assert run(model, *warm, "--genfile", target) == 0
     assert target.read_bytes() == whole
     ends = [line for line in capsys.readouterr().out.splitlines() if "written" in line]
@@ -117,7 +117,7 @@ def test_settings_are_kept_beside_files_only(model: Path, tmp_path: Path) -> Non
 def test_the_choices_are_said_and_not_among_the_samples(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nothing = ("--recompute", "--lazy-mpu-init", "yes")  # to do here: two notes
+    nothing = ("--recompute", "--lazy-mpu-init", "yes")  # still to do: two notes
     assert run(model, "--prompt", "w3 w1", "--out-seq-length", 2, "--top_k", 1, *nothing) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("w3 w1")
@@ -199,7 +199,7 @@ def test_a_prompt_without_an_answer_does_not_stop_the_others(
 
 
 def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
-    """And a request that the engine refuses all the same is an error, no empty answer."""
+    """A request that the engine refuses anyway is an error, not an empty answer."""
     written: list[GeneratedText] = []
     tokenizer: Any = SimpleNamespace(eod=0, tokenize_open=lambda text: [1] * len(text))
     limits = EngineLimits(vocab_size=9, max_length=100, cache_tokens=10, max_beams=1)
@@ -280,7 +280,7 @@ def test_several_samples_for_each_prompt_of_a_file(
 
 
 def test_copies_of_the_model_share_the_work_and_write_the_same(model: Path, tmp_path: Path) -> None:
-    """Also where a single process wrote the beginning, and where a copy is split in two."""
+    """Also if a single process wrote the beginning, or if a copy is split over two processes."""
     alone, shared = tmp_path / "alone.jsonl", tmp_path / "shared.jsonl"
     flags = ("--load", model, "--num-samples", 9, "--out-seq-length", 8, "--max-batch-size", 1)
     assert generate_samples_gpt.main([*map(str, flags), "--genfile", str(alone)]) == 0

@@ -1,4 +1,4 @@
-"""From logits to tokens: who can be chosen, how often, and what is told."""
+"""From logits to tokens: which can be chosen, how often, and what is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chosen(choice: Choice, logits: torch.Tensor = LOGITS) -> int | None:
 
 
 def counts(choice: Choice, draws: int = 4000) -> list[float]:
-    """How often each token is drawn, over evenly spread chances."""
+    """Count how often each token is drawn, over evenly spaced random numbers."""
     rows = [choice._replace(uniform=(i + 0.5) / draws) for i in range(draws)]
     found = unpack(choose(LOGITS.expand(draws, -1), rows).flatten().tolist(), rows)
     seen = Counter(result.token for result in found)
@@ -115,7 +115,7 @@ def test_uniform_numbers_spread_evenly_and_differ_by_seed_and_place() -> None:
 
 
 def choices_of(sampling: Sampling, answer: list[int]) -> list[Choice]:
-    """How each token of the answer is chosen."""
+    """Return how each token of the answer is chosen."""
     plain = PlainAnswer(Request("a", (1,), sampling), seed=0)
     (sequence,) = plain.sequences
     found = []

@@ -1,4 +1,4 @@
-"""Plans keep their promises whatever arrives, and no block is ever lost."""
+"""Plans keep their guarantees for any arrivals, and no block is ever lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETTINGS = SchedulerSettings(blocks=12, block_size=4, max_sequences=3, max_token
 
 
 def carry_out(scheduler: Scheduler) -> list[tuple[int, int]]:
-    """StepPlan and do a step; (start, count) of each row."""
+    """Plan and execute a step; return (start, count) of each row."""
     plan = scheduler.plan()
     scheduler.begun(plan)
     scheduler.done(plan)
@@ -36,7 +36,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
 
 
 def test_what_is_written_is_not_shared_as_if_it_had_been_read() -> None:
-    """Only a prompt's tokens are computed as another prompt's would be, also its last one alone."""
+    """Only tokens computed as part of a prompt are shared, including a last one computed alone."""
     scheduler = Scheduler(SETTINGS)
     written = Sequence("r", [1, 2, 3, 4, 5])
     scheduler.add(written)
@@ -93,7 +93,7 @@ def test_sequences_that_begin_alike_share_full_blocks() -> None:
     assert (first.cached, second.cached) == (0, 4)
     assert first.blocks[0] == second.blocks[0]
     assert first.blocks[1] != second.blocks[1]
-    third = Sequence("r", [1, 2, 3, 4])  # all of it is known, but its last token says what is next
+    third = Sequence("r", [1, 2, 3, 4])  # all cached, but the last token predicts the next
     scheduler.add(third)
     assert carry_out(scheduler) == [(0, 4)]
 
@@ -128,7 +128,7 @@ def test_blocks_of_ended_sequences_are_found_again_until_they_are_needed() -> No
     carry_out(scheduler)
     assert again.cached == 8
     scheduler.remove(again)
-    large = Sequence("r", [7] * 48)  # takes all blocks
+    large = Sequence("r", [7] * 48)  # uses all blocks
     scheduler.add(large)
     while carry_out(scheduler):
         pass
@@ -152,7 +152,7 @@ def test_the_last_to_begin_gives_its_blocks_up() -> None:
     assert second not in scheduler.running
     assert scheduler.preempted == 1
     scheduler.remove(first)
-    assert [count for _, count in carry_out(scheduler)] == [3]  # its first block was still there
+    assert [count for _, count in carry_out(scheduler)] == [3]  # its first block was still cached
 
 
 def test_a_preempted_sequence_is_the_first_to_begin_again() -> None:

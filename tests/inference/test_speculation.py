@@ -1,4 +1,4 @@
-"""Speculative decoding: the same tokens in fewer steps, whoever guesses them."""
+"""Speculative decoding: the same tokens in fewer steps, with any drafter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine_of(
     layout: Layout | None = None,
     seed: int = 1,
 ) -> BatchEngine:
-    """An engine over a random model with multi-token prediction."""
+    """Return an engine over a random model with multi-token prediction."""
     layout = layout or Layout.single()
     network = config(
         **{**LLAMA, "num_layers": 2, "max_position_embeddings": POSITIONS, "init_method_std": 0.2},
@@ -61,7 +61,7 @@ def engine_of(
 
 
 def answers(engine: BatchEngine, sampling: Sampling) -> list[list[int]]:
-    """The answers to all prompts; of a beam search the best."""
+    """Return the answers to all prompts; for a beam search, the best ones."""
     events = drain(engine, [Request(str(i), each, sampling) for i, each in enumerate(PROMPTS)])
     found = []
     for number in range(len(PROMPTS)):
@@ -116,7 +116,7 @@ def test_chunks_preemption_and_shared_beginnings_change_nothing(speculation: Spe
 
 
 class Oracle:
-    """A drafter that knows the answers, and lies where it is told to."""
+    """A drafter that knows the answers, and errs where it is told to."""
 
     def __init__(self, known: list[list[int]], lies: int) -> None:
         self.known, self.lies, self.calls = known, lies, 0
@@ -142,7 +142,7 @@ def test_right_drafts_save_steps_and_are_counted(lies: int) -> None:
     engine.drafter = Oracle(expected, lies)
     assert answers(engine, greedy(NEW)) == expected
     stats = engine.stats
-    if not lies:  # 1 by the prompt, then 4 at a time
+    if not lies:  # 1 from the prompt, then 4 at a time
         assert stats.choosing_rows == len(PROMPTS) * (1 + 4)
         assert stats.accepted_tokens == stats.drafted_tokens == len(PROMPTS) * (15 - 4)
     else:
@@ -151,7 +151,7 @@ def test_right_drafts_save_steps_and_are_counted(lies: int) -> None:
 
 
 def _depth_by_depth(model: GPTModel, tokens: list[int], depths: int) -> list[int]:
-    """The drafts after tokens, by whole passes without a cache."""
+    """Return the drafts after the tokens, from whole passes without a cache."""
     text = list(tokens)
     with torch.no_grad():
         places = torch.arange(len(tokens) - 1)
@@ -166,7 +166,7 @@ def _depth_by_depth(model: GPTModel, tokens: list[int], depths: int) -> list[int
 
 @pytest.mark.parametrize("budget", [40, 5])
 def test_drafts_are_those_of_the_depths_over_the_whole_text(budget: int) -> None:
-    """Whatever was accepted before, and in chunks of prompts."""
+    """This holds for any number of accepted tokens, and for prompts in chunks."""
     options = replace(OPTIONS, max_step_tokens=max(budget, 4), max_sequences=4)
     engine = engine_of(MTP, options)
     drafter = engine.drafter
@@ -220,8 +220,8 @@ def test_ngrams_continue_the_last_longest_match() -> None:
     assert drafts(row) == (2, 3, 6)
     row.sequence.tokens += [7]
     assert drafts(row) == ()
-    assert drafts(_row([2, 3, 4, 2, 3, 5, 2, 3])) == (5, 2, 3)  # the last place
-    assert drafts(_row([2, 3, 4, 5, 6, 2, 3], limit=9)) == (4,)  # one more is chosen anyway
+    assert drafts(_row([2, 3, 4, 2, 3, 5, 2, 3])) == (5, 2, 3)  # the last match
+    assert drafts(_row([2, 3, 4, 5, 6, 2, 3], limit=9)) == (4,)  # one more token is chosen anyway
     assert drafts(_row([2, 3, 4, 5, 6, 2, 3], limit=0)) == ()
     assert drafts(_row([1])) == ()
 

@@ -1,4 +1,4 @@
-"""Generation by models with states: the text of plain passes, whatever else is in the batch."""
+"""Generation by models with recurrent states equals plain passes, in any batch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ TEXT = tuple(range(3, 3 + 22))
 
 
 def cached(engine: BatchEngine, *asked: tuple[int, ...], new: int = 2) -> list[int]:
-    """How many tokens of each prompt, one after another, were taken from the cache."""
+    """Return how many tokens of each prompt, run one after another, came from the cache."""
     found = []
     for prompt in asked:
         events = drain(engine, [Request("a", prompt, greedy(new))])["a"]
@@ -128,7 +128,7 @@ def test_log_probabilities_are_the_models(folder: Path) -> None:
 
 
 def test_beams_have_the_models_scores(folder: Path) -> None:
-    """Beams that branch need the states of the text that they share."""
+    """Beams that branch need the states of their common prefix."""
     engine = toy_engine(folder, replace(OPTIONS, max_sequences=3))
     prompt = PROMPTS[0]
     beams = end_of(drain(engine, [Request("a", prompt, greedy(6, beam_width=3))])["a"]).beams

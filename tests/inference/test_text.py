@@ -1,4 +1,4 @@
-"""Text from tokens that come one by one."""
+"""Decoding text from tokens that arrive one at a time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_spaces_at_the_joint_of_prompt_and_answer_stay(sentencepiece: Tokenizer)
         told = sentencepiece.detokenize(ids[:cut]) + "".join(
             _pieces(sentencepiece, ids[cut:], ids[:cut])
         )
-        if "\ufffd" not in sentencepiece.detokenize(ids[:cut]):  # the cut is in no character
+        if "\ufffd" not in sentencepiece.detokenize(ids[:cut]):  # no character is cut
             assert told == whole
 
 

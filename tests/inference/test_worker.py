@@ -1,4 +1,4 @@
-"""The loop that serves: same decisions on every rank, and failures that end requests, not ranks."""
+"""The serving loop: the same decisions on every rank; failures end requests, not ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.inference.toy import drain, end_of, greedy, prompts, tokens_of, toy_e
 
 
 class Script:
-    """An inbox: what arrives at each poll, and what was answered."""
+    """An inbox with what arrives at each poll, and a record of the answers."""
 
     def __init__(self, arrivals: Sequence[Sequence[Command]]) -> None:
         self.arrivals = list(arrivals)
@@ -30,7 +30,7 @@ class Script:
         self.waits.append(wait)
         if self.arrivals:
             return list(self.arrivals.pop(0))
-        return [Shutdown()] if wait else []  # once nothing is left to do
+        return [Shutdown()] if wait else []  # when nothing is left to do
 
     def send(self, events: Sequence[Event]) -> None:
         for event in events:

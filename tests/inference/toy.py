@@ -1,4 +1,4 @@
-"""Small engines over models of the Hugging Face families, and what they should say."""
+"""Small engines over models of the Hugging Face families, and their expected results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=32, cache_tokens=512, b
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """A random model of `CASES`."""
+    """Write a random model of `CASES`."""
     return write_folder(folder, CASES[name].config, tensors_of(CASES[name]))
 
 
@@ -45,7 +45,7 @@ def toy_engine(
     *,
     looks_ahead: bool = False,
 ) -> BatchEngine:
-    """An engine over the model in a Hugging Face folder; `looks_ahead` as on a GPU."""
+    """Return an engine over the model in a Hugging Face folder; `looks_ahead` as on a GPU."""
     layout = layout or Layout.single()
     reader = HFReader(folder)
     config = narrow(resolve(from_dict(reader.meta["config"], str(folder)), 1), ModelRun)
@@ -62,7 +62,7 @@ def toy_engine(
 
 
 def drain(engine: BatchEngine, requests: Sequence[Request] = ()) -> dict[str, list[Event]]:
-    """Run to the end; each request's events. All blocks are free again after it."""
+    """Run to the end; return each request's events. All blocks must be free afterwards."""
     events: dict[str, list[Event]] = {}
     for request in requests:
         engine.add(request)
@@ -101,12 +101,12 @@ def greedy(new: int, **changes: object) -> Sampling:
 
 
 def expected_logits(name: str, tokens: Sequence[int]) -> torch.Tensor:
-    """[s, v] of the second model, in float64."""
+    """Return [s, v] from the reference model, in float64."""
     return logits(CASES[name], tensors_of(CASES[name]), torch.tensor([tokens]))[0]
 
 
 def expected_greedy(name: str, prompt: Sequence[int], new: int) -> list[int]:
-    """By the second model, which computes everything anew for each token."""
+    """Return greedy tokens of the reference model, which recomputes everything for each token."""
     tokens = list(prompt)
     for _ in range(new):
         tokens.append(int(expected_logits(name, tokens)[-1].argmax()))

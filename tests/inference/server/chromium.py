@@ -1,4 +1,5 @@
-"""Headless Chromium over its own pipe: open a page, press keys, ask JavaScript, take a picture."""
+"""Headless Chromium over its own pipe: open a page, press keys, run JavaScript, take a
+screenshot."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowRight": (39, ""), "Tab":
 
 
 def find_chromium() -> str:
-    """Its path; skips the test where there is none."""
+    """Return its path, or skip the test if there is none."""
     for name in _NAMES:
         if path := shutil.which(name):
             return path
@@ -34,15 +35,16 @@ def find_chromium() -> str:
 
 
 class Page:
-    """One tab, by the protocol of the developer tools: JSON, ended by zero bytes."""
+    """One tab, controlled by the developer tools' protocol: JSON messages that end with a zero
+    byte."""
 
     def __init__(self, write_end: int, read_end: int) -> None:
         self._write, self._read = write_end, read_end
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
-        self.requests: list[str] = []  # what the page has asked for
-        self.problems: list[str] = []  # errors that the page has met
+        self.requests: list[str] = []  # what the page has requested
+        self.problems: list[str] = []  # errors on the page
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -50,7 +52,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command and its result."""
+        """Send a command and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -80,7 +82,7 @@ class Page:
                 self.problems.append(str(parameters["entry"]["text"]))
 
     def open(self, url: str, *, width: int, height: int, dark: bool = False) -> None:
-        """Show a page in a window of this size."""
+        """Open a page in a window of this size."""
         mobile = width < 600
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
         self.call("Emulation.setDeviceMetricsOverride", **size)
@@ -90,24 +92,24 @@ class Page:
         self.wait("document.readyState === 'complete'")
 
     def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
     def wait(self, expression: str) -> None:
-        """Until it is true."""
+        """Wait until an expression is true."""
         end = time.monotonic() + _WAIT
         while not self.ask(expression):
             assert time.monotonic() < end, f"never true: {expression}"
             time.sleep(0.02)
 
     def write(self, text: str) -> None:
-        """As if typed, where the focus is."""
+        """Type into the focused element."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, *, ctrl: bool = False) -> None:
-        """One key."""
+        """Press a key."""
         code, text = _KEYS[key]
         event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 2 * ctrl}
         told = {"text": text} if text and not ctrl else {}
@@ -115,7 +117,7 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def hover(self, selector: str) -> None:
-        """The mouse over the middle of an element."""
+        """Move the mouse over the middle of an element."""
         box = self.ask(
             f"(r => [r.x + r.width / 2, r.y + r.height / 2])"
             f"(document.querySelector({selector!r}).getClientRects()[0])"
@@ -123,13 +125,13 @@ class Page:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
 
     def picture(self, path: Path) -> None:
-        """What the window shows, as PNG."""
+        """Return a screenshot as PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
 @contextlib.contextmanager
 def chromium(folder: Path) -> Iterator[Page]:
-    """A browser that keeps its files in `folder`."""
+    """Run a browser that keeps its files in `folder`."""
     path = find_chromium()
     their_read, our_write = os.pipe()
     our_read, their_write = os.pipe()

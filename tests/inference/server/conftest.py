@@ -1,4 +1,4 @@
-"""Servers over a fake engine, one a module where a test does not need its own."""
+"""Servers over a fake engine, one per module unless a test needs its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(tokenizer_folder: Path) -> Iterator[Live]:
-    """A server with the default settings."""
+    """Return a server with the default settings."""
     engine = FakeEngine()
     with running(engine, make_settings(tokenizer_folder, engine)) as server:
         yield server

@@ -1,4 +1,4 @@
-"""An engine that repeats the prompt, so that every answer is known beforehand."""
+"""An engine that repeats the prompt, so every answer is known in advance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.parallel.layout import Layout
 
 
 def logprob_of(token: int) -> float:
-    """What the fake engine says of any token, in any place."""
+    """Return the fake engine's log-probability for a token, the same at every position."""
     return -(token % 16) / 8
 
 
@@ -36,18 +36,18 @@ class _Running:
 
 
 class FakeEngine:
-    """Answers with the prompt's tokens, over and over; prompts ending in 0 end with `eod`.
+    """Repeat the prompt's tokens; answers to prompts ending in 0 end with `eod`.
 
     Args:
-        places: sequences in a batch; further ones wait.
-        seconds: of a step.
+        places: the number of sequences in a batch; further ones wait.
+        seconds: the time that a step takes.
         fails: a step with these prompt tokens raises.
     """
 
     def __init__(
         self, *, vocab_size: int = 400, max_length: int = 256, places: int = 4, seconds: float = 0
     ) -> None:
-        # What the serving loop asks of an engine's executor.
+        # What the serving loop needs from an engine's executor.
         device = SimpleNamespace(torch_device=torch.device("cpu"))
         self.executor = SimpleNamespace(copy=Layout.single().world, device=device)
         self.limits = EngineLimits(vocab_size, max_length, cache_tokens=100_000, max_beams=8)

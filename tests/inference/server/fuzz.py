@@ -1,10 +1,10 @@
-"""Requests that nobody would send, by the thousand.
+"""Send thousands of malformed requests.
 
     python -m tests.inference.server.fuzz localhost:5000 --requests 5000
 
-Each is a request with some of it changed: types, sizes, Unicode, numbers that are none, depth, the
-bytes of HTTP itself. No answer may be a 5xx, none may take long, and good requests in between must
-be answered as ever.
+Each is a request with something changed: types, sizes, Unicode, invalid numbers, depth, the
+bytes of HTTP itself. No answer may be a 5xx or take long, and good requests in between must
+be answered as usual.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _body(chance: random.Random, path: str) -> bytes:
 
 
 def make_request(chance: random.Random) -> bytes:
-    """The bytes of one request."""
+    """Return the bytes of one request."""
     path = chance.choice(PATHS)
     body = _body(chance, path)
     method = chance.choice(("POST",) * 40 + ("PUT", "GET", "DELETE", "OPTIONS", "HEAD"))
@@ -127,12 +127,12 @@ def make_request(chance: random.Random) -> bytes:
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """The results.
 
     Attributes:
-        statuses: how often each was answered; 0: the connection was closed without one.
-        faults: requests that went wrong, with how.
-        good: good requests that were answered in between.
+        statuses: how often each occurred; 0: the connection was closed without an answer.
+        faults: requests that failed, and how.
+        good: how many good requests were answered in between.
     """
 
     statuses: Counter[int] = field(default_factory=Counter)
@@ -141,7 +141,7 @@ class Outcome:
 
 
 def fuzz(host: str, port: int, requests: int, *, seed: int = 0, clients: int = 4) -> Outcome:
-    """Send so many requests, several at a time."""
+    """Send this many requests, several at a time."""
     outcome, lock = Outcome(), threading.Lock()
 
     def work(client: int) -> None:
@@ -182,7 +182,7 @@ def _ask_good(host: str, port: int, outcome: Outcome, lock: threading.Lock) -> N
 
 
 def _send(host: str, port: int, data: bytes, *, leaves: bool) -> tuple[int, bytes]:
-    """Status and answer; (0, b"") where the server closed, or the client left early."""
+    """Return status and answer; (0, b"") if the server closed, or the client left early."""
     answer = b""
     try:
         with socket.create_connection((host, port), timeout=_TIMEOUT) as connection:
@@ -193,14 +193,14 @@ def _send(host: str, port: int, data: bytes, *, leaves: bool) -> tuple[int, byte
                 answer += part
     except TimeoutError:
         return 599, b"no answer in time"
-    except OSError:  # closed while we were still sending: its right
+    except OSError:  # closed while we were still sending, which is allowed
         pass
     words = answer.split(b" ", 2)
     return (int(words[1]), answer) if len(words) == 3 else (0, b"")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fuzz a running server; 1 where something went wrong."""
+    """Fuzz a running server, and return 1 if something went wrong."""
     parser = argparse.ArgumentParser(description="Send a server what nobody would send.")
     parser.add_argument("server", metavar="HOST:PORT")
     parser.add_argument("--requests", type=int, default=5000)

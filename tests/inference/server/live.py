@@ -1,4 +1,4 @@
-"""A running server in this process: the real front in a thread, over any engine."""
+"""A running server in this process: the real front end in a thread, over any engine."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Live:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: where.
-        engine: behind it.
-        client: of it.
+        url: its address.
+        engine: the engine behind it.
+        client: a client for it.
     """
 
     url: str
@@ -50,20 +50,21 @@ class Live:
 
     @property
     def port(self) -> int:
-        """Where, on 127.0.0.1."""
+        """Return the port on 127.0.0.1."""
         return int(self.url.rpartition(":")[2])
 
     def put(self, body: Any, **more: Any) -> httpx.Response:
-        """`PUT /api`."""
+        """Send `PUT /api`."""
         return self.client.put("/api", json=body, **more)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        """`POST` to any path."""
+        """Send a `POST` to any path."""
         return self.client.post(path, json=body, **more)
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A small byte-level tokenizer: GPT-2's two files, and Hugging Face's with a chat template."""
+    """Write a small byte-level tokenizer: GPT-2's two files, and Hugging Face's with a chat
+    template."""
     from tokenizers import ByteLevelBPETokenizer
 
     bpe = ByteLevelBPETokenizer()
@@ -80,7 +81,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def make_settings(folder: Path, engine: FakeEngine, **changes: Any) -> FrontSettings:
-    """Settings of a server of the test tokenizer."""
+    """Return the settings of a server with the test tokenizer."""
     tokenizer = TokenizerConfig(
         tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json")
     )
@@ -96,7 +97,8 @@ def make_settings(folder: Path, engine: FakeEngine, **changes: Any) -> FrontSett
 
 @contextlib.contextmanager
 def running(engine: FakeEngine, settings: FrontSettings) -> Iterator[Live]:
-    """The front in a thread, the worker's loop in another, as they are in two processes."""
+    """Run the front end in one thread and the worker's loop in another; normally they are two
+    processes."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -110,7 +112,7 @@ def running(engine: FakeEngine, settings: FrontSettings) -> Iterator[Live]:
         thread.start()
     try:
         with httpx.Client(base_url=url, timeout=30) as client:
-            # Connections wait in the listener's queue, so that the first request is answered.
+            # Connections queue in the listener, so the first request is answered.
             assert client.get("/health").json() == {"status": "ok"}
             yield Live(url, engine, client)
     finally:

@@ -1,4 +1,4 @@
-"""The server in processes of its own, over a toy model."""
+"""The server in separate processes, over a toy model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SHAPE = (
 
 
 def write_checkpoint(folder: Path, tokenizer: Path, *more: str) -> str:
-    """A model after a step or none, with the tokenizer of a folder; its folder of checkpoints."""
+    """Write a model after one step or none, with a folder's tokenizer; return the checkpoint
+    folder."""
     from megatron.parallel.layout import Layout
     from megatron.training.checkpointing import save_run
     from tests.training.toy import build_toy, train_toy
@@ -42,7 +43,7 @@ def write_checkpoint(folder: Path, tokenizer: Path, *more: str) -> str:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Variables for a command of this checkout."""
+    """Return the environment for a command in this checkout."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ours = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **ours, **more}
@@ -52,7 +53,7 @@ def environment(**more: str) -> dict[str, str]:
 def server_process(
     words: Sequence[str], folder: Path, cwd: Path = ROOT, **variables: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and where it answers."""
+    """Run the server, and yield the process and its address."""
     log = folder / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -71,7 +72,7 @@ def server_process(
 
 
 class Terminal:
-    """The output of a process, from which text that was waited for is removed."""
+    """A process's output; text that was waited for is removed from it."""
 
     def __init__(self, number: int) -> None:
         self._number, self._seen = number, ""
@@ -87,7 +88,7 @@ class Terminal:
         return before
 
     def say(self, line: str) -> None:
-        """Type a line at the next prompt; before that, it would be typed into the answer."""
+        """Type a line at the next prompt; any earlier, it would end up inside the answer."""
         self.expect("> ")
         os.write(self._number, f"{line}\n".encode())
 
@@ -101,7 +102,7 @@ class Terminal:
 def on_terminal(
     words: Sequence[str], cache: Path
 ) -> Iterator[tuple[subprocess.Popen[bytes], Terminal]]:
-    """A process on a terminal of its own, with its history in `cache`."""
+    """Run a process on a terminal of its own, with its history in `cache`."""
     main, side = pty.openpty()
     variables = environment(MEGATRON_CACHE=str(cache))
     process = subprocess.Popen(
@@ -117,7 +118,7 @@ def on_terminal(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """By SIGTERM, since torchrun's own processes would outlive it when it is killed."""
+    """Stop a process with SIGTERM: torchrun's children would survive if it were killed."""
     process.terminate()
     try:
         process.wait(timeout=60)

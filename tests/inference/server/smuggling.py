@@ -1,9 +1,9 @@
-"""Requests with two lengths, by the thousand: a proxy could see another request in the same bytes.
+"""Send thousands of requests with two lengths, in which a proxy could see a second request.
 
     python -m tests.inference.server.smuggling localhost:5000 --requests 1000
 
 Each has Content-Length and Transfer-Encoding, or two of either, in any order and spelling, and
-bytes of a second request behind or inside its body. The server must answer 400 or nothing, once,
+bytes of a second request after or inside its body. The server must answer 400 or nothing, once,
 and close.
 """
 
@@ -26,7 +26,7 @@ _BREAKS = (": ", ":", ":\t", ":  ")
 
 
 def make_request(chance: random.Random) -> bytes:
-    """Return the bytes of one request, with those of a second one."""
+    """Return the bytes of one request, including those of a second one."""
     body = b'{"prompts": ["x"], "tokens_to_generate": 1}'
     chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     content = chance.choice((chunk, b"0\r\n\r\n", body)) + _SECOND
@@ -59,10 +59,10 @@ def make_request(chance: random.Random) -> bytes:
 
 @dataclass
 class Smuggled:
-    """What came of the requests.
+    """The results.
 
     Attributes:
-        statuses: How often each status was answered. 0 stands for a connection that was closed
+        statuses: How often each status was returned. 0 stands for a connection that was closed
             without an answer.
         faults: Requests that were answered otherwise, or twice, or whose connection stayed open.
     """
@@ -72,7 +72,7 @@ class Smuggled:
 
 
 def smuggle(host: str, port: int, requests: int, *, seed: int = 0) -> Smuggled:
-    """Send this many requests, one after the other."""
+    """Send this many requests, one after another."""
     smuggled = Smuggled()
     for number in range(requests):
         data = make_request(random.Random(seed * 1_000_003 + number))
@@ -102,7 +102,7 @@ def _send(host: str, port: int, data: bytes) -> tuple[bytes, bool]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Try a running server, and return 1 if it took a request."""
+    """Test a running server, and return 1 if it accepted a request."""
     parser = argparse.ArgumentParser(description="Send a server requests with two lengths.")
     parser.add_argument("server", metavar="HOST:PORT")
     parser.add_argument("--requests", type=int, default=1000)

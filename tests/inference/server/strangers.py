@@ -1,10 +1,10 @@
-"""Requests without the token, by the thousand: spelled so that something may take them for open.
+"""Send thousands of requests without the token, spelled so that their paths might pass as open.
 
     python -m tests.inference.server.strangers localhost:5000 --requests 5000
 
-Each asks for a closed path in the bytes of HTTP itself: encoded, doubled, absolute, behind an open
-path, with Host headers that hold paths, by any method and version. The server must be one that
-demands a token, which nothing here knows.
+Each asks for a closed path in raw HTTP bytes: encoded, doubled, absolute, after an open
+path, with Host headers that contain paths, by any method and version. The server must
+require a token, which is unknown here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _HEADERS += ("Transfer-Encoding: chunked", "Content-Length: 2", "Upgrade: h2c", 
 
 
 def make_target(chance: random.Random) -> str:
-    """A request target that leads to a closed route, or would if something misread it."""
+    """Return a request target that leads to a closed route, or would if something misread it."""
     closed, opened = chance.choice(CLOSED), chance.choice(OPEN)
     match chance.randrange(8):
         case 0:
@@ -88,7 +88,7 @@ def make_target(chance: random.Random) -> str:
 
 
 def make_request(chance: random.Random) -> bytes:
-    """The bytes of one request."""
+    """Return the bytes of one request."""
     version = chance.choice(("1.1", "1.1", "1.1", "1.0", "0.9", "2.0"))
     body = b'{"prompts": ["x"], "tokens_to_generate": 1, "prompt": "x", "messages": []}'
     lines = [f"{chance.choice(_METHODS)} {make_target(chance)} HTTP/{version}"]
@@ -100,11 +100,11 @@ def make_request(chance: random.Random) -> bytes:
 
 @dataclass
 class Entered:
-    """What came of it.
+    """The results.
 
     Attributes:
-        statuses: how often each was answered; 0: the connection was closed without one.
-        faults: requests that were let in, with the answer.
+        statuses: how often each occurred; 0: the connection was closed without an answer.
+        faults: requests that were accepted, with the answer.
     """
 
     statuses: Counter[int] = field(default_factory=Counter)
@@ -112,7 +112,7 @@ class Entered:
 
 
 def try_to_enter(host: str, port: int, requests: int, *, seed: int = 0) -> Entered:
-    """Send so many requests. Only open files may be answered with 200, and only as they are."""
+    """Send this many requests. Only open files may be answered with 200, and only unchanged."""
     entered, known = Entered(), {b""}
     for path in OPEN:
         known.add(_content(_send(host, port, f"GET {path} HTTP/1.0\r\nHost: x\r\n\r\n".encode())))
@@ -145,7 +145,7 @@ def _send(host: str, port: int, data: bytes) -> bytes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Try a running server; 1 where it let something in."""
+    """Test a running server, and return 1 if it accepted a request."""
     parser = argparse.ArgumentParser(description="Ask a server for what needs a token.")
     parser.add_argument("server", metavar="HOST:PORT")
     parser.add_argument("--requests", type=int, default=5000)

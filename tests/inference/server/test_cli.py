@@ -1,4 +1,4 @@
-"""tools/text_generation_cli.py against a server, in a pipe and on a terminal."""
+"""tools/text_generation_cli.py with a server, in a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_what_is_no_whole_answer_is_told(
             connection.recv(1 << 16)
             connection.sendall(answer)
             connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1 << 16):  # else what is left of the request resets it
+            while connection.recv(1 << 16):  # otherwise the unread rest of the request resets it
                 pass
 
     thread = threading.Thread(target=once, daemon=True)
@@ -187,7 +187,7 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
             ("/model rhymes", "/model rhymes"),
             ("y", "unknown model 'rhymes'; available: test, sql"),
             ("/model sql", "/model sql"),
-            ("z", "yyy"),  # the engine says what came first
+            ("z", "yyy"),  # the engine repeats what came first
         ):
             terminal.say(line)
             terminal.expect(answer)

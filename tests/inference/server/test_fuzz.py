@@ -1,4 +1,4 @@
-"""No request brings the server down, or gets a 5xx."""
+"""No request crashes the server or gets a 5xx."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ def test_nothing_that_is_sent_brings_it_down(tokenizer_folder: Path) -> None:
         end = time.monotonic() + 2
         while engine.has_work and time.monotonic() < end:
             time.sleep(0.01)
-        assert not engine.has_work  # those who left hold no place
+        assert not engine.has_work  # disconnected clients hold no place

@@ -1,4 +1,4 @@
-"""Who is let in, and where the server listens."""
+"""Who gets access, and where the server listens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_nothing_is_told_without_the_token(closed: Live, path: str) -> None:
 
 
 def test_a_host_header_does_not_stand_for_the_path(closed: Live) -> None:
-    # A URL that is joined from both would have the path of an open page.
+    # A URL joined from both would have the path of an open page.
     for host in ("x/health?", "x/health#", "x/?"):
         answer = closed.client.get("/v1/models", headers={"Host": host})
         assert answer.status_code == 401
@@ -70,7 +70,7 @@ def test_no_spelling_of_a_path_is_let_in(closed: Live) -> None:
 
 @pytest.mark.parametrize("path", ["/hea%09lth", "/metrics%3f/health", "//health", "/health/"])
 def test_only_exact_paths_are_open(closed: Live, path: str) -> None:
-    # A path alone would lose its double slash on the way.
+    # A bare path would lose its double slash on the way.
     assert closed.client.get(f"http://127.0.0.1:{closed.port}{path}").status_code == 401
 
 
@@ -87,7 +87,7 @@ def test_only_http_is_served(kind: str) -> None:
 
 @pytest.mark.parametrize("root_path", ["/v1", "/health", "/health/.."])
 def test_a_root_path_opens_nothing(root_path: str) -> None:
-    # A server may set it; Starlette's routes then see less than the whole path.
+    # A server may set it; Starlette's routes then see only part of the path.
     async def secret(_: Request) -> Response:
         return Response("secret")
 
@@ -113,7 +113,7 @@ def test_a_root_path_opens_nothing(root_path: str) -> None:
 
 
 def test_two_lengths_of_one_body_are_refused(closed: Live, live: Live) -> None:
-    # A proxy that believes the other length would see a second request in the same bytes.
+    # A proxy that uses the other length would see a second request in the same bytes.
     head = "PUT /api HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Authorization: Bearer {TOKEN}\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n"
     data = head.encode() + b"\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -1,4 +1,4 @@
-"""What one client can do to the others: nothing."""
+"""One client cannot affect the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _strict_settings(folder: Path, engine: FakeEngine) -> FrontSettings:
 
 @pytest.fixture
 def slow(tokenizer_folder: Path) -> Iterator[Live]:
-    """An answer of 200 tokens takes 4 seconds."""
+    """Return a server on which an answer of 200 tokens takes 4 seconds."""
     engine = FakeEngine(seconds=0.02)
     with running(engine, _strict_settings(tokenizer_folder, engine)) as live:
         yield live
@@ -109,7 +109,7 @@ def test_large_bodies_of_one_address_are_read_slowly(tokenizer_folder: Path, pat
         seconds = time.monotonic() - started
         if path == "/v1/completions":
             assert {each.result().status_code for each in large} == {422}
-            # The first second is free, and so are 64 KiB of each.
+            # The first second and the first 64 KiB are free.
             assert seconds > 2.0
         _good(live)
 
@@ -134,7 +134,7 @@ def test_what_is_no_json_object_is_400(
 
 
 def test_another_sites_form_is_refused(strict: Live) -> None:
-    # What a browser sends across sites without asking first: never JSON.
+    # What a browser sends cross-site without a preflight request: never JSON.
     answer = strict.client.post(
         "/api", content=b'{"prompts": ["x"]}', headers={"Content-Type": "text/plain"}
     )
@@ -147,7 +147,7 @@ def test_slow_headers_and_bodies_are_ended(strict: Live) -> None:
     slow = [_open(strict, start) for start in starts * 10]
     started = time.monotonic()
     _good(strict)
-    assert time.monotonic() - started < 0.4  # nobody waits for them
+    assert time.monotonic() - started < 0.4  # nobody is waiting for them
     for connection in slow:
         answer = connection.recv(4096)
         assert answer.startswith(b"HTTP/1.1 408"), answer
@@ -199,7 +199,7 @@ def test_more_than_can_wait_is_429(slow: Live) -> None:
     for connection in connections:
         connection.close()
     assert _until(lambda: not slow.engine.has_work)
-    # The front counts a request until it has heard of its end, a moment after the engine.
+    # The front end counts a request until it learns that it has ended, shortly after the engine.
     assert _until(lambda: slow.put(SHORT).status_code == 200)
     _good(slow)
 

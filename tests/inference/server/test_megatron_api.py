@@ -22,7 +22,8 @@ DECAY_RANGE = "top_p_decay must be less than or equal to 1.0"
 PENALTY_RANGE = "length_penalty must be a float from -20 to 20"
 BOUND_RANGE = "top_p_bound must be greater than 0 and less than top_p"
 
-# (the body but for its prompts, message). Of a body that breaks several rules the first is told.
+# (the body without its prompts, message). If a body breaks several rules, the first one is
+# reported.
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"tokens_to_generate": "5"}, "tokens_to_generate must be an integer greater than 0"),
     ({"tokens_to_generate": 5.0}, "tokens_to_generate must be an integer greater than 0"),
@@ -70,7 +71,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"beam_width": 0}, "beam_width must be an integer > 1"),
     ({"beam_width": 2, "stop_token": 1.0}, "stop_token must be an integer"),
     ({"beam_width": 2, "length_penalty": 1}, "length_penalty must be a float"),
-    # Stricter than Megatron: a length to this power is no number; true is no integer.
+    # Stricter than Megatron: a length to this power is out of range; true is not an integer.
     ({"beam_width": 2, "length_penalty": 1e300}, PENALTY_RANGE),
     ({"beam_width": 1, "length_penalty": -20.5}, PENALTY_RANGE),
     ({"tokens_to_generate": True}, "tokens_to_generate must be an integer greater than 0"),
@@ -94,7 +95,7 @@ BROKEN_PROMPTS: list[tuple[Any, str]] = [
     ({"prompts": [TEXT] * 129}, "Maximum number of prompts is 128"),
 ]  # fmt: skip
 
-# (body, status, message): found out with the tokens in hand.
+# (body, status, message): found only after tokenization.
 TOO_MUCH: list[tuple[dict[str, Any], str]] = [
     (
         {"prompts": [TEXT], "tokens_to_generate": 256},
@@ -222,7 +223,7 @@ def test_beam_search(live: Live) -> None:
 
 def test_add_bos_puts_the_end_of_document_first(live: Live) -> None:
     text = live.put({"prompts": ["", "x"], "add_BOS": True, "tokens_to_generate": 1}).json()["text"]
-    # The fake engine repeats the first token, which ends a document.
+    # The fake engine repeats the first token, which is the end of a document.
     assert text == ["<|endoftext|>" * 2, "<|endoftext|>x<|endoftext|>"]
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client, and what it sends and expects."""
+"""OpenAI's own client: what it sends and what it expects."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_chat(client: openai.OpenAI) -> None:
     )
     (choice,) = done.choices
     assert choice.message.role == "assistant"
-    assert choice.message.content == ""  # the fake engine repeats the first token, an end
+    assert choice.message.content == ""  # the fake engine repeats the first token, an end token
     assert choice.finish_reason == "stop"
 
 
@@ -138,7 +138,7 @@ def test_the_template_makes_the_prompt(live: Live, tokenizer_folder: Path) -> No
 
 @pytest.fixture(scope="module")
 def plain_chat(tokenizer_folder: Path) -> Any:
-    """A chat whose first token is text, so that the fake engine has something to repeat."""
+    """Return a chat whose first token is text, so that the fake engine has something to repeat."""
     engine = FakeEngine()
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with running(engine, make_settings(tokenizer_folder, engine, chat_template=template)) as live:
@@ -206,7 +206,7 @@ def test_models(client: openai.OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def several(tokenizer_folder: Path) -> Iterator[Live]:
-    """A server of a model with two adapters."""
+    """Return a server of a model with two adapters."""
     engine = FakeEngine()
     settings = make_settings(tokenizer_folder, engine, adapters=("sql", "of/rhymes"))
     with running(engine, settings) as live:

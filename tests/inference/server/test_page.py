@@ -1,4 +1,4 @@
-"""The page in a real browser, by keyboard, mouse and on a phone; and that nothing comes from
+"""The page in a real browser, with keyboard, mouse and on a phone; nothing is loaded from
 elsewhere."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _open(page: Page, live: Live, **window: int) -> None:
     page.requests.clear()
     page.open(live.url, **window)
     page.wait("document.getElementById('model').textContent === 'test'")
-    page.wait("document.activeElement.id === 'input'")  # otherwise a text that is typed is lost
+    page.wait("document.activeElement.id === 'input'")  # otherwise typed text is lost
 
 
 def _text(selector: str) -> str:
@@ -93,7 +93,7 @@ def test_the_text_is_copied_or_selected(page: Page, quick: Live) -> None:
     page.ask(press)
     page.wait("document.getElementById('status').textContent === 'Copied.'")
     assert page.ask("window.copied") == text
-    # As where a page has no right to the clipboard.
+    # As on a page without clipboard permission.
     page.ask("void (navigator.clipboard.writeText = async () => { throw new Error('no'); })")
     page.ask(press)
     page.wait("document.getElementById('status').textContent.startsWith('Selected')")
@@ -129,7 +129,7 @@ def test_a_chat_goes_back_and_forth(page: Page, quick: Live) -> None:
     assert page.ask("document.querySelectorAll('.turn').length") == 4
     assert page.ask("document.querySelectorAll('.turn.user')[1].textContent") == "world"
     prompts = [len(request.prompt) for request in quick.engine.seen[-2:]]
-    assert prompts[1] > prompts[0] + 90  # what was said before goes along
+    assert prompts[1] > prompts[0] + 90  # earlier messages are included
     page.ask("document.getElementById('clear').click()")
     assert page.ask("document.querySelectorAll('.turn').length") == 0
     assert not page.problems
@@ -147,7 +147,7 @@ def test_the_passages_that_a_retro_has_read_are_below_its_answer(
         _open(page, live, **DESKTOP)
         page.ask(f"document.querySelector('[value={mode}]').click()")
         assert page.ask("document.getElementById('passages').hidden")
-        for _ in range(2):  # the second answer's take the place of the first's
+        for _ in range(2):  # the second answer's replace the first's
             page.ask("document.getElementById('input').focus()")
             page.write(TEXT)
             page.press("Enter", ctrl=True)
@@ -277,7 +277,7 @@ def test_continue_goes_on_from_the_text_so_far(page: Page, quick: Live) -> None:
     assert len(second) > len(first)
     ids = quick.engine.seen[-1].prompt
     assert len(ids) > len(quick.engine.seen[-2].prompt)  # the first answer is part of the prompt
-    # The tokens of the first answer can still be pointed at.
+    # The first answer's tokens can still be hovered over.
     assert page.ask("document.querySelectorAll('.answer').length") == 2
     page.ask("document.getElementById('again').click()")
     _done(page)

@@ -1,4 +1,4 @@
-"""The server as users start it: its processes, one or several ranks, examples, its end."""
+"""The server as users start it: its processes, one or several ranks, examples, shutdown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BODY = {"prompts": [TEXT, "def main"], "tokens_to_generate": 8, "top_k": 1, "log
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> str:
-    """An untrained model with the test tokenizer."""
+    """Return the checkpoint of an untrained model with the test tokenizer."""
     return write_checkpoint(tmp_path_factory.mktemp("model"), tokenizer_folder)
 
 
@@ -46,12 +46,12 @@ def _ask(url: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One process, from the checkpoint alone: as `make serve` starts it."""
+    """Run one process from the checkpoint alone, as `make serve` starts it."""
     folder = tmp_path_factory.mktemp("alone")
     words = [str(ROOT / "examples" / "run_text_generation_server_demo.sh")]
     with server_process(words, folder, CHECKPOINT=checkpoint) as (process, url):
         yield url
-        for _ in range(2):  # the second while its front ends
+        for _ in range(2):  # the second one while its front end shuts down
             os.kill(process.pid, signal.SIGTERM)
             time.sleep(0.02)
         assert process.wait(timeout=30) == 0
@@ -66,7 +66,7 @@ def test_answers_are_the_same_again(alone: str) -> None:
 
 
 def _assert_same(answer: dict[str, Any], other: dict[str, Any]) -> None:
-    """Text for text, numbers up to the order of their sums."""
+    """Compare text exactly, and numbers up to the order of summation."""
     assert answer["segments"] == other["segments"]
     for row, values in zip(answer["logprobs"], other["logprobs"], strict=True):
         assert row == pytest.approx(values, abs=1e-4)
@@ -95,7 +95,7 @@ def test_a_small_load_has_no_failure(alone: str) -> None:
 def _start_345m(
     name: str, checkpoint: str, tokenizer: Path, folder: Path
 ) -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """An example at toy size, with two ranks where it has eight."""
+    """Start an example at toy size, with two ranks instead of eight."""
     return server_process(
         [str(ROOT / "examples" / name), *SHAPE],
         folder,
@@ -116,7 +116,7 @@ def test_two_ranks_answer_the_same_and_end_together(
         outcome = fuzz("127.0.0.1", int(url.rpartition(":")[2]), 60)
         assert not outcome.faults, outcome.faults
         _assert_same(_ask(url), _ask(alone))
-        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C in a terminal: to all of them
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal: to all of them
         assert process.wait(timeout=60) == 128 + signal.SIGINT
     assert "Traceback" not in _log(tmp_path)
 

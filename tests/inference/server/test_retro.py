@@ -1,4 +1,4 @@
-"""A Retro behind the server: the recorded one, in a process, with the passages in every answer."""
+"""The recorded Retro behind the server, in a process, with the passages in every answer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import pytest
 from megatron.inference import samples
 from tests.inference.server.processes import TOOL, server_process
 
-PROMPT = "the quick brown fox jumps over " * 10  # a chunk and more
+PROMPT = "the quick brown fox jumps over " * 10  # more than a chunk
 FIELDS = {"chunk", "corpus", "document", "text"}
 NEW = 40  # enough to complete another chunk
 
 
 @pytest.fixture(scope="module")
 def folder(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the recorded relative paths lead to the recorded files."""
+    """Return a folder in which the recorded relative paths lead to the recorded files."""
     folder = tmp_path_factory.mktemp("retro")
     for name in ("data", "retro_fp32"):
         (folder / name).symlink_to(golden / name)
@@ -50,7 +50,7 @@ def url(folder: Path, flags: list[str]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def written(folder: Path, flags: list[str]) -> dict[str, Any]:
-    """What `megatron generate` writes."""
+    """Return what `megatron generate` writes."""
     (folder / "prompts").write_text(PROMPT)
     words = ["--sample-input-file", "prompts", "--greedy", "--out-seq-length", str(NEW)]
     with contextlib.chdir(folder):
@@ -114,7 +114,7 @@ def test_many_clients_at_once_get_what_each_gets_alone(url: str) -> None:
 
     def ask(prompt: str) -> Any:
         (choice,) = _complete(url, prompt=prompt, max_tokens=4, logprobs=2)["choices"]
-        # On a CPU, the last bits depend on what else is computed at the same time.
+        # On a CPU, the last bits depend on what else is in the batch.
         scores = choice["logprobs"].pop("token_logprobs")
         return {**choice, "logprobs": choice["logprobs"]["tokens"]}, scores
 

@@ -1,4 +1,4 @@
-"""Hostile texts, templates and tokenizers: each is refused, and nobody else waits."""
+"""Hostile texts, templates and tokenizers: each is refused, and nobody else has to wait."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HOSTILE_TEMPLATES = {
     "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "padding": "{{ '%999999999d' % 1 }}{{ 'a'.center(9999999999) }}",
 }
-# A match of `(a+)+$` takes time that doubles with each letter.
+# Matching `(a+)+$` takes time that doubles with each letter.
 SLOW_PATTERN = "(a+)+$"
 EVIL_TEXT = "a" * 40 + "b"
 
@@ -50,7 +50,7 @@ def _settings(folder: Path, engine: FakeEngine, **changes: Any) -> FrontSettings
 
 @contextmanager
 def _health_answers(live: Live) -> Iterator[None]:
-    """Ask for the health during the block: each answer comes within a second."""
+    """Check the health endpoint during the block: it always answers within a second."""
     over, slowest = threading.Event(), [0.0]
 
     def ask() -> None:
@@ -159,9 +159,9 @@ def test_decoders_that_are_served_are_fast(
         served += 1
         longest = tokenizer.vocab[max(tokenizer.vocab, key=len)]
         few = [tokenizer.vocab["a"], tokenizer.vocab["b"], longest]
-        ids, text = chance.choices(few, k=13), ""  # as many as a new token is decoded with
+        ids, text = chance.choices(few, k=13), ""  # as many as decoding a new token uses
         started = time.process_time()
-        with contextlib.suppress(DataError):  # some parts panic
+        with contextlib.suppress(DataError):  # some components panic
             text = tokenizer.detokenize(ids)
         assert time.process_time() - started < 0.1, f"number {number}: {decoder}"
         assert len(text.encode()) <= 13 << 16
@@ -187,14 +187,14 @@ def test_the_decoders_of_real_tokenizers_are_served(tmp_path: Path, tokenizer_fo
 
 
 def _with_parts(folder: Path, tokenizer_folder: Path, **parts: Any) -> FrontSettings:
-    """Settings of a server whose tokenizer.json has other parts."""
+    """Return settings of a server whose tokenizer.json has these components."""
     value = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**value, **parts}))
     return _settings(folder, FakeEngine())
 
 
 def write_slow_tokenizer(folder: Path, tokenizer_folder: Path, pattern: str = SLOW_PATTERN) -> Path:
-    """A tokenizer that fails on `EVIL_TEXT` after a while, during which it holds Python's lock."""
+    """Write a tokenizer that fails on `EVIL_TEXT` after a while, holding the GIL meanwhile."""
     value = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
