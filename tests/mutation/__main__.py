@@ -4,7 +4,7 @@
     python -m tests.mutation --out mutations.jsonl --table
 
 `changes.py` says what is changed. Mutations are tried in copies of the repository, which have no
-`../shared` beside them. First, the tests run without mutations; then each mutation is tried with
+`../shared` next to them. First, the tests run without mutations; then each mutation is tried with
 the tests that execute it. It is killed by a test that fails with it twice and passes without it.
 All results are kept in files, and the same command continues where an earlier one stopped. Trials
 that ran out of time are repeated.

@@ -20,7 +20,7 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from tests.distributed import run_distributed
 from tests.parallel.pipeline.chain import alone, in_pipeline
 
-MICRO_BATCHES = 5  # not a multiple of the number of stages
+MICRO_BATCHES = 5  # not a multiple of the stage count
 
 
 def _all_kinds(layout: Layout) -> list[tuple[str, int, list[float], list[Tensor]]]:

@@ -60,7 +60,7 @@ def _try(trials: Trials, target: Target, count: int) -> None:
         expect(not outcome.failure, f"{outcome.failure} for {outcome.example[:200]!r}")
     trials.tried += max(0, outcome.inputs - 1)
     trials.passed += max(0, outcome.inputs - 1)
-    trials.worst = 0.0  # of one input; the harness limits it
+    trials.worst = 0.0  # not known per input; the harness limits it
     trials.note("refused", outcome.refused)
 
 

@@ -221,7 +221,7 @@ class _Attack:
             AssertionError: A rank did not end in time, or none said why it ended.
         """
         fault = "none:0:0"
-        if self.phase == "end after an error":  # of a rank that is not struck
+        if self.phase == "end after an error":  # a fault of a rank that is not struck
             fault = f"{('mistake', 'bug')[self.count // 4]}:{(self.victim + 1) % self.count}:2"
         endless = self.phase in ("step", "hang report", "save")
         endless |= self.phase == "start" and self.number is not None

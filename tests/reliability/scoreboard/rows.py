@@ -59,7 +59,7 @@ ROWS: tuple[Row, ...] = (
         "bit for bit",
         killed_ranks,
         full=20,
-        quick=0,  # tests/reliability/test_restarts.py tries it
+        quick=0,  # tested by tests/reliability/test_restarts.py
     ),
     Row(
         2,
@@ -181,7 +181,7 @@ ROWS: tuple[Row, ...] = (
         "within 10 s more, and exactly one report names the rank and the operation",
         hanging_ranks,
         full=40,
-        quick=0,  # tests/reliability/test_faults.py tries it
+        quick=0,  # tested by tests/reliability/test_faults.py
     ),
     Row(
         17,
@@ -190,7 +190,7 @@ ROWS: tuple[Row, ...] = (
         "next start resumes from it and cleans up",
         cut_network,
         full=10,
-        quick=0,  # tests/reliability/test_machines.py tries it
+        quick=0,  # tested by tests/reliability/test_machines.py
     ),
     Row(
         18,
@@ -199,7 +199,7 @@ ROWS: tuple[Row, ...] = (
         "is slow, on two cores: none is named",
         slow_ranks,
         full=20,
-        quick=0,  # tests/training/test_stragglers.py tries it
+        quick=0,  # tested by tests/training/test_stragglers.py
     ),
     Row(
         19,
@@ -217,7 +217,7 @@ ROWS: tuple[Row, ...] = (
         "skip`: a spike in that iteration and in no other; a clean run of 1,000 iterations: none",
         spoiled_batches,
         full=20,
-        quick=0,  # tests/training/test_spikes.py tries it
+        quick=0,  # tested by tests/training/test_spikes.py
     ),
     Row(
         21,
@@ -226,7 +226,7 @@ ROWS: tuple[Row, ...] = (
         "next comparison ends the run on all ranks, and names the rank and the weight",
         flipped_bits,
         full=20,
-        quick=0,  # tests/training/test_replica_hashes.py tries it
+        quick=0,  # tested by tests/training/test_replica_hashes.py
     ),
     Row(
         22,
@@ -315,7 +315,7 @@ ROWS: tuple[Row, ...] = (
         "them twice, in any spelling: 400 or nothing, once, and the connection is closed",
         fuzzed_requests,
         full=50,
-        quick=0,  # tests/inference/server/test_fuzz.py and test_processes.py try it
+        quick=0,  # tested by tests/inference/server/test_fuzz.py and test_processes.py
     ),
     Row(
         32,
@@ -324,7 +324,7 @@ ROWS: tuple[Row, ...] = (
         "at a time",
         crowded_server,
         full=10,
-        quick=0,  # tests/inference/server/test_limits.py tries it
+        quick=0,  # tested by tests/inference/server/test_limits.py
     ),
     Row(
         33,
@@ -333,7 +333,7 @@ ROWS: tuple[Row, ...] = (
         "reaches anything but the health check and the page",
         guarded_server,
         full=1003,
-        quick=0,  # tests/inference/server/test_guard.py tries it
+        quick=0,  # tested by tests/inference/server/test_guard.py
     ),
     Row(
         34,
@@ -402,7 +402,7 @@ ROWS: tuple[Row, ...] = (
         "between",
         hostile_texts,
         full=1000,
-        quick=0,  # tests/inference/server/test_texts.py tries it
+        quick=0,  # tested by tests/inference/server/test_texts.py
     ),
     Row(
         41,
@@ -411,7 +411,7 @@ ROWS: tuple[Row, ...] = (
         "GiB of memory",
         every_reader,
         full=1000,
-        quick=0,  # tests/fuzz tries it
+        quick=0,  # tested by tests/fuzz
     ),
     Row(
         42,
