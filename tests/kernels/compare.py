@@ -1,4 +1,4 @@
-"""Comparing a kernel with the plain form in float64, outputs and gradients."""
+"""Compare a kernel with the plain form in float64: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# Relative error of a whole tensor that rounding to the type explains, with some room.
+# Relative error of a whole tensor that rounding to the type explains, with some margin.
 TOLERANCE = {FP32: 3e-6, FP16: 1e-3, BF16: 8e-3}
 
 Inputs = Sequence[Tensor | None]
@@ -17,20 +17,22 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def fresh() -> torch.Generator:
-    """A generator that starts elsewhere in every run: a kernel must be right on any input."""
+    """Return a generator with a new seed in every run: a kernel must be right on any input."""
     seed = secrets.randbits(40)
-    print("seed", seed)  # pytest shows it when a test fails
+    print("seed", seed)  # pytest shows it if a test fails
     return torch.Generator().manual_seed(seed)
 
 
 def seed_afresh() -> None:
-    """The same for PyTorch's own generators."""
+    """Seed PyTorch's own generators in the same way."""
     torch.manual_seed(fresh().initial_seed())
 
 
 def run(function: Function, inputs: Inputs, grads: Inputs) -> list[Tensor]:
-    """Outputs, and the gradients of the floating point inputs; `grads` are those of outputs, None
-    for one that nothing uses."""
+    """Return the outputs, and the gradients of the floating-point inputs.
+
+    `grads` are the outputs' gradients, with None for an unused output.
+    """
     leaves = [
         None if x is None else x.detach().clone().requires_grad_(x.is_floating_point())
         for x in inputs
@@ -44,7 +46,7 @@ def run(function: Function, inputs: Inputs, grads: Inputs) -> list[Tensor]:
 
 
 def double(inputs: Inputs) -> list[Tensor | None]:
-    """On a CPU in float64."""
+    """Return the inputs on a CPU in float64."""
     return [
         None if x is None else x.cpu().double() if x.is_floating_point() else x.cpu()
         for x in inputs
@@ -54,7 +56,7 @@ def double(inputs: Inputs) -> list[Tensor | None]:
 def check(
     fused: Function, plain: Function, inputs: Inputs, grads: Inputs, tolerance: float
 ) -> list[Tensor]:
-    """The kernel gives what the plain form gives in float64, and the same bits twice."""
+    """Check that the kernel matches the plain form in float64, and gives the same bits twice."""
     ours = run(fused, inputs, grads)
     again = run(fused, inputs, grads)
     exact = run(plain, double(inputs), double(grads))

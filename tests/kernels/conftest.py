@@ -1,4 +1,4 @@
-"""Kernels to test: on a GPU where there is one, and on an emulator of one where nvcc is there."""
+"""Kernels to test: on a GPU if there is one, and on an emulated one if nvcc is installed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron.kernels import library
 from megatron.kernels.library import Argument, Kernel, KernelLibrary, find_library
 from tests.kernels.emulation import build, driver, index, missing
 
-# What `python -m tests.kernels.sanitize` says: the library to test, a file for the names of the
-# kernels that are launched, and whether one variant of each test is enough.
+# Set by `python -m tests.kernels.sanitize`: the library to test, a file for the names of launched
+# kernels, and whether one variant of each test is enough.
 SANITIZED = os.environ.get("MEGATRON_TEST_SANITIZED", "")
 CALLS = os.environ.get("MEGATRON_TEST_CALLS", "")
 QUICK = os.environ.get("MEGATRON_TEST_QUICK", "")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests without emulated kernels where a library with sanitizers is tested."""
+    """Skip tests without emulated kernels if a library with sanitizers is tested."""
     if not SANITIZED:
         return
     seen = set()
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class NotingLibrary(KernelLibrary):
-    """A library that notes the names of the kernels that it launches."""
+    """A library that records the names of the kernels that it launches."""
 
     def __init__(self, path: Path, linked: Path, notes: Path) -> None:
         super().__init__(path, driver(linked))
@@ -61,9 +61,9 @@ class NotingLibrary(KernelLibrary):
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory) -> Iterator[KernelLibrary]:
-    """The kernels compiled as C++, which run on CPU tensors: slow, so for small sizes.
+    """Return the kernels compiled as C++, which run on CPU tensors: slow, so only for small sizes.
 
-    Compiled once: of several workers of pytest-xdist the first to come does it.
+    They are compiled once, by the first of several pytest-xdist workers.
     """
     if reason := missing():
         pytest.skip(reason)
@@ -82,14 +82,14 @@ def emulated(tmp_path_factory) -> Iterator[KernelLibrary]:
     else:
         made = KernelLibrary(path, driver(folder / "linked.so"))
     real = library.open_library
-    with pytest.MonkeyPatch.context() as patch:  # compiled code knows the library by its path
+    with pytest.MonkeyPatch.context() as patch:  # compiled code finds the library by its path
         patch.setattr(library, "open_library", lambda x: made if x == made.path else real(x))
         yield made
 
 
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def kernels(request) -> tuple[KernelLibrary, torch.device]:
-    """A library and the device that its tensors live on."""
+    """Return a library and the device of its tensors."""
     if request.param == "emulated":
         return request.getfixturevalue("emulated"), torch.device("cpu")
     device = Device.pick()
@@ -102,7 +102,7 @@ def kernels(request) -> tuple[KernelLibrary, torch.device]:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Uninitialized memory is NaN, so that an element that no kernel writes shows."""
+    """Fill uninitialized memory with NaN, so that elements not written by a kernel show."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""Kernels compiled as C++, which run on CPU tensors; with sanitizers if they are asked for."""
+"""Kernels compiled as C++, which run on CPU tensors, optionally with sanitizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def missing() -> str:
 def build(
     folder: Path, kernels: Mapping[Path, Sequence[str]] | None = None, sanitizers: str = ""
 ) -> Path:
-    """Compile sources of CUDA together with the emulator.
+    """Compile CUDA sources together with the emulator.
 
     Args:
         folder: Where the objects and the library are written.
@@ -36,7 +36,7 @@ def build(
             library needs `tests.kernels.sanitize.environment`.
 
     Returns:
-        A shared library that has the functions of the CUDA driver.
+        A shared library with the functions of the CUDA driver.
     """
     if kernels is None:
         kernels = {source: instances()[source.stem] for source in source_files()}
@@ -46,7 +46,7 @@ def build(
         options = ["-g", "-fsanitize-recover=all", "-fsanitize-sections=emulated_shared"]
         flags += ["-Xcompiler", ",".join([*options, *sanitize])]
     header = ["-include", str(HERE / "emulator.h"), "-I", str(HERE)]
-    # Compilers do not need the sanitizers that this process may run with.
+    # Compilers do not need the sanitizers that this process may be running with.
     plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
     def translate(source: Path) -> str:
@@ -70,7 +70,7 @@ def build(
 
 
 def index(folder: Path) -> Path:
-    """Return a library, as `megatron.kernels.build` keeps it, of kernels under their own names."""
+    """Return a library, as stored by `megatron.kernels.build`, of kernels under their own names."""
     made = folder / "index"
     names = {name: name for listed in instances().values() for name in listed}
     made.write_bytes(join([json.dumps(names).encode() + b"\n"]))

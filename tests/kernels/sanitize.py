@@ -45,7 +45,7 @@ class Outcome:
             process ended before pytest could say.
         findings: The sanitizers' reports, each place in the source once.
         calls: The names of the kernels that were launched.
-        skips: pytest's lines about skipped tests, with the reasons.
+        skips: pytest's lines about skipped tests, with reasons.
         seconds: The time that the tests took.
         failure: What pytest printed, if tests failed or the process died.
     """
@@ -73,7 +73,7 @@ def environment(reports: Path | None = None) -> Mapping[str, str]:
     return {
         **os.environ,
         "LD_PRELOAD": ":".join(path.strip() for path in found),
-        "ASAN_OPTIONS": f"detect_leaks=0:{common}",  # Python frees little at its end
+        "ASAN_OPTIONS": f"detect_leaks=0:{common}",  # Python frees little when it exits
         "UBSAN_OPTIONS": f"print_stacktrace=1:{common}",
         "OMP_NUM_THREADS": "1",
     }
@@ -134,7 +134,7 @@ def kernel_names() -> frozenset[str]:
 
 
 def summary(outcomes: Sequence[Outcome], kernels: Set[str]) -> tuple[list[str], bool]:
-    """Return the lines after the table, and whether nothing is wrong.
+    """Return the lines after the table, and whether everything passed.
 
     Args:
         outcomes: What each file did.
@@ -171,7 +171,7 @@ def main() -> int:
         print(f"compiled {len(source_files())} CUDA files in {time.monotonic() - started:.0f} s")
         print(f"{'file':44}" + "".join(f"{name:>10}" for name in _COLUMNS), flush=True)
         outcomes = []
-        # Starting takes seconds, so a quick run does it once.
+        # Starting up takes seconds, so a quick run does it once.
         batches = [args.paths] if args.quick else [[path] for path in args.paths]
         for number, paths in enumerate(batches):
             reports = folder / str(number)

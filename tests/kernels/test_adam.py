@@ -30,7 +30,7 @@ def numbers(device, *, step=3, found=0.0, eps=1e-8):
 
 
 def exact(tensors, numbers):
-    """New weights, means and mean squares in float64."""
+    """Return new weights, means and mean squares in float64."""
     results = []
     step = numbers.step.item()
     columns = (tensors.weights, tensors.gradients, tensors.exp_avg, tensors.exp_avg_sq)
@@ -47,7 +47,7 @@ def exact(tensors, numbers):
 
 
 def check(tensors, numbers, library):
-    """Errors are relative to the larger of old and new: where they nearly cancel, to the old."""
+    """Check errors relative to the larger of old and new: where they nearly cancel, to the old."""
     expected = exact(tensors, numbers)
     columns = (tensors.weights, tensors.exp_avg, tensors.exp_avg_sq)
     before = [[x.double() for x in row] for row in zip(*columns, strict=True)]

@@ -1,4 +1,4 @@
-"""Amaxes that kernels find while they write, and their way to the casts."""
+"""Amaxes that kernels compute while they write, and how they reach the casts."""
 
 import math
 
@@ -30,7 +30,7 @@ def new_handovers():
 
 
 def check(handover, x):
-    """The amax of x was left here, once."""
+    """Check that the amax of x was handed over here, once."""
     expected = REFERENCE.amax(x.detach())
     found = handover.take(x)
     assert found is not None
@@ -68,7 +68,7 @@ def test_activation(kernels, plain, bias, shape):
     check(handovers.backward, x.grad)
 
 
-@pytest.mark.parametrize("head_size", [16, 80])  # the second fills no whole number of warps
+@pytest.mark.parametrize("head_size", [16, 80])  # the second does not fill a whole number of warps
 def test_split_rotate(kernels, head_size):
     library, device = kernels
     handover = Handover(Zeros())
@@ -96,8 +96,8 @@ def test_a_handover_passes_one_amax_once():
     assert handover.take(x.view(64)) is amax
     assert handover.take(x) is None  # once
     handover.measure(x)
-    assert handover.take(x[:2]) is None  # other ranks' rows have been added or taken away
-    assert handover.take(x) is None  # and no later tensor gets what that one left
+    assert handover.take(x[:2]) is None  # other ranks' rows have been added or removed
+    assert handover.take(x) is None  # and no later tensor gets the amax that this one left
     handover.measure(x)
     newer = handover.measure(x)
     assert handover.take(x) is newer
@@ -140,7 +140,7 @@ def test_vectors_are_zero_and_never_handed_out_twice():
 
 
 class Counting(KernelLibrary):
-    """Counts the passes that only measure."""
+    """Count the passes that only measure."""
 
     def __init__(self, library):
         super().__init__(library.path, library._driver)
@@ -170,7 +170,7 @@ TENSORWISE = {"bf16": True, "fp8_format": "hybrid"}
 @pytest.mark.parametrize("flags", [WIDE, OLD], ids=["llama", "gpt"])
 @pytest.mark.parametrize("wgrad", [True, False])
 def test_a_model_gives_the_same_bits(counting, flags, wgrad, monkeypatch):
-    """Handed over or measured again; only weights and attention's output are measured apart."""
+    """Handed over or recomputed; only weights and attention's output are measured separately."""
 
     def run():
         counting.measured = 0
@@ -190,14 +190,14 @@ def test_a_model_gives_the_same_bits(counting, flags, wgrad, monkeypatch):
     [
         (None, 2 * 3 + 2 * 4),
         (RecomputePlan("selective"), 2 * 3 + 2 * 4),
-        # Forward twice. A group's end joins the stream, and its last gradient is handed to nobody.
+        # Forward twice. A group's end joins the stream, and its last gradient is not handed over.
         (RecomputePlan("full"), 2 * 2 * 3 + 2 * 3),
         (RecomputePlan("full", "block", 1), 3 * 3 + 2 * 4 - 1),
     ],
 )
 @pytest.mark.parametrize("flags", [WIDE, OLD], ids=["llama", "gpt"])
 def test_every_amax_is_that_of_its_tensor(counting, flags, recompute, handed, monkeypatch):
-    """In two micro-batches whose passes interleave, as those of a pipeline do."""
+    """Two micro-batches have interleaved passes, as in a pipeline."""
     found = []
     take = Handover.take
 
@@ -220,7 +220,7 @@ def test_every_amax_is_that_of_its_tensor(counting, flags, recompute, handed, mo
 
 
 def test_dropout_lets_no_gradient_be_handed_over(counting, monkeypatch):
-    """It makes other gradients, which the layer before it measures."""
+    """Dropout changes the gradients, so the layer before it measures them."""
     plain = gpt({**WIDE, "hidden_dropout": 0.3}, TENSORWISE, dtype=BF16)
     result = loss_and_gradients(plain)
     monkeypatch.setattr(Handover, "take", lambda *_: None)

@@ -1,4 +1,5 @@
-"""Attention: plain and fused form against float64, groups, masks, dropout, and the choice."""
+"""Attention: plain and fused forms against float64, groups, masks, dropout, and the choice of
+kernel."""
 
 import math
 from contextlib import contextmanager
@@ -34,14 +35,15 @@ def heads(groups, dtype=torch.float32):
 
 
 def documents():
-    """Each sample cut at another place: attend within one's piece, to the past."""
+    """Return a mask for samples cut at different places: tokens attend causally within their own
+    document."""
     past = torch.ones(S, S, dtype=torch.bool).tril()
     pieces = torch.tensor([[0] * 3 + [1] * (S - 3), [0] * 6 + [1] * (S - 6)])
     return (past & (pieces[:, :, None] == pieces[:, None, :])).unsqueeze(1)
 
 
 def exact(query, key, value, allowed):
-    """One head at a time, in float64."""
+    """Compute one head at a time, in float64."""
     query, key, value = (x.detach().double().requires_grad_() for x in (query, key, value))
     out = []
     for b in range(B):
@@ -95,7 +97,7 @@ def test_no_look_ahead(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_dropout_zeroes_and_rescales_the_weights(form):
-    """With ones as values an output is the sum of its weights: 1 on average, never just 1."""
+    """With values of one, an output is the sum of its weights: 1 on average, never exactly 1."""
     query, key, _ = (x.detach() for x in heads(N))
     torch.manual_seed(1)
     sums = torch.stack(
@@ -121,7 +123,7 @@ def test_scores_may_have_another_factor(form):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("which", ["causal", "window in documents"])
 def test_sinks_and_bounds_equal_their_formulas(form, softcap, which):
-    """A sink is a key with a score of its own, and a value of zero."""
+    """A sink is a key with its own score, and a value of zero."""
     query, key, value = heads(2)
     sinks = torch.tensor([-1.0, 0.0, 2.0, 7.0]).requires_grad_()
     mask, window = (None, None) if which == "causal" else (documents(), 2)
@@ -259,7 +261,7 @@ def test_the_choice_tells_which_kernels_may_run(monkeypatch):
 
 
 def test_one_list_of_the_heads_that_flash_kernels_take(monkeypatch):
-    """PyTorch's, those of the package, which are smaller, and the flag's rule."""
+    """PyTorch's, the package's, which are smaller, and the flag's rule."""
     monkeypatch.setattr(attention, "Device", lambda _: SimpleNamespace(has_flash=True))
     package = FlashPackage(lambda *_: None, "4.0")
     for size, fits, fits_package in (
@@ -285,7 +287,7 @@ def test_one_list_of_the_heads_that_flash_kernels_take(monkeypatch):
 
 
 def test_flash_means_kernels_that_hold_no_scores(monkeypatch):
-    """Which kernels are allowed; that they run is a GPU's to show."""
+    """This checks which kernels are allowed; that they run is tested on a GPU."""
     allowed = []
 
     @contextmanager

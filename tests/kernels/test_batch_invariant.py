@@ -1,4 +1,5 @@
-"""A token has the same bits in any batch: products, attention, and both against plain PyTorch."""
+"""A token has the same bits in any batch: products and attention, both also against plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_rows_of_a_product_do_not_depend_on_their_number(inputs: int, outputs: i
 def test_one_query_finds_what_all_find(
     heads: int, groups: int, size: int, tokens: int, special: bool
 ) -> None:
-    """In a batch of sequences of other lengths, too, and in chunks of a prompt."""
+    """This also holds in batches with other lengths, and for prompts in chunks."""
     torch.manual_seed(1)
     options = AttentionOptions()
     if special:
@@ -110,7 +111,7 @@ def test_values_and_gradients_are_those_of_the_reference(kind: str) -> None:
     gradients = [torch.autograd.grad(out, [*tensors, sinks], upstream) for out in results]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
-    if kind in ("causal", "documents"):  # with biases, a query's own key is the last it sees
+    if kind in ("causal", "documents"):  # with biases, a query's last key is its own
         options = options._replace(slopes=torch.tensor([0.5, 0.1, 0.02, 0.004]))
         biased = batch_invariant_attention(*tensors, options)
         torch.testing.assert_close(biased, attention_reference(*tensors, options))

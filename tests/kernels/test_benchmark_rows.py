@@ -1,5 +1,7 @@
-"""The rows of tools/benchmark_kernels.py: every form of a row computes the same, or comparing their
-times would say nothing."""
+"""The rows of tools/benchmark_kernels.py: every form in a row computes the same.
+
+Otherwise, comparing their times would be meaningless.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ FP32 = torch.float32
 
 
 def rows(library):
-    """Each function of the groups, at sizes for an emulator."""
+    """Yield each function of the groups, at sizes for an emulator."""
     casts = choose_fp8_casts(library)
     norms = ((False, layers.BF16), (True, layers.BF16), (False, FP32))
     yield from (layers.add_norm(library, CPU, 6, 64, bias=b, stream=s) for b, s in norms)
@@ -34,7 +36,7 @@ def rows(library):
 
 
 def results(row, form, inputs):
-    """What the form gives."""
+    """Return the results of a form."""
     copies = [None if x is None else x.detach().clone() for x in inputs]
     out = form(*copies)
     if row.name.startswith("AdamW"):  # all but the gradient, which PyTorch's form scales in place

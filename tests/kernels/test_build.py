@@ -1,4 +1,5 @@
-"""Compiling: caching, waiting, refusing; every kernel compiles, and its registers do not spill."""
+"""Compiling: caching, waiting, refusing; every kernel compiles, and its registers are not
+spilled."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tests.repository import ROOT
 
 
 def declared_kernels():
-    """Every Kernel constant of the package."""
+    """Return every Kernel constant of the package."""
     for info in pkgutil.iter_modules(megatron.kernels.__path__):
         if not info.ispkg and info.name != "built":
             module = importlib.import_module(f"megatron.kernels.{info.name}")
@@ -72,7 +73,7 @@ def test_the_fields_of_a_record_are_the_arguments_of_its_operation():
 
 
 def _libraries():
-    """An NVRTC of each release that is installed here."""
+    """Return an NVRTC library for each release that is installed here."""
     return {nvrtc._release(path): str(path) for path in reversed(nvrtc.find_libraries())}
 
 
@@ -92,7 +93,7 @@ def test_compiles_without_a_gpu(tmp_path, architecture, release, monkeypatch):
         return said
 
     monkeypatch.setattr(building, "_run", run)
-    monkeypatch.setattr(building, "BUILD_LIMIT", 1800)  # tests of other files run beside it
+    monkeypatch.setattr(building, "BUILD_LIMIT", 1800)  # tests of other files run at the same time
     monkeypatch.setattr(building, "find_libraries", lambda _: [Path(path)])
     compiler = find_compiler()
     assert compiler.version.startswith(release)
@@ -105,8 +106,9 @@ def test_compiles_without_a_gpu(tmp_path, architecture, release, monkeypatch):
     if architecture != "sm_90a":
         return  # others may spill a little
     text = "\n".join(reports)
-    # Four words at most: an array in local memory would be far more. LayerNorm's backward of more
-    # than 8192 columns (E = 32) keeps two sums for each of a thread's 32: too many for registers.
+    # Four words at most: an array in local memory would use far more. LayerNorm's backward pass for
+    # more than 8192 columns (E = 32) keeps two sums for each of a thread's 32: too many for
+    # registers.
     functions = re.split(r"Function properties for (\S+)", text)[1:]
     assert len(functions) >= 2 * len(kernels), text
     for name, report in zip(functions[::2], functions[1::2], strict=True):
@@ -132,7 +134,7 @@ def test_a_source_that_does_not_compile_is_quoted(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
-    """A library is a script that `_fake` has made. A test that wants a real one undoes this."""
+    """Make a library a script written by `_fake`. A test that needs a real one undoes this."""
     monkeypatch.setattr(building, "_command", lambda *words: [sys.executable, words[1], *words])
 
 
@@ -157,7 +159,7 @@ open(output, "w").write("{}\\nmade")
 
 @pytest.fixture
 def counting_compiler(tmp_path, monkeypatch):
-    """A compiler that writes something into its output, and counts how often it runs."""
+    """Return a compiler that writes something to its output, and counts how often it runs."""
     home = _fake(
         tmp_path / "toolkit",
         VERSIONS
@@ -268,7 +270,7 @@ raise SystemExit(1)
     monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", script)))
     with pytest.raises(BuildError, match="error: \ufffd;\ufffd is missing"):
         building.build("sm_90a", tmp_path / "cache", print, print)
-    (failed,) = (tmp_path / "cache").glob("*.failed")  # what a process that waited will say
+    (failed,) = (tmp_path / "cache").glob("*.failed")  # what a process that waited will report
     assert "\ufffd" in failed.read_text(encoding="utf-8")
 
 
@@ -281,7 +283,7 @@ def test_a_compiler_that_makes_nothing_is_named(tmp_path, monkeypatch):
 
 
 def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch):
-    """With what it started."""
+    """Its child processes are killed too."""
     script = f"""
 import os, subprocess
 if "activation" in output:
@@ -306,7 +308,7 @@ if "activation" in output:
         building.build("sm_90a", tmp_path / "cache", say, pytest.fail)
     assert re.search(r"still compiling after \d+ s, \d+ file\(s\) to go; .* after 240 s", said[1])
     child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
-    deadline = time.monotonic() + 10  # a killed process goes when it gets a core
+    deadline = time.monotonic() + 10  # a killed process ends when it gets a core
     while _lives(child) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _lives(child)
@@ -315,7 +317,7 @@ if "activation" in output:
 
 def _lives(stat: Path) -> bool:
     try:
-        return stat.read_text().split()[2] != "Z"  # nobody waits for it
+        return stat.read_text().split()[2] != "Z"  # nobody has reaped it
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -348,12 +350,12 @@ while not os.path.exists({str(stop)!r}) and time.monotonic() < end: time.sleep(0
     finally:
         builder.kill()
         builder.join()
-        stop.touch()  # what it started goes on without it
+        stop.touch()  # its child processes continue without it
     (left,) = cache.glob("compiling-*")
     monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "quick", VERSIONS + WRITING)))
     os.utime(left, (0, time.time() - building.LEFT_AFTER - 60))
     (cache / "compiling-now").mkdir()  # for another GPU, perhaps
-    building.build("sm_90a", cache, print, pytest.fail)  # nobody is waited for
+    building.build("sm_90a", cache, print, pytest.fail)  # it waits for nobody
     assert not left.exists()
     assert (cache / "compiling-now").exists()
 
@@ -397,7 +399,7 @@ def test_who_waits_long_for_another_process_says_for_what(tmp_path, counting_com
         building.build("sm_90a", lock.parent, print, say_waiting)
         assert len(said) == 1
         assert f"another process is compiling them and holds {lock}" in said[0]
-        # That of a process which is gone holds up nobody.
+        # A lock of a process that is gone does not block anybody.
         building.build("sm_90a", lock.parent, print, pytest.fail)
 
 
@@ -436,7 +438,7 @@ runpy.run_path("setup.py", run_name="__main__")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A Hopper, for `find_library`; there is none."""
+    """Return a Hopper for `find_library`; there is none."""
     device = SimpleNamespace(
         is_gpu=True, capability=(9, 0), name="a card", as_current=contextlib.nullcontext
     )
@@ -456,7 +458,7 @@ def _is_off(gpu, capsys, *reasons):
 
 
 def test_a_user_without_a_home_folder_gets_the_plain_forms(gpu, monkeypatch, capsys):
-    """As in a container that runs under some number."""
+    """This happens in a container that runs under an arbitrary user ID."""
     for name in ("HOME", "MEGATRON_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda _: {}["nobody"])
@@ -469,7 +471,7 @@ def test_a_library_that_does_not_run_here_is_left_alone(
     monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path))
 
     class Refusing:
-        """A driver that is older than the CUDA of the compiler."""
+        """A driver that is older than the compiler's CUDA."""
 
         launch = None
 
@@ -486,7 +488,7 @@ def test_a_library_that_does_not_run_here_is_left_alone(
 
 
 class Loads:
-    """A driver that notes what it is given."""
+    """A driver that records what it is given."""
 
     launch = None
 
@@ -503,9 +505,9 @@ class Loads:
 
 @pytest.fixture
 def planted(tmp_path, gpu, monkeypatch):
-    """The bytes of a library, what the driver has loaded, and the cache.
+    """Return the bytes of a library, what the driver has loaded, and the cache.
 
-    There is no compiler, so that what is found in the cache is all there is.
+    There is no compiler, so only libraries found in the cache can be used.
     """
     monkeypatch.setattr(library, "system_library", lambda name: None)
     monkeypatch.setattr(library, "Driver", Loads)
@@ -519,13 +521,13 @@ def planted(tmp_path, gpu, monkeypatch):
 
 
 def _named(content):
-    """The name that a build would give to this library."""
+    """Return the name that a build would give to this library."""
     digest = hashlib.sha256(content).hexdigest()[:32]
     return f"kernels-sm_90a-{building.digest()}-cuda13.0-{digest}.bin"
 
 
 def test_a_library_of_this_user_in_the_private_folder_is_loaded(gpu, planted):
-    """The attacks below fail because of what they change."""
+    """This shows that the attacks below fail because of what they change."""
     content, loaded, folder = planted
     folder.mkdir(parents=True, mode=0o700)
     (folder / _named(content)).write_bytes(content)
@@ -608,7 +610,7 @@ def test_a_damaged_library_is_named_and_compiled_again(tmp_path, counting_compil
 
 
 def test_a_library_swapped_after_the_check_is_not_loaded(planted, monkeypatch):
-    """Between the check and loading, the name is given to another file."""
+    """Between the check and loading, the name is moved to another file."""
     content, loaded, folder = planted
     folder.mkdir(parents=True)
     path = folder / _named(content)

@@ -1,4 +1,4 @@
-"""torch.compile and torch.export of models that contain kernels."""
+"""torch.compile and torch.export with models that contain kernels."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ALWAYS = {
 
 @pytest.fixture
 def launched(emulated, monkeypatch):
-    """Models are built with kernels; the names of those that run."""
+    """Build models with kernels, and return the names of those that run."""
     names = []
     launch = KernelLibrary.launch
 

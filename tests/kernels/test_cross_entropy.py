@@ -1,4 +1,4 @@
-"""Cross entropy over part of a vocabulary against float64: plain form and kernel."""
+"""Cross entropy over a part of the vocabulary, against float64: plain form and kernel."""
 
 import math
 
@@ -10,7 +10,7 @@ from tests.kernels.compare import seed_afresh
 
 N = 5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SIZES = [1, 7, 8, 1000, 17001]  # below, at and above what a block reads at once; odd starts of rows
+SIZES = [1, 7, 8, 1000, 17001]  # around what a block reads at once; unaligned row starts
 
 
 def problem(size, dtype, device="cpu"):
@@ -24,7 +24,7 @@ def problem(size, dtype, device="cpu"):
 
 
 def exact(logits, labels, upstream):
-    """Maxima, sums, targets, gradient."""
+    """Return maxima, sums, targets and gradient."""
     double = logits.double()
     maxima = double.amax(-1)
     powers = (double - maxima[:, None]).exp()
@@ -86,7 +86,7 @@ def test_extreme_logits(kernels):
         found = form.statistics(logits, labels)
         assert found.maxima[:2].tolist() == [1e4, -1e4]
         assert found.sums[:2].tolist() == [1, 2000]
-        assert found.sums[2].isnan()  # nobody overlooks it
+        assert found.sums[2].isnan()  # no form overlooks it
         assert found.sums[3].item() == pytest.approx(1999)
 
 

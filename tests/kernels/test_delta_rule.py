@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks, against its equations token by token."""
+"""The chunked gated delta rule, against its equations token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def inputs(length: int) -> Inputs:
-    """Queries, keys, values, decays and rates in fp64."""
+    """Return queries, keys, values, decays and rates in fp64."""
     generator = torch.Generator().manual_seed(length)
 
     def draw(*shape: int) -> Tensor:
@@ -27,7 +27,7 @@ def inputs(length: int) -> Inputs:
 def by_equations(
     parts: Inputs, documents: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token, sample and head after another."""
+    """Compute one token, sample and head after another."""
     query, key, value, decay, rate = parts
     outputs, states = torch.zeros_like(value), []
     for sample in range(BATCH):
@@ -73,7 +73,7 @@ def test_a_sequence_continues_from_its_states() -> None:
     torch.testing.assert_close(state, after)
 
 
-# Ends within chunks, at their borders and several in one; a document longer than a chunk.
+# Documents end within chunks, at their borders and several in one; one is longer than a chunk.
 ENDS = [(3, 8, 9, 22), (1, 2, 17, 24)]
 
 

@@ -9,7 +9,7 @@ from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts, choose_fp8_casts, in
 from tests.kernels.compare import seed_afresh
 
 REFERENCE = Fp8Casts()
-SHAPES = [(16, 16), (144, 272)]  # less than a tile; two and a bit of them, cut at the edges
+SHAPES = [(16, 16), (144, 272)]  # less than a tile; over two tiles, cut at the edges
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -30,7 +30,7 @@ def same(ours, theirs):
 @pytest.mark.parametrize("fp8", [E4M3, E5M2])
 def test_plain_is_as_close_as_the_format_allows(fp8):
     x = matrix((32, 48), torch.bfloat16)
-    step = torch.finfo(fp8).eps  # between neighbours, relative
+    step = torch.finfo(fp8).eps  # distance between neighbors, relative
     for found in (REFERENCE.cast(x, REFERENCE.amax(x), fp8), REFERENCE.cast_rows(x, fp8)):
         error = (found.dequantized().double() - x.double()).abs()
         smallest = torch.finfo(fp8).smallest_normal * found.inverse.double()
@@ -41,7 +41,7 @@ def test_plain_is_as_close_as_the_format_allows(fp8):
 
 def test_values_above_an_earlier_amax_saturate():
     x = matrix((16, 16), torch.bfloat16)
-    amax = REFERENCE.amax(x) / 4  # of an iteration before, say
+    amax = REFERENCE.amax(x) / 4  # from a previous iteration, for example
     found = REFERENCE.cast(x, amax, E4M3)
     assert found.values.float().isfinite().all()
     assert found.dequantized().abs().max().item() == pytest.approx(amax.item())
@@ -53,7 +53,7 @@ def test_values_above_an_earlier_amax_saturate():
 def test_kernels_equal_the_plain_form(kernels, shape, dtype, fp8):
     library, device = kernels
     ours, x = choose_fp8_casts(library), matrix(shape, dtype, device)
-    plain, amax = x.cpu(), ours.amax(x)  # on a GPU PyTorch divides by multiplying with inverses
+    plain, amax = x.cpu(), ours.amax(x)  # on a GPU, PyTorch divides by multiplying with the inverse
     held = amax.cpu()
     assert torch.equal(held, REFERENCE.amax(plain))
     same(ours.cast(x, amax, fp8), REFERENCE.cast(plain, held, fp8))
@@ -172,7 +172,7 @@ def test_other_sizes_are_refused(kernels):
 
 @pytest.mark.gpu
 def test_a_product_of_casts(kernels):
-    """Row-major times column-major, as the library wants them."""
+    """Row-major times column-major, as the library requires."""
     library, device = kernels
     if device.type == "cpu":
         pytest.skip("a GPU's product")

@@ -1,4 +1,4 @@
-"""bias + dropout + add: the mask word for word, and with the mask the formula in float64."""
+"""bias + dropout + add: the mask word by word, and the formula with that mask in float64."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ TYPES = [(FP32, FP32), (BF16, BF16), (FP16, FP16), (FP32, BF16)]
 
 
 def seeded(library, device, probability):
-    """The kernel, starting from the same seed each time."""
+    """Return the kernel, always starting from the same seed."""
 
     def call(x, bias, residual):
         Device(device).seed(7)
@@ -33,7 +33,7 @@ def seeded(library, device, probability):
 
 
 def mask_of(shape, device, probability):
-    """Which elements stay, by the reference generator."""
+    """Return which elements are kept, by the reference generator."""
     Device(device).seed(7)
     key = torch.randint(2**62, (1,), dtype=torch.int64, device=device).item()
     count = torch.Size(shape).numel()
@@ -93,7 +93,7 @@ def test_everything_is_dropped_with_probability_one(kernels):
 
 
 def test_a_model_recomputes_the_same(emulated, monkeypatch):
-    """A block draws through the kernel, and the same in a recomputation."""
+    """A block draws through the kernel, and draws the same in a recomputation."""
     fused = LibraryChoice(emulated, "emulated")
     monkeypatch.setattr("megatron.parallel.build.find_library", lambda _: fused)
     flags = {"hidden_dropout": 0.3, "attention_dropout": 0.0}

@@ -1,4 +1,4 @@
-"""The kernels that move rows between tokens and experts, against PyTorch's operations."""
+"""Kernels that move rows between tokens and experts, against PyTorch's operations."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def routed(tokens, chosen, experts, device, *, dropped=0.0, known=False):
-    """The rows of a random choice of different experts, of which a part is dropped."""
+    """Return the rows of a random choice of different experts, some of which are dropped."""
     generator = fresh()
     choices = torch.rand(tokens, experts, generator=generator).topk(chosen, dim=1).indices
     choices[torch.rand(tokens, chosen, generator=generator) < dropped] = -1

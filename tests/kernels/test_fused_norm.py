@@ -1,4 +1,4 @@
-"""The add_norm kernel against float64: every mix of types, of what is given and what is used."""
+"""The add_norm kernel against float64: every combination of types, inputs and used outputs."""
 
 from functools import partial
 
@@ -68,7 +68,7 @@ def test_training_sizes(kernels, hidden, bias, x_dtype, w_dtype):
 
 
 def test_more_blocks_than_one_share_the_rows(kernels, monkeypatch):
-    """Partial sums of several blocks, each with several rows, as on a GPU."""
+    """Several blocks have partial sums, each of several rows, as on a GPU."""
     library, device = kernels
     multiprocessors = property(lambda _: 3)
     monkeypatch.setattr(norm.Device, "multiprocessors", multiprocessors)

@@ -1,4 +1,4 @@
-"""Splitting and rotating the fused projection: the kernel against the plain form in float64."""
+"""Splitting and rotating the fused projection: kernel against plain form in float64."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def case(device, dtype, *, groups, per_group, size, rotary, s=S, b=B):
     ]
     if rotary == 0:
         return qkv, grads, None
-    places = torch.randperm(64 + s, generator=generator)[:s]  # as context parallelism has them
+    places = torch.randperm(64 + s, generator=generator)[:s]  # as in context parallelism
     cosine, sine = rotation_table(64 + s, rotary)[:, places, None, None]
     return qkv, grads, (cosine.contiguous().to(device), sine.contiguous().to(device))
 
@@ -84,7 +84,7 @@ def test_heads_alone_equal_float64(kernels, dtype, heads, size, rotary):
 
 @pytest.mark.parametrize("layout", [(1, 2, 0, 3), (1, 0, 2, 3), (0, 1, 2, 3), (3, 0, 1, 2)])
 def test_takes_gradients_in_any_layout(kernels, layout):
-    """As attention leaves them: [b, n, s, d] or [b, s, n, d] in memory."""
+    """Attention returns them as [b, n, s, d] or [b, s, n, d] in memory."""
     library, device = kernels
     qkv, grads, rotation = case(device, BF16, groups=2, per_group=2, size=64, rotary=64)
     fused, _ = both(library, 2, 64, rotation)

@@ -1,4 +1,4 @@
-"""Rows grouped by expert: their order, their way there and back, and each group's products."""
+"""Rows grouped by expert: their order, moving them there and back, and each group's products."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from megatron.kernels.library import find_library
 
 CPU, GPU = torch.device("cpu"), Device.pick()
 EXPERTS, HIDDEN = 5, 6
-# Choices of six tokens: nobody chooses expert 3, and -1 is no expert.
+# Choices of six tokens: expert 3 is never chosen, and -1 is not an expert.
 CHOICES = torch.tensor([[4, 0], [0, 1], [-1, 4], [2, 0], [-1, -1], [1, -1]])
 
 
 def rows_of(choices, experts):
-    """(token, place among its choices) of every row, by expert."""
+    """Return (token, index among its choices) of every row, by expert."""
     return [
         (token, place)
         for expert in range(experts)
@@ -37,7 +37,7 @@ def test_rows_are_sorted_by_expert_then_token(choices, known):
     assert found[: len(expected)] == expected
     counts = torch.bincount(choices[choices >= 0], minlength=EXPERTS)
     assert grouping.ends.tolist() == counts.cumsum(0).tolist()
-    assert grouping.ends.dtype == torch.int32  # as torch's grouped products want it
+    assert grouping.ends.dtype == torch.int32  # as required by torch's grouped products
     for row, (token, place) in enumerate(expected):
         assert grouping.place[token, place] == row
         assert grouping.expert_of_row()[row] == choices[token, place]
@@ -72,12 +72,12 @@ def test_tokens_go_to_their_rows_and_come_back_weighted(choices, known):
 
 
 def _collect64(rows, weights, grouping):
-    """`collect` adds up in fp32, whatever it is given."""
+    """Run `collect`, which adds in fp32, on float64 input."""
     return collect(rows.float(), weights.float(), grouping).double()
 
 
 def test_16_bit_rows_are_added_up_in_fp32():
-    """256 + 1 + 1 is 258; step by step in 16 bits it stays 256."""
+    """256 + 1 + 1 is 258; adding step by step in 16 bits stays at 256."""
     grouping = Grouping.of(torch.tensor([[0, 1, 2]]), 3)
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
     out = collect(rows, torch.ones(1, 3), grouping)
@@ -86,7 +86,7 @@ def test_16_bit_rows_are_added_up_in_fp32():
 
 
 PRODUCT = choose_grouped_product(CPU, torch.float32)
-# Ends of five experts' rows; seven rows, of which the last may belong to nobody.
+# The ends of five experts' rows; seven rows, the last of which may belong to no expert.
 ENDS = [[2, 2, 3, 6, 7], [0, 0, 7, 7, 7], [7, 7, 7, 7, 7], [0, 0, 0, 0, 0], [1, 2, 3, 4, 5]]
 
 

@@ -1,4 +1,4 @@
-"""Calling kernels: on the right GPU and stream, from every thread, with arguments that fit."""
+"""Calling kernels: on the right GPU and stream, from every thread, with matching arguments."""
 
 import ctypes
 import struct
@@ -18,7 +18,8 @@ from megatron.kernels.plans import KernelLaunch, Pointer
 
 
 def plan(x, y, size, factor):
-    """Launch two kernels; the second begins later in y, and the first only at odd sizes."""
+    """Launch two kernels; the second starts at an offset in y, the first runs only for odd
+    sizes."""
     first = [
         KernelLaunch("column_sums_kernel<float>", (size,), (32, 2), (x, None, y, None, size, 7))
     ]
@@ -33,7 +34,7 @@ KERNEL = module.Kernel("kernel", "pvid", plan)
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that reports being on a GPU."""
 
     gpu = 0
 
@@ -48,7 +49,7 @@ def on(gpu):
 
 
 class Machine:
-    """Two GPUs that keep a record of what they are told."""
+    """Two GPUs that record what they are told."""
 
     capability, is_gpu, wanted = (9, 0), True, 0
 
@@ -95,7 +96,7 @@ def test_the_gpu_is_set_when_it_changes_only(fresh, monkeypatch):
     assert machine.launch(fresh, 1) == ["library on 1", second]
     assert machine.current == 0
     assert machine.launch(fresh, 0) == ["library on 0", first]
-    machine.current = 1  # PyTorch's has changed meanwhile
+    machine.current = 1  # PyTorch's has changed in between
     assert machine.launch(fresh, 0) == ["library on 0", first]
     assert machine.launch(fresh, 1) == ["library on 1", second]
     assert machine.launch(fresh, 1) == [second]
@@ -130,7 +131,7 @@ def test_arguments_that_do_not_fit(fresh, monkeypatch):
 
 
 class Recorder:
-    """Reads what the driver is given."""
+    """Record what the driver is given."""
 
     def __init__(self, library, monkeypatch):
         self.machine = Machine(library, monkeypatch)

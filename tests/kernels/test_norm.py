@@ -1,11 +1,11 @@
-"""Norms: both forms against float64, in every mix of types."""
+"""Norms: both forms against float64, in every combination of types."""
 
 import pytest
 import torch
 
 from megatron.kernels.norm import normalize, normalize_reference
 
-EPSILON = 1e-3  # large enough that leaving it out shows
+EPSILON = 1e-3  # large enough that leaving it out is visible
 
 
 def tensors(x_dtype, weight_dtype):
@@ -68,7 +68,7 @@ def test_norm_equals_float64(case, x_dtype, weight_dtype):
 
 
 def test_bf16_statistics_are_fp32():
-    """The mean of 1 + 2^-9 steps vanishes in bf16 sums; only the rounded result may show it."""
+    """bf16 sums would lose the mean of 1 + 2^-9 steps; only the result may be rounded."""
     x = torch.linspace(100, 101, 4096).bfloat16()
     weight, bias = torch.ones(4096).bfloat16(), torch.zeros(4096).bfloat16()
     expected = layer_norm_exact(x.double(), weight.double(), bias.double(), 1e-5).bfloat16()

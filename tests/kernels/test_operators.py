@@ -51,7 +51,7 @@ def _rotation(rotary=16):
 
 
 def _heads():
-    """Gradients as attention leaves them: [b, n, s, d] in memory."""
+    """Return gradients in attention's layout: [b, n, s, d] in memory."""
     return [draw(B, n, S, 32).permute(2, 0, 1, 3) for n in (4, 2, 2)]
 
 
@@ -60,7 +60,7 @@ def _rows(dtype=FP32):
 
 
 def cases():
-    """(operator, arguments after the library)."""
+    """Return (operator, arguments after the library)."""
     for x_dtype, w_dtype in ((BF16, BF16), (FP32, FP16)):
         for delta, bias in ((True, True), (False, True), (True, False), (False, False)):
             inputs = _norm(x_dtype, w_dtype, delta=delta, bias=bias, grad=True)
@@ -140,14 +140,14 @@ def test_every_operator_is_checked():
 def test_schema_fake_version_and_gradients(emulated, name):
     for case, arguments in cases():
         if case == name:
-            # PyTorch's check of schemas computes with the arguments, which it cannot in 8 bits.
+            # PyTorch's schema check computes with the arguments, which is impossible in 8 bits.
             in_8_bits = any(isinstance(x, torch.Tensor) and x.dtype == E4M3 for x in arguments)
             checks = CHECKS if in_8_bits else (*CHECKS, "test_schema")
             opcheck(operators()[name].overload, (emulated.path, *arguments), test_utils=checks)
 
 
 def _functions(library):
-    """(function, its inputs)."""
+    """Return (function, its inputs)."""
     for delta in (True, False):
         inputs = _norm(FP32, BF16, delta=delta, bias=True, grad=False)
         yield lambda *x: fused_add_norm(library, *x, 1e-5), inputs
@@ -176,7 +176,7 @@ def test_compiled_functions_give_the_same_results(emulated):
 
 
 def test_compiled_kernels_write_in_place(emulated):
-    """What an operator's schema says to change is changed, whatever the compiler moves."""
+    """What an operator's schema marks as mutated is mutated, whatever the compiler moves."""
     loss, casts = choose_cross_entropy(emulated, in_16_bits=False), choose_fp8_casts(emulated)
     labels, upstream = torch.tensor([1, 5, 9]), draw(3, dtype=FP32)
 
@@ -201,7 +201,7 @@ def test_compiled_kernels_write_in_place(emulated):
 
 
 def test_memory_that_is_not_aligned_is_copied(emulated):
-    """Compiled code may hand over views of its buffers."""
+    """Compiled code may pass views of its buffers."""
     x = draw(17)[1:]
     assert x.data_ptr() % 16
     kind = activation.KINDS["gelu"]

@@ -1,4 +1,4 @@
-"""Attention over a cache in blocks: the kernel against the plain form in float64."""
+"""Attention over a cache in blocks: kernel against plain form in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ TOLERANCE = {FP32: 2e-6, FP16: 2e-3, BF16: 2e-2}
 
 
 def case(lengths, *, groups, per_group, size, dtype=torch.float32, device="cpu"):
-    """Queries, a cache in which each sequence has blocks of its own in any order, and tables."""
+    """Return queries, a cache in which each sequence has its blocks in arbitrary order, and
+    tables."""
     generator, chance = fresh(), random.Random(0)
     counts = [-(-length // BLOCK) for length in lengths]
     free = list(range(sum(counts) + 3))
@@ -48,7 +49,7 @@ def case(lengths, *, groups, per_group, size, dtype=torch.float32, device="cpu")
 
 
 def expected(query, keys, values, singles, options=AttentionOptions()):  # noqa: B008
-    """Row by row, by the formula, in float64."""
+    """Compute the formula row by row in float64."""
     window = options.window
     rows = []
     for row, table, length in zip(query, singles.tables, singles.lengths.tolist(), strict=True):
@@ -64,7 +65,7 @@ def expected(query, keys, values, singles, options=AttentionOptions()):  # noqa:
 
 
 def effect_of_rounding(query, keys, values, singles):
-    """How far results are off, to first order, if each product in a score is rounded in fp32."""
+    """Return the first-order error of the results if each product in a score is rounded to fp32."""
     rows = []
     for row, table, length in zip(
         query.double(), singles.tables, singles.lengths.tolist(), strict=True
@@ -91,7 +92,7 @@ def test_the_plain_form_equals_the_formula(groups, per_group, size):
         PagedAttention().singles(*tensors, singles, AttentionOptions()),
         expected(*tensors, singles),
     )
-    # A few inputs in a thousand need more, which their scores' rounding in fp32 explains.
+    # A few inputs in a thousand need more, which rounding of their scores in fp32 explains.
     allowed = (4 * effect_of_rounding(*tensors, singles)).clamp(min=TOLERANCE[FP32])
     worst = ((found.double() - exact).abs() / allowed).max().item()
     assert worst <= 1, worst
@@ -118,7 +119,7 @@ def test_the_kernel_equals_the_formula(kernels, dtype, groups, per_group, size):
 @pytest.mark.parametrize("window", [0, 6, PART - 1, PART + 40])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_a_window_hides_earlier_tokens(kernels, dtype, window):
-    """Some of its ends lie within a part, and whole parts before it are not read."""
+    """Some windows end within a part, and whole parts before the window are not read."""
     library, device = kernels
     lengths = [1, 5, PART, PART + 2, 2 * PART + 3]
     tensors, singles = case(lengths, groups=2, per_group=3, size=32, dtype=dtype, device=device)
@@ -140,7 +141,8 @@ SPECIAL = {
 @pytest.mark.parametrize("which", SPECIAL)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_scales_bounds_and_sinks_are_those_of_the_formula(kernels, dtype, which):
-    """Of sequences of one part and of several; seven heads share a key, so a block has some."""
+    """Sequences have one part or several; seven heads share a key, so a block has only some of
+    them."""
     library, device = kernels
     lengths = [1, 5, PART, 2 * PART + 3]
     tensors, singles = case(lengths, groups=2, per_group=7, size=32, dtype=dtype, device=device)
@@ -167,7 +169,7 @@ def latent_case(lengths, heads, width, dtype, device):
 def test_latent_vectors_are_keys_and_their_beginnings_values(
     kernels, dtype, heads, width, rank, options
 ):
-    """Sequences of one part and of several; the last product has unused heads."""
+    """Sequences have one part or several; the last product has unused heads."""
     library, device = kernels
     lengths = [1, 5, PART, 2 * PART + 3]
     query, vectors, singles = latent_case(lengths, heads, width, dtype, device)
@@ -212,7 +214,7 @@ def test_latent_vectors_of_published_sizes(kernels, heads, width, rank):
 @pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks"])
 @pytest.mark.parametrize("paged", [PagedAttention(), BatchInvariantPaged()], ids=lambda x: x.name)
 def test_biases_are_those_of_a_whole_sequence(paged, special):
-    """No kernel is used, and the choice says why."""
+    """No kernel is used, and the choice reports why."""
     chosen = choose_paged_attention(object(), 32, FP32, has_slopes=True)
     assert type(chosen) is PagedAttention
     assert "--position-embedding-type alibi" in chosen.name
@@ -268,7 +270,7 @@ def test_appending_writes_where_it_is_told_and_nowhere_else(kernels):
 
 
 def chunks_of(starts, sizes, slots, device="cpu"):
-    """As an executor makes them; slots [l] of each sequence."""
+    """Return chunks as an executor makes them; slots [l] of each sequence."""
     totals = [start + size for start, size in zip(starts, sizes, strict=True)]
     ends = torch.tensor([[0, *sizes], [0, *totals]]).cumsum(1).int().to(device)
     known = torch.cat([s[:n] for s, n in zip(slots, totals, strict=True)]) if any(starts) else None
@@ -276,7 +278,8 @@ def chunks_of(starts, sizes, slots, device="cpu"):
 
 
 def sequences(lengths, *, groups, heads, size, dtype, device):
-    """Each one's query, key, value and slots, and caches that hold all keys and values."""
+    """Return each sequence's query, key, value and slots, and caches that hold all keys and
+    values."""
     generator = fresh()
     slots = torch.randperm(2 * sum(lengths), generator=generator)[: sum(lengths)].to(device)
     shapes = [(sum(lengths), count, size) for count in (heads, groups, groups)]
@@ -288,7 +291,7 @@ def sequences(lengths, *, groups, heads, size, dtype, device):
 
 
 def attend(parts, keys, values, cuts, options=None):
-    """The new tokens of each sequence, from and to these places."""
+    """Return attention for the new tokens of each sequence, between the given positions."""
     here = [tuple(x[a:b] for x in part[:3]) for part, (a, b) in zip(parts, cuts, strict=True)]
     query, key, value = (torch.cat(tensors) for tensors in zip(*here, strict=True))
     starts, sizes = [a for a, _ in cuts], [b - a for a, b in cuts]
@@ -301,7 +304,7 @@ def attend(parts, keys, values, cuts, options=None):
 @pytest.mark.parametrize("special", [False, True], ids=["plain", "bounded, with sinks and biases"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_chunks_attend_to_what_is_before_them(window, special):
-    """As if each whole sequence were computed at once."""
+    """Results are the same as if each whole sequence were computed at once."""
     lengths, options = [13, 6], AttentionOptions(window=window)
     if special:
         sinks = torch.tensor([-1.0, 0.0, 1.0, 4.0])

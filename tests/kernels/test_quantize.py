@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits: the nearest values, which rounding again does not change; the kernel."""
+"""Weights in 8 or 4 bits: nearest values, which are stable under rounding again; the kernel."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_levels_are_those_of_the_paper():
 
 
 def _smallest_errors(matrix, form):
-    """Return how far the nearest representable values are, one block after another."""
+    """Return the distances to the nearest representable values, one block after another."""
     if form == "nf4":
         grid = nf4_levels(torch.float64, CPU)
     else:
@@ -49,7 +49,7 @@ def test_values_are_the_nearest_ones(form, dtype):
     matrix[4] *= 1e-3
     found = dequantize(*quantize(matrix, form), form)
     assert found.dtype == dtype
-    rounding = torch.finfo(dtype).eps  # of the level, and of its product with the scale
+    rounding = torch.finfo(dtype).eps  # rounding of the level, and of its product with the scale
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     errors = (found.double() - matrix.double()).abs()
     assert (errors <= _smallest_errors(matrix, form) + rounding * matrix.abs() + smallest).all()
@@ -59,7 +59,7 @@ def test_values_are_the_nearest_ones(form, dtype):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantizing_twice_changes_nothing(form, dtype):
-    """So a checkpoint may hold the values, and a run resumes with the same bits."""
+    """So a checkpoint may store the values, and a run resumes with the same bits."""
     matrix = (torch.randn(256, 4 * BLOCK) * torch.logspace(-3, 1, 256)[:, None]).to(dtype)
     codes, scales = quantize(matrix, form)
     values = dequantize(codes, scales, form)

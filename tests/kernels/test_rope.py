@@ -1,4 +1,4 @@
-"""Rotary embedding against complex multiplication in float64."""
+"""Rotary embeddings against complex multiplication in float64."""
 
 import math
 
@@ -16,7 +16,7 @@ def rotation(size, **options):
 
 
 def turn(x, size, base=10000.0, interpolation=1):
-    """Channels i and i + size/2 as real and imaginary part."""
+    """Rotate, with channels i and i + size/2 as real and imaginary parts."""
     x = x.double()
     z = torch.complex(x[..., : size // 2], x[..., size // 2 : size])
     place = torch.arange(S, dtype=torch.float64)[:, None, None, None] / interpolation
@@ -46,7 +46,7 @@ def test_scores_depend_on_distance_only():
 
 
 def test_16_bit_heads_are_rotated_in_fp32():
-    """Far positions need more than 16 bits of angle."""
+    """At far positions, the angle needs more than 16 bits."""
     table = rotation_table(4096, D)[:, 4095:, None, None]
     x = torch.randn(1, 1, 1, D).bfloat16()
     out = rotate(x, (table[0], table[1]))
@@ -56,7 +56,7 @@ def test_16_bit_heads_are_rotated_in_fp32():
 
 
 def test_scaling_slows_only_what_turns_seldom_in_the_first_context():
-    """Llama 3.1's rule by its wavelengths: below 2048 kept, above 8192 divided, mixed between."""
+    """Llama 3.1's rule by wavelength: kept below 2048, divided above 8192, interpolated between."""
     wavelength = torch.tensor([8.0, 2047.0, 2048.0, 4096.0, 8192.0, 8193.0, 1e6])
     scaled = 2 * math.pi / scale_frequencies(2 * math.pi / wavelength, 8.0)
     kept = (8192 / 4096 - 1) / 3
@@ -73,7 +73,7 @@ def test_a_scaled_table_is_that_of_scaled_frequencies():
 
 
 def test_dynamic_ntk_is_a_larger_base_for_longer_sequences():
-    """Of all positions, or of each by the length of its own sequence."""
+    """For all positions, or for each by the length of its own sequence."""
     ntk, positions = DynamicNtk(3.0, 16), torch.arange(S)
 
     def base(length):

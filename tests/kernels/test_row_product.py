@@ -1,4 +1,4 @@
-"""Products whose rows do not depend on their number."""
+"""Matrix products whose rows do not depend on how many there are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.kernels.compare import BF16, FP16, fresh
 
 DEVICE = Device.pick()
 needs_gpu = pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU")
-# [out, in]: where k is cut and where it is not, of a whole Llama 3 8B and of parts of smaller ones.
+# [out, in]: some with a split k and some without, from a whole Llama 3 8B and from parts of smaller
+# models.
 WEIGHTS = [
     (4096, 4096),
     (4096, 14336),
@@ -31,9 +32,11 @@ def test_a_cpu_has_none() -> None:
 
 
 class _Library:
-    """Stands for cuBLASLt: kernels (kind, cut), of which kind 7 adds the parts of k up in order,
-    and kind 9 in an order that depends on the number of rows. For many rows it names others first,
-    and knows none that cuts k."""
+    """A stand-in for cuBLASLt with kernels (kind, cut).
+
+    Kind 7 adds the parts of k in order, and kind 9 in an order that depends on the number of rows.
+    For many rows it lists others first, and has none that splits k.
+    """
 
     def __init__(self, kind=7, cut=4):
         self.asked, self._kind, self._cut, self.calls = [], kind, cut, []
@@ -73,7 +76,7 @@ def random(rows, columns, dtype=BF16):
 
 @pytest.mark.parametrize("cut", [1, 4])
 def test_a_weight_keeps_one_family_and_one_cut(cut) -> None:
-    """In parts where k is cut, as those take memory; two parts, whatever the library would take."""
+    """If k is cut, rows come in pieces, because the parts take memory; k is always cut in two."""
     library = _Library(cut=cut)
     multiply = RowProduct(library)
     weight, bias = random(16, 64), random(16, 1).flatten()
@@ -81,7 +84,7 @@ def test_a_weight_keeps_one_family_and_one_cut(cut) -> None:
         x = random(rows, 64)
         library.calls.clear()
         expected = x.double() @ weight.double().t() + bias.double()
-        # Each part, their sum and the sum with the bias are rounded to 8 digits.
+        # Each part, their sum, and the sum with the bias are rounded to 8 digits.
         bound = 2**-6 * (x.double().abs() @ weight.double().abs().t() + bias.double().abs())
         assert ((multiply(x, weight, bias).double() - expected).abs() < bound).all()
         pieces = [rows] if cut == 1 or rows <= 512 else [512, rows - 512]

@@ -1,4 +1,5 @@
-"""Planted faults that `python -m tests.kernels.sanitize` must find, and the table it prints."""
+"""Planted faults that `python -m tests.kernels.sanitize` must find, and the table that it
+prints."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from tests.kernels.emulation import HERE, build, missing
 from tests.kernels.sanitize import SANITIZERS, Outcome, environment, row, summary
 from tests.repository import name, tracked_files
 
-# Eight floats from malloc, whose surroundings AddressSanitizer watches. A kernel's launch is its
-# name, the number of blocks and of threads, and the bytes of shared memory.
+# Eight floats from malloc, whose surroundings AddressSanitizer watches. A kernel's launch consists
+# of its name, the numbers of blocks and threads, and the bytes of shared memory.
 PROGRAM = """
 import ctypes, sys
 from megatron.kernels.driver import LaunchConfig
@@ -35,7 +36,7 @@ for kernel, blocks, threads, shared, number in zip(*(words[i::5] for i in range(
     print(kernel, error, len(results))
 """
 
-# Blocks, threads and bytes of shared memory, where they are not one thread.
+# Blocks, threads and bytes of shared memory, unless it is a single thread.
 SHAPES = {
     "write_dynamic": (1, 1, 33 * 4),
     "sum_static": (1, 32, 0),
@@ -44,8 +45,8 @@ SHAPES = {
     "write_from_blocks": (4, 1, 0),
 }
 
-# A function of planted.cu, a number with which it is sound, a number with which it is not, and what
-# the sanitizer reports.
+# A function in planted.cu, a number for which it is sound, one for which it is not, and the
+# sanitizer's report.
 REPORTED = [
     ("write", 7, 8, "heap-buffer-overflow"),
     ("write", 0, -1, "heap-buffer-overflow"),
@@ -62,7 +63,7 @@ REPORTED = [
     ("write_registers", 3, 4, "stack-buffer-overflow"),
 ]
 
-# The same for faults that no sanitizer sees: results differ between launches with the same inputs.
+# The same for faults that no sanitizer detects: results differ between launches with equal inputs.
 UNSTEADY = [
     ("sum_static", 32, 31),
     ("largest_dynamic", 32, 31),
@@ -83,7 +84,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     planted: Path, *calls: str | int, shape: tuple[int, int, int] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Call kernels with numbers in a process that ends at the first report."""
+    """Call kernels with numbers, in a process that ends at the first report."""
     words: list[str | int] = []
     for kernel, number in zip(calls[::2], calls[1::2], strict=True):
         words += [kernel, *(shape or SHAPES.get(str(kernel), (1, 1, 0))), number]
@@ -125,7 +126,7 @@ def test_an_empty_grid_is_refused_as_cuda_refuses_it(planted: Path) -> None:
 
 
 def test_every_compiled_source_is_checked() -> None:
-    """A new C++ file of the package must join the build with sanitizers."""
+    """A new C++ file in the package must be added to the sanitizer build."""
     suffixes = {".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp", ".hip", ".pyx", ".rs"}
     compiled = {path for path in tracked_files() if path.suffix in suffixes}
     compiled = {name(path) for path in compiled if not name(path).startswith("tests/")}

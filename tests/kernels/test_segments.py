@@ -1,4 +1,4 @@
-"""Documents packed into samples: as a mask, and by the flash kernel without one."""
+"""Documents packed into samples: with a mask, and with the flash kernel without one."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_on_a_gpu_a_window_is_that_of_the_formula(ends, window: int, groups: int
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_on_a_gpu_sinks_are_those_of_the_formula(ends, window: int | None, groups: int) -> None:
-    """Of the result and of every gradient, that of the sinks included."""
+    """This compares the result and every gradient, including the sinks'."""
     generator = torch.Generator(DEVICE.torch_device).manual_seed(groups)
     segments = None if ends is None else segments_of(ends, 256)
     heads = [
@@ -107,7 +107,7 @@ def test_on_a_gpu_sinks_are_those_of_the_formula(ends, window: int | None, group
         out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(out))
         results.append([out, *(x.grad for x in (*inputs, sinks))])
     for place, (ours, theirs) in enumerate(zip(*results, strict=True)):
-        # A sink's gradient is one sum over all 512 rows, most of whose terms cancel out.
+        # A sink's gradient is a single sum over all 512 rows, most of whose terms cancel out.
         limit = 2e-2 if place == 4 else 1e-2
         assert (ours.double() - theirs).norm() / theirs.norm() < limit
 

@@ -1,4 +1,4 @@
-"""Masked and causal softmax by definition."""
+"""Masked and causal softmax, by their definitions."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def scores():
 def test_mask(scores):
     mask = torch.rand(B, 1, 4, 6, generator=fresh()) > 0.4
     mask[..., 2] = True
-    mask[0, 0, 1] = False  # a query that may attend to nothing
+    mask[0, 0, 1] = False  # a query that may not attend to anything
     out = masked_softmax(scores, mask, causal=True, factor=0.5, dtype=FP32)
     for b, n, i in [(0, 0, 0), (1, 2, 3), (0, 1, 2)]:
         terms = torch.where(mask[b, 0, i], (0.5 * scores[b, n, i].double()).exp(), 0)

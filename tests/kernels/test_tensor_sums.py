@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def tensors(device):
-    """Sizes around what a block takes, starts that 16-byte accesses cannot use, two formats."""
+    """Return tensors of sizes near a block's, with starts unaligned to 16 bytes, in two formats."""
     seed_afresh()
     storage = torch.randn(CHUNK * 2 + 100)
     storage[::7] = 0
@@ -41,7 +41,7 @@ def test_kernel_equals_float64(kernels):
     values = tensors(device)
     sums = choose_tensor_sums(values, device, library)
     check(values, sums)
-    values[1][17] = math.inf  # the table sees what the tensors hold now
+    values[1][17] = math.inf  # the table sees the tensors' current values
     assert sums()[0].isinf()
     values[1][17] = math.nan
     assert sums()[0].isnan()

@@ -1,4 +1,4 @@
-"""A weight's gradient, written or added, against float64."""
+"""A weight's gradient, overwritten or accumulated, against float64."""
 
 import math
 
@@ -25,10 +25,10 @@ def test_equals_float64(where, dtype, into_dtype):
     product = grad.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
     storage = torch.full((2, 24, 16), math.nan, device=device.torch_device)
     into = storage.to(into_dtype or dtype)[1]
-    weight_gradient(grad, x, into, accumulate=False)  # whatever was there is gone
+    weight_gradient(grad, x, into, accumulate=False)  # previous values are gone
     tolerance = 3e-6 if into.dtype == torch.float32 else 2e-2
     if where == "gpu" and dtype == torch.float32:
-        tolerance = 1e-3  # tf32 where it is allowed
+        tolerance = 1e-3  # tf32 if it is allowed
     scale = product.abs().max().item()
     torch.testing.assert_close(into.double(), product, rtol=0, atol=tolerance * scale)
     before, again = into.double(), into.clone()
@@ -39,7 +39,7 @@ def test_equals_float64(where, dtype, into_dtype):
 
 
 def test_16_bit_inputs_are_summed_in_fp32():
-    """A thousand small terms beside a large one: 16-bit sums lose them."""
+    """A thousand small terms are added to a large one: 16-bit sums lose them."""
     grad, x = torch.ones(1025, 1).bfloat16(), torch.ones(1025, 1).bfloat16()
     x[0] = 1024
     into = torch.full((1, 1), 0.25)

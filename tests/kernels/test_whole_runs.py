@@ -1,6 +1,7 @@
-"""Training with every kernel, on the emulator, is training on PyTorch's operations.
+"""Training with every kernel, on the emulator, matches training with PyTorch's operations.
 
-tests/gpu/test_runs_equal_a_cpus.py asks a GPU the same."""
+tests/gpu/test_runs_equal_a_cpus.py tests the same on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from megatron.kernels.library import LibraryChoice
 from megatron.parallel.layout import Layout
 from tests.training.toy import train_toy
 
-# Without dropout, whose masks are each form's own.
+# Without dropout, because each form draws its own masks.
 _STILL = "--train-iters 3 --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --min-lr 1e-4 "
 _LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
 _LLAMA += "--group-query-attention --num-query-groups 2 "
@@ -24,7 +25,7 @@ _ALWAYS = {
 
 
 class Noting:
-    """A library that notes which kernels ran."""
+    """A library that records which kernels ran."""
 
     def __init__(self, library):
         self._library, self.used = library, set()
@@ -57,7 +58,7 @@ def test_losses_are_those_of_the_plain_forms(
     plain, _ = train_toy(Layout.single(), words, kind)
     library = Noting(emulated)
     choice = LibraryChoice(library, "emulated")
-    for module in ("parallel.build", "models.head", "optimizer.optimizer"):  # who asks for one
+    for module in ("parallel.build", "models.head", "optimizer.optimizer"):  # which ask for one
         monkeypatch.setattr(f"megatron.{module}.find_library", lambda _: choice)
     fused, _ = train_toy(Layout.single(), words, kind)
     assert library.used >= _ALWAYS | further
