@@ -190,8 +190,7 @@ LIKE_IT = "optimizer.layers.0.mlp.up.weight.exp_avg"  # the same number of bytes
 
 
 def _exchange(tensors):
-    """Swap two tensors' entries: each then names the other's file, or its place in the same
-    file."""
+    """Swap two entries: each then names the other's file, or its place in the same file."""
     for field in ("file", "start", "sha256"):
         one, other = tensors[FORGED]["pieces"][0], tensors[LIKE_IT]["pieces"][0]
         one[field], other[field] = other[field], one[field]

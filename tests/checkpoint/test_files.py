@@ -75,8 +75,7 @@ def test_files_share_the_bytes():
 
 
 def _ranges(layout):
-    """Return elements [13, 300) and [300, 587) of a tensor in several boxes, and copies of
-    another."""
+    """Return elements [13, 300) and [300, 587) of a tensor as boxes, and copies of another."""
     rank, edges = layout.world.rank, [0, 300, 600]
     start, end = edges[rank], edges[rank + 1]
     boxes = boxes_of_range((5, 40, 3), start, end)

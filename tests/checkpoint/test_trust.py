@@ -1,5 +1,4 @@
-"""Checkpoints with links, FIFOs or devices, or owned by other users: refused by name, without
-hanging."""
+"""Checkpoints with links, FIFOs or devices, or of other users: refused by name, without a hang."""
 
 import os
 import shutil
@@ -164,8 +163,7 @@ def test_a_tool_takes_the_flag(two, capsys):
 
 
 def test_only_opening_tells(two):
-    """Listing opens no files: such a folder stays listed, and is refused with a reason when it
-    is opened."""
+    """Listing opens no files: such a folder stays listed, and is refused when it is opened."""
     (two / SHARD).chmod(0o666)
     assert [one.iteration for one in list_checkpoints(two.parent)] == [2, 1]
 

@@ -25,7 +25,7 @@ BASE = {
 
 
 def command(*words: str, without: Sequence[str] = ()) -> list[str]:
-    """Return the small run's command line with further words and without some of its own flags.
+    """Return the small run's command line with extra words and without some of its flags.
 
     Each argument may hold several words, quoted as in a shell.
     """

@@ -1,5 +1,4 @@
-"""Corpora named in a file: what it may contain, how it is read, and the message for each
-mistake."""
+"""Corpora named in a file: what it may contain, how it is read, and how mistakes are reported."""
 
 from __future__ import annotations
 

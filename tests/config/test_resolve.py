@@ -91,8 +91,7 @@ def test_data_parallel_size(tensor: int, pipeline: int, world: int, expected: in
 
 
 def test_what_must_be_known_is_known_by_its_type() -> None:
-    """A resolved run has the narrowed types; a run that lacks a required value is refused,
-    naming the flag."""
+    """A resolved run has the narrowed types; a missing value is refused by its flag."""
     config = parse("").config
     assert type(config) is RunConfig
     assert type(config.model) is ModelConfig
@@ -105,8 +104,7 @@ def test_what_must_be_known_is_known_by_its_type() -> None:
 
 @pytest.mark.parametrize("name", sections())
 def test_a_section_has_the_same_fields_before_and_after(name: str) -> None:
-    """A narrowed field keeps its position and flag, and has no default that could hide a
-    mistake."""
+    """A narrowed field keeps its position and flag, and has no default that could hide mistakes."""
     wide, narrowed = sections()[name], get_type_hints(RunConfig)[name]
     assert [entry.name for entry in fields(wide)] == [entry.name for entry in fields(narrowed)]
     own = narrowed.__annotations__ if narrowed is not wide else {}

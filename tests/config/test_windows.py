@@ -1,5 +1,4 @@
-"""Flags of windows and rotary positions: which layers have them, and the message for each
-mistake."""
+"""Flags of windows and rotary positions: which layers have them, and how mistakes are reported."""
 
 import pytest
 

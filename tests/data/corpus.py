@@ -12,8 +12,7 @@ from megatron.data.indexed import IndexedDatasetBuilder
 
 
 def request_for(config: DataConfig, arguments: dict) -> DataRequest:
-    """Return a request for `config`; its fields among `arguments` are used and removed from
-    there."""
+    """Return a request for `config`, with the fields that it takes out of `arguments`."""
     names = ("seed", "samples", "is_builder", "barrier")
     return DataRequest(config, **{name: arguments.pop(name) for name in names if name in arguments})
 

@@ -62,8 +62,7 @@ def test_equals_the_loop(positions: bool, loss: bool) -> None:
 
 @pytest.mark.parametrize(("documents", "segments"), [(2, 16), (8, 16), (9, 32), (16, 32), (17, 64)])
 def test_documents_are_filled_up_with_empty_ones(documents: int, segments: int) -> None:
-    """Their number is a power of two, so that micro-batches have few shapes; empty ones mask
-    nothing."""
+    """Their number is a power of two, to keep shapes few; empty ones mask nothing."""
     ends = np.append(np.arange(1, documents), 32)
     found = collate([{SEGMENT_ENDS: ends}, {SEGMENT_ENDS: ends}])[SEGMENT_ENDS]
     listed = [0, *ends, *(32 + ends)]

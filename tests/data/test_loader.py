@@ -214,8 +214,7 @@ def test_single_reaches_the_last_block_of_a_dataset_of_whole_blocks() -> None:
 
 
 def steps(sampler: type, total: int, consumed: int, sizes: list[int], global_batch: int) -> list:
-    """Return each step's set of samples: `sizes[i]` data-parallel ranks at step i, micro-batch
-    1."""
+    """Return each step's samples, with `sizes[i]` data-parallel ranks at step i, micro-batch 1."""
     sets = []
     for size in sizes:
         loaders = [iter(sampler(total, consumed, 1, rank, size)) for rank in range(size)]

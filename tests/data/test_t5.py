@@ -106,7 +106,7 @@ def test_words_are_taken_out_whole(tmp_path: Path, vocabulary: Path) -> None:
 
 
 def test_a_t5s_own_tokenizer(tmp_path: Path) -> None:
-    """Sentinels from the highest down; the decoder starts with padding, and both texts have an
+    """Sentinels count down from the highest; padding starts the decoder, and both texts have an
     end."""
     tokenizer = t5_tokenizer(tmp_path / "t5")
     prefix = write_sentences(tmp_path / "x", vocab_size=3 + WORDS)

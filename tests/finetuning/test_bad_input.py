@@ -53,8 +53,7 @@ def data(content: bytes | str, name: str = "chats.jsonl", *more: str) -> Build:
 
 
 def second(record: Any, *more: str) -> Build:
-    """Return flags that name a file whose second line is this record, given as a value or as
-    text."""
+    """Return flags that name a file whose second line is this record, given as data or text."""
     text = record if isinstance(record, str) else json.dumps(record)
     return data(f"{GOOD}\n{text}\n", "chats.jsonl", *more)
 

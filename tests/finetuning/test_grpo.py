@@ -188,8 +188,7 @@ LATENT = (
 )
 @pytest.mark.parametrize("words", ["", MODERN, f"{MODERN} {LONG}", "--hidden-size 96", LATENT])
 def test_generation_and_training_agree_to_the_bit(words: str, tmp_path: Path) -> None:
-    """Compare a token's log-probability when it was generated and in the update that trains on
-    it."""
+    """Compare a token's log-probability in generation and in the update that trains on it."""
     longest = "140" if LONG in words else "6"
     found = _train(
         Layout.single(),

@@ -19,8 +19,7 @@ def one_process(words: str = "") -> dict[str, list[float]]:
 
 
 def test_first_loss_is_that_of_a_model_that_is_its_own_reference() -> None:
-    """The policy equals the reference model until the first update; this is TRL's first loss
-    too."""
+    """The policy equals the reference model until the first update; TRL has the same first loss."""
     found = one_process()
     assert found["loss"][0] == pytest.approx(math.log(2), abs=1e-6)
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):

@@ -36,8 +36,7 @@ PAIRS = """
 
 
 def toy_pairs(vocabulary: int = 100, pairs: int = 24, longest: int = 9) -> TokenizedExamples:
-    """Return pairs of answers of random tokens and lengths; both answers of a pair share a
-    prompt."""
+    """Return pairs of answers with random tokens and lengths, each pair with a shared prompt."""
     random = np.random.RandomState(1)
     tokens, trained = [], []
     for _ in range(pairs):

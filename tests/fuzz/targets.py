@@ -243,8 +243,7 @@ def _lines() -> list[bytes]:
 
 
 def _tokenizer(kind: str, fields: str, *sound: bytes) -> Callable[[bytes, Path], None]:
-    """Read an input as the file of a tokenizer's first flag; the files of the other flags are
-    sound."""
+    """Read an input as the file of a tokenizer's first flag; the other flags' files are sound."""
 
     def read(data: bytes, folder: Path) -> None:
         flags: dict[str, Any] = {"tokenizer_type": kind}

@@ -39,8 +39,7 @@ OLD: dict[str, Any] = {
 def _train(
     flags: dict[str, Any], recompute: RecomputePlan | None, numbers: dict[str, Any]
 ) -> list[Tensor]:
-    """Return losses and gradients of two micro-batches with interleaved passes, as in a
-    pipeline."""
+    """Return losses and gradients of two micro-batches with passes interleaved as in a pipeline."""
     precision = PrecisionConfig(bf16=True, fp8_format="hybrid", **numbers)
     network = config(**flags)
     context = new_context(network, precision, device=DEVICE.torch_device, dtype=torch.bfloat16)

@@ -154,8 +154,7 @@ def adapted(options: EngineOptions) -> BatchEngine:
 
 
 def test_the_batch_does_not_show_in_answers_of_adapters() -> None:
-    """Results are equal to the bit, recorded or not; requests without an adapter are unaffected
-    too."""
+    """Equal to the bit, recorded or not; requests without an adapter are unaffected."""
     asked = [replace(request, adapter=i % 4) for i, request in enumerate(ASKED)]
     recorded = adapted(OPTIONS)
     found = drain(recorded, asked)

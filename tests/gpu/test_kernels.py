@@ -150,8 +150,7 @@ def test_chunked_cross_entropy_keeps_the_factor_of_its_gradients(dtype):
 @pytest.mark.parametrize("flags", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_equals_that_of_a_cpu(flags, dtype):
-    """Without dropout it equals the CPU's; with dropout, recomputation gives the plain run's
-    bits."""
+    """Compared without dropout; with it, recomputation gives the bits of the plain run."""
     still = {**flags, "attention_dropout": 0.0, "hidden_dropout": 0.0, "kv_channels": 8}
 
     def run(flags, device, dtype, recompute=None):

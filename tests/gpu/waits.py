@@ -1,5 +1,4 @@
-"""One process of test_waits.py's multi-process runs: python -m torch.distributed.run --module
-this."""
+"""One rank of test_waits.py's multi-process runs: python -m torch.distributed.run --module this."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""Adapters of one served model: each request gets the same answer as from its merged model
-alone."""
+"""Adapters of one served model: each request gets the answer of its merged model alone."""
 
 from __future__ import annotations
 
@@ -168,8 +167,7 @@ def test_a_mixed_batch_says_what_each_merged_model_says_alone(saved: Saved, alon
 
 
 def test_files_that_peft_wrote_say_what_peft_says() -> None:
-    """Serve all adapters of `record_peft` at once, each with requests for the others in the
-    batch."""
+    """Serve all adapters of `record_peft` at once, each batched with requests for the others."""
     record = json.loads((PEFT / "record.json").read_text())
     kinds = ["lora", "rslora", "dora", "some"]
     words = [f"{kind}={PEFT / kind}" for kind in kinds]

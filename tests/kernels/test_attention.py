@@ -1,4 +1,4 @@
-"""Attention: plain and fused forms against float64, groups, masks, dropout, and the choice of
+"""Attention: plain and fused forms against float64, groups, masks, dropout, the choice of
 kernel."""
 
 import math
@@ -35,8 +35,7 @@ def heads(groups, dtype=torch.float32):
 
 
 def documents():
-    """Return a mask for samples cut at different places: tokens attend causally within their own
-    document."""
+    """Return a causal mask within documents; the samples are cut at different places."""
     past = torch.ones(S, S, dtype=torch.bool).tril()
     pieces = torch.tensor([[0] * 3 + [1] * (S - 3), [0] * 6 + [1] * (S - 6)])
     return (past & (pieces[:, :, None] == pieces[:, None, :])).unsqueeze(1)

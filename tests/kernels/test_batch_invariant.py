@@ -1,5 +1,4 @@
-"""A token has the same bits in any batch: products and attention, both also against plain
-PyTorch."""
+"""A token has the same bits in any batch: products, attention, and both against plain PyTorch."""
 
 from __future__ import annotations
 

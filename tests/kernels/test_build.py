@@ -1,5 +1,4 @@
-"""Compiling: caching, waiting, refusing; every kernel compiles, and its registers are not
-spilled."""
+"""Compiling: caching, waiting, refusing; every kernel compiles, and no registers spill."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from megatron.kernels.plans import KernelLaunch, Pointer
 
 
 def plan(x, y, size, factor):
-    """Launch two kernels; the second starts at an offset in y, the first runs only for odd
-    sizes."""
+    """Launch two kernels: the second at an offset in y, the first only for odd sizes."""
     first = [
         KernelLaunch("column_sums_kernel<float>", (size,), (32, 2), (x, None, y, None, size, 7))
     ]

@@ -27,8 +27,7 @@ TOLERANCE = {FP32: 2e-6, FP16: 2e-3, BF16: 2e-2}
 
 
 def case(lengths, *, groups, per_group, size, dtype=torch.float32, device="cpu"):
-    """Return queries, a cache in which each sequence has its blocks in arbitrary order, and
-    tables."""
+    """Return queries, a cache with each sequence's blocks in arbitrary order, and tables."""
     generator, chance = fresh(), random.Random(0)
     counts = [-(-length // BLOCK) for length in lengths]
     free = list(range(sum(counts) + 3))
@@ -141,8 +140,7 @@ SPECIAL = {
 @pytest.mark.parametrize("which", SPECIAL)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_scales_bounds_and_sinks_are_those_of_the_formula(kernels, dtype, which):
-    """Sequences have one part or several; seven heads share a key, so a block has only some of
-    them."""
+    """Sequences have one part or several; seven heads share a key, so a block has only some."""
     library, device = kernels
     lengths = [1, 5, PART, 2 * PART + 3]
     tensors, singles = case(lengths, groups=2, per_group=7, size=32, dtype=dtype, device=device)
@@ -278,8 +276,7 @@ def chunks_of(starts, sizes, slots, device="cpu"):
 
 
 def sequences(lengths, *, groups, heads, size, dtype, device):
-    """Return each sequence's query, key, value and slots, and caches that hold all keys and
-    values."""
+    """Return each sequence's query, key, value and slots, and caches of all keys and values."""
     generator = fresh()
     slots = torch.randperm(2 * sum(lengths), generator=generator)[: sum(lengths)].to(device)
     shapes = [(sum(lengths), count, size) for count in (heads, groups, groups)]

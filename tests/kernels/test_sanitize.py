@@ -1,5 +1,4 @@
-"""Planted faults that `python -m tests.kernels.sanitize` must find, and the table that it
-prints."""
+"""Planted faults that `python -m tests.kernels.sanitize` must find, and the table it prints."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Write folders as Megatron Core does with torch.distributed.checkpoint, from a checkpoint of
-ours."""
+"""Write checkpoints of ours as Megatron Core does with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_para
 
 
 def _their_name(name: str) -> tuple[str, int | None]:
-    """Return Megatron Core's name for one of our parameters, with {} for the layer, and its
-    layer."""
+    """Return a parameter's name in Megatron Core, with {} for the layer, and its layer."""
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     table, rest, prefix = _OUTSIDE, name, ""
     if match:
@@ -117,8 +115,7 @@ def cut(name: str, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[
 
 
 def write_core(folder: Path, tensors: Mapping[str, Tensor], common: Mapping[str, Any]) -> Metadata:
-    """Write a folder, with objects that no reader needs, and return the content of its
-    `.metadata`."""
+    """Write a folder, with objects that no reader needs; return what its `.metadata` contains."""
     folder.mkdir(parents=True)
     contents = {name: bytearray() for name in FILES}
     turns = itertools.cycle(FILES)

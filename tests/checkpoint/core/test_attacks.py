@@ -418,8 +418,7 @@ def test_more_layers_than_any_network_has_are_refused_before_they_are_listed(fol
 
 
 def test_nothing_is_executed_by_the_sound_index_s_own_classes(folder):
-    """Objects of the classes that an index needs may hold anything, but nothing is built from
-    it."""
+    """Classes that an index needs may occur with any content, but nothing is built from it."""
     index = pickle.loads((folder / INDEX).read_bytes())
     index.planner_data = Calls(os.system, f"touch {MARK}")
     (folder / INDEX).write_bytes(pickle.dumps(index))

@@ -154,8 +154,8 @@ def test_states_of_another_form_leave_the_weights(folders, tmp_path, capsys):
 
 
 def test_states_flattened_by_the_distributed_optimizer_leave_the_weights(folders, tmp_path, capsys):
-    """Core up to 0.14 stores [L, 3h, h] with TP 2 as [L, 2, 1, 3h / 2 * h], one rank's part
-    after another."""
+    """Core up to 0.14 stores [L, 3h, h] with TP 2 as [L, 2, 1, 3h / 2 * h], one rank after
+    another."""
     root = folders("mixture")
     tensors = core_tensors(open_checkpoint(root / "native"), stacked=True)
     for name in [name for name in tensors if name.startswith("optimizer.")]:

@@ -383,8 +383,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_deepspeed(reader: Reader, root: Path, form: Form, **extra: Any) -> Path:
-    """Write one of our checkpoints under `root` in Megatron-DeepSpeed's format; return its
-    folder."""
+    """Write one of our checkpoints under `root` as Megatron-DeepSpeed would; return its folder."""
     folder = root / f"global_step{reader.iteration}"
     folder.mkdir(parents=True)
     for stage_index, rank in itertools.product(range(max(1, form.stages)), range(form.tensor)):

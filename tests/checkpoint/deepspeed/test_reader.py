@@ -272,8 +272,7 @@ def test_a_dynamic_loss_scale_is_taken_over(natives, tmp_path, kind):
 
 @pytest.mark.parametrize("form", [Form(), Form(zero=1, data=2), Form(zero=3)], ids=str)
 def test_steps_counted_by_group_are_taken_over(natives, tmp_path, form):
-    """Apex's FusedAdam counts steps there; after an overflow there are fewer steps than
-    iterations."""
+    """Apex's FusedAdam counts steps there, and fewer than iterations after an overflow."""
     folder = to_deepspeed(open_checkpoint(natives("GPT-2")), tmp_path, form)
     for path in folder.glob("*optim_states.pt" if form.zero else "*model_states.pt"):
         tree = _load_with_classes(path)

@@ -404,8 +404,7 @@ def neox_shapes(config: Config) -> Shapes:
 
 
 def neox(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """GPT-NeoX: query, key and value rows grouped by head; optionally an MLP parallel to
-    attention."""
+    """GPT-NeoX: query, key and value rows grouped by head; optionally a parallel MLP."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
@@ -427,8 +426,7 @@ def neox(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
 
 
 def _slopes(heads: int) -> list[float]:
-    """Follow the paper's recursion: beyond a power of two, take every other slope of twice as
-    many heads."""
+    """Follow the paper: beyond a power of two, take every other slope of twice as many heads."""
     power = 2 ** math.floor(math.log2(heads))
     ratio = 2 ** -(8 / power)
     more = _slopes(2 * power)[::2][: heads - power] if power < heads else []

@@ -124,8 +124,7 @@ def _cohere_shapes(config: Config) -> Shapes:
 
 
 def _cohere(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """Cohere: in models with both kinds of layers, only those with windows have rotary
-    positions."""
+    """Return logits; if only some layers have windows, only those use rotary positions."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)

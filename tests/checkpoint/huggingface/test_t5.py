@@ -97,8 +97,7 @@ def test_it_comes_in_verified_and_goes_out_as_it_was(form, own_head, tmp_path, c
 
 
 def test_types_stay_and_another_network_is_written_anew(tmp_path):
-    """bf16 tensors; without the original's config.json, a new one with the same meaning is
-    written."""
+    """bf16 tensors; without the original's config.json, an equivalent one is written."""
     save("1.1", tmp_path / "fp32").bfloat16().save_pretrained(tmp_path / "a")
     assert convert("hf", "native", tmp_path / "a", tmp_path / "b") == 0
     (tmp_path / "b" / "huggingface" / "config.json").unlink()
@@ -208,8 +207,7 @@ def test_what_our_t5_has_not_is_refused(change, message, tmp_path):
 
 
 def test_old_files_name_the_words_several_times(tmp_path):
-    """They also have a position bias between decoder and encoder, and further keys without
-    effect."""
+    """They also have a bias between decoder and encoder, and further keys without effect."""
     save("1.0", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -243,8 +241,7 @@ TRAINING = """
 
 @pytest.mark.parametrize("length", [24, 600])
 def test_training_goes_on_from_the_folder_itself(length, tmp_path, capsys):
-    """It is exported with the original's config.json. Positions are unlimited, so 600 tokens
-    work too."""
+    """Exported with the original's config.json. Positions are unlimited: 600 tokens work too."""
     model = save("1.1", tmp_path / "a", own_head=True)
     places = ["--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
     assert main(T5Recipe(), [*TRAINING, *places, "--seq-length", str(length)]) == 0

@@ -30,8 +30,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 def config_of(name: str) -> dict[str, object]:
-    """Return a config; families without a reference model of ours differ from Llama only in
-    this."""
+    """Return a config; a family without a reference model differs from Llama only in this."""
     if name != "stablelm":
         return CASES[name].config
     biased = dict.fromkeys(("use_qkv_bias", "use_parallel_residual"), True)

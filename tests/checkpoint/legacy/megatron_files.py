@@ -58,8 +58,8 @@ def whole_model(layers: int = 2, *, swiglu: bool = False, tied: bool = True) -> 
 
 
 def write(root: Path, form: Form, model: dict, folder: str = "iter_0000003", **extra) -> Path:
-    """Write a checkpoint of `model`, with Adam moments 2x and 3x the weights; `extra` changes
-    the tree."""
+    """Write a checkpoint of `model` with Adam moments 2x and 3x the weights; `extra` edits the
+    tree."""
     layers = 1 + max(int(name.split(".")[1]) for name in model if name.startswith("layers."))
     for rank in range(form.tensor):
         for stage in range(form.stages):

@@ -19,8 +19,7 @@ TOWERS = {False: ("query_model", "context_model"), True: ("shared_model",)}
 
 
 def tower_of(generator):
-    """Return a tower's tree, two layers of width 32, in the order in which Megatron registers
-    it."""
+    """Return a tower's tree, two layers of width 32, in Megatron's order of registration."""
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator)

@@ -56,8 +56,7 @@ def test_virtual_stages(tmp_path):
 
 
 def merge(one: dict, other: dict) -> dict:
-    """Merge the optimizers of two chunks: each group has the first's parameters, then the
-    second's."""
+    """Merge two chunks' optimizers: each group has the first's parameters, then the second's."""
     states, groups = {}, []
     for mine, theirs in zip(one["param_groups"], other["param_groups"], strict=True):
         values = [one["state"][index] for index in mine["params"]]

@@ -170,8 +170,7 @@ CORPUS = {
 
 @pytest.fixture(autouse=True)
 def _nothing_happens(tmp_path, monkeypatch):
-    """Check after each test: no mark, no imported module, unchanged stand-ins, little memory
-    used."""
+    """Check after each test: no mark, no imported module, unchanged stand-ins, little memory."""
     monkeypatch.chdir(tmp_path)
     modules = set(sys.modules)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

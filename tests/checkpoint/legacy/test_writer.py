@@ -119,8 +119,7 @@ def test_other_splits_hold_the_same_model(golden, tmp_path):
 
 
 def test_a_split_bert_goes_back_bit_for_bit(golden, tmp_path):
-    """The last stage's copy of the word embeddings comes before the heads, as in Megatron's
-    files."""
+    """The last stage's copy of the word embeddings precedes the heads, as in Megatron's files."""
     original, split = golden / "bert_fp32" / "ckpt", tmp_path / "split"
     words = "--keep-optimizer --target-tensor-parallel-size {0} --target-pipeline-parallel-size {0}"
     assert (
@@ -269,8 +268,8 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
 
 
 def test_a_converted_run_goes_on_as_from_the_original(golden, tmp_path, monkeypatch):
-    """Weights, moments, schedule and position carry over: the next losses are the same to the
-    bit."""
+    """Weights, moments, schedule and position carry over: the next losses are bit for bit the
+    same."""
     monkeypatch.chdir(golden)
     original = golden / "gpt_tp2pp2_fp32" / "ckpt"
     assert convert("megatron", "native", original, tmp_path / "n", "--keep-optimizer") == 0

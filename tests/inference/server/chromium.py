@@ -1,5 +1,5 @@
-"""Headless Chromium over its own pipe: open a page, press keys, run JavaScript, take a
-screenshot."""
+"""Headless Chromium over its own pipe: open a page, press keys, run JavaScript, take
+screenshots."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def find_chromium() -> str:
 
 
 class Page:
-    """One tab, controlled by the developer tools' protocol: JSON messages that end with a zero
-    byte."""
+    """One tab, controlled by the developer tools' protocol: JSON, terminated by zero bytes."""
 
     def __init__(self, write_end: int, read_end: int) -> None:
         self._write, self._read = write_end, read_end

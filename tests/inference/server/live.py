@@ -63,7 +63,7 @@ class Live:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a small byte-level tokenizer: GPT-2's two files, and Hugging Face's with a chat
+    """Write a small byte-level tokenizer in GPT-2's two files, and Hugging Face's with a
     template."""
     from tokenizers import ByteLevelBPETokenizer
 
@@ -97,8 +97,7 @@ def make_settings(folder: Path, engine: FakeEngine, **changes: Any) -> FrontSett
 
 @contextlib.contextmanager
 def running(engine: FakeEngine, settings: FrontSettings) -> Iterator[Live]:
-    """Run the front end in one thread and the worker's loop in another; normally they are two
-    processes."""
+    """Run the front end and the worker's loop in two threads; normally they are two processes."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -24,8 +24,7 @@ SHAPE = (
 
 
 def write_checkpoint(folder: Path, tokenizer: Path, *more: str) -> str:
-    """Write a model after one step or none, with a folder's tokenizer; return the checkpoint
-    folder."""
+    """Write a model after one step or none, with a folder's tokenizer; return its checkpoints."""
     from megatron.parallel.layout import Layout
     from megatron.training.checkpointing import save_run
     from tests.training.toy import build_toy, train_toy

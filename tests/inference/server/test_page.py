@@ -1,5 +1,4 @@
-"""The page in a real browser, with keyboard, mouse and on a phone; nothing is loaded from
-elsewhere."""
+"""The page in a real browser, by keyboard, by mouse and on a phone; it loads nothing external."""
 
 from __future__ import annotations
 
