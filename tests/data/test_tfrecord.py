@@ -56,7 +56,7 @@ def test_checksums_are_those_of_the_standard(data, crc):
 
 
 def test_checksums_are_those_of_tensorboard():
-    """Its event-file writer uses the same framing. The lengths are just below and above a piece."""
+    """Its event-file writer uses the same framing. Lengths lie on both sides of a piece."""
     writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
     random = np.random.RandomState(0)
     for size in (*range(70), 1000, 4095, 4096, 4097, 4159, 4160, 4161, 9000):
