@@ -130,7 +130,7 @@ class Driver:
         self.call("cuCtxSetCurrent", context)
 
     def ask_for_shared(self, kernel: int, gpu: int, count: int) -> None:
-        """Let a kernel's blocks use this many bytes of dynamic shared memory.
+        """Allow a kernel's blocks to use this many bytes of dynamic shared memory.
 
         Raises:
             DriverError: The GPU has less.

@@ -99,7 +99,7 @@ class LayerRegistry:
         layout: Layout,
         device: torch.device,
     ) -> AmaxHistory:
-        """Let the FP8 layers derive their scales from earlier updates.
+        """Make the FP8 layers derive their scales from earlier updates.
 
         Args:
             named_parameters: The parameters of the model in this process, with their global names.

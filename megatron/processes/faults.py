@@ -113,7 +113,7 @@ class FaultyJournal(Journal):
         self._waited += time.monotonic() - self._waits_since
 
     def _stretch(self) -> None:
-        """Let the operation that ends take longer, if a fault slows it down by a factor."""
+        """Prolong the operation that ends, if a fault slows it down by a factor."""
         if self._factor > 1.0:
             if self._marks is not None:
                 torch.accelerator.synchronize()
