@@ -80,12 +80,27 @@ def run_command(
     return run_ranks(command, environment, int(options.nproc_per_node), seconds=seconds)
 
 
-def fork_steps(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
-    """Let the demos run their commands in forks of this process, where everything is loaded."""
+def fork_steps(
+    monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], *, anew: Sequence[str] = ()
+) -> None:
+    """Let the demos run their commands in forks of this process, where everything is loaded.
+
+    Args:
+        monkeypatch: pytest's fixture.
+        environment: The commands' environment variables.
+        anew: Scripts that start new interpreters instead, because their library has threads that
+            do not survive a fork.
+    """
     from megatron.tools import demo
 
     def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        done = run_command(words, environment)
+        if words[1] in anew:
+            started = [sys.executable, *words[1:]]
+            done = subprocess.run(
+                started, env=environment, capture_output=True, text=True, check=False
+            )
+        else:
+            done = run_command(words, environment)
         print(done.stdout)
         return done
 

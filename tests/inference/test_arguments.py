@@ -41,6 +41,9 @@ HANDED_ON = {
     "parallel.zero_stage",  # of which 3 is refused
     *(f"training.recompute_{name}" for name in ("activations", "granularity")),
     "training.cuda_graph_impl",  # refused without a GPU, which records by default
+    "training.fine_grained_activation_offloading",
+    # The folder for reports of a hang.
+    *("checkpoint.save", "reliability.flight_recorder_dump_path"),
     "data.decoder_seq_length",
 }
 

@@ -158,11 +158,12 @@ def test_exit_codes_decide_what_a_job_does_next() -> None:
     }
     assert by_code.pop(errors.EXIT_SAVED_ON_SIGNAL) == "Ignore"
     assert set(by_code.values()) == {"FailJob"}
-    # A crash (1) or a hang may be the machine's fault, so another pod tries again.
+    # A crash (1), a hang or a wrong result may be the machine's fault, so another pod tries again.
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     kinds = [kind for kind in kinds if issubclass(kind, errors.UserError)]
     kinds.remove(errors.UserError)
-    hopeless = {kind.exit_code for kind in kinds} - {errors.HangError.exit_code}
+    of_machines = {errors.HangError, errors.SuspiciousResultError, errors.TransientFaultError}
+    hopeless = {kind.exit_code for kind in kinds} - {kind.exit_code for kind in of_machines}
     assert set(by_code) == hopeless - {errors.OutputClosedError.exit_code}
 
 

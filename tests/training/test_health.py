@@ -143,7 +143,10 @@ def test_a_run_tests_before_it_and_at_an_interval(
         assert capsys.readouterr().out.count("versions of rank 0: ") == tables
 
 
-def test_the_command_refuses_what_is_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_is_out_of_range(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.processes.launch.is_launched", lambda: False)
     with pytest.raises(SystemExit, match="9"):
         command.main(["--factor", "1.5"])
     assert "--factor" in capsys.readouterr().err
@@ -153,6 +156,7 @@ def test_the_command_refuses_what_is_out_of_range(capsys: pytest.CaptureFixture[
 
 def test_the_command_starts_a_process_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
+    monkeypatch.setattr("megatron.processes.launch.is_launched", lambda: False)
     monkeypatch.setattr(command.os, "execv", lambda path, words: started.append(words))
     monkeypatch.setattr("megatron.device.gpu_count", lambda: 4)
     assert command.main(["--save", "runs/a"]) == 0
