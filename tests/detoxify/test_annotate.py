@@ -181,7 +181,8 @@ def test_the_command_with_perspective(
         *("toxicity", "severe_toxicity", "sexually_explicit", "threat", "profanity"),
         "identity_attack",
     }
-    assert service.texts()[-2:] == ["rude 0.25", "ünïcode"] or len(service.texts()) == 6
+    last = sorted(service.texts()[-2:])  # four workers ask in any order
+    assert last == ["rude 0.25", "ünïcode"] or len(service.texts()) == 6
 
 
 def test_flags_are_checked(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
