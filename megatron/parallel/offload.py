@@ -114,15 +114,13 @@ class HostActivations:
                 kept.source = None
 
         def pack(x: Tensor) -> Tensor | _Kept:
-            return self._pack(x.detach(), call) if self._leaves(x) else x.detach()
+            is_large = x.device.type == self._device.type and x.numel() >= self._least
+            # Autograd passes other objects than the parameters, with the same memory.
+            if is_large and x.untyped_storage().data_ptr() not in self._weights:
+                return self._pack(x.detach(), call)
+            return x.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
-
-    def _leaves(self, x: Tensor) -> bool:
-        """Return whether a tensor goes to the host: it is large, and no weight."""
-        is_large = x.device.type == self._device.type and x.numel() >= self._least
-        # Autograd passes other objects than the parameters, with the same memory.
-        return is_large and x.untyped_storage().data_ptr() not in self._weights
 
     def _pack(self, x: Tensor, call: _Call) -> _Kept:
         key = x.data_ptr(), x.shape, x.stride(), x.dtype
