@@ -133,9 +133,7 @@ def _long_rope(model: ModelOptions) -> Iterator[str]:
             "the model was trained with"
         )
     yield from _slowed_twice(model)
-    size = model.qk_pos_emb_head_dim
-    if not model.multi_latent_attention:
-        size = int((model.kv_channels or 0) * model.rotary_percent)
+    size = _turning_channels(model)
     for name in ("short", "long"):
         count = len(getattr(model, f"longrope_{name}_factor"))
         if size and count != size // 2:
@@ -150,9 +148,7 @@ def _dynamic(model: ModelOptions) -> Iterator[str]:
     if model.architecture != "gpt":
         yield f"{shown} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
     yield from _slowed_twice(model)
-    size = model.qk_pos_emb_head_dim
-    if not model.multi_latent_attention:
-        size = int((model.kv_channels or 0) * model.rotary_percent)
+    size = _turning_channels(model)
     if size == 2:
         yield f"{shown}: its base is undefined if only 2 channels rotate: let more of them rotate"
 
@@ -169,6 +165,13 @@ def _yarn(model: ModelOptions) -> Iterator[str]:
             f"--yarn-beta-fast {model.yarn_beta_fast:g} is not above --yarn-beta-slow "
             f"{model.yarn_beta_slow:g}: swap them"
         )
+
+
+def _turning_channels(model: ModelOptions) -> int:
+    """Return how many channels of a head rotate; 0 if the size of a head is not known."""
+    if model.multi_latent_attention:
+        return model.qk_pos_emb_head_dim
+    return int((model.kv_channels or 0) * model.rotary_percent)
 
 
 def _slowed_twice(model: ModelOptions) -> Iterator[str]:

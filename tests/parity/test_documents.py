@@ -28,7 +28,7 @@ from tests.parity.layouts import (
 )
 from tests.parity.mixtures import IN_FP32, SOFTMAX, MixtureCase, differences
 
-ITERATIONS = 1  # documents affect losses and gradients, but not the update after them
+ITERATIONS = 2
 _DROPLESS = "--moe-router-topk 2 --moe-shared-expert-intermediate-size 16"
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform"
 # Its table has learned positions, except in two layouts.

@@ -15,7 +15,7 @@ from tests.parity.mixtures import (
     train_mixture,
 )
 
-ITERATIONS = 4
+ITERATIONS = 6
 
 
 @pytest.mark.slow
