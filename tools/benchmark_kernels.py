@@ -22,7 +22,13 @@ from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
 
-GROUPS = ("layers", "attention", "training", "generation")  # files of tools/kernel_benchmarks
+GROUPS = (
+    "layers",
+    "attention",
+    "recurrence",
+    "training",
+    "generation",
+)  # files of tools/kernel_benchmarks
 
 
 def main() -> int:

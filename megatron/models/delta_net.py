@@ -10,6 +10,7 @@ channels, t tensor-parallel size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -161,12 +162,16 @@ class GatedDeltaNet(RecurrentMixer):
             (2 * keys + values, values, served, served), dim=3
         )
         part = partial(own_part, axis=self.context)
+        kernels = self.kernels_for(projected, states)
         convolved, last = self.convolution(
             channels.flatten(2),
             None if states is None else states[0],
             documents,
             part(len(self.convolution.weight)),
+            kernels,
         )
+        if kernels is not None and len(projected) > 1:
+            convolved = convolved.to(projected.dtype)
         query, key, value = convolved.unflatten(2, (heads, -1)).split((keys, keys, values), dim=3)
         value = value.unflatten(3, (served, -1)).flatten(2, 3)  # [s, b, n, d]
         of_heads = part(len(self.decay))
@@ -175,11 +180,14 @@ class GatedDeltaNet(RecurrentMixer):
         inputs = (query, key, value, decay, rate.flatten(2).float().sigmoid())
         matrices = None if states is None else states[1]
         if len(projected) == 1 and matrices is not None:
-            read, matrices = delta_rule_step(*inputs, state=matrices)
+            one = delta_rule_step if kernels is None else kernels.delta_rule_step
+            read, matrices = one(*inputs, state=matrices)
         else:
-            read, matrices = chunked_delta_rule(
-                *inputs, chunk=plan.chunk, documents=documents, state=matrices
-            )
+            rule: Callable[..., tuple[Tensor, Tensor]]
+            rule = partial(chunked_delta_rule, chunk=plan.chunk)
+            if kernels is not None:
+                rule = kernels.delta_rule
+            read, matrices = rule(*inputs, documents=documents, state=matrices)
         _, normal = self.norm(Stream(read))
         gated = normal.view_as(read).float().unflatten(2, (heads, -1)).flatten(3)
         gated = gated * F.silu(gate.float())

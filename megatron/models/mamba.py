@@ -12,6 +12,7 @@ state size, c chunks, l tokens of a chunk, t tensor-parallel size, C context-par
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -148,12 +149,16 @@ class Mamba(RecurrentMixer):
         inner, _, vector, _, heads = (width // plan.groups for width in plan.widths)
         gate, channels, steps = projected.split((inner, inner + 2 * vector, heads), dim=3)
         part = partial(own_part, axis=self.context)
+        kernels = self.kernels_for(projected, states)
         convolved, last = self.convolution(
             channels.flatten(2),
             None if states is None else states[0],
             documents,
             part(len(self.convolution.weight)),
+            kernels,
         )
+        if kernels is not None and len(projected) > 1:
+            convolved = convolved.to(projected.dtype)
         convolved = convolved.unflatten(2, (groups, -1))
         inputs, b, c = convolved.split((inner, vector, vector), dim=3)
         of_heads = part(len(self.decay))
@@ -167,9 +172,12 @@ class Mamba(RecurrentMixer):
         if states is not None:
             before = states[1].unflatten(1, (groups, heads))
         if len(x) == 1 and before is not None:
-            out, after = step(x, steps, -decay.exp(), b, c, before)
+            one = step if kernels is None else kernels.step
+            out, after = one(x, steps, -decay.exp(), b, c, before)
         else:
-            core, kept = partial(scan, chunk=plan.chunk), (b, c, before, documents)
+            core: Callable[..., tuple[Tensor, Tensor]]
+            core = partial(scan, chunk=plan.chunk) if kernels is None else kernels.scan
+            kept = b, c, before, documents
             if self.recompute and torch.is_grad_enabled():
                 out, after = checkpoint(core, x, steps, -decay.exp(), *kept, use_reentrant=False)
             else:

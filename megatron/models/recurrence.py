@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.attention import Mask, Segments, number_segments
+from megatron.kernels.recurrence import RecurrenceKernels
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache
 from megatron.parallel.build import BuildContext
@@ -53,6 +54,7 @@ class RecurrentMixer(nn.Module, ABC):
         super().__init__()
         self.layer_number, self._group = layer_number, group
         self.context = context.layout.context
+        self._kernels = context.kernels.recurrence.kernels
 
     @abstractmethod
     def mix(
@@ -94,6 +96,13 @@ class RecurrentMixer(nn.Module, ABC):
         mixed, _ = self.mix(by_group, None, documents_of(mask))
         return self.output(own_tokens(mixed, self.context).flatten(2))
 
+    def kernels_for(
+        self, projected: Tensor, states: tuple[Tensor, ...] | None
+    ) -> RecurrenceKernels | None:
+        """Return the kernels that compute these tokens in `mix`, or `None` for the references."""
+        kernels = self._kernels
+        return kernels if kernels is not None and kernels.takes(projected, states) else None
+
     def _continue(
         self, projected: Tensor, states: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -122,7 +131,7 @@ def documents_of(mask: Mask | None) -> Tensor | None:
 
 
 class CausalConvolution(nn.Module):
-    """A depthwise convolution over each channel's last tokens, followed by SiLU, in fp32.
+    """A depthwise convolution over each channel's last tokens, followed by SiLU.
 
     Args:
         channels: Number of channels. Tensor ranks hold equal parts.
@@ -141,7 +150,12 @@ class CausalConvolution(nn.Module):
         self.bias = context.new_parameter((channels,), init=init, split_dim=0) if bias else None
 
     def forward(
-        self, x: Tensor, state: Tensor | None, documents: Tensor | None, part: slice
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        documents: Tensor | None,
+        part: slice,
+        kernels: RecurrenceKernels | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Convolve the channels of this rank that `part` selects.
 
@@ -150,18 +164,24 @@ class CausalConvolution(nn.Module):
             state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
             documents: The index of each token's document, [s, b]; `None` for a single document.
             part: Which of this rank's channels x has.
+            kernels: The kernels that compute x if it has no documents and more than one token;
+                `None` for PyTorch's operations.
 
         Returns:
-            Results, fp32 [s, b, c], and the state after x, in the type of x.
+            Results [s, b, c], and the state after x in the type of x. PyTorch's operations return
+            results in fp32, and kernels in the type of x.
         """
-        length, weight = len(x), self.weight[part].float()
-        before = weight.shape[1] - 1
+        bias = None if self.bias is None else self.bias[part]
+        length, before = len(x), self.weight.shape[1] - 1
+        if kernels is not None and documents is None and length > max(1, before):
+            return kernels.convolve(x, self.weight[part], bias, state)
+        weight = self.weight[part].float()
         if state is None:
             padded = F.pad(x, (0, 0, 0, 0, before, 0))
         else:
             padded = torch.cat((state.transpose(0, 1).to(x.dtype), x))
         wide = padded.float()
-        result = None if self.bias is None else self.bias[part].float()
+        result = None if bias is None else bias.float()
         for place in range(before + 1):
             shifted = wide[place : place + length]
             distance = before - place

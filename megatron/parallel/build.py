@@ -33,6 +33,7 @@ from megatron.kernels.fp8 import E4M3, E5M2, Fp8Casts, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.quantize import FrozenFormat
+from megatron.kernels.recurrence import RecurrenceChoice, choose_recurrence
 from megatron.kernels.rope import (
     Rotate,
     SplitRotate,
@@ -68,6 +69,7 @@ class Kernels:
         attention: The implementation of the attention core.
         own_attention: The same for sequences that this rank holds whole, regardless of the number
             of context-parallel ranks.
+        recurrence: The kernels of mixers that carry states from token to token.
         activation: Returns the implementation of an MLP's activation, given its name and
             `handovers`.
         rotate: Rotates heads.
@@ -81,6 +83,7 @@ class Kernels:
     expert_casts: Fp8Casts | None = None
     attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)
     own_attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)
+    recurrence: RecurrenceChoice = RecurrenceChoice()
     activation: Callable[..., Activation] = choose_activation
     rotate: Rotate = rotate
     split_rotate: SplitRotate = split_rotate
@@ -268,6 +271,7 @@ def choose_kernels(
         library=library,
         attention=attention,
         own_attention=choose_attention(model, precision, device),
+        recurrence=choose_recurrence(model, precision, device),
         activation=partial(choose_activation, library=library, fuses_gelu=model.bias_gelu_fusion),
         rotate=choose_rotate(model, library),
         split_rotate=choose_split_rotate(model, library),

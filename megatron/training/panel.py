@@ -13,6 +13,7 @@ from megatron.data.preferences import describe_pairs
 from megatron.data.text_stream import text_members
 from megatron.device import Device
 from megatron.kernels.library import find_library
+from megatron.kernels.recurrence import choose_recurrence
 from megatron.models.adapters import count_adapters
 from megatron.models.arithmetic import (
     count_active_parameters,
@@ -254,9 +255,12 @@ def device_rows(config: RunConfig, device: Device, attention: str) -> list[Panel
     if peak is not None:
         ratio = f"tokens/s x model FLOPs per token / {peak / 1e12:.0f} TFLOP/s"
         mfu = f"{ratio} (dense 16-bit peak)"
+    rows.append(("attention", attention))
+    if config.model.has_states:
+        states = choose_recurrence(config.model, numbers, device.torch_device)
+        rows.append(("recurrent layers", f"{states.name} ({states.reason})"))
     return [
         *rows,
-        ("attention", attention),
         ("other kernels", str(find_library(device.torch_device))),
         ("MFU", mfu),
     ]

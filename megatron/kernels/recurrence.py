@@ -1,0 +1,365 @@
+"""Kernels of the package flash-linear-attention for mixers that carry states, on a GPU.
+
+The package (https://github.com/fla-org/flash-linear-attention, distribution `fla-core`) has Triton
+kernels for the gated delta rule, for Mamba-2's scan and for the causal convolution. The references
+are `delta_rule.py`, and `scan` and `CausalConvolution` in `models`. Shapes here are theirs: s
+sequence, b samples, g groups, r heads per group, m key heads, n value heads.
+
+The package expects samples first and heads in one dimension, [b, s, heads, channels]. Mamba-2's
+scan is its "simple gated linear attention", with C as queries, B as keys, time step x input as
+values, and time step x rate as the logarithm of the decay.
+
+Documents: the package separates sequences by their ends, which it reads on the host. Here, the
+first token of a document decays the state by exp(-64) instead, about 1e-28. Shapes then do not
+depend on the documents, and CUDA graphs can record the kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.device import Device
+
+_DISTRIBUTION = "fla-core"
+_OLDEST_RELEASE = (0, 6)
+_OLDEST_CAPABILITY = (8, 0)
+_SIZES = 16  # heads are a multiple of this, the smallest tile of a product
+_LARGEST_KEY = 256
+_SHORTEST = 64  # tokens; for fewer, the kernels would be tuned again
+_RESET = -64.0  # logarithm of the decay at the start of a document
+_HALF = (torch.float16, torch.bfloat16)
+# Between these releases, Triton computes wrong gradients on Hopper in a kernel that most of the
+# package's backward passes share. The package then refuses to run it
+# (https://github.com/fla-org/flash-linear-attention/issues/640).
+_BROKEN_TRITON, _HOPPER = ((3, 4), (3, 7, 1)), 9
+
+_Function = Callable[..., Any]
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RecurrenceKernels:
+    """The package's functions, behind the interfaces of the references.
+
+    Attributes:
+        simple_gla: `chunk_simple_gla`, or another function with its interface.
+        recurrent_simple_gla: `fused_recurrent_simple_gla`.
+        gated_delta_rule: `chunk_gated_delta_rule`, or another function with its interface.
+        recurrent_gated_delta_rule: `fused_recurrent_gated_delta_rule`.
+        causal_conv1d: `causal_conv1d`.
+    """
+
+    simple_gla: _Function
+    recurrent_simple_gla: _Function
+    gated_delta_rule: _Function
+    recurrent_gated_delta_rule: _Function
+    causal_conv1d: _Function
+
+    @staticmethod
+    def takes(projected: Tensor, states: tuple[Tensor, ...] | None) -> bool:
+        """Return whether the kernels run for these tokens; otherwise the references do.
+
+        Compilers trace the references, because the package's functions break their graphs.
+
+        Args:
+            projected: The tokens after the mixer's input projection, [s, b, ...].
+            states: The states that they continue; `None` means zeros.
+        """
+        if projected.dtype not in _HALF or torch.compiler.is_compiling():
+            return False
+        return len(projected) >= _SHORTEST or (len(projected) == 1 and states is not None)
+
+    def scan(
+        self,
+        x: Tensor,
+        steps: Tensor,
+        rates: Tensor,
+        b: Tensor,
+        c: Tensor,
+        state: Tensor | None,
+        documents: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run Mamba-2's scan over whole sequences, like `models.mamba.scan`, in 16 bits.
+
+        Args:
+            x: Inputs, [s, b, g, r, p].
+            steps: Time steps, fp32 [s, b, g, r].
+            rates: Negative decay rates, fp32 [g, r].
+            b: [s, b, g, n].
+            c: [s, b, g, n].
+            state: States before the first token, fp32 [b, g, r, p, n]; `None` means zeros.
+            documents: The index of each token's document, [s, b]; `None` for a single document.
+
+        Returns:
+            The outputs [s, b, g, r, p] in the type of x, and the states after the last token, fp32.
+        """
+        groups, heads = rates.shape
+        parts = _scan_inputs(x, steps, rates, b, c, documents)
+        before = None if state is None else state.flatten(1, 2).mT.contiguous()
+        out, after = self.simple_gla(
+            *parts, scale=1.0, initial_state=before, output_final_state=True
+        )
+        out = out.unflatten(2, (groups, heads)).transpose(0, 1)
+        return out, after.mT.unflatten(1, (groups, heads))
+
+    def step(
+        self, x: Tensor, steps: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a single token of each sequence, like `models.mamba.step`, in fp32.
+
+        Args:
+            x: [1, b, g, r, p].
+            steps: [1, b, g, r].
+            rates: [g, r].
+            b: [1, b, g, n].
+            c: [1, b, g, n].
+            state: [b, g, r, p, n].
+
+        Returns:
+            The outputs [1, b, g, r, p] and the states after the token.
+        """
+        parts = _scan_inputs(x, steps, rates, b, c, None)
+        out, after = self.recurrent_simple_gla(
+            *parts,
+            scale=1.0,
+            initial_state=state.flatten(1, 2),
+            output_final_state=True,
+            state_v_first=True,  # [p, n]
+        )
+        return out.unflatten(2, rates.shape).transpose(0, 1), after.unflatten(1, rates.shape)
+
+    def delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        *,
+        documents: Tensor | None = None,
+        state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the gated delta rule to whole sequences, like `chunked_delta_rule`, in 16 bits.
+
+        Args:
+            query: [s, b, m, e], before normalization.
+            key: [s, b, m, e], before normalization.
+            value: [s, b, n, d].
+            decay: Logarithm of each token's decay, fp32 [s, b, n].
+            rate: The rate of each token, 0 to 1, [s, b, n].
+            documents: The index of each token's document, [s, b]; `None` for a single document.
+            state: The states before the first token, fp32 [b, n, e, d]; `None` for empty ones.
+
+        Returns:
+            The outputs [s, b, n, d] in the type of the values, and the states after the last token,
+            fp32 [b, n, e, d].
+        """
+        decay = _reset(decay, documents)
+        out, after = self.gated_delta_rule(
+            *(part.transpose(0, 1) for part in (query, key, value, decay, rate)),
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return out.transpose(0, 1), after
+
+    def delta_rule_step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        *,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the gated delta rule to one token of each sequence, like `delta_rule_step`.
+
+        Args:
+            query: [1, b, m, e], before normalization.
+            key: [1, b, m, e], before normalization.
+            value: [1, b, n, d].
+            decay: Logarithm of the decay, fp32 [1, b, n].
+            rate: The rate, 0 to 1, [1, b, n].
+            state: The states before the token, fp32 [b, n, e, d].
+
+        Returns:
+            The outputs [1, b, n, d] in the type of the values, and the states after the token, fp32
+            [b, n, e, d].
+        """
+        out, after = self.recurrent_gated_delta_rule(
+            *(part.transpose(0, 1) for part in (query, key, value, decay, rate)),
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return out.transpose(0, 1), after
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve each channel over its last tokens and apply SiLU, like `CausalConvolution`.
+
+        Args:
+            x: [s, b, c], with at least k - 1 tokens.
+            weight: [c, k], the latest token last.
+            bias: [c], or `None`.
+            state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
+
+        Returns:
+            Results [s, b, c] and the state after x, both in the type of x.
+        """
+        before = weight.shape[1] - 1
+        # The package keeps the last k inputs, and ignores the first of these.
+        earlier = None if state is None else F.pad(state.transpose(1, 2).to(x.dtype), (1, 0))
+        out, _ = self.causal_conv1d(
+            x.transpose(0, 1), weight, bias, initial_state=earlier, activation="silu"
+        )
+        return out.transpose(0, 1), x[len(x) - before :].transpose(0, 1)
+
+
+def _scan_inputs(
+    x: Tensor, steps: Tensor, rates: Tensor, b: Tensor, c: Tensor, documents: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys, values and decays: [b, s, heads, n or p], and fp32 [b, s, heads]."""
+    query, key = (part.unsqueeze(3).expand(*x.shape[:4], -1) for part in (c, b))
+    value = (x * steps.unsqueeze(-1)).to(x.dtype)
+    decay = _reset(steps * rates, documents)
+    query, key, value, decay = (
+        part.transpose(0, 1).flatten(2, 3) for part in (query, key, value, decay)
+    )
+    return query, key, value, decay
+
+
+def _reset(decay: Tensor, documents: Tensor | None) -> Tensor:
+    """Return decays [s, b, ...] that clear the state at the first token of a later document."""
+    if documents is None:
+        return decay
+    begins = F.pad(documents[1:] != documents[:-1], (0, 0, 1, 0))
+    return decay.masked_fill(begins.view(*begins.shape, *[1] * (decay.dim() - 2)), _RESET)
+
+
+@dataclass(frozen=True)
+class RecurrenceChoice:
+    """The chosen implementation of recurrent mixers, and the reason for the choice.
+
+    Attributes:
+        name: The implementation.
+        reason: Why it was chosen.
+        kernels: The package's kernels; `None` if the references run.
+    """
+
+    name: str = "PyTorch operations"
+    reason: str = "fla-core has no kernels for a CPU"
+    kernels: RecurrenceKernels | None = None
+
+
+def choose_recurrence(
+    model: ModelConfig, precision: PrecisionConfig, device: torch.device
+) -> RecurrenceChoice:
+    """Choose the implementation of recurrent mixers. Called once, when a model is built."""
+    if not model.has_states:
+        return RecurrenceChoice(reason="the model has no recurrent layers")
+    found = find_recurrence(device)
+    misfit = _size_misfit(model)
+    if precision.weight_dtype not in _HALF:
+        misfit = f"{_DISTRIBUTION} rounds the factors of fp32 products to TF32"
+    return RecurrenceChoice(reason=misfit) if found.kernels is not None and misfit else found
+
+
+def find_recurrence(device: torch.device) -> RecurrenceChoice:
+    """Return the package's kernels, or the references if it cannot be used on this device."""
+    capability, reason = Device(device).capability, ""
+    try:
+        release = version(_DISTRIBUTION)
+    except PackageNotFoundError:
+        release, reason = "", "faster with fla-core: pip install 'megatron[mixers]'"
+    if not Device(device).is_gpu:
+        return RecurrenceChoice()
+    if release and _numbers(release) < _OLDEST_RELEASE:
+        oldest = ".".join(map(str, _OLDEST_RELEASE))
+        reason = f"{_DISTRIBUTION} {release} is older than {oldest}: upgrade it"
+    elif capability < _OLDEST_CAPABILITY:
+        reason = f"{_DISTRIBUTION} needs a GPU with compute capability 8.0 or newer"
+    elif torch.are_deterministic_algorithms_enabled():
+        reason = f"--deterministic-mode: {_DISTRIBUTION} chooses its kernels by measuring them"
+    if reason:
+        return RecurrenceChoice(reason=reason)
+    try:
+        kernels, functions = _load(capability)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        logger.warning("%s %s is not used: %s", _DISTRIBUTION, release, error)
+        return RecurrenceChoice(reason=f"{_DISTRIBUTION} {release} cannot be imported: {error}")
+    return RecurrenceChoice(f"{_DISTRIBUTION} {release}", functions, kernels)
+
+
+def _size_misfit(model: ModelConfig) -> str:
+    """Return which size of a mixer's heads the package is not used for, or "" if there is none."""
+    keys, values = {}, {}
+    if model.has_mamba:
+        keys["--mamba-state-dim"] = model.mamba_state_dim
+        values["--mamba-head-dim"] = model.mamba_head_dim
+    if model.experimental_attention_variant is not None:
+        keys["--linear-key-head-dim"] = model.linear_key_head_dim
+        values["--linear-value-head-dim"] = model.linear_value_head_dim
+    for flag, size in (keys | values).items():
+        if size % _SIZES or (flag in keys and size > _LARGEST_KEY):
+            most = f" up to {_LARGEST_KEY}" if flag in keys else ""
+            return f"{flag} {size}: {_DISTRIBUTION} is used for multiples of {_SIZES}{most}"
+    return ""
+
+
+def _load(capability: tuple[int, int]) -> tuple[RecurrenceKernels, str]:
+    """Import the package. Return its functions and which of them run, and why.
+
+    Raises:
+        ImportError: The package, or Triton, cannot be imported.
+        AttributeError: The package lacks a function.
+    """
+    triton = import_module("triton").__version__
+    simple = import_module("fla.ops.simple_gla")
+    gated = import_module("fla.ops.gated_delta_rule")
+    scan, rule, reason = "chunk_simple_gla", "chunk_gated_delta_rule", ""
+    first_broken, first_right = _BROKEN_TRITON
+    if capability[0] == _HOPPER and first_broken <= _numbers(triton) < first_right:
+        scan, rule = "fused_chunk_simple_gla", "chunk_kda"
+        right = ".".join(map(str, first_right))
+        reason = f": the package's usual kernels need Triton {right} on this GPU, not {triton}"
+    by_channel = rule == "chunk_kda"
+    chunked = _by_channel(import_module("fla.ops.kda").chunk_kda) if by_channel else None
+    kernels = RecurrenceKernels(
+        simple_gla=getattr(simple, scan),
+        recurrent_simple_gla=simple.fused_recurrent_simple_gla,
+        gated_delta_rule=chunked or getattr(gated, rule),
+        recurrent_gated_delta_rule=gated.fused_recurrent_gated_delta_rule,
+        causal_conv1d=import_module("fla.modules.causal_conv1d").causal_conv1d,
+    )
+    return kernels, f"{scan}, {rule}{reason}"
+
+
+def _by_channel(chunk_kda: _Function) -> _Function:
+    """Return the gated delta rule by a function whose decays differ between key channels."""
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
+        decays = g.unsqueeze(-1).expand(*g.shape, q.shape[-1])
+        return chunk_kda(q, k, v, decays, beta, **options)
+
+    return rule
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Return the numbers at the start of a version, such as (3, 7, 1)."""
+    found = re.match(r"\d+(\.\d+)*", release)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
