@@ -207,11 +207,6 @@ def adapters(config: RunOptions, world_size: int) -> Iterator[str]:
 def _packed_weights(config: RunOptions) -> Iterator[str]:
     """Yield an error for each setting that cannot be combined with packed frozen weights."""
     shown = f"--frozen-weights-dtype {config.model.frozen_weights_dtype}"
-    if config.parallel.zero_stage == 3:
-        yield (
-            f"{shown}: --zero-stage 3 keeps shards of weights in fp32, and gathers them in the "
-            "weights' format: use --zero-stage 2, or drop the flag"
-        )
     if config.parallel.ddp_impl == "torch":
         yield (
             f"{shown}: --DDP-impl torch sends all weights to all processes: use --DDP-impl local, "

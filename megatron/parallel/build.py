@@ -194,7 +194,7 @@ class BuildContext:
             packed = PackedWeight.empty(
                 tuple(part),
                 self.frozen_format,
-                dtype=self.dtype,
+                dtype=self.compute_dtype,
                 device=device,
                 library=self.kernels.library,
             )

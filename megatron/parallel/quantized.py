@@ -10,22 +10,29 @@ in the weights' wider format, and a resumed run continues with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.quantize import BLOCK, FrozenFormat, dequantize, prepare, quantize
 
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 
 class PackedWeight(torch.Tensor):
     """A frozen matrix that is kept in 8 or 4 bits and read in a wider format.
 
-    `copy_` quantizes its source. Views of other shapes and single entries of the first dimension
-    are packed too; all other results are plain tensors. The weight has no gradient.
+    `copy_` quantizes its source. Views of other shapes that keep blocks whole, and parts of the
+    first dimension, are packed too; all other results are plain tensors. The weight has no
+    gradient.
 
     Attributes:
         codes: The codes, uint8 [..., in], or [..., in / 2] for nf4.
@@ -109,6 +116,45 @@ class PackedWeight(torch.Tensor):
         """Return the values as a plain tensor."""
         return dequantize(self.codes, self.scales, self.form, self.library)
 
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, Tensor], None]:
+        """Return what `fully_shard` gathers, a shard's codes and scales (ZeRO stage 3).
+
+        Args:
+            mesh: The processes that share the weight.
+            outer_size: The shape of the whole weight.
+            outer_stride: Its strides.
+            module: The module that holds it.
+            mp_policy: The data types of the other weights.
+        """
+        return (self.codes, self.scales), None
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[Tensor, Tensor],
+        metadata: None,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[PackedWeight, tuple[()]] | None:
+        """Return the whole weight made of gathered codes and scales, which it does not copy.
+
+        Args:
+            gathered: The codes and scales of all rows.
+            metadata: Unused.
+            dtype: The number format of the values, which is that of the scales.
+            out: The weight that an earlier call returned. Later gathers fill the same memory.
+        """
+        if out is not None:
+            return None
+        return PackedWeight(*gathered, self.form, self.library), ()
+
     # Operations reach the dispatcher below, so overrides of Python functions are not needed.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -155,12 +201,20 @@ def _same(weight: PackedWeight, **kwargs: Any) -> PackedWeight:
     return PackedWeight(weight.codes, weight.scales, weight.form, weight.library)
 
 
-def _reshaped(weight: PackedWeight, shape: list[int]) -> PackedWeight | Tensor:
-    rows = shape[:-1]
-    if shape[-1] != weight.shape[-1]:
+def _block_bytes(weight: PackedWeight) -> int:
+    """Return the number of bytes of a block's codes."""
+    return BLOCK if weight.form == "fp8" else BLOCK // 2
+
+
+def _reshaped(weight: PackedWeight, shape: Sequence[int]) -> PackedWeight | Tensor:
+    *rows, width = shape
+    if width == -1:
+        width = weight.numel() // math.prod(rows)
+    if width % BLOCK:
         return weight.values().view(shape)
     codes, scales = weight.codes, weight.scales
-    codes, scales = (part.view(*rows, part.shape[-1]) for part in (codes, scales))
+    scales = scales.view(*rows, width // BLOCK)
+    codes = codes.view(*scales.shape[:-1], scales.shape[-1] * _block_bytes(weight))
     return PackedWeight(codes, scales, weight.form, weight.library)
 
 
@@ -171,6 +225,67 @@ def _selected(weight: PackedWeight, dim: int, index: int) -> PackedWeight | Tens
     return PackedWeight(codes, scales, weight.form, weight.library)
 
 
+def _split(weight: PackedWeight, sizes: int | Sequence[int], dim: int = 0) -> list[PackedWeight]:
+    """Cut the first dimension into parts that share the weight's memory."""
+    if isinstance(sizes, int):
+        length = weight.shape[dim]
+        sizes = [min(sizes, length - start) for start in range(0, max(length, 1), max(sizes, 1))]
+    ends = list(accumulate(sizes))
+    return [_slice(weight, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _slice(
+    weight: PackedWeight,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> PackedWeight:
+    first, last, _ = slice(start, end).indices(weight.shape[dim])
+    unit = BLOCK if weight.dim() == 1 else 1  # a vector is cut between blocks
+    if dim != 0 or step != 1 or first % unit or last % unit:
+        raise NotImplementedError(
+            "only whole rows of a packed weight can be taken from it: copy all of it"
+        )
+    first, last = first // unit, last // unit
+    length = _block_bytes(weight) if unit > 1 else 1
+    codes = weight.codes[first * length : last * length]
+    return PackedWeight(codes, weight.scales[first:last], weight.form, weight.library)
+
+
+def _new_zeros(weight: PackedWeight, shape: Sequence[int], **_: Any) -> PackedWeight:
+    made = PackedWeight.empty(
+        tuple(shape),
+        weight.form,
+        dtype=weight.dtype,
+        device=weight.device,
+        library=weight.library,
+    )
+    made.codes.zero_()
+    made.scales.zero_()
+    return made
+
+
+def _empty_like(
+    weight: PackedWeight, *, device: torch.device | None = None, **_: Any
+) -> PackedWeight:
+    return PackedWeight.empty(
+        tuple(weight.shape),
+        weight.form,
+        dtype=weight.dtype,
+        device=device or weight.device,
+        library=weight.library,
+    )
+
+
+def _strided(
+    weight: PackedWeight, shape: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> PackedWeight:
+    if (tuple(shape), tuple(stride), offset or 0) != (weight.shape, weight.stride(), 0):
+        raise NotImplementedError("other strides of a packed weight are not supported")
+    return _same(weight)
+
+
 _aten = torch.ops.aten
 _ON_CODES: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.detach.default: _same,
@@ -178,5 +293,12 @@ _ON_CODES: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.view.default: _reshaped,
     _aten._unsafe_view.default: _reshaped,
     _aten.select.int: _selected,
+    _aten.slice.Tensor: _slice,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    # The following are for `fully_shard` only.
+    _aten.new_zeros.default: _new_zeros,
+    _aten.empty_like.default: _empty_like,
+    _aten.as_strided.default: _strided,
 }
-_REFUSED = (_aten.slice.Tensor, _aten.index_put_.default)
+_REFUSED = (_aten.index_put_.default,)

@@ -10,6 +10,8 @@ A process keeps an fp32 shard of every parameter (the master copy of 16-bit weig
 shard of its gradient. Each backward pass reduces gradients immediately and adds them to the shard.
 With d processes this takes 4/d + 4/d bytes per parameter, plus optimizer states.
 
+Packed frozen weights (--frozen-weights-dtype) are sharded and gathered as codes and scales.
+
 The experts of a layer are gathered separately, from the processes that hold the same experts. This
 starts together with the rest of their layer: a host that waits for the token counts of a mixture
 could not start it in time.
@@ -31,11 +33,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron.errors import ConfigError
 from megatron.parallel.buckets import Span, row_shards, runs
 from megatron.parallel.collectives import add_over_ranks, all_gather_single, reduce_scatter_single
 from megatron.parallel.fp8 import Fp8Products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
+from megatron.parallel.quantized import PackedWeight
 
 
 class ShardedModel:
@@ -52,6 +56,9 @@ class ShardedModel:
         device: The device of the shards.
         compute_dtype: The data type of the forward pass.
         reduce_dtype: The data type in which gradients are reduced.
+
+    Raises:
+        ConfigError: The rows of a packed weight do not divide evenly over the processes.
     """
 
     is_sharded = True
@@ -72,6 +79,8 @@ class ShardedModel:
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
+        for part in parts:
+            _check_packed(part, layout)
         shard = _Sharding(layout, policy, device)
         self._roots = [shard.part(part) for part in parts]
         held = [p for part in parts for p in part.parameters()]
@@ -109,7 +118,7 @@ class ShardedModel:
         return row_shards(parameter.shape[0], parameter.numel(), axis.size)[axis.rank]
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """Return the `owned` weights, as a 1-D fp32 tensor."""
+        """Return the `owned` weights, 1-D: an fp32 tensor, or a `PackedWeight`."""
         return self._shards[id(parameter)].view(-1)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -173,6 +182,18 @@ class ShardedModel:
 def _replicas(layout: Layout, parameter: nn.Parameter) -> Axis:
     """Return the processes that share a parameter."""
     return layout.expert_replica if spec_of(parameter).is_expert else layout.replica
+
+
+def _check_packed(part: nn.Module, layout: Layout) -> None:
+    """Refuse packed weights whose shards would differ in size, which `fully_shard` cannot pad."""
+    for name, parameter in part.named_parameters():
+        rows, shards = parameter.shape[:-1].numel(), _replicas(layout, parameter).size
+        if isinstance(parameter, PackedWeight) and rows % shards:
+            raise ConfigError(
+                f"--zero-stage 3 with --frozen-weights-dtype: the {rows} rows of {name} do not "
+                f"divide evenly over the {shards} processes that share them: use another number "
+                "of processes, or --zero-stage 2"
+            )
 
 
 class _Sharding:

@@ -297,7 +297,7 @@ def _kept_for_weights(
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
     # The share of the weights that have gradients and states.
-    trained = trained_share(config.model, plan, parts)
+    form, trained = frozen_format(config.model), trained_share(config.model, plan, parts)
     updated = parameters
     if stage > 0:
         experts = sum(count_part_experts(plan, part, split) for part in parts)
@@ -317,13 +317,18 @@ def _kept_for_weights(
         gathered = width * (outside + 3 * layer - experts)
         leaving = width * outside + (width + summed) * layer
         weights, summed = 4 * updated + gathered, 4
+        if form is not None:
+            # Codes and scales are kept and gathered. Products read one whole matrix at a time.
+            own = updated - (parameters - matrices) // layout.replica.size
+            in_layers = (3 * layer - experts) * matrices // (parameters - outside)
+            packed = bytes_of(own, form, width) + bytes_of(in_layers, form, width)
+            weights += packed + width * (largest_layer_matrix(plan, split) - in_layers) - 4 * own
         gradients = math.ceil(trained * (4 * updated + leaving))
     else:
         weights = width * parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
-        form = frozen_format(config.model)
         if form is not None:  # products read one matrix at a time in their own format
-            weights -= width * (matrices - largest_layer_matrix(plan, split))
-            weights += bytes_of(matrices, form, width)
+            largest = largest_layer_matrix(plan, split)
+            weights += bytes_of(matrices, form, width) + width * (largest - matrices)
         gradients = summed * math.ceil(trained * parameters)
         if stage == 2 and layout.replica.size > 1:
             passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))

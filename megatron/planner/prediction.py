@@ -11,9 +11,10 @@ from megatron.config import RunConfig
 from megatron.config.checks import find_problems
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.errors import ConfigError
+from megatron.kernels.quantize import BLOCK, bytes_of
 from megatron.models.arithmetic import count_part_experts, count_part_parameters, flops_per_token
 from megatron.models.costs import WeightSplit
-from megatron.models.freezing import trained_share
+from megatron.models.freezing import frozen_format, trained_share
 from megatron.models.plan import ModelPlan
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.pipeline.schedule import schedule_kind
@@ -325,8 +326,11 @@ def _update(
         gathered = 1
     trained = trained_share(config.model, plan, plan_model(config.model, parallel))
     summed *= trained
+    form = frozen_format(config.model)
     if stage < 3:  # in stage 3, frozen weights are gathered too
         gathered *= trained
+    elif form is not None:
+        gathered = bytes_of(BLOCK, form, width) / BLOCK
     messages, updated, cast, launches = 0.0, 0.0, 0, 0.0
     backward = passes.inputs.total + passes.weights.total
     for held, size, stride in layout.weights(config, plan):

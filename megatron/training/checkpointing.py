@@ -165,12 +165,12 @@ def shard_state(
         named_parameters: The parameters.
         gradients: The gradient buffers, which hold the shards.
         is_copy: Whether to return the shards in the number format of the forward pass, as
-            checkpoints hold them (copies if that format has 16 bits), instead of the fp32 shards
-            themselves.
+            checkpoints hold them (copies if that format has 16 bits), instead of the fp32 or packed
+            shards themselves.
     """
     return {
         f"model.{name}": _entries(
-            gradients.part(p).to(gradients.compute_dtype(p) if is_copy else torch.float32),
+            gradients.part(p).to(gradients.compute_dtype(p)) if is_copy else gradients.part(p),
             p,
             gradients.owned(p),
         )

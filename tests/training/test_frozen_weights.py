@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +62,7 @@ _NF4 = "--frozen-weights-dtype nf4 --log-params-norm "
     [
         ("", "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather"),
         ("--use-dora", "--zero-stage 2"),
+        ("--use-dora", "--zero-stage 3"),
         ("", _TP),
         ("--use-dora", f"{_TP} --sequence-parallel"),
         ("", f"{_TP} --sequence-parallel --tp-comm-overlap"),
@@ -67,6 +70,7 @@ _NF4 = "--frozen-weights-dtype nf4 --log-params-norm "
         ("", f"{_PP} --pipeline-schedule zero-bubble"),
         (MIXTURE, f"{_TP} --sequence-parallel"),
         (MIXTURE, "--expert-model-parallel-size 2"),
+        (MIXTURE, "--zero-stage 3 --recompute-granularity full --recompute-method uniform"),
     ],
 )
 def test_layouts_equal_one_process(more: str, flags: str) -> None:
@@ -76,6 +80,51 @@ def test_layouts_equal_one_process(more: str, flags: str) -> None:
     for ours in run_distributed(2, _train, f"{LORA} {_NF4} {more} {flags}", **sizes):
         for found, value, tolerance in zip(ours, expected, (1e-5, 1e-4, 1e-6), strict=True):
             assert found == pytest.approx(value, rel=tolerance)
+
+
+def _train_shards(layout: Layout, flags: str) -> tuple[list[float], str, int, int]:
+    """Return losses, a fingerprint, the bytes of packed shards, and those that a layer gathers."""
+    gathered, gather = [], PackedWeight.fsdp_pre_all_gather
+
+    def counted(self: PackedWeight, *args: Any) -> Any:
+        gathered.append(sum(part.nbytes for part in gather(self, *args)[0]))
+        return gather(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # `fully_shard` counts the parameters of the method's signature.
+        patch.setattr(PackedWeight, "fsdp_pre_all_gather", functools.wraps(gather)(counted))
+        recorder, run = train_toy(layout, flags.split())
+    shards = (run.gradients.part(p) for p in run.parameters() if not p.requires_grad)
+    held = sum(shard.packed_bytes for shard in shards if isinstance(shard, PackedWeight))
+    return recorder.values("lm loss"), fingerprint(run), held, sum(gathered[:4])
+
+
+@pytest.mark.parametrize(("form", "bits"), [("fp8", 8.25), ("nf4", 4.25)])
+def test_shards_are_packed_and_gathered_as_such(form: str, bits: float, tmp_path: Path) -> None:
+    """Their checkpoint has the weights of one process, and resuming from it is exact."""
+    flags = f"{LORA} --bf16 --frozen-weights-dtype {form} "
+    recorder, run = train_toy(Layout.single(), flags.split())
+    weights = _packed(run)
+    elements = sum(w.numel() for w in weights.values())
+    flags += f"--zero-stage 3 --save {tmp_path} --save-interval 2"
+    found = run_distributed(2, _train_shards, flags)
+    for losses, _, held, gathered in found:
+        assert losses == pytest.approx(recorder.values("lm loss"), rel=1e-4)
+        assert held * 8 == bits * elements / 2
+        assert gathered * 8 == bits * elements / 4  # one of two layers, of which it has half
+    reader = open_root(tmp_path)
+    assert reader is not None
+    assert all(reader.read(f"model.{n}").equal(w.values()) for n, w in weights.items())
+    flags += f" --load {tmp_path} --ckpt-step 2"
+    resumed = run_distributed(2, _train_shards, flags)
+    assert [one[1] for one in resumed] == [one[1] for one in found]
+
+
+def test_rows_that_do_not_divide_over_the_shards() -> None:
+    told = "the 256 rows of layers.0.attention.qkv.weight do not divide evenly over the 3 processes"
+    flags = f"{LORA} {_NF4} --zero-stage 3 --global-batch-size 6"
+    with pytest.raises(RuntimeError, match=told):
+        run_distributed(3, _train, flags)
 
 
 def test_another_format_gives_other_numbers() -> None:
@@ -251,7 +300,6 @@ def test_it_may_be_left_out_when_a_run_resumes(tmp_path: Path) -> None:
     ("flags", "told"),
     [
         ("", "--frozen-weights-dtype nf4 requires --lora-rank"),
-        ("--lora-rank 4 --zero-stage 3", "--frozen-weights-dtype nf4: --zero-stage 3"),
         ("--lora-rank 4 --DDP-impl torch", "--frozen-weights-dtype nf4: --DDP-impl torch"),
         (
             "--lora-rank 4 --bf16 --fp8-format e4m3",
