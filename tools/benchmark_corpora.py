@@ -188,7 +188,7 @@ def _find(planted: Planted, output: Path, seed: int) -> list[str]:
 
 
 def _time(planted: Planted, folder: Path, repeats: int) -> list[str]:
-    """Time deduplication alone, with the programs in alternation, and return the table."""
+    """Time deduplication alone, alternating between the programs, and return the table."""
     source = folder / "lines"
     source.mkdir()
     items = list(planted.texts.items())[:_DOCUMENTS]

@@ -6,7 +6,7 @@ r"""Measure training on packed documents that are kept apart, compared with whol
         -- --context-parallel-size 2 --use-distributed-optimizer --num-layers 16
 
 Both ways train on the same corpus, whose documents have a given mean length and are packed into
-long sequences. One lets each token attend to its whole sequence. The other keeps documents apart
+long sequences. In one, each token attends to its whole sequence. The other keeps documents apart
 (`--reset-attention-mask --reset-position-ids`), which needs less arithmetic. Runs of both
 alternate. Words after -- go to pretrain_gpt.py.
 """
@@ -54,7 +54,7 @@ def build_parser() -> ToolParser:
     add("--document-tokens", type=int, default=500, help="Mean document length (default: 500).")
     add("--iterations", type=int, default=20, help="Timed iterations per run (default: 20).")
     add("--warmup", type=int, default=5, help="Untimed iterations before them (default: 5).")
-    add("--repeat", type=int, default=3, help="Number of runs of each way (default: 3).")
+    add("--repeat", type=int, default=3, help="Number of runs each way (default: 3).")
     add("--timeout", type=float, default=600, help="Time limit per run in seconds (default: 600).")
     add("--output", type=Path, default=Path("runs/documents"), help="Default: runs/documents.")
     add("further", nargs="*", metavar="-- FLAG", help="Additional flags of pretrain_gpt.py.")
@@ -62,7 +62,7 @@ def build_parser() -> ToolParser:
 
 
 def _flags(options: argparse.Namespace, corpus: Path) -> list[str]:
-    """Return the flags of both ways, with as many tokens per micro-batch as in the workload."""
+    """Return the flags for both ways, with as many tokens per micro-batch as in the workload."""
     workload, length = WORKLOADS[options.workload], options.seq_length
     flags = training_flags(workload, options.precision, options.gpus, corpus, [])
     shorter = read_flags(flags, options.gpus)

@@ -95,7 +95,7 @@ def find_model(options: argparse.Namespace) -> BenchmarkModel:
         UserError: Both or neither are given, or a plan has mistakes.
     """
     if options.model and options.plan:
-        raise ConfigError("--model and --plan exclude each other: drop one of the two")
+        raise ConfigError("--model and --plan cannot be combined: drop one of the two")
     if options.plan:
         return read_plans(options.plan)
     if options.model is None:

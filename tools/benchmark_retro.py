@@ -6,8 +6,8 @@
 
 Weights and texts are random, because only shapes matter. The time of embedding includes WordPiece,
 which runs at the same time as the device. The operations counted are those of the encoder's layers
-for the texts' own tokens. Padding does not count, so a share of the peak is useful work. The last
-table needs faiss, and is omitted without it or with --vectors 0.
+for the texts' own tokens. Padding does not count, so the share of the peak counts only useful work.
+The last table needs faiss, and is omitted without it or with --vectors 0.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ r"""Run a training command under random faults, and judge from its outputs wheth
         --save runs/a --load runs/a --metrics-jsonl runs/a/metrics.jsonl
 
 The command must name --save, --load and --metrics-jsonl. It is started again, as a scheduler would,
-until it ends with 0. Faults strike one rank, at random times, until --hours are over:
+until it ends with 0. Faults strike one rank, at random times, until --hours have passed:
 
     kill      SIGKILL
     stop      SIGSTOP without SIGCONT: the others must notice, so the last one that runs is spared
@@ -68,7 +68,7 @@ _ABSENT = {
 
 @dataclass
 class Strike:
-    """A fault that has struck: its kind, the rank's process, and when (seconds since 1970)."""
+    """A fault that has struck: its kind, the rank's process, and the time (seconds since 1970)."""
 
     kind: str
     pid: int
@@ -77,7 +77,7 @@ class Strike:
 
 @dataclass
 class Outcome:
-    """What happened to a command.
+    """The outcome of a command under faults.
 
     Attributes:
         codes: The exit codes of its starts, in order. A signal's number is negative.
@@ -94,7 +94,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run, and what to do to it.
+    """The command to run, and the faults to inject.
 
     Attributes:
         command: The training command.
@@ -103,7 +103,7 @@ class Plan:
         seconds: No fault strikes after this time.
         save: The command's folder of checkpoints.
         log: The file for the command's output.
-        starts: The command is started at most this often.
+        starts: The largest number of times to start the command.
     """
 
     command: Sequence[str]
@@ -204,10 +204,10 @@ def _pause(pid: int) -> None:
 
 
 def damage_newest(save: Path, draw: random.Random) -> bool:
-    """Change a byte of the newest checkpoint's largest file, unless no other one is sound.
+    """Change a byte of the newest checkpoint's largest file, unless no other checkpoint is sound.
 
     Returns:
-        Whether there were two sound checkpoints, of which the newer one is damaged now.
+        Whether there were two sound checkpoints, the newer of which is now damaged.
     """
     from megatron.checkpoint.find import scan  # imports torch, which --help does without
     from megatron.checkpoint.loading import open_found
@@ -264,7 +264,7 @@ def strike(kind: str, job: Job, save: Path, draw: random.Random) -> Strike | Non
 
 
 def run_under_faults(plan: Plan, seed: int) -> Outcome:
-    """Run the command until it exits with 0, and inject faults meanwhile."""
+    """Run the command until it exits with 0, injecting faults meanwhile."""
     draw, outcome, started = random.Random(seed), Outcome(), time.monotonic()
     due = started + draw.expovariate(1.0 / plan.mtbf)
     while len(outcome.codes) < plan.starts:
@@ -293,7 +293,7 @@ def run_under_faults(plan: Plan, seed: int) -> Outcome:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of --metrics-jsonl. The last one may be torn."""
+    """Return the lines of a file of --metrics-jsonl. The last one may be incomplete."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -352,7 +352,7 @@ def judge(
     Args:
         save: Its folder of checkpoints.
         metrics: Its file of --metrics-jsonl.
-        outcome: What happened to the command.
+        outcome: The outcome of the command.
         against: The metrics of an uninterrupted run.
 
     Returns:
@@ -430,7 +430,13 @@ def build_parser() -> ToolParser:
     add("--hours", type=float, default=1.0, metavar="H", help="No fault strikes after this time.")
     add("--seed", type=int, default=0, help="Seed of all choices.")
     add("--against", type=Path, metavar="FILE", help="Metrics of an uninterrupted run.")
-    add("--log", type=Path, default=Path("chaos.log"), metavar="FILE", help="Command's output.")
+    add(
+        "--log",
+        type=Path,
+        default=Path("chaos.log"),
+        metavar="FILE",
+        help="File for its output.",
+    )
     add("--least-goodput", type=float, default=0.0, metavar="SHARE", help="Fail below this share.")
     add("command", nargs=argparse.REMAINDER, help="The training command, after --.")
     return parser

@@ -52,7 +52,7 @@ every run, and so do layouts that differ only in the number of data-parallel pro
 same `--micro-batch-size`. Each part of a pipeline and each context-parallel process draws its own
 masks. So does each tensor-parallel process, for its attention heads and, with
 `--sequence-parallel`, for its tokens. Their losses therefore differ from those of one process as
-much as between two seeds.
+much as losses differ between two seeds.
 
 The vocabulary is padded to a multiple of `--make-vocab-size-divisible-by` that the tensor-parallel
 size divides, and padding takes part in the softmax. A tensor-parallel size that does not divide
@@ -76,7 +76,7 @@ The same comparison for a toy mixture with 8 experts in the last three of its fo
 is `--expert-model-parallel-size`; `expert_tensor` is `--expert-tensor-parallel-size` where it is
 not the tensor-parallel size. The row shows the largest difference of any loss, including the
 routers'. The biases of routers, where there are any, are equal bit for bit. A row whose flags
-change the network is compared with one process that has these flags, too. The tests train each
+change the network is compared with one process that also has these flags. The tests train each
 layout for its first iterations.
 
 A checkpoint that is saved in one layout is loaded in any other bit for bit.

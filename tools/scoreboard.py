@@ -109,7 +109,7 @@ def replaced(page: str, lines: Mapping[int, str], where: str) -> str:
 
 
 def try_row(row: Row, count: int) -> Trials:
-    """Try one row in a folder of its own and suppress the output of the trials."""
+    """Try one row in its own folder and suppress the output of the trials."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         inner = Path(folder) / "row"
         inner.mkdir()

@@ -2,7 +2,7 @@
 # Create or update the virtual environment that `make demo` and `make test` use:
 #   tools/setup_venv.sh FOLDER [PYTHON]
 # Install the pinned requirements and this package (editable). If the environment already matches
-# requirements.txt, pyproject.toml, setup.py and the interpreter, return at once.
+# requirements.txt, pyproject.toml, setup.py and the interpreter, return immediately.
 set -eu
 cd "$(dirname "$0")/.."
 venv=$1

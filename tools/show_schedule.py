@@ -1,4 +1,4 @@
-r"""Draw or print the timeline of every pipeline stage and the share of time that stages wait.
+r"""Draw or print the timeline of every pipeline stage and the share of time spent waiting.
 
     python tools/show_schedule.py --schedule 1f1b --stages 4 --micro-batches 8
     python tools/show_schedule.py --schedule interleaved --stages 4 --virtual-stages 2 \

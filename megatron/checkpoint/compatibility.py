@@ -79,7 +79,7 @@ def check_network(
 
 
 def network_differences(model: ModelConfig, reader: Reader) -> dict[str, str]:
-    """Return a line for each setting in which a checkpoint's network differs, by its name.
+    """Return a line for each setting in which a checkpoint's network differs, by setting.
 
     Args:
         model: The network.

@@ -73,8 +73,8 @@ class TensorInfo(NamedTuple):
 def keys_in_files(name: str, files: Iterable[str]) -> list[str]:
     """Return the key of each piece of a tensor in the piece's file.
 
-    The first piece in a file has the tensor's name as its key; further ones have "name#1",
-    "name#2", ...
+    The first piece in a file has the tensor's name as its key; the others have "name#1", "name#2",
+    ...
 
     Args:
         name: The tensor's name.

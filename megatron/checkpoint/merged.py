@@ -10,7 +10,7 @@ import torch
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import WEIGHTS
-from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter
+from megatron.config.adapters import ADAPTER_FIELDS, is_adapter_parameter
 from megatron.config.checkpoint import AVERAGES
 from megatron.config.model import ModelConfig
 from megatron.config.resolve import resolve
@@ -32,7 +32,7 @@ class AveragedReader(Reader):
     """
 
     def __init__(self, reader: Reader) -> None:
-        """Present a checkpoint.
+        """Wrap a checkpoint.
 
         Args:
             reader: The opened checkpoint.
@@ -57,7 +57,7 @@ class AveragedReader(Reader):
         return average if average in self._reader.held else name
 
     def steps(self, name: str) -> list[Box]:
-        """Return the steps of the checkpoint.
+        """Return the boxes in which the checkpoint reads a tensor.
 
         Args:
             name: The tensor's name.
@@ -96,7 +96,7 @@ class MergedReader(Reader):
     """
 
     def __init__(self, reader: Reader, layers: Mapping[str, Linear | ExpertLinear]) -> None:
-        """Present a checkpoint.
+        """Wrap a checkpoint.
 
         Args:
             reader: The opened checkpoint, which has adapters.
@@ -112,12 +112,12 @@ class MergedReader(Reader):
         self.held = {
             name: held
             for name, held in reader.held.items()
-            if name.startswith("model.") and not is_of_adapter(name)
+            if name.startswith("model.") and not is_adapter_parameter(name)
         }
         self._layers = {f"model.{name}{_WEIGHT}": layer for name, layer in layers.items()}
 
     def steps(self, name: str) -> list[Box]:
-        """Return the steps of the checkpoint. An adapted weight is read in a single step.
+        """Return the boxes in which the checkpoint reads a tensor; one for an adapted weight.
 
         Args:
             name: The tensor's name.

@@ -121,7 +121,7 @@ class TextPlaces(TypedDict):
 
 
 class Meta(TypedDict):
-    """The metadata of a run's checkpoint. Further keys are allowed."""
+    """The metadata of a run's checkpoint. Additional keys are allowed."""
 
     iteration: Size
     consumed_train_samples: Size

@@ -126,7 +126,7 @@ class NonPersistentStore:
         return final
 
     def _copy(self, folder: Path, reports: list[Json], jump: int) -> OSError | None:
-        """Send this rank's files to the rank `jump` further, and keep those of the one before.
+        """Send this rank's files to the rank `jump` after it, and keep those of the rank before it.
 
         Returns:
             The error of this rank's disk, if any. The rank takes part to the end regardless.
@@ -170,7 +170,7 @@ class NonPersistentStore:
         return failure
 
     def open_newest(self, above: int) -> NativeReader | None:
-        """Open the newest checkpoint of a later iteration than `above`, if there is a sound one.
+        """Open the newest sound checkpoint of an iteration after `above`, if there is one.
 
         Its files are completed on each machine and verified there. Checkpoints that cannot be used
         are reported and passed over.
@@ -208,7 +208,7 @@ class NonPersistentStore:
         self._layout.wait_for_all()
 
     def _scan(self) -> dict[str, _HeldFiles]:
-        """Return what this machine has of the run's checkpoints, by their manifests' digests."""
+        """Return the parts of the run's checkpoints that this machine has, by manifest digest."""
         found = {}
         for one in scan(self.root)[0]:
             try:
@@ -224,7 +224,7 @@ class NonPersistentStore:
         return found
 
     def _complete(self, one: _HeldFiles, has: list[set[str]], knows: list[bool]) -> str | None:
-        """Fetch what this machine lacks of a checkpoint from other machines.
+        """Fetch the parts of a checkpoint that this machine lacks from other machines.
 
         Args:
             one: The checkpoint.
@@ -287,7 +287,7 @@ class NonPersistentStore:
 
 
 class _HeldFiles(NamedTuple):
-    """What a machine has of a checkpoint.
+    """The parts of a checkpoint that a machine has.
 
     Attributes:
         iteration: The checkpoint's iteration.
@@ -322,7 +322,7 @@ def _read(path: Path, start: int, size: int) -> Tensor:
 
 
 def _write(path: Path, start: int, data: Tensor) -> None:
-    """Write a part of a file, of which earlier parts may exist."""
+    """Write a part of a file whose earlier parts may exist."""
     if start == 0:
         path.unlink(missing_ok=True)
     with durable.create(path) if start == 0 else path.open("r+b") as file:

@@ -72,7 +72,7 @@ class Reader(ABC):
         """Return the shape of a whole tensor.
 
         Raises:
-            CheckpointError: There is no tensor of this name.
+            CheckpointError: There is no tensor with this name.
         """
         if name not in self.held:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
@@ -82,7 +82,7 @@ class Reader(ABC):
         """Return a tensor's dtype.
 
         Raises:
-            CheckpointError: There is no tensor of this name.
+            CheckpointError: There is no tensor with this name.
         """
         self.global_shape(name)
         return self.held[name].dtype
@@ -181,8 +181,8 @@ class NativeReader(Reader):
         Args:
             rank: Index of the share to verify.
             ranks: Number of shares into which the work is divided.
-            only: A function that returns whether to verify the tensor of a name. Headers are always
-                verified.
+            only: A function that returns whether to verify the tensor with a given name. Headers
+                are always verified.
 
         Raises:
             CheckpointError: The bytes of a tensor have changed, or a file does not hold it as the
@@ -238,7 +238,7 @@ class NativeReader(Reader):
 
         for key, place in placed.items():
             if held.get(key) != place:
-                found = in_words(held[key]) if key in held else "no tensor of this name"
+                found = in_words(held[key]) if key in held else "no tensor with this name"
                 raise CheckpointError(
                     f"{file}: holds {found} where {MANIFEST} says {in_words(place)}: {key}"
                 )
@@ -297,7 +297,7 @@ class PaddedReader(Reader):
     """
 
     def __init__(self, reader: Reader, *, rows: int, entries: int) -> None:
-        """Present a checkpoint.
+        """Wrap a checkpoint.
 
         Args:
             reader: The opened checkpoint.
@@ -322,7 +322,7 @@ class PaddedReader(Reader):
             self.held[name] = HeldTensor((rows, *width), dtype)
 
     def steps(self, name: str) -> list[Box]:
-        """Return the steps of the checkpoint. A vocabulary table is read in a single step.
+        """Return the boxes in which the checkpoint reads a tensor; one for a vocabulary table.
 
         Args:
             name: The tensor's name.

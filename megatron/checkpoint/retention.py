@@ -60,7 +60,7 @@ class Keep:
     latest: int | None = None
     every: int | None = None
 
-    def going(
+    def to_delete(
         self, found: list[FoundCheckpoint], newest: int, before: str | None
     ) -> list[FoundCheckpoint]:
         """Return the checkpoints that `prune` should delete. `found` is sorted newest first."""
@@ -143,7 +143,7 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
         and (one.format == "native" or _is_as_written(one.path))
     ]
     gone = []
-    for one in keep.going(candidates, newest, before):
+    for one in keep.to_delete(candidates, newest, before):
         # Network file systems grant exclusive locks only on files opened for writing.
         file = one.path / _LOCKED[one.format]
         descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

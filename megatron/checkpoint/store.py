@@ -101,7 +101,7 @@ def write_checkpoint(
 
     Raises:
         StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
-            tracker stays, and temporary files are removed.
+            tracker is unchanged, and temporary files are removed.
     """
     exchange, reports = JsonExchange(snapshot.layout.world), list[Json]()
 
@@ -237,7 +237,7 @@ def write_files(folder: Path, snapshot: Snapshot) -> Json:
 
 
 def manifest_of(snapshot: Snapshot, reports: list[Json]) -> Manifest:
-    """Return the manifest of a checkpoint whose ranks wrote their files as these reports say."""
+    """Return a checkpoint's manifest, given the ranks' reports of the files that they wrote."""
     plan, layout = snapshot.plan, snapshot.layout
     files = {name: FileInfo(*info) for report in reports for name, info in report["files"].items()}
     tensors = {}
@@ -308,7 +308,7 @@ def convert_to_native(
         reader: The opened checkpoint. Its vocabulary tables determine the padded vocabulary size.
         root: Folder of checkpoints.
         config: Configuration to store in the checkpoint.
-        extra: Further keys for the checkpoint's metadata.
+        extra: Additional keys for the checkpoint's metadata.
         keep_optimizer: Also write the optimizer's states, averages of the weights, and the
             schedule's position.
         check: Check to run on the checkpoint before publishing it.

@@ -1,4 +1,4 @@
-"""Checks that checkpoint files are safe to read: regular files that no other user can have changed.
+"""Checks that checkpoint files are safe to read: regular files that no other user could change.
 
 The files of all formats are opened here. A FIFO or a device would make the reader wait forever. A
 link leads to files that a copy of the folder lacks. A file that another user owns or can write to

@@ -77,8 +77,8 @@ ADAPTER_FIELDS = frozenset(
 )
 
 
-def is_of_adapter(name: str) -> bool:
-    """Return whether the parameter of this name belongs to an adapter."""
+def is_adapter_parameter(name: str) -> bool:
+    """Return whether the parameter with this name belongs to an adapter."""
     return ".adapter." in name
 
 

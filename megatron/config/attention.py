@@ -108,7 +108,7 @@ class SelfAttentionOptions:
             own divisor (Phi-3, Phi-4). dynamic: the base grows with sequences that are
             longer than --max-position-embeddings (dynamic NTK).
             proportional: the trained context is not extended, but --rotary-percent of the
-            frequencies are those of a head that rotates as a whole.
+            frequencies are those of a head that rotates completely.
         rotary_scaling_factor: YaRN's factor: the desired context length divided by the trained
             context length. Dynamic NTK's factor, which has the same meaning.
         yarn_original_max_position_embeddings: The context that the model was trained with.

@@ -147,7 +147,7 @@ RULES: tuple[Rule, ...] = (
 def find_problems(
     config: RunOptions,
     world_size: int,
-    spoilt: Iterable[str] = (),
+    spoiled: Iterable[str] = (),
     rules: Iterable[Rule] = RULES,
 ) -> list[str]:
     """Return one line for each mistake in a resolved run.
@@ -155,12 +155,12 @@ def find_problems(
     Args:
         config: The resolved run.
         world_size: The number of processes.
-        spoilt: Names of fields whose values could not be read, which has been reported already.
+        spoiled: Names of fields whose values could not be read, which has been reported already.
             Lines about their flags are left out, because they would follow from a default that the
             user did not ask for.
         rules: The rules to apply.
     """
-    unknown = (field for _, field, _ in values_of(config) if field.name in spoilt)
+    unknown = (field for _, field, _ in values_of(config) if field.name in spoiled)
     flags = {name for field in unknown for name in field.spellings}
     problems = (problem for rule in rules for problem in rule(config, world_size))
     return [line for line in problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]

@@ -47,7 +47,7 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 def is_number(word: str) -> bool:
-    """Whether a word of --data-path is a number. If one is, every other word must be a weight."""
+    """Return whether a word of --data-path is a number. If so, every other word is a weight."""
     try:
         float(word)
     except ValueError:
@@ -150,7 +150,7 @@ class DataOptions(RetroDataOptions):
             have.
         dataloader_type: Sample order: single reads one global stream, cyclic reshuffles every
             epoch. Default: single.
-        data_sharding: With --dataloader-type cyclic, let each process shuffle its own share of the
+        data_sharding: With --dataloader-type cyclic, have each process shuffle its own share of the
             data.
         reset_position_ids: Restart position ids after each end-of-document token.
         reset_attention_mask: Prevent attention across document boundaries.

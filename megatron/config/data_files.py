@@ -47,7 +47,7 @@ def read_data_files(
     Flags override the YAML file: if they override a file that it names, that file becomes `None`.
 
     Args:
-        config: The run as asked for.
+        config: The run as requested.
         by_flag: The fields that are given on the command line, by "section.field".
         unread: The fields that the program does not read.
         found: Receives mistakes, and notices of keys without effect.
@@ -76,7 +76,7 @@ def read_data_files(
             found.problems.append(problem)
             # Include --data-path, so that a missing corpus is not reported as well.
             unknown = (path, *stands_for, "data.data_path")
-            found.spoilt |= {name.partition(".")[2] for name in unknown}
+            found.spoiled |= {name.partition(".")[2] for name in unknown}
     return taken
 
 
@@ -98,7 +98,7 @@ def _read(path: str, file: Path, shown: str, found: Findings) -> dict[str, Any]:
 
 
 def _text_of(file: Path) -> str:
-    """Read a file.
+    """Return a file's text.
 
     Raises:
         ValueError: The file cannot be read, is too large, or is not text.
@@ -178,7 +178,7 @@ def read_retro_workdir(config: RunOptions, found: Findings) -> dict[str, Any]:
     """Return the settings that follow from --retro-workdir, by "section.field".
 
     Args:
-        config: The run as asked for.
+        config: The run as requested.
         found: Receives mistakes.
     """
     folder = config.data.retro_workdir
@@ -188,7 +188,7 @@ def read_retro_workdir(config: RunOptions, found: Findings) -> dict[str, Any]:
         told = read_arguments(folder)
     except ConfigError as error:
         found.problems.append(str(error))
-        found.spoilt.update(path.partition(".")[2] for path in _OF_RETRO)
+        found.spoiled.update(path.partition(".")[2] for path in _OF_RETRO)
         return {}
     asked = flatten(config)
     taken: dict[str, Any] = {}
@@ -199,7 +199,7 @@ def read_retro_workdir(config: RunOptions, found: Findings) -> dict[str, Any]:
                 f"--retro-workdir {folder}: {name} in its {ARGUMENTS} is {value!r:.80}: restore "
                 "the file, or make the folder again with tools/retro/main.py"
             )
-            found.spoilt.add(field.name)
+            found.spoiled.add(field.name)
             continue
         taken[path] = tuple(map(str, told[name])) if kind is list else value
         if asked[path] not in (field.default, taken[path]):

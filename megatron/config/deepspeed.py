@@ -81,11 +81,11 @@ _DEFAULTS = (
 
 @dataclass(frozen=True)
 class KeyAnswer:
-    """How a key that is not translated into flags is answered.
+    """The answer to a key that is not translated into flags.
 
     Attributes:
         reason: Why it changes nothing, or why it is refused and what to do instead.
-        default: DeepSpeed's default; `{}` for a part of the file with keys of its own.
+        default: DeepSpeed's default; `{}` for a part of the file with its own keys.
         is_refused: Whether other values are an error.
     """
 
@@ -188,7 +188,7 @@ def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile
             value = from_yaml(field, plain)
         except (ValueError, TypeError) as error:
             found.problems.append(f"{where[key]}: {error}")
-            found.spoilt.add(field.name)
+            found.spoiled.add(field.name)
             continue
         if values.get(field_path, value) != value:
             found.problems.append(
@@ -215,7 +215,7 @@ def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile
 def with_batch_sizes(
     asked: RunOptions, file: DeepSpeedFile, world_size: int, found: Findings
 ) -> RunOptions:
-    """Return the run with the batch size that follows from the other and the accumulation steps.
+    """Return the run with the missing batch size, from the other one and the accumulation steps.
 
     Args:
         asked: The run, with the values of the file.
@@ -255,7 +255,7 @@ def check_flags(flags: Sequence[Given], found: Findings) -> None:
 def _settings(
     keys: Mapping[str, Any], given: Mapping[str, Any], where: Mapping[str, str], found: Findings
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield what the keys set: the key, "section.field", and the value as YAML has it.
+    """Yield what the keys set: the key, "section.field", and the value as in YAML.
 
     The value is `None` if the file leaves it to the flags.
     """
@@ -523,7 +523,7 @@ def _lines(text: str, name: str) -> dict[str, int]:
             if keys[-1] in seen[-1]:
                 first = seen[-1][keys[-1]]
                 raise ConfigError(
-                    f"{name}: {'.'.join(keys)} appears in lines {first} and {line}: remove one"
+                    f"{name}: {'.'.join(keys)} appears on lines {first} and {line}: remove one"
                 )
             seen[-1][keys[-1]] = lines[".".join(keys)] = line
     return lines
@@ -532,7 +532,7 @@ def _lines(text: str, name: str) -> dict[str, int]:
 def _collect(
     part: Mapping[str, Any], prefix: str, where: Mapping[str, str], found: Findings
 ) -> dict[str, Any]:
-    """Return the values of the translated keys of a part of the file, by path.
+    """Return the translated keys' values in a part of the file, by path.
 
     The value is `None` for a key that leaves the choice to the flags. Unknown and refused keys are
     added to `found` as problems, and all other keys as notices.

@@ -98,7 +98,7 @@ class Field:
     Attributes:
         name: The attribute, the key in YAML, and the destination of the flag.
         kind: The type of the value, or of each of `many` values: int, float, str or bool.
-        optional: Whether None is a value too.
+        optional: Whether the value may be None.
         many: Whether the value is a tuple, and the flag takes any number of values.
         default: The value if none is given.
         info: Unit, spellings, bounds and other attributes.
@@ -237,7 +237,7 @@ def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str 
     Args:
         word: The word as it was written.
         known: The words that it may mean.
-        others: Further words, considered only if no known word is equally near.
+        others: Other words, considered only if no known word is equally near.
     """
     import difflib  # needed only for error messages
 

@@ -23,7 +23,7 @@ class FinetuningConfig:
         sft: Train on conversations. --data-path and similar flags name JSON Lines files, and only
             the assistant's turns count in the loss. finetune.py turns this on unless --no-sft is
             given.
-        train_on_inputs: Count the other turns in the loss, too.
+        train_on_inputs: Also count the other turns in the loss.
         last_turn_only: Count only the assistant's last turn of a conversation.
         truncation: What to do with an example that is longer than --seq-length: end with an error,
             leave it out (drop), keep its first (keep-start) or last (keep-end) tokens, or split it

@@ -55,7 +55,7 @@ def adapter_problems(words: Sequence[str] | None) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """What --speculative-config asks for, under vLLM's names.
+    """The settings in --speculative-config, under vLLM's names.
 
     Attributes:
         method: "ngram" finds an earlier occurrence of the latest tokens in the text and guesses
@@ -73,7 +73,7 @@ class Speculation:
 
 
 def read_speculation(text: str | None) -> Speculation | None:
-    """Return what the value of --speculative-config asks for, or `None` without a value.
+    """Return the settings in a value of --speculative-config, or `None` if there is no value.
 
     Raises:
         ConfigError: The value has a mistake.

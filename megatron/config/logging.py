@@ -41,7 +41,7 @@ class LoggingConfig:
             spend waiting, together with the share that the schedule predicts from the measured
             times.
         log_straggler: Time the work of every rank without its waits for others, log the slowest
-            ranks with each log line, and name a rank as soon as it is slow for a while.
+            ranks with each log line, and name a rank once it has been slow for a while.
         straggler_minmax_count: With --log-straggler, number of slowest and of fastest ranks that
             each log line names.
         tensorboard_dir: Folder for TensorBoard. Off by default.
@@ -109,9 +109,9 @@ class ProfilingConfig:
         profile: Record a PyTorch profile.
         profile_step_start: First profiled iteration.
         profile_step_end: Iteration before which profiling stops.
-        profile_windows: Several windows of iterations to profile, each with a trace of its own,
-            instead of --profile-step-start and --profile-step-end: 10-12 1000-1002 profiles 10, 11,
-            1000 and 1001.
+        profile_windows: Several windows of iterations to profile, each with its own trace, instead
+            of --profile-step-start and --profile-step-end: 10-12 1000-1002 profiles 10, 11, 1000
+            and 1001.
         profile_ranks: Ranks to profile.
         profile_dir: Folder for traces. Default: profile in --tensorboard-dir, in --save or in the
             current folder.

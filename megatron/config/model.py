@@ -73,7 +73,7 @@ class DenseOptions:
             --geglu, 8/3 x --hidden-size rounded down to a multiple of 64.
         num_attention_heads: Number of query heads.
         kv_channels: Size of an attention head. Default: --hidden-size / --num-attention-heads.
-        group_query_attention: Let each group of query heads share one head of keys and values.
+        group_query_attention: Make each group of query heads share one head of keys and values.
         num_query_groups: Number of key-value heads with --group-query-attention.
         max_position_embeddings: Longest sequence the position embedding covers; with --rope-type
             dynamic, up to --rotary-scaling-factor times as many tokens. Default: --seq-length.
@@ -103,7 +103,7 @@ class DenseOptions:
             add to the residual stream, as in OLMo 2), or both (Gemma 2).
         parallel_residual: Compute attention and MLP of a layer from the same input, and add both
             (GPT-NeoX).
-        shared_parallel_norm: Let attention and MLP of --parallel-residual read the same normalized
+        shared_parallel_norm: Make attention and MLP of --parallel-residual read the same normalized
             input (Falcon-7B), instead of normalizing it for each.
         apply_residual_connection_post_layernorm: Take the residual after the normalization
             (original BERT order).
@@ -133,7 +133,7 @@ class DenseOptions:
         softmax_scale: Factor applied to the attention scores of GPT and T5 (1.0 in Google's T5
             models). Default: 1 / square root of --kv-channels.
         add_bias_linear: Add biases to the linear layers.
-        add_bias_attention: Add biases to the linear layers of attention, too (GPT-J has none
+        add_bias_attention: Also add biases to the linear layers of attention (GPT-J has none
             there).
         add_qkv_bias: Add biases to queries, keys and values, even with --disable-bias-linear.
         qk_layernorm: Normalize queries and keys with --normalization before the attention scores.
@@ -285,8 +285,8 @@ class WidthOptions:
 
     Attributes:
         use_mup: Scale initial weights, learning rates, attention scores and logits with
-            --hidden-size, so that the best learning rate of a narrow model is also that of a wide
-            one.
+            --hidden-size, so that the best learning rate of a narrow model is also the best for a
+            wide one.
         mup_base_hidden_size: --hidden-size of the narrow model for which the learning rate and
             initial weights were tuned. Default: --hidden-size itself.
         mup_embedding_mult: Factor of the word embeddings.
@@ -357,7 +357,7 @@ class ModelConfig(ModelOptions):
 
     @property
     def longest_context(self) -> int:
-        """Number of tokens in the longest sequence that the network computes."""
+        """Number of tokens in the longest sequence that the network processes."""
         factor = self.rotary_scaling_factor if self.rope_type == "dynamic" else 1.0
         return int(self.max_position_embeddings * factor)
 
@@ -373,7 +373,7 @@ class ModelConfig(ModelOptions):
 
     @property
     def neighbor_length(self) -> int:
-        """Number of tokens in a neighbor of one of Retro's chunks."""
+        """Number of tokens in a neighbor of a Retro chunk."""
         return self.chunk_length * self.retro_num_retrieved_chunks
 
     def neighbor_tokens(self, tokens: int) -> int:

@@ -98,7 +98,7 @@ class OptimizerConfig:
             every parameter that a process updates.
         optimizer_cpu_offload: Keep fp32 weights and optimizer states in host memory and compute the
             update there.
-        overlap_cpu_optimizer_d2h_h2d: Let --optimizer-cpu-offload update some weights while
+        overlap_cpu_optimizer_d2h_h2d: Make --optimizer-cpu-offload update some weights while
             gradients and weights of others are copied.
     """
 
@@ -180,7 +180,7 @@ class ScheduleConfig:
         lr_range_test_step_rate: Height of a step of a range test, in multiples of the first rate.
         lr_range_test_staircase: Raise the rate of a range test once at the end of each step. Off:
             in every iteration.
-        lr_range_test_exponential: Let each step of a range test multiply the rate by 1 +
+        lr_range_test_exponential: Make each step of a range test multiply the rate by 1 +
             --lr-range-test-step-rate, so that every order of magnitude takes equally long.
         lr_decay_iters: Length of the decay. Default: the whole run.
         lr_decay_samples: Length of the decay. Default: the whole run.
@@ -191,7 +191,7 @@ class ScheduleConfig:
         lr_warmup_samples: Length of the warm-up.
         lr_warmup_tokens: Length of the warm-up, if the decay is also in tokens.
         lr_warmup_init: Learning rate at the start of the warm-up.
-        lr_warmup_style: Shape of the warm-up. A logarithm rises steeply first, as DeepSpeed's
+        lr_warmup_style: Shape of the warm-up. A logarithm rises steeply at first, as DeepSpeed's
             schedulers do by default.
         min_lr: Minimum learning rate of the decay.
         decoupled_lr: Peak learning rate of the word embeddings and the output layer. Default: --lr.

@@ -193,7 +193,7 @@ def parse_config(
     extra: tuple[Any, ...] = tuple(
         from_given(config_type, line.given) for config_type in program.extra
     )
-    found = find_problems(config, world_size, line.spoilt, program.rules)
+    found = find_problems(config, world_size, line.spoiled, program.rules)
     line.problems += of_deepspeed.explain(found) if of_deepspeed is not None else found
     line.problems += program.check_extra(*extra)
     if line.problems:
@@ -328,7 +328,7 @@ def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
             line.given[taker.name] = value
         except ValueError as error:
             line.problems.append(f"{flag}: {error}")
-            line.spoilt.add(taker.name)
+            line.spoiled.add(taker.name)
         if not (taker.is_switch or taker.many):
             stray += [
                 f"{word!r} does not belong to a flag ({flag.name} takes one value): drop it"
@@ -345,7 +345,7 @@ def _drop_unknown(
     elsewhere: Mapping[str, str],
     found: Findings,
 ) -> list[Given]:
-    """Return the known flags. Mark as spoilt the fields that misspelled flags probably meant."""
+    """Return the known flags. Mark as spoiled the fields that misspelled flags probably meant."""
     for flag in flags:
         if flag.name in elsewhere:
             found.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")
@@ -353,7 +353,7 @@ def _drop_unknown(
             problem, meant = explain(flag.name, known)
             found.problems.append(problem)
             if meant in known:
-                found.spoilt.add(known[meant].name)
+                found.spoiled.add(known[meant].name)
     return [flag for flag in flags if not flag.name or flag.name in known]
 
 

@@ -43,7 +43,7 @@ class PreferenceConfig:
         preference_beta: Factor that turns log-probabilities into rewards (TRL's beta). It
             determines how closely the policy follows the reference. In IPO it is tau, in ORPO
             lambda. SimPO's authors use 2 to 10.
-        preference_label_smoothing: Probability that the two answers of a pair were exchanged by
+        preference_label_smoothing: Probability that the two answers of a pair were swapped by
             mistake (TRL's label_smoothing). With dpo this is conservative DPO.
         simpo_gamma: The margin by which the reward of the chosen answer should exceed the reward of
             the rejected one, in SimPO (TRL's simpo_gamma).
@@ -88,5 +88,5 @@ class PreferenceConfig:
 
     @property
     def trains_reward_model(self) -> bool:
-        """Whether the model learns to give rewards, with a head of its own."""
+        """Whether the model learns to give rewards, with its own head."""
         return self.preference_loss == OF_REWARDS

@@ -114,10 +114,11 @@ class ReliabilityConfig:
     Attributes:
         health_check: Test products, memory, links, the disk of --save, clocks and versions of all
             ranks before training, print a table, and name ranks that stand out.
-        gpu_sniff_test_interval: Also do so after every so many iterations. Default: never.
+        gpu_sniff_test_interval: Iterations between repetitions of --health-check during training.
+            Default: none.
         rerun_mode: validate_results computes an update a second time if its loss or gradients are
-            not finite, or if it is a spike (--on-spike). Other results mean a fault of a machine,
-            the same results a fault of the data. report_stats computes every update twice, and
+            not finite, or if it is a spike (--on-spike). Different results point to a faulty
+            machine, equal results to faulty data. report_stats computes every update twice, and
             reports how much the losses differ.
         flight_recorder_dump_path: Folder to which a run that hangs writes every rank's state and
             stacks, for megatron health --hang. On GPUs, PyTorch's flight recorder adds the pending

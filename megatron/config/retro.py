@@ -35,8 +35,8 @@ class RetroOptions:
         retro_num_neighbors: Number of neighbors that each chunk attends to.
         retro_num_retrieved_chunks: Number of chunks in a neighbor: the chunk that was found and
             those that follow it.
-        retro_chunk_length: Length of the chunks that have neighbors of their own. Default: the
-            length in --retro-workdir.
+        retro_chunk_length: Length of the chunks that have their own neighbors. Default: the length
+            in --retro-workdir.
     """
 
     retro_add_retriever: bool = flag(False, only_for=_RETRO)
@@ -87,8 +87,8 @@ class RetroDataOptions:
     )
 
 
-def is_of_retrieval(name: str) -> bool:
-    """Return whether the parameter of this name belongs to retrieval, which a GPT does not have."""
+def is_retriever_parameter(name: str) -> bool:
+    """Return whether the parameter with this name belongs to the retriever, which a GPT lacks."""
     return any(f".{part}." in name for part in ("cross_norm", "cross_attention", "retriever"))
 
 

@@ -31,8 +31,8 @@ class RetroStagesConfig:
         retro_block_size: Number of chunks in a file of embeddings or neighbors. After an
             interruption, work continues with the first file that is missing.
         retro_doc_block_size: Number of documents in a file of chunks.
-        retro_compatible: Reproduce the faults of Megatron-LM's preprocessing (docs/retro.md has
-            the list), so that the files are equal to those that it writes.
+        retro_compatible: Reproduce the bugs of Megatron-LM's preprocessing (docs/retro.md has the
+            list), so that the files are equal to those that it writes.
         retro_threads: Number of threads of each process for faiss. Default: an equal share of the
             cores.
         retro_return_doc_ids: Accepted for old scripts; no effect. Neighbors from a sample's own

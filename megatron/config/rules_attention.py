@@ -28,7 +28,7 @@ _NOT_WITH_DELTA: Exclusions = {
     "model.lora_rank": ((None,), "its projections do not support adapters"),
     "model.batch_invariant_mode": (
         (False,),
-        "training computes chunks of tokens and generation single tokens",
+        "training computes chunks of tokens, and generation computes single tokens",
     ),
     "checkpoint.ckpt_format": (("native",), "gated delta nets cannot be written in this format"),
 }
@@ -150,7 +150,7 @@ def _dynamic(model: ModelOptions) -> Iterator[str]:
     yield from _slowed_twice(model)
     size = _turning_channels(model)
     if size == 2:
-        yield f"{shown}: its base is undefined if only 2 channels rotate: let more of them rotate"
+        yield f"{shown}: its base is undefined if only 2 channels rotate: rotate more of them"
 
 
 def _yarn(model: ModelOptions) -> Iterator[str]:

@@ -120,7 +120,7 @@ def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
-    """Yield what a tokenizer of a known kind lacks or does not support."""
+    """Yield an error for each flag that a known kind of tokenizer lacks or does not support."""
     kind, count = tokenizer.tokenizer_type or "", tokenizer.vocab_extra_ids
     for field in TOKENIZER_NEEDS[kind]:
         if getattr(tokenizer, field) in (None, ""):

@@ -54,7 +54,7 @@ _NOT_BATCH_INVARIANT: Exclusions = {
     "parallel.tensor_model_parallel_size": ((1,), "sums over processes have a different order"),
     "parallel.context_parallel_size": ((1,), "sums over processes have a different order"),
     "model.num_experts": ((None,), "the sizes of experts' products differ in every batch"),
-    "model.lora_rank": ((None,), "adapters add products of their own"),
+    "model.lora_rank": ((None,), "adapters add their own products"),
     "model.use_flash_attn": ((False,), "it uses its own attention kernel"),
     "model.masked_softmax_fusion": ((True,), "it uses its own attention kernel"),
     "training.cuda_graph_impl": (("auto", "none"), "it runs on CPUs"),

@@ -40,7 +40,7 @@ _NOT_WITH_SINKHORN: Exclusions = {
     "model.moe_router_enable_expert_bias": ((False,), "both balance the choice of experts"),
 }
 _NOT_WITH_MULTI_TOKEN: Exclusions = {
-    "model.lora_rank": ((None,), "its layers take no adapters"),
+    "model.lora_rank": ((None,), "its layers do not support adapters"),
     "preferences.preference_loss": ((None,), "it is a loss of whole answers"),
     "model.position_embedding_type": (
         ("rope", "none"),
@@ -164,7 +164,7 @@ def multi_token(config: RunOptions, world_size: int) -> Iterator[str]:
     yield from excluded(config, shown, _NOT_WITH_MULTI_TOKEN)
     if config.distillation.is_on:
         yield (
-            f"{shown} cannot be combined with distillation, which has a loss of its own: drop one "
+            f"{shown} cannot be combined with distillation, which has its own loss: drop one "
             "of them"
         )
 
@@ -231,7 +231,7 @@ def sinkhorn(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def gating(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each router flag that DeepSpeed's gating does not take."""
+    """Yield an error for each router flag that DeepSpeed's gating does not support."""
     model = config.model
     if not model.num_experts or model.moe_router_gating != "deepspeed":
         return
@@ -256,7 +256,7 @@ def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
     groups, best = model.moe_router_num_groups, model.moe_router_group_topk
     counted = model.moe_router_group_score_topk
     if (groups is None) != (best is None):
-        yield "--moe-router-num-groups and --moe-router-group-topk need each other: give both"
+        yield "--moe-router-num-groups and --moe-router-group-topk must be combined: give both"
     if groups is None or best is None:
         return
     for count in model.expert_counts:
@@ -488,7 +488,7 @@ def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, size and number of equal parts of each dimension of an 8-bit product."""
+    """Yield each dimension of an 8-bit product: its name, size and number of equal parts."""
     model, parallel, data = config.model, config.parallel, config.data
     split, context = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
     micro_batch = config.training.micro_batch_size or 0
@@ -508,7 +508,7 @@ def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
 
 
 def mlp_sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, size and number of equal parts of each width of the MLPs and experts."""
+    """Yield each width of the MLPs and experts: its name, size and number of equal parts."""
     model, parallel = config.model, config.parallel
     split = max(1, parallel.tensor_model_parallel_size)
     yield "--hidden-size", model.hidden_size or 0, 1
@@ -521,7 +521,7 @@ def mlp_sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
 
 
 def _attention_sizes(model: ModelOptions, heads: int, split: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, size and number of equal parts of each dimension of attention's products."""
+    """Yield each dimension of attention's products: its name, size and number of equal parts."""
     if model.multi_latent_attention:
         still, turning = model.qk_head_dim, model.qk_pos_emb_head_dim
         for flags, size, parts in (

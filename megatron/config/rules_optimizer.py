@@ -107,7 +107,7 @@ def mup(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def state_formats(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each optimizer state that cannot have the format that flags ask for."""
+    """Yield an error for each optimizer state that cannot have the requested format."""
     optimizer, numbers = config.optimizer, config.precision
     is_half = numbers.bf16 or numbers.fp16
     if optimizer.use_precision_aware_optimizer and optimizer.optimizer != "adam":

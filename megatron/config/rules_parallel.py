@@ -56,10 +56,10 @@ _NOT_RECORDED: Exclusions = {
         (None,),
         "recomputation sets the random state from the host",
     ),
-    "curriculum.curriculum_schedule": ((None,), "each length would be recorded anew"),
+    "curriculum.curriculum_schedule": ((None,), "each length would need its own recording"),
     "training.fine_grained_activation_offloading": (
         (False,),
-        "copies to the host have queues of their own, which are not recorded",
+        "copies to the host have their own queues, which are not recorded",
     ),
     "parallel.pipeline_model_parallel_size": ((1,), "messages between processes are not recorded"),
     "parallel.context_parallel_size": ((1,), "messages between processes are not recorded"),

@@ -72,7 +72,7 @@ def faults(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def rerun(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if an update could not be computed again as it was."""
+    """Yield an error if an update could not be repeated exactly."""
     mode, precision = config.reliability.rerun_mode, config.precision
     if mode == "disabled":
         return

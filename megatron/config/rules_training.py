@@ -386,7 +386,7 @@ def per_token_loss(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if flags about non-finite numbers contradict each other."""
+    """Yield an error if flags about non-finite values contradict each other."""
     training = config.training
     if training.on_nonfinite == "skip" and not training.check_for_nan_in_loss_and_grad:
         yield (

@@ -1,4 +1,4 @@
-"""A run as it was asked for (`RunOptions`) and as resolved (`RunConfig`).
+"""A run as requested (`RunOptions`) and as resolved (`RunConfig`).
 
 Both hold one frozen dataclass for each concern. If resolving fills in fields of a section,
 `RunConfig` has a subclass of that section in `RunOptions`, with narrower types.
@@ -31,7 +31,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """A run as it was asked for. Field names are the section names of the YAML file.
+    """A run as requested. Field names are the section names of the YAML file.
 
     A value without a default is None until it is given. `resolve` fills in what follows from other
     values, and `narrow` turns the result into a `RunConfig`.
@@ -86,12 +86,12 @@ class Findings:
     Attributes:
         problems: One line for each mistake.
         notices: One line for each old flag, and for each flag that changes nothing.
-        spoilt: Names of the fields whose values a mistake leaves unknown.
+        spoiled: Names of the fields whose values a mistake leaves unknown.
     """
 
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    spoilt: set[str] = field(default_factory=set)
+    spoiled: set[str] = field(default_factory=set)
 
 
 def narrow(options: RunOptions, into: type[Run]) -> Run:
@@ -120,7 +120,7 @@ def narrow(options: RunOptions, into: type[Run]) -> Run:
 
 @functools.cache
 def _hints(kind: Any) -> Mapping[str, type]:
-    """Return the types of a dataclass's fields, which take a millisecond to find."""
+    """Return the types of a dataclass's fields, which take a millisecond to look up."""
     return get_type_hints(kind)
 
 

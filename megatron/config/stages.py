@@ -66,7 +66,7 @@ def plan_model(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
 
 
 def may_be_planned(model: ModelOptions, config: ParallelOptions) -> bool:
-    """Return whether there are layers and all sizes are in bounds. Otherwise a rule reports it."""
+    """Return whether there are layers and all sizes are in bounds. If not, a rule reports it."""
     sizes = vars(model) | vars(config)
     fields = (*fields_of(ModelOptions), *fields_of(ParallelOptions))
     wrong = (one for one in fields if one.name in _SIZES and one.out_of_bounds(sizes[one.name]))
@@ -111,7 +111,7 @@ def plan_parts(
     return parts
 
 
-def dealing_flags(config: ParallelOptions) -> list[str]:
+def distributing_flags(config: ParallelOptions) -> list[str]:
     """Return the given flags that distribute layers by number, which exclude a layout string."""
     return _shown(config, _DEALING)
 
@@ -123,7 +123,7 @@ def with_layout(config: Parallel, text: str) -> Parallel:
 
 
 def even_parts(num_layers: int, count: int) -> list[ModelPart]:
-    """Return parts whose numbers of layers differ by at most one, with the smaller ones last."""
+    """Return parts whose layer counts differ by at most one, with the smaller ones last."""
     return _parts_with([(num_layers + count - 1 - i) // count for i in range(count)])
 
 
@@ -133,7 +133,7 @@ def layout_of(parts: list[ModelPart]) -> str:
 
 
 def _parts_with(counts: list[int]) -> list[ModelPart]:
-    """Return parts with these numbers of layers."""
+    """Return parts with these layer counts."""
     ends = list(accumulate(counts))
     return [
         ModelPart(range(end - count, end), embedding=i == 0, head=i == len(counts) - 1)
@@ -218,7 +218,7 @@ def _check_flags(config: ParallelOptions) -> None:
             f"{' and '.join(ends)} and counting embedding or loss as a layer both distribute "
             "layers: use one of them"
         )
-    others = dealing_flags(config)
+    others = distributing_flags(config)
     if config.pipeline_model_parallel_layout is not None and others:
         raise ConfigError(
             f"{LAYOUT_FLAG} {config.pipeline_model_parallel_layout} cannot be combined with "
@@ -242,7 +242,7 @@ def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> Non
 def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[int]:
     """Return the number of layers in each part.
 
-    The numbers are equal, except where flags fix those of the first and last stages, or where the
+    The counts are equal, except where flags fix those of the first and last stages, or where the
     embedding and the loss count as layers.
 
     Args:
@@ -302,7 +302,7 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
 
 
 def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: str) -> list[int]:
-    """Return the given numbers for the first and last stage, and equal numbers for the others."""
+    """Return the given counts for the first and last stage, and equal counts for the others."""
     stages, given = config.pipeline_model_parallel_size, " and ".join(_shown(config, _ENDS))
     if stages == 1:
         raise ConfigError(

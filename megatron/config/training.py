@@ -1,4 +1,4 @@
-"""Options for training: batches, length, recomputation, exit and non-finite numbers."""
+"""Options for training: batches, length, recomputation, exit and non-finite values."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class TrainingOptions:
             --recompute-num-layers (uniform), or only that many layers (block).
         recompute_num_layers: Layers per group (uniform) or layers to recompute (block). Default: 1.
         fine_grained_activation_offloading: Keep activations of --offload-modules in host memory
-            until the backward pass. The copies in both directions run beside the computation.
+            until the backward pass. The copies in both directions overlap with the computation.
         offload_modules: Modules whose large activations go to host memory: the normalizations
             before attention (attn_norm) and before the MLP (mlp_norm), the projections to queries,
             keys and values (qkv_linear), the attention core (core_attn), the projection of its
-            output (attn_proj), dense MLPs (mlp), or of experts the first projection (expert_fc1)
-            and the activation (moe_act).
+            output (attn_proj), dense MLPs (mlp), or the first projection (expert_fc1) or the
+            activation (moe_act) of experts.
         min_offloaded_tensor_size: Activations with fewer elements stay on the device.
         exit_interval: Save and exit when the iteration is a multiple of this.
         exit_duration_in_mins: Save and exit after this time.

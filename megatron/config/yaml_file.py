@@ -73,7 +73,7 @@ def read(path: Path, found: Findings, world_size: int = 1) -> dict[str, Any]:
 
     Args:
         path: The file.
-        found: Gets the mistakes, and a notice if the file has layouts but none that fits.
+        found: Receives the mistakes, and a notice if the file has layouts but none that fits.
         world_size: The number of processes, which chooses among the layouts of a recipe.
 
     Raises:
@@ -97,7 +97,7 @@ def read(path: Path, found: Findings, world_size: int = 1) -> dict[str, Any]:
 
 
 def layout_for(counts: Iterable[int], world_size: int) -> int | None:
-    """Return which of a recipe's numbers of processes to use on `world_size` processes.
+    """Return which of a recipe's process counts to use on `world_size` processes.
 
     It is the largest one that divides `world_size`, because a multiple of it only has more replicas
     of the model.
@@ -219,5 +219,5 @@ def _read_section(
             values[f"{section}.{key}"] = from_yaml(known[key], value)
         except ValueError as error:
             found.problems.append(f"{path}: {section}.{key}: {error}")
-            found.spoilt.add(key)
+            found.spoiled.add(key)
     return values

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron.data.datasets import DataRequest, DatasetPart, Datasets
 from megatron.data.masking import SpecialIds
-from megatron.data.sample import IGNORED_LABEL, Sample, filled_up
+from megatron.data.sample import IGNORED_LABEL, Sample, pad_to
 from megatron.data.sentences import SentenceSamples, Tokens, build_sentence_datasets, plan_sentences
 from megatron.data.tfrecord import TFRecordDataset, TFRecordOptions
 from megatron.tokenizer.base import Tokenizer
@@ -72,12 +72,12 @@ class BertDataset(SentenceSamples):
         masked, labels = self._mask(text, target, random)
         length, in_a = self.options.seq_length, len(a) + 2
         return {
-            "text": filled_up(masked, length, self.ids.pad),
-            "types": filled_up(np.arange(len(text)) >= in_a, length, 0),
-            "labels": filled_up(labels, length, IGNORED_LABEL),
+            "text": pad_to(masked, length, self.ids.pad),
+            "types": pad_to(np.arange(len(text)) >= in_a, length, 0),
+            "labels": pad_to(labels, length, IGNORED_LABEL),
             "is_random": int(is_swapped),
-            "loss_mask": filled_up(labels != IGNORED_LABEL, length, 0),
-            "padding_mask": filled_up(np.ones(len(text)), length, 0),
+            "loss_mask": pad_to(labels != IGNORED_LABEL, length, 0),
+            "padding_mask": pad_to(np.ones(len(text)), length, 0),
         }
 
     def _mask(

@@ -71,7 +71,7 @@ class IndexCache(NamedTuple):
             description: The text whose md5 names the files.
             specs: The expected arrays, in the order in which `build` returns them.
             build: A function that builds the arrays. It is called only if they are not found.
-            inputs: Further arrays that determine the result, in addition to the description.
+            inputs: The arrays that determine the result, in addition to the description.
             source: The file from which the arrays are built. Arrays older than it are not used.
 
         Raises:

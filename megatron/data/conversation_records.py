@@ -54,7 +54,7 @@ _FORMATS = (
     ("sharegpt", {"conversations"}),
     ("text", {"text"}),
 )
-# The keys of a record that are read. Tables may have further columns.
+# The keys of a record that are read. Tables may have other columns.
 COLUMNS = (
     *("messages", "conversations", "system", "prompt", "completion", "chosen", "rejected", "text"),
     *("label", "input", *_OPENAI_ANSWERS),
@@ -159,7 +159,7 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
 
 
 def read_labelled(record: Record) -> list[tuple[Example, bool]]:
-    """Return the answers in a record, each with whether it is desirable.
+    """Return the answers in a record, and for each whether it is desirable.
 
     A preference has two: the chosen answer is desirable, and the rejected one is not.
 
@@ -247,7 +247,7 @@ def _completed(prompt: list[Message], answer: list[Message], record: Record, key
 
 
 def _chat(messages: list[Message], record: Record) -> Chat:
-    """Return the conversation that consists of the messages, after checking their order."""
+    """Return a conversation made of the messages, after checking their order."""
     _check_order(messages)
     turns = [message for message in messages if message["role"] == "assistant"]
     if not turns:

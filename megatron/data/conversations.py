@@ -565,7 +565,7 @@ class _Collected:
     """
 
     def __init__(self, dtype: type[np.generic], folder: Path | None) -> None:
-        """Begin without items."""
+        """Start with no items."""
         self._dtype = np.dtype(dtype)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - see __exit__
 

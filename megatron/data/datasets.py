@@ -614,8 +614,8 @@ def _advance(
 class BlendedDataset:
     """Several datasets that are drawn from in the order of a blend index.
 
-    Only the requested samples are certain to exist in every dataset. In the extra half percent that
-    follows, a dataset that has run out starts again.
+    Only the requested samples are guaranteed to exist in every dataset. In the extra half percent
+    that follows, a dataset that has run out starts again.
     """
 
     datasets: Sequence[SampleDataset]

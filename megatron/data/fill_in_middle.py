@@ -41,7 +41,7 @@ class FillInMiddle:
         fragment_end: The id of the token that divides a document into fragments, which are
             rearranged separately. `None` to rearrange whole documents.
         fragment_rate: The probability of rearranging a fragment of a selected document, 0 to 1.
-        kept_beginning: Texts that begin with this string are not changed. `None` if there are none.
+        kept_beginning: Texts that begin with this string are not changed. `None` exempts no text.
     """
 
     tokenizer: Tokenizer

@@ -188,7 +188,7 @@ class GPTDataset:
         index: The index, which determines the tokens of each sample.
         seq_length: The number of tokens in a sample without the last label, s.
         description: The text from which Megatron derives the index's file names.
-        vocab_size: The size of the vocabulary. Larger or equal token ids are refused.
+        vocab_size: The size of the vocabulary. Token ids at or above it are refused.
     """
 
     data: IndexedDataset
@@ -285,7 +285,7 @@ def build_gpt_datasets(
     Args:
         request: The data that the run needs.
         seq_length: The number of tokens in a sample, not counting the last label.
-        vocab_size: The number of entries of the tokenizer. Larger or equal ids are refused.
+        vocab_size: The number of entries of the tokenizer. Token ids at or above it are refused.
         tokenizer: The tokenizer's flags, and the tokenizer. Text files, --fim-data and
             --reset-attention-mask need it. Without it, text is refused.
 

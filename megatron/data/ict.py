@@ -31,9 +31,9 @@ from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_dat
 from megatron.data.indexed import IndexedDataset, bin_path
 from megatron.data.masking import SpecialIds
 from megatron.data.mock import MockSentences
-from megatron.data.sample import DescribedDataset, Sample, filled_up, outside_vocabulary
+from megatron.data.sample import DescribedDataset, Sample, outside_vocabulary, pad_to
 from megatron.data.sentence_map import LONGEST_SENTENCE, SentenceMapPlan, shuffled
-from megatron.data.sentences import Tokens, kept_map, warn_of_overlong
+from megatron.data.sentences import Tokens, load_or_build_map, warn_of_overlong
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 
@@ -65,7 +65,7 @@ class TitledDocuments(NamedTuple):
         documents: The first sentence of each document, followed by the end of the last document,
             `[D + 1]`.
         lengths: The number of tokens in each sentence of the whole dataset.
-        titles: The number of tokens in the title of each of these documents, `[D]`.
+        titles: The number of tokens in each of these documents' titles, `[D]`.
         first: The index of the first of these documents in the whole dataset, `[1]`.
     """
 
@@ -75,7 +75,7 @@ class TitledDocuments(NamedTuple):
     first: NDArray[np.int64]
 
     def overlong(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return which documents have enough sentences but also one above 512 tokens, `[D]`."""
+        """Return which documents have enough sentences but one of more than 512 tokens, `[D]`."""
         start, end = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[start:end] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - start]
@@ -209,10 +209,10 @@ class ICTDataset:
         query = np.concatenate([cls, block.sentences[chosen][: length - 2], sep])
         context = np.concatenate([cls, title, sep, text, sep])
         return {
-            "query_tokens": filled_up(query, length, self.ids.pad),
-            "query_pad_mask": filled_up(np.ones(len(query)), length, 0),
-            "context_tokens": filled_up(context, length, self.ids.pad),
-            "context_pad_mask": filled_up(np.ones(len(context)), length, 0),
+            "query_tokens": pad_to(query, length, self.ids.pad),
+            "query_pad_mask": pad_to(np.ones(len(query)), length, 0),
+            "context_tokens": pad_to(context, length, self.ids.pad),
+            "context_pad_mask": pad_to(np.ones(len(context)), length, 0),
             "block_data": block.place,
             "id": i,
         }
@@ -227,7 +227,7 @@ class MappedBlocks:
         titles: The dataset of titles, where document i is the title of document i in `data`.
         rows: The map, as returned by `build_block_map`.
         description: The text that describes the map.
-        vocab_size: The size of the vocabulary. Larger or equal token ids are refused.
+        vocab_size: The size of the vocabulary. Token ids at or above it are refused.
     """
 
     data: IndexedDataset
@@ -384,7 +384,7 @@ def map_blocks(
     )
     name = f"{part.split}_indexmap_{plan.num_samples}mns_{longest}msl_{plan.seed}s"
     name += "_1sentok" if fewest == 1 else ""
-    rows = kept_map(
+    rows = load_or_build_map(
         data.prefix, name, description, text, lambda: build_block_map(plan, text), request
     )
     return MappedBlocks(data, titles, rows, f"Data prefix {data.prefix}\n{description}", vocab_size)

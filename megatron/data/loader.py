@@ -281,7 +281,7 @@ class _ByValue:
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for numbers.
+    """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for scalars.
 
     All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become 0 and the
     ends in the concatenated samples, followed by empty segments, and `LONGEST_SEGMENT` is added.

@@ -143,7 +143,7 @@ def choose_runs(
     taken = 0
     for first in order.tolist():
         if taken + 1 > budget:
-            return  # no further word fits; Megatron keeps trying, without effect
+            return  # no other word fits; Megatron keeps trying, without effect
         run = words[first : first + draw_words()]
         size = sum(map(len, run))
         while len(run) > 1 and taken + size > budget:

@@ -30,7 +30,7 @@ class EpochPlan(NamedTuple):
     starts: NDArray[np.int64]
 
     def row(self, number: int) -> NDArray[np.int64]:
-        """Return the examples of a row, with the longest first."""
+        """Return the examples of a row, longest first."""
         return self.examples[self.starts[number] : self.starts[number + 1]]
 
 

@@ -4,8 +4,9 @@ Example 2i of a file is the chosen answer of pair i with its prompt, and example
 rejected one. Both answers of a pair are in the same row, so a row has everything that its losses
 need.
 
-KTO compares no answers, but its loss needs the log-probability of answers to other prompts. Its
-rows hold each answer and, in place of a rejected one, the same prompt with an answer to another.
+KTO does not compare answers, but its loss needs the log-probability of answers to other prompts.
+Its rows hold each answer and, in place of a rejected one, the same prompt with an answer to
+another.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class FittedPairs:
 
     Attributes:
         prefix: The path, as given in the flag.
-        limits: The number of tokens to keep of each answer of each pair, `[P, 2]`.
+        limits: The number of tokens to keep from each answer in each pair, `[P, 2]`.
         dropped: The number of pairs that were dropped.
         shortened: The number of pairs that lost tokens.
 
@@ -90,7 +91,7 @@ class FittedPairs:
         self.shortened = len(long) - self.dropped
 
     def _lengths(self) -> NDArray[np.int64]:
-        """Return the number of tokens of both answers of each pair, with the prompt, `[P, 2]`."""
+        """Return the number of tokens in both answers of each pair, prompt included, `[P, 2]`."""
         return np.asarray(self._examples.lengths).reshape(-1, 2)
 
     def desirable(self, i: int) -> bool:
@@ -98,7 +99,7 @@ class FittedPairs:
         return True
 
     def digest(self) -> str:
-        """Return a digest of all answers and of which of their tokens are trained on."""
+        """Return a digest of all answers and of their training masks."""
         found, examples = hashlib.sha256(), self._examples
         for array in (examples.tokens, examples.trained, examples.lengths, self._kept, self.limits):
             found.update(np.ascontiguousarray(array).data)
@@ -136,7 +137,7 @@ class FittedAnswers(FittedPairs):
 
     The other answer is the one half a file away, so that the chosen and the rejected answer to a
     prompt, which are neighbors, never meet. The arguments and attributes are those of
-    `FittedPairs`; a pair is an answer here.
+    `FittedPairs`, with answers in place of pairs.
 
     Raises:
         DataError: As for `FittedPairs`, or there are fewer than two answers.
@@ -146,12 +147,12 @@ class FittedAnswers(FittedPairs):
     holds = "an answer and the same prompt with another answer"
 
     def _lengths(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each answer and of its prompt with another one."""
+        """Return the number of tokens of each answer, and of its prompt with the other answer."""
         examples = self._examples
         lengths = np.asarray(examples.lengths)
         if len(lengths) < 2:
             raise DataError(
-                f"{self.prefix}: one answer, but KTO compares answers with those to other "
+                f"{self.prefix}: one answer, but KTO also needs answers to other "
                 "prompts: give at least two"
             )
         # Only the end of an example is trained on; its first token is never a label.

@@ -56,7 +56,7 @@ class ControlledDataset(SampleDataset, Protocol):
     controls: Mapping[str, SampleDataset]
 
 
-def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
+def pad_to(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
     """Return `values` padded with `filler` to `[length]` int64."""
     filled = np.full(length, filler, np.int64)
     given = np.asarray(values)

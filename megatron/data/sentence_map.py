@@ -78,7 +78,7 @@ class DocumentSentences(NamedTuple):
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong()
 
     def overlong(self) -> NDArray[np.bool_]:
-        """Return which documents have several sentences and one above 512 tokens, `[D]`."""
+        """Return which documents have several sentences and one of more than 512 tokens, `[D]`."""
         first, last = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[first:last] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - first]
@@ -133,7 +133,7 @@ def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
 
 
 def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[np.int64]]:
-    """Yield the rows of whole passes over the documents, `[some, 3]`, until there are enough."""
+    """Yield the rows of whole passes over the documents, `[rows, 3]`, until there are enough."""
     place = found = 0
     for draws in mt19937(plan.seed, _DRAWS):
         targets = np.full(len(draws), plan.max_length, np.int64)
@@ -198,14 +198,14 @@ def shuffled(count: int, seed: int) -> NDArray[np.int64]:
 
 
 def mt19937(seed: int, block: int) -> Iterator[NDArray[np.uint32]]:
-    """Yield the endless draws of `std::mt19937(seed)`, in arrays of `block`."""
+    """Yield draws from `std::mt19937(seed)` endlessly, in arrays of `block`."""
     random = np.random.RandomState(seed % 2**32)
     while True:
         yield random.randint(0, 2**32, block, dtype=np.uint32)  # one unmodified draw per number
 
 
 def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
-    """Yield the endless draws of `std::mt19937_64(seed)`, in arrays of equal size."""
+    """Yield draws from `std::mt19937_64(seed)` endlessly, in arrays of equal size."""
     words = [seed % 2**64]
     for i in range(1, _WORDS):
         words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i) % 2**64)

@@ -58,7 +58,7 @@ class MappedSentences:
         data: The dataset.
         rows: The map, as returned by `build_sentence_map`.
         description: The text that describes the map.
-        vocab_size: The size of the vocabulary. Larger or equal token ids are refused.
+        vocab_size: The size of the vocabulary. Token ids at or above it are refused.
     """
 
     data: IndexedDataset
@@ -241,14 +241,14 @@ def map_sentences(
         f"{part.split}_indexmap_{plan.num_samples}mns_{plan.max_length}msl_"
         f"{plan.short_seq_prob:0.2f}ssp_{plan.seed}s"
     )
-    rows = kept_map(
+    rows = load_or_build_map(
         data.prefix, name, description, text, lambda: build_sentence_map(plan, text), request
     )
     return MappedSentences(data, rows, f"Data prefix {data.prefix}\n{description}", vocab_size)
 
 
 def warn_of_overlong(part: DatasetPart, count: int) -> None:
-    """Warn that some documents are dropped because of long sentences. Megatron does so silently."""
+    """Warn that documents are dropped because of long sentences. Megatron drops them silently."""
     if count:
         first, end = part.bounds
         warn(
@@ -258,7 +258,7 @@ def warn_of_overlong(part: DatasetPart, count: int) -> None:
         )
 
 
-def kept_map(
+def load_or_build_map(
     prefix: str,
     name: str,
     description: str,

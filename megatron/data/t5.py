@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.masking import SpecialIds
-from megatron.data.sample import IGNORED_LABEL, Sample, filled_up
+from megatron.data.sample import IGNORED_LABEL, Sample, pad_to
 from megatron.data.sentences import SentenceSamples, Tokens, build_sentence_datasets, plan_sentences
 from megatron.tokenizer.base import Tokenizer
 
@@ -89,12 +89,12 @@ class T5Dataset(SentenceSamples):
         encoder = [*left, *self.ids.encoder_end]
         in_decoder = np.ones(len(taken_out) + 1)
         return {
-            "text_enc": filled_up(encoder, e, self.ids.pad),
-            "text_dec": filled_up([self.ids.bos, *taken_out], d, self.ids.pad),
-            "labels": filled_up([*taken_out, self.ids.eos], d, IGNORED_LABEL),
-            "loss_mask": filled_up(in_decoder, d, 0),
-            "enc_mask": filled_up(np.ones(len(encoder)), e, 0),
-            "dec_mask": filled_up(in_decoder, d, 0),
+            "text_enc": pad_to(encoder, e, self.ids.pad),
+            "text_dec": pad_to([self.ids.bos, *taken_out], d, self.ids.pad),
+            "labels": pad_to([*taken_out, self.ids.eos], d, IGNORED_LABEL),
+            "loss_mask": pad_to(in_decoder, d, 0),
+            "enc_mask": pad_to(np.ones(len(encoder)), e, 0),
+            "dec_mask": pad_to(in_decoder, d, 0),
         }
 
 

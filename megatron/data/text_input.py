@@ -201,7 +201,7 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
 
     Args:
         patterns: The files, globs and folders.
-        more: Suffixes of further formats, which the caller reads itself.
+        more: Suffixes of additional formats, which the caller reads itself.
 
     Raises:
         DataError: A pattern matches no file, a file is named twice (its text would count twice), or
@@ -259,7 +259,7 @@ def read_blocks(
         block_bytes: The size of a block, which is extended to the end of a line.
         max_line_mb: The size of the longest line to read, in MiB.
         bounds: The range of bytes, end excluded. Only lines that begin in it are read. Only files
-            that satisfy `is_cut_anywhere` can be read in this way.
+            that satisfy `is_splittable` can be read in this way.
 
     Raises:
         DataError: A file cannot be read or is damaged.
@@ -274,7 +274,7 @@ def read_blocks(
                 yield from _parquet_blocks(path, keys, longest, block_bytes)
             elif suffix == _TEXT:
                 yield _text_block(path, keys[0], longest)
-            elif not is_cut_anywhere(path):
+            elif not is_splittable(path):
                 yield from _streamed_blocks(path, longest, block_bytes)
             else:
                 yield from _plain_blocks(path, longest, block_bytes, bounds)
@@ -285,7 +285,7 @@ def read_blocks(
             ) from error
 
 
-def is_cut_anywhere(path: str) -> bool:
+def is_splittable(path: str) -> bool:
     """Return whether a file holds plain JSON lines, which can be read from any position."""
     is_plain = not path.lower().endswith((*PACKED_SUFFIXES, _PARQUET, _TEXT))
     return is_plain and os.path.isfile(path)

@@ -94,7 +94,7 @@ class TextCorpus:
 
     def __init__(self, name: str, key: str, flag: str = "--data-path") -> None:
         """List the files and count their pieces."""
-        from megatron.data.text_input import find_inputs, is_cut_anywhere
+        from megatron.data.text_input import find_inputs, is_splittable
 
         self.prefix = name
         self.key = key
@@ -109,7 +109,7 @@ class TextCorpus:
         # The cumulative number of pieces after each file.
         self._ends = np.cumsum(
             [
-                max(1, -(-size // self.piece_bytes)) if is_cut_anywhere(path) else 1
+                max(1, -(-size // self.piece_bytes)) if is_splittable(path) else 1
                 for path, size in zip(self.files, self.sizes, strict=True)
             ]
         )
@@ -140,11 +140,11 @@ class TextCorpus:
                 )
 
     def _blocks(self, piece: int, block_bytes: int) -> Iterable[TextBlock]:
-        from megatron.data.text_input import is_cut_anywhere, read_blocks
+        from megatron.data.text_input import is_splittable, read_blocks
 
         file = int(np.searchsorted(self._ends, piece, side="right"))
         path = self.files[file]
-        if not is_cut_anywhere(path):
+        if not is_splittable(path):
             return read_blocks([path], (self.key,), block_bytes)
         start = (piece - (int(self._ends[file - 1]) if file else 0)) * self.piece_bytes
         bounds = start, min(start + self.piece_bytes, self.sizes[file])
@@ -368,7 +368,7 @@ class TextDataset:
 
 @contextmanager
 def _named_as_in_training(flag: str) -> Iterator[None]:
-    """Replace the flags of tools by those of a training run in the errors of shared readers."""
+    """Replace the flags of tools with those of a training run in errors of shared readers."""
     try:
         yield
     except DataError as error:

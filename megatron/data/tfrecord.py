@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed import idx_path
-from megatron.data.sample import IGNORED_LABEL, Sample, filled_up, outside_vocabulary
+from megatron.data.sample import IGNORED_LABEL, Sample, outside_vocabulary, pad_to
 from megatron.errors import DataError
 
 _HEAD = struct.Struct("<QI")
@@ -115,7 +115,7 @@ class TFRecords:
         return file, number, int(self._starts[file][number])
 
     def get(self, i: int) -> dict[str, Numbers]:
-        """Return the numbers of record `i`, by name.
+        """Return the values in record `i`, by name.
 
         Raises:
             DataError: The record is damaged.
@@ -383,7 +383,7 @@ class TFRecordDataset:
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.options.vocab_size:
             wrong = tokens.min() if tokens.min() < 0 else tokens.max()
             raise outside_vocabulary(where, int(wrong), self.options.vocab_size)
-        targets = filled_up([], length, IGNORED_LABEL)
+        targets = pad_to([], length, IGNORED_LABEL)
         targets[positions] = labels
         return {
             "text": ids.astype(np.int64),

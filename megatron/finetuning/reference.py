@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.command import say
 from megatron.config import RunConfig
-from megatron.config.adapters import is_of_adapter
+from megatron.config.adapters import is_adapter_parameter
 from megatron.data.preferences import PAIRS, PreferenceDataset, preference_members
 from megatron.data.sample import Sample
 from megatron.durable import replace_file, writing_to
@@ -65,7 +65,9 @@ class ReferenceLogProbs(Extras):
         is_base = _is_base(run, source if resumes else None)
         weights = ""
         if is_base or not resumes:
-            checksum = weights_checksum(run, lambda name: not (is_base and is_of_adapter(name)))
+            checksum = weights_checksum(
+                run, lambda name: not (is_base and is_adapter_parameter(name))
+            )
             weights = str(checksum)
         kept = _read_shared(run, source, data, weights, sum(member.pairs for member in members))
         if kept is None and resumes and not is_base:
@@ -128,8 +130,11 @@ def _is_base(run: Run, source: Path | None) -> bool:
         return False
     if run.progress.iteration == 0:
         # An adapter changes nothing if the parameters that make its output are all zero.
-        return weights_checksum(run, lambda name: is_of_adapter(name) and name.endswith(".b")) == 0
-    base = str(weights_checksum(run, lambda name: not is_of_adapter(name)))
+        return (
+            weights_checksum(run, lambda name: is_adapter_parameter(name) and name.endswith(".b"))
+            == 0
+        )
+    base = str(weights_checksum(run, lambda name: not is_adapter_parameter(name)))
     is_base = torch.ones(1, dtype=torch.int64, device=run.device.torch_device)
     if run.layout.world.rank == 0 and source is not None and source.exists():
         held = _load(source)

@@ -22,7 +22,7 @@ from megatron.checkpoint.huggingface.peft import PeftReader, names_in, network_w
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.merged import network_in
 from megatron.checkpoint.reader import NativeReader, Reader, restore
-from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter
+from megatron.config.adapters import ADAPTER_FIELDS, is_adapter_parameter
 from megatron.config.generation import named_adapters
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
@@ -134,7 +134,7 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
             plan = replace(plan_of(one.files.model), dropout=0.0)
             linear.adapter = Adapter(linear, one.files.targets[name], plan, context, name)
         state = model_state([loaded.model])
-        entries = {name: entry for name, entry in state.items() if is_of_adapter(name)}
+        entries = {name: entry for name, entry in state.items() if is_adapter_parameter(name)}
         restore(one.files.reader, entries, cast=True)
         for name, linear in own.items():
             assert isinstance(linear.adapter, Adapter)
@@ -169,7 +169,7 @@ def _open_folder(
     if reader.meta["config"].get("model", {}).get("lora_rank") is None:
         raise CheckpointError("the folder has a whole model without adapters: serve it with --load")
     if isinstance(reader, NativeReader):
-        reader.verify(only=is_of_adapter)  # the rest is as large as the base model
+        reader.verify(only=is_adapter_parameter)  # the rest is as large as the base model
     sizes = network_in(reader)
     model = replace(config.model, **{name: getattr(sizes, name) for name in ADAPTER_FIELDS})
     differing = network_differences(model, reader)
@@ -219,7 +219,7 @@ def _check_places(reader: Reader, targets: Mapping[str, Sequence[str]]) -> None:
     """Refuse a checkpoint with adapters that are not on linear layers."""
     known = tuple(f"model.{layer}.adapter." for layer in targets)
     for name in reader.names():
-        if name.startswith("model.") and is_of_adapter(name) and not name.startswith(known):
+        if name.startswith("model.") and is_adapter_parameter(name) and not name.startswith(known):
             raise CheckpointError(
                 f"{name} cannot be chosen per request: merge the adapter into a separate model "
                 "with --saver hf, and serve that model"
@@ -232,7 +232,7 @@ def _compare(reader: Reader, base: Reader) -> None:
     Only norms, biases and a few rows of the embedding are compared.
     """
     for name in reader.names():
-        if not name.startswith("model.") or is_of_adapter(name) or name not in base.held:
+        if not name.startswith("model.") or is_adapter_parameter(name) or name not in base.held:
             continue
         shape = tuple(map(min, reader.global_shape(name), base.global_shape(name)))
         if len(shape) == 2 and "embedding" in name:

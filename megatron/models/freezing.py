@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from megatron.config.adapters import is_of_adapter
+from megatron.config.adapters import is_adapter_parameter
 from megatron.config.model import ModelConfig
-from megatron.config.retro import is_of_retrieval
+from megatron.config.retro import is_retriever_parameter
 from megatron.config.stages import ModelPart
 from megatron.errors import ConfigError
 from megatron.kernels.quantize import FrozenFormat
@@ -43,10 +43,10 @@ def is_frozen(name: str, config: ModelConfig) -> bool:
 
     A reward model's head is trained along with adapters, because it is new.
     """
-    is_new = is_of_adapter(name) or (config.reward_head and name.startswith("score."))
+    is_new = is_adapter_parameter(name) or (config.reward_head and name.startswith("score."))
     if config.lora_rank is not None and not is_new:
         return True
-    if config.retro_freeze_gpt and not is_of_retrieval(name):
+    if config.retro_freeze_gpt and not is_retriever_parameter(name):
         return True
     return any(matches(name, pattern) for pattern in config.freeze or ())
 

@@ -37,7 +37,7 @@ class WeightAverage(Protocol):
         """
 
     def values(self, index: int) -> Tensor:
-        """Return the average of the weight with an index, in fp32."""
+        """Return the average of the weight with this index, in fp32."""
 
     def sets(self) -> dict[str, list[Tensor]]:
         """Return the tensors to save, one for each weight, by name prefix.
@@ -83,7 +83,7 @@ class MovingAverage:
             average.lerp_(values_of(weight), step)
 
     def values(self, index: int) -> Tensor:
-        """Return the average of the weight with an index."""
+        """Return the average of the weight with this index."""
         return self._averages[index]
 
     def sets(self) -> dict[str, list[Tensor]]:
@@ -108,14 +108,14 @@ class LatestAverage:
     kind = "lawa"
 
     def __init__(self, weights: Sequence[State], interval: int, window: int) -> None:
-        """Start without snapshots."""
+        """Start with no snapshots."""
         self.count = 0
         self._weights, self._interval, self._window = list(weights), interval, window
         self._snapshots: list[list[Tensor]] = []  # the newest first
 
     @torch.no_grad()
     def follow(self, updates: int) -> None:
-        """Take a snapshot if it is due."""
+        """Take a snapshot if one is due."""
         if updates % self._interval == 0:
             self.count += 1
             for snapshot, weight in zip(self._add(), self._weights, strict=True):

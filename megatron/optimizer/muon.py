@@ -391,7 +391,7 @@ class _Orthogonalization:
 
     @staticmethod
     def _gather(tensor: Tensor, place: MatrixPlace) -> Tensor:
-        """Return the whole tensor from the parts of the tensor ranks. Collective over them."""
+        """Return the whole tensor, gathered from the tensor ranks. Collective over them."""
         dim = place.spec.split_dim
         assert dim is not None
         joined = all_gather(tensor.movedim(dim, 0).contiguous(), place.tensor)

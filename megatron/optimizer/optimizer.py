@@ -5,7 +5,7 @@ follow one another without the host, which can read the outcome at any later tim
 
 With --optimizer-cpu-offload, fp32 weights (masters or copies) and moments are in host memory. The
 update runs there: gradients go to the host, new weights come back, and the step waits for both.
-With --overlap-cpu-optimizer-d2h-h2d, the host updates some weights meanwhile.
+With --overlap-cpu-optimizer-d2h-h2d, the host updates some weights while others are copied.
 
 If the gradients are sharded over the processes that hold the same weights (ZeRO), masters and
 moments exist only for this process's shard. The process updates its shard and gathers the others'
@@ -50,7 +50,7 @@ _CURVES = {
 }  # Megatron-DeepSpeed's names
 GROWTH = 2.0  # factor by which the loss scale changes
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
-# Numbers that make the rounding of these states independent.
+# Numbers that make the rounding of each state independent of the others.
 _SALTS = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3}
 
 

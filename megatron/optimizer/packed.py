@@ -43,9 +43,9 @@ class StateFormat:
         bits: The bits of a code's fraction.
         saved: The smallest type that holds every decoded value exactly, for checkpoints.
         normal: The smallest normal number of the codes; 0 for bf16, which has fp32's exponents.
-        top: The power of two that the largest code of a block does not exceed; `None` without
-            scales.
-        least: The smallest power of two of a scale, and of a scale of square roots.
+        top: The power of two that the largest code of a block does not exceed; `None` if blocks
+            have no scales.
+        least: The exponents of the smallest scale and of the smallest scale of square roots.
     """
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class PackedTensor:
         on_host: Whether the tensor is in host memory instead, pinned if `like` is on a GPU.
         roots: Whether the values are at least 0 and stored as square roots.
         first: Index of the first element in its parameter.
-        salt: A number that makes rounding independent of that of other states.
+        salt: A number that makes rounding independent of the rounding of other states.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PackedTensor:
         return self._codes.device
 
     def values(self, start: int = 0, end: int | None = None) -> Tensor:
-        """Return the values of elements [start, end) in fp32, 1-D. `start` begins a block."""
+        """Return the values of elements [start, end) in fp32, 1-D. A block begins at `start`."""
         end = self.numel() if end is None else end
         blocks = slice(start // BLOCK, -(-end // BLOCK))
         values = self._codes.view(-1, BLOCK)[blocks].float()
@@ -125,7 +125,7 @@ class PackedTensor:
         return values.view(-1)[: end - start]
 
     def saved(self) -> Tensor:
-        """Return the tensor as a checkpoint holds it: its own memory if that has no scales."""
+        """Return the tensor to save or load into: the codes themselves if there are no scales."""
         if self._scales is None:
             return self._codes[: self.numel()].view(self.shape)
         return self.values().to(self.form.saved).view(self.shape)
@@ -136,7 +136,7 @@ class PackedTensor:
             self.store(saved)
 
     def store(self, values: Tensor, start: int = 0, count: Tensor | None = None) -> None:
-        """Encode values as the elements from `start` on, which begins a block.
+        """Encode values into the elements from `start` on, where a block begins.
 
         Args:
             values: The values.
@@ -201,7 +201,7 @@ def _power(exponents: Tensor) -> Tensor:
 
 
 def _uniform(like: Tensor, first: int, salt: int, count: Tensor | None) -> Tensor:
-    """Return numbers in [0, 1) for elements `first` and on, in the shape of `like`."""
+    """Return random numbers in [0, 1) for the elements from `first` on, in the shape of `like`."""
     index = torch.arange(first, first + like.numel(), device=like.device)
     seed = torch.full((), salt, device=like.device) if count is None else count.long() * 8 + salt
     x = (index * 0x9E3779B1 + _mixed(seed & _WORD)) & _WORD

@@ -114,7 +114,7 @@ class SGD:
 
 
 # A host updates 64 MiB of gradients in about the time in which they are copied. Smaller pieces
-# would make the first and the last copy, beside which nothing runs, shorter, but add launches.
+# would shorten the first and the last copy, which nothing overlaps, but add launches.
 _PIECE_BYTES = 64 * 2**20
 RuleChoice = Callable[[str, nn.Parameter], UpdateRule]
 """A function that returns the update rule of a parameter, given its name and the parameter."""
@@ -215,7 +215,7 @@ class OffloadedUpdate:
 
 
 class OverlappedUpdate:
-    """An offloaded update in pieces, whose copies in both directions run beside the host's work.
+    """An offloaded update in pieces, whose copies in both directions overlap with the host's work.
 
     While the host updates one piece, the gradients of the next ones arrive, and the new weights of
     the pieces before it leave.
@@ -225,7 +225,7 @@ class OverlappedUpdate:
         tensors: Weights and state in host memory, gradients on the device.
         parts: The model's weights on the device.
         queues: Queues of the copies to the host and of those to the device.
-        piece_bytes: Bytes of gradients from which a piece is complete.
+        piece_bytes: Bytes of gradients at which a piece is complete.
     """
 
     def __init__(

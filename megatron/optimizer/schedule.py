@@ -117,7 +117,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 class WeightDecaySchedule:
     """Weight decay from `start` to `end` over `length` samples, constant, linear or cosine.
 
-    Its length is in tokens if those of the learning rate are.
+    Its length is in tokens if the learning rate's lengths are.
     """
 
     start: float

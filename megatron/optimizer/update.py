@@ -1,4 +1,4 @@
-"""The interface of update rules: the numbers and tensors that a rule receives, and its result."""
+"""The interface of update rules: the scalars and tensors that a rule receives, and its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.parallel.parameter import ParameterSpec
 
 @dataclass(frozen=True)
 class Step:
-    """The numbers of an update, shared by all parameters with the same learning rate.
+    """The scalars of an update, shared by all parameters with the same learning rate.
 
     Attributes:
         lr: Learning rate.

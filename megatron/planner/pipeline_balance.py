@@ -14,7 +14,7 @@ from operator import add
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.config.stages import LAYOUT_FLAG, dealing_flags, plan_model, with_layout
+from megatron.config.stages import LAYOUT_FLAG, distributing_flags, plan_model, with_layout
 from megatron.models.plan import ModelPlan
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
 from megatron.parallel.pipeline.simulate import Course, Times, time_table
@@ -226,7 +226,7 @@ def pipeline_rows(
     gain = 1 - pipeline.time(other, costs) / pipeline.time(counts, costs)
     if gain >= _WORTH_SAYING:
         layout = layout_text(other)
-        others = " and ".join(dealing_flags(parallel))
+        others = " and ".join(distributing_flags(parallel))
         instead = f" instead of {others}" * bool(others)
         proposed = replace(config, parallel=with_layout(parallel, layout))
         memory = largest_process(proposed, plan, world_size)

@@ -1,7 +1,7 @@
 """The processes of a job: how they start, connect to each other and end.
 
-    torchrun  the launcher: torchrun with the exit code of the run
-    warm      ranks that start from a process with the script's modules
+    torchrun  the launcher: torchrun, but with the exit code of the run
+    warm      ranks forked from a process that has imported the script's modules
     launch    the rank of this process, from the launcher's variables
     process   runs one process from its start to its exit code, with its device and layout
     groups    process groups, formed once every device meets the requirements of the run
@@ -9,7 +9,7 @@
     crashes   a record of the run's failures, which ends crash loops
     faults    faults that are injected into a process on purpose
     watchdog  reports why a run hangs, and ends all processes when one hangs or fails
-    hang_files  the view of a hang, in files
+    hang_files  files that record what every rank was doing in a hang
 
 Training, inference, tasks and tools start their processes here.
 """

@@ -28,7 +28,7 @@ from megatron.processes.watchdog import GRACE, Watchdog, ranks_text
 
 _CRASHED = 1  # Python's exit code after an uncaught exception
 _LOOK_SECONDS = 1.0  # between checks for the kill switch, which is often on a shared file system
-_PATIENCE = 3  # pressing Ctrl-C this many times ends the process at once
+_PATIENCE = 3  # pressing Ctrl-C this many times ends the process immediately
 
 
 def report(error: Exception, launch: Launch) -> None:
@@ -98,7 +98,7 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
     if farewell is not None:
         say_on_stderr(farewell)
     watchdog.end_within(GRACE, verdict.code, None)  # the reason has been printed
-    watchdog.let_others_hear()
+    watchdog.delay_exit()
     return SystemExit(verdict.code)
 
 

@@ -1,7 +1,7 @@
 """Faults injected into a process (`--fault-inject`), to test how a run survives them.
 
 Faults strike where the journal records what the process does next, so a run without faults executes
-no extra code. Hooks on the model's parts corrupt numbers.
+no extra code. Hooks on the model's parts corrupt values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OPERATIONS = {
     "optimizer step": "optimizer",
     "saving a checkpoint": "save",
 }
-# The highest bit of the fraction: flipping it changes a number by a quarter to a half.
+# The highest bit of the fraction: flipping it changes a value by a quarter to a half.
 _FLIPPED = {
     torch.float32: (torch.int32, 22),
     torch.bfloat16: (torch.int16, 6),
@@ -96,7 +96,7 @@ class FaultyJournal(Journal):
         self._since, self._waited = time.monotonic(), 0.0
 
     def begin_wait(self, transfer: Transfer) -> None:
-        """Record that the process is waiting, which a slow rank does no longer than others."""
+        """Record that the process is waiting. The waits of a slow rank are not prolonged."""
         super().begin_wait(transfer)
         self._waits_since = time.monotonic()
 
@@ -113,7 +113,7 @@ class FaultyJournal(Journal):
         self._waited += time.monotonic() - self._waits_since
 
     def _stretch(self) -> None:
-        """Prolong the operation that ends, if a fault slows it down by a factor."""
+        """Prolong the operation that is ending, if a fault slows it down by a factor."""
         if self._factor > 1.0:
             if self._marks is not None:
                 torch.accelerator.synchronize()
@@ -121,13 +121,13 @@ class FaultyJournal(Journal):
             time.sleep(max(0.0, own) * (self._factor - 1.0))
 
     def attach(self, parts: list[nn.Module]) -> None:
-        """Let faults corrupt numbers in these parts of the model."""
+        """Attach the faults that corrupt values to these parts of the model."""
         self._parts = parts
         for part in parts:
             part.register_forward_hook(self._damage_output)
 
     def _due(self, point: str, *, in_hook: bool = False) -> list[Fault]:
-        """Return the faults that strike now, and remove those that strike only once."""
+        """Return the faults that are due, and remove those that strike only once."""
         due = []
         for fault in list(self._faults):
             is_slow, damages = fault.kind == "slow", fault.kind in _DAMAGES
@@ -172,7 +172,7 @@ class FaultyJournal(Journal):
 
 
 def attach_faults(journal: Journal, parts: list[nn.Module]) -> None:
-    """Let the faults of this process, if it has any, corrupt numbers in its model."""
+    """Attach this process's faults, if any, to its model, so that they can corrupt values."""
     if isinstance(journal, FaultyJournal):
         journal.attach(parts)
 
@@ -185,7 +185,7 @@ def _end(kind: str) -> None:
 
 
 def flip_bit(tensor: Tensor) -> None:
-    """Flip one bit of one number of a tensor in place: the highest bit of its fraction."""
+    """Flip one bit of one element of a tensor in place: the highest bit of its fraction."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     kind, bit = _FLIPPED[local.dtype]
     numbers = local.view(-1).view(kind)

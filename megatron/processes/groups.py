@@ -149,7 +149,7 @@ def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
     Args:
         launch: The ranks of this process, from the launcher.
-        timeout: How long to wait for a value that is not there yet.
+        timeout: How long to wait for a value that has not been set yet.
     """
     if launch.world_size == 1:
         return dist.HashStore()
@@ -222,7 +222,7 @@ def refuse_together(
 
 
 def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
-    """Return one line per unmet requirement, which names the ranks that fail it unless all do.
+    """Return one line per unmet requirement, naming the ranks that fail it unless all do.
 
     If only some processes have a GPU, return a single line that says so, because the other problems
     follow from it.

@@ -1,4 +1,4 @@
-"""The view of a hang: what every rank was doing, in files that `megatron health --hang` shows.
+"""Files that record what every rank was doing in a hang, shown by `megatron health --hang`.
 
 When a run ends because of a hang, the process that explains it writes the last state of every rank,
 and every process that still runs writes its own stacks. A stopped process writes nothing: the
@@ -34,7 +34,7 @@ _SHOWN = 5  # unfinished collectives of a device
 
 @dataclass(frozen=True)
 class HangFiles:
-    """The files of a process.
+    """The files in which a process records a hang.
 
     Attributes:
         folder: The folder that all ranks write to. It need not exist.
@@ -62,7 +62,7 @@ class HangFiles:
         """Write this process's stacks. If the disk fails, write nothing.
 
         Args:
-            reason: The first line of the report, which tells this hang from earlier ones.
+            reason: The first line of the report, which distinguishes this hang from earlier ones.
         """
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         main = threading.main_thread().ident
@@ -93,7 +93,7 @@ def stack_of(frame: FrameType) -> list[str]:
 def _unfinished_collectives() -> list[str]:
     """Return the collectives that the device has not finished, from PyTorch's flight recorder.
 
-    It exists on GPUs, and records if --flight-recorder-dump-path is given.
+    The recorder exists only on GPUs, and records only if --flight-recorder-dump-path is given.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None:
@@ -111,10 +111,10 @@ def _unfinished_collectives() -> list[str]:
 
 
 def hang_view(folder: Path, *, stacks: bool = False) -> str:
-    """Return the table of a hang: who waits for what, and who is missing.
+    """Return the table of a hang: which ranks wait, for what, and which are missing.
 
     Args:
-        folder: The folder of the files, or that of the checkpoints, whose folder `hang` has them.
+        folder: The folder of the files, or the checkpoint folder whose subfolder `hang` holds them.
         stacks: Whether all threads' stacks follow.
 
     Raises:
@@ -166,7 +166,7 @@ def _table(
                 others = [other for other in state.wait.ranks if other != rank]
                 waits += f" with {ranks_text(others)}"
             absent = absent_ranks(state, rank, states, silent) - {rank}
-            absent = absent - waiting or absent  # those that wait too are not the cause
+            absent = absent - waiting or absent  # ranks that also wait are not the cause
             missing = ranks_text(absent) if absent else "none"
         else:
             what = "runs"
@@ -194,7 +194,7 @@ def _stacks(own: Mapping[int, dict[str, Any]]) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return a file's content, or `None` if there is none, or none that this user may trust."""
+    """Return a file's content, or `None` if there is no file that this user may trust."""
     try:
         with open_trusted(path) as file:
             held = json.loads(file.read(_MAX_BYTES))

@@ -176,7 +176,7 @@ def name_launcher(number: signal.Signals) -> None:
 
 @contextmanager
 def searching(folders: Sequence[str]) -> Iterator[None]:
-    """Let Python processes that are started in this block also look for modules in `folders`."""
+    """Make Python processes that are started in this block also search `folders` for modules."""
     before = os.environ.get(_SEARCHED_ENV)
     os.environ[_SEARCHED_ENV] = os.pathsep.join([*folders, *filter(None, [before])])
     try:
@@ -186,7 +186,7 @@ def searching(folders: Sequence[str]) -> Iterator[None]:
 
 
 def restore_search(folders: str | None) -> None:
-    """Let Python processes look for modules in these folders again; `None` if none are set."""
+    """Restore the folders that Python processes search for modules; `None` removes all."""
     os.environ.pop(_SEARCHED_ENV, None)
     if folders is not None:
         os.environ[_SEARCHED_ENV] = folders
@@ -263,7 +263,7 @@ def check_meeting_place(world_size: int) -> None:
 
 
 def record_collectives(entries: int) -> None:
-    """Let PyTorch's flight recorder keep the last collectives of NCCL, for `hang_files`."""
+    """Make PyTorch's flight recorder keep NCCL's latest collectives, for `hang_files`."""
     for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):  # by version
         os.environ.setdefault(name, str(entries))
 

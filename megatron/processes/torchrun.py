@@ -29,7 +29,7 @@ _HELP = """usage: python -m megatron.processes.torchrun [flags of torchrun] FILE
 
 Start processes as torchrun does. Unlike torchrun, exit with the code of the run, and leave the
 processes time to save on SIGTERM. `torchrun --help` lists the flags."""
-# Signals on which torchrun ends at once. By default it also does so on SIGTERM.
+# Signals on which torchrun ends immediately. By default it also does so on SIGTERM.
 _SIGNALS = "SIGINT,SIGHUP,SIGQUIT,SIGUSR2"
 
 
@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         signal's number; the ranks then had 30 seconds to save.
     """
     given = list(sys.argv[1:] if words is None else words)
-    if given[:1] in (["-h"], ["--help"]):  # torchrun's own imports torch
+    if given[:1] in (["-h"], ["--help"]):  # torchrun's own help imports torch
         print(_HELP)
         return 0
     asked = threading.Event()
@@ -80,13 +80,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Drop the position in torchrun's own code from its report that a rank has ended."""
+    """Remove the position in torchrun's own code from its report that a rank has ended."""
     record.exc_info = None
     return True
 
 
 def _pass_on(asked: threading.Event, number: int, frame: object) -> None:
-    """Pass a signal on to the ranks and note that, or exit if none has been started."""
+    """Pass a signal on to the ranks and record that, or exit if no rank has been started."""
     asked.set()
     started = ranks()
     if not started:

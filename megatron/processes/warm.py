@@ -1,9 +1,9 @@
-"""Ranks that start from a process which has imported the script's modules, so that they need not.
+"""Ranks that are forked from a process which has already imported the script's modules.
 
 Importing PyTorch and this package takes seconds, on all cores if a machine has many ranks, and a
-restart would pay for it every time. Our launcher therefore lets Python's fork server import the
-modules once. Each rank, after a restart too, is a fork of that server and runs the script as
-`python` would. The server has no threads, groups or devices, so a fork of it is sound.
+restart would pay for it every time. Our launcher therefore has Python's fork server import the
+modules once. Each rank, also after a restart, is a fork of that server and runs the script as
+`python` would. The server has no threads, groups or devices, so it is safe to fork.
 
 torchrun runs this file in the forked process, with the script and its arguments.
 """
@@ -34,7 +34,8 @@ _SCRIPT, _MODULE = "script", "module"
 def start_warm(arguments: argparse.Namespace) -> None:
     """Change torchrun's arguments so that ranks are forks of a server, and start the server.
 
-    Nothing changes if the run is not restarted, or if it runs another program than Python's.
+    Nothing changes if the run is not restarted, or if it runs something other than a Python file or
+    module.
 
     Args:
         arguments: torchrun's parsed arguments.
@@ -43,7 +44,7 @@ def start_warm(arguments: argparse.Namespace) -> None:
         return
     name, kind = arguments.training_script, _MODULE if arguments.module else _SCRIPT
     source = _source_of(name, kind)
-    if source is None:  # torchrun's ranks say so
+    if source is None:  # the ranks report this
         return
     before = searched() or ""
     without_matrix_threads()  # the server must have no threads
@@ -95,7 +96,7 @@ def _imports_of(source: Path) -> list[str]:
     """Return the modules that a file imports before it runs anything."""
     try:
         body = ast.parse(source.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # the ranks say so
+    except (OSError, SyntaxError, ValueError):  # the ranks report this
         return []
     names = []
     for node in body:
@@ -110,7 +111,7 @@ def _run(kind: str, name: str, folders: str, words: Sequence[str]) -> None:
     """Run the script as `python` would, in this fork of the server.
 
     Raises:
-        SystemExit: The script ended with another code than 0.
+        SystemExit: The script ended with a code other than 0.
     """
     done = threading.Event()
     threading.Thread(target=_follow_launcher, args=(done,), daemon=True).start()
@@ -136,10 +137,10 @@ def _run(kind: str, name: str, folders: str, words: Sequence[str]) -> None:
 
 
 def _follow_launcher(done: threading.Event) -> None:
-    """End this process once the launcher has ended, which otherwise nobody would notice.
+    """End this process once the launcher has ended, which nothing else would notice.
 
-    A rank that trains saves and exits, as on any SIGTERM. torchrun lets one that is done wait until
-    all others are.
+    A rank that trains saves and exits, as on any SIGTERM. torchrun makes a rank that is done wait
+    until all the others are.
     """
     launcher = parent_process()
     assert launcher is not None, "torchrun starts this process"

@@ -315,7 +315,7 @@ class Watchdog:
         self._due = _Due(min(ends, self._due.time) if self._due else ends, code, text)
 
     def begin_end(self) -> None:
-        """Let the clock watch the end of the process groups, unless a deadline is already set."""
+        """Have the clock watch the end of the process groups, unless a deadline is already set."""
         if self._due is None:
             limit = f"{self._seconds:g} s (--distributed-timeout-minutes {self._seconds / 60:g})"
             text = f"[rank {self._rank}] error: hang: the run is over, but its process groups did "
@@ -356,7 +356,7 @@ class Watchdog:
             continue
         return (self._verdict, self._has_won) if self._verdict is not None else (own, True)
 
-    def let_others_hear(self) -> None:
+    def delay_exit(self) -> None:
         """Delay the exit of rank 0 if the store may end with it or with its launcher."""
         if self._rank == 0 and not self._is_mute and not self._launch.store_stays:
             time.sleep(_LINGER)
@@ -367,7 +367,7 @@ class Watchdog:
             self._store.set(f"process/{self._rank}", f"{os.getpid()} {_process_namespace()}")
             while not self._stopped.is_set():
                 self._publish()
-                if not self._knows():
+                if not self._has_verdict():
                     if self._claim is not None:
                         self._announce(self._claim)
                     elif self._is_hanging:
@@ -381,7 +381,7 @@ class Watchdog:
         self._beat += 1
         self._store.set(f"state/{self._rank}", self._state().to_text())
 
-    def _knows(self) -> bool:
+    def _has_verdict(self) -> bool:
         """Return whether there is a verdict. If another rank announced a hang, end this process."""
         if self._verdict is None and self._store.check(["verdict"]):
             verdict = self._verdict = Verdict(**json.loads(self._store.get("verdict")))
@@ -390,18 +390,18 @@ class Watchdog:
             if verdict.rank != self._rank and verdict.code == HangError.exit_code:
                 if self._files is not None:
                     self._files.write_own(verdict.reason)
-                self.let_others_hear()
+                self.delay_exit()
                 self._leave(verdict.code, self.farewell(verdict))
         self._answered = time.monotonic()
         return self._verdict is not None
 
     def _announce(self, claim: _Claim) -> None:
         silent = self._survey()[1] if claim.about_another else frozenset[int]()
-        if not self._knows():
-            self._has_won = self._judge(claim.code, claim.reason(silent), silent)
-            self._knows()
+        if not self._has_verdict():
+            self._has_won = self._publish_verdict(claim.code, claim.reason(silent), silent)
+            self._has_verdict()
 
-    def _judge(self, code: int, reason: str, missing: frozenset[int]) -> bool:
+    def _publish_verdict(self, code: int, reason: str, missing: frozenset[int]) -> bool:
         """Publish this verdict unless there is one already, and return whether it was published."""
         is_first = self._store.add("verdicts", 1) == 1
         if is_first:
@@ -418,7 +418,7 @@ class Watchdog:
             return
         states, silent = self._survey()
         missing, report = explain(states, silent, self._seconds)
-        if self._judge(HangError.exit_code, report.splitlines()[0], missing):
+        if self._publish_verdict(HangError.exit_code, report.splitlines()[0], missing):
             say_on_stderr(f"error: {report}")
             if self._files is not None:
                 self._files.write_report(report, states, silent)
@@ -434,7 +434,7 @@ class Watchdog:
         """
         before, ends = self._states(), time.monotonic() + _SILENCE
         ended = frozenset[int]()
-        while time.monotonic() < ends and not self._knows():
+        while time.monotonic() < ends and not self._has_verdict():
             self._publish()  # another rank may be surveying too
             time.sleep(BEAT / 4)
             seen, ended = ended, self._ended_here()
@@ -502,9 +502,9 @@ class Watchdog:
         """
         while not self._stopped.wait(BEAT / 4):
             with suppress(Exception):  # for example, memory ran out; the next check may succeed
-                self._look()
+                self._check_time()
 
-    def _look(self) -> None:
+    def _check_time(self) -> None:
         """End this process if its time is up, or raise the alarm if it has waited for too long.
 
         While the store does not answer, the main thread counts as waiting, whatever it is doing.
@@ -565,14 +565,14 @@ class Watchdog:
 
 
 def _process_namespace() -> str:
-    """Return what distinguishes this process's ids from those inside other containers."""
+    """Return the namespace of this process's id, which differs between containers."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether a process of this machine has not ended, even if nobody has waited for it."""
+    """Return whether a process on this machine is running. A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

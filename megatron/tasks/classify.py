@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.command import say
-from megatron.data.sample import Sample, SampleDataset, filled_up
+from megatron.data.sample import Sample, SampleDataset, pad_to
 from megatron.data.text_input import load_line
 from megatron.errors import DataError
 from megatron.tasks.target import Target
@@ -243,9 +243,9 @@ class TextSamples:
         if len(ids) > self._length:
             ids, types = [*ids[: self._length - 1], tokenizer.sep], types[: self._length]
         return (
-            filled_up(ids, self._length, tokenizer.pad),
-            filled_up(types, self._length, 0),
-            filled_up([1] * len(ids), self._length, 0),
+            pad_to(ids, self._length, tokenizer.pad),
+            pad_to(types, self._length, 0),
+            pad_to([1] * len(ids), self._length, 0),
         )
 
 
@@ -295,7 +295,7 @@ class _OfLength:
         return self._length
 
 
-class FilledUp(_OfLength):
+class Padded(_OfLength):
     """A dataset padded to `length` by repetitions of its first sample, each with its own `id`.
 
     Args:

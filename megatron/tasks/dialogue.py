@@ -69,7 +69,7 @@ _NO_MODEL = {
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Write texts or measure them, and return the exit code. All processes call it.
+    """Generate texts or evaluate them, and return the exit code. All processes call it.
 
     Raises:
         UserError: A flag, the checkpoint or a file must be changed.
@@ -217,7 +217,7 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, part: SampleFile 
 
 
 def _line(text: str) -> str:
-    """Return the text up to the first line feed, as a single line for any reader of files."""
+    """Return the text up to the first line feed, without characters that may end a line."""
     return text.partition("\n")[0].replace("\r", " ").strip()
 
 
@@ -235,7 +235,7 @@ def _begin_output(options: TaskConfig, own: DialogueConfig) -> None:
 
 
 def _open_part(own: DialogueConfig) -> SampleFile:
-    """Open the file of the lines so far and their prompts, which an interrupted run leaves."""
+    """Open the file that an interrupted run leaves, with the lines so far and their prompts."""
     path = _output_path(own)
     part = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
     if part.done:
@@ -267,7 +267,7 @@ def _write_lines(own: DialogueConfig) -> None:
 
 
 def read_prompts(own: DialogueConfig) -> list[str]:
-    """Return the prompt for each dialogue: the examples, and the beginning of another one.
+    """Return the prompt for each dialogue: the examples, followed by the beginning of another one.
 
     Raises:
         ConfigError: NLTK's Punkt, which response prompts need, is not installed.
@@ -297,7 +297,7 @@ def read_prompts(own: DialogueConfig) -> list[str]:
 
 
 def _lines(flag: str, path: str) -> list[str]:
-    """Return the lines of a file, split as Python splits them, without line endings."""
+    """Return the lines of a file, without line endings."""
     text = read_text(path, flag)
     return text.removesuffix("\n").split("\n") if text else []
 
@@ -405,7 +405,7 @@ def ask_server(url: str, length: int, text: str) -> str:
 
 
 def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:
-    """Print Megatron-LM's line and a table, write --results if given, and return the numbers.
+    """Print Megatron-LM's line and a table, write --results if given, and return the metrics.
 
     Raises:
         DataError: The files cannot be read or do not match.

@@ -36,7 +36,7 @@ from megatron.tasks.table import PROGRAM, flags_elsewhere
 
 _MICRO_BATCH = 8  # the default micro-batch size
 _READS = {"training.micro_batch_size", "data.seq_length", "logging.log_interval"}
-# Further fields that evaluations with --retro-workdir read.
+# Additional fields that evaluations with --retro-workdir read.
 _DATA_READS = frozenset({"data.data_path", "data.split", "data.data_cache_path"})
 
 

@@ -27,7 +27,7 @@ from megatron.models.plan import HeadSpec
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
-from megatron.tasks.classify import Epochs, Example, FilledUp, Repeated, TextSamples
+from megatron.tasks.classify import Epochs, Example, Padded, Repeated, TextSamples
 from megatron.tasks.results import (
     Numbers,
     TaskProgress,
@@ -188,7 +188,7 @@ class Finetuning(Extras):
         recipe: The recipe to train.
         pretrained: The folder of the pretrained checkpoint, or `None` for random weights.
         valid: The examples to evaluate on, by file.
-        epoch_ends: The numbers of the updates that end an epoch. Empty without training.
+        epoch_ends: The updates, counted from 1, that end an epoch. Empty without training.
         options: The flags that determine where results are written.
 
     Attributes:
@@ -317,7 +317,7 @@ class AtEpochsEnd(Callback):
     """Evaluation after each epoch.
 
     Args:
-        ends: The numbers of the updates that end an epoch.
+        ends: The updates, counted from 1, that end an epoch.
         evaluate: The function that evaluates. All processes call it.
     """
 
@@ -341,7 +341,7 @@ def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> G
     run.optimizer.wait_for_weights()
     each = run.batches.samples_per_pass
     passes_needed = -(-len(dataset) // each)
-    filled = FilledUp(dataset, passes_needed * each)
+    filled = Padded(dataset, passes_needed * each)
     batches = batches_from(run, filled, consumed=0)
     guesses = torch.zeros(len(filled), device=run.device.torch_device)
     looks = torch.zeros_like(guesses)

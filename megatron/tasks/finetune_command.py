@@ -193,7 +193,7 @@ def parse(
             rules=[
                 *(rule for rule in RULES if rule not in (*LATE_RULES, *PRETRAINING_RULES)),
                 _required,
-                own_order,
+                refuse_pretraining_flags,
             ],
             reads=reads,
             check_extra=check,
@@ -256,7 +256,7 @@ def with_length(
 
 
 def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
-    """Return the numbers of the updates that train on the last sample of an epoch.
+    """Return the updates, counted from 1, that train on the last sample of an epoch.
 
     Samples that do not fill a batch are combined with the first samples of the next epoch.
     """
@@ -352,7 +352,7 @@ def _required(config: RunOptions, world_size: int) -> Iterator[str]:
         yield from rules_data.tokenizer(config, world_size)
 
 
-def own_order(config: RunOptions, world_size: int) -> Iterator[str]:
+def refuse_pretraining_flags(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield errors about flags that only make sense in pretraining.
 
     Args:

@@ -42,9 +42,9 @@ class Prepared:
 
     Attributes:
         samples: The samples to score.
-        summarize: A function that computes the task's numbers from the scores.
+        summarize: A function that computes the task's metrics from the scores.
         data: A description of the data.
-        headline: The numbers in the line that Megatron-LM prints, with Megatron-LM's names.
+        headline: The metrics in the line that Megatron-LM prints, with Megatron-LM's names.
     """
 
     samples: list[Sample]
@@ -131,7 +131,7 @@ def prepare_perplexity(
             "loss": total / tokens,
             "perplexity": _exp(total / tokens),
             "word perplexity": _exp(total / max(1, words)),
-            "bits a byte": total / math.log(2) / size,
+            "bits per byte": total / math.log(2) / size,
             "documents": documents,
             "words": words,
             "tokens": tokens,
@@ -282,7 +282,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 
 
 def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
-    """Load the model, score the data, report, and return the numbers. All processes call it."""
+    """Load the model, score the data, report, and return the metrics. All processes call it."""
     config = parsed.config
     options, own = parsed.extra
     assert config.checkpoint.load is not None

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 TASK = "PERPLEXITY"
 _EMPTY = ", no neighbors"
-_MEASURES = ("loss", "perplexity")  # the numbers that are reported for each kind of neighbors
+_MEASURES = ("loss", "perplexity")  # the metrics that are reported for each kind of neighbors
 # The neighbors that the model reads, by the words that are appended to a number's name.
 _READ: dict[str, Callable[[NeighborRows], NeighborRows]] = {
     "": lambda table: table,
@@ -65,7 +65,7 @@ class _Scored(NamedTuple):
         rows: The start and end (exclusive) of each sample's chunks in the table.
         table: The correct neighbors of the chunks.
         texts: The tokens of neighbors.
-        summarize: A function that computes numbers, including "loss" and "perplexity".
+        summarize: A function that computes metrics, including "loss" and "perplexity".
         data: A description of the data.
     """
 
@@ -83,7 +83,7 @@ def evaluate_neighbors(
     layout: Layout,
     prepare: Callable[[Tokenizer, int], Prepared] | None,
 ) -> Numbers:
-    """Score the samples three times, report, and return the numbers. All processes call it.
+    """Score the samples three times, report, and return the metrics. All processes call it.
 
     Args:
         parsed: The command line.
@@ -138,7 +138,7 @@ def evaluate_neighbors(
 
 
 def _validation(loaded: Loaded, most: int | None) -> _Scored:
-    """Return the first `most` validation samples of the working folder; all if it is `None`."""
+    """Return the first `most` validation samples of the working folder. `None` returns all."""
     config = loaded.config
     dataset = validation_samples(config, loaded.tokenizer, loaded.layout)
     count = min(most or len(dataset), len(dataset))
@@ -164,7 +164,7 @@ def _validation(loaded: Loaded, most: int | None) -> _Scored:
 def _with_neighbors(
     prepared: Prepared, loaded: Loaded, device: Device, embedder: str | None
 ) -> _Scored:
-    """Find the neighbors for the samples of any texts. Each process handles a share of the chunks.
+    """Find the neighbors of samples made from any texts. Each process handles some of the chunks.
 
     Raises:
         UserError: No text has a whole chunk, or the working folder must be changed.

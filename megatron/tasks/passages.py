@@ -253,7 +253,7 @@ def holds_words(text: str, answers: Sequence[str]) -> bool:
 
 
 def holds_pattern(text: str, answers: Sequence[str]) -> bool:
-    """Return whether one of the regular expressions matches in a text. Invalid ones are ignored."""
+    """Return whether a regular expression matches within a text. Invalid ones are ignored."""
     text = unicodedata.normalize("NFD", text)
     for answer in answers:
         try:

@@ -1,4 +1,4 @@
-"""A task's progress, and its numbers as a table, as Megatron-LM's line and as JSON."""
+"""A task's progress, and its results as a table, as Megatron-LM's line and as JSON."""
 
 from __future__ import annotations
 

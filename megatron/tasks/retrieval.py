@@ -218,7 +218,7 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
     """Embed the passages, search them for all questions, and report. All processes call it.
 
     Returns:
-        The numbers on rank 0; empty on other ranks.
+        The metrics on rank 0; empty on other ranks.
     """
     config, (_, own, texts) = parsed.config, parsed.extra
     loaded = load_towers(config, texts.retriever_seq_length, device, layout)

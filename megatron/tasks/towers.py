@@ -41,8 +41,8 @@ from megatron.tasks.finetune_command import (
     LATE_RULES,
     PRETRAINING_RULES,
     epoch_ends,
-    own_order,
     refuse_lengths,
+    refuse_pretraining_flags,
     resumed_folder,
     with_length,
 )
@@ -76,7 +76,7 @@ class LabeledQuestion:
         text: The question, without its question mark.
         right: The passage that answers the question.
         hard: Wrong passages that look right (hard negatives), for example those that BM25 finds.
-        others: Further wrong passages.
+        others: Other wrong passages.
     """
 
     text: str
@@ -93,7 +93,7 @@ def read_labeled(path: str, flag: str, hard: int | None, others: int) -> list[La
             and `negative_ctxs`, whose passages have a `title` and a `text`.
         flag: The flag that names the file.
         hard: The number of hard negatives to keep for each question. `None` keeps all.
-        others: The number of further negatives to keep for each question.
+        others: The number of other negatives to keep for each question.
 
     Raises:
         DataError: The file cannot be read, or an entry is incomplete.
@@ -259,7 +259,7 @@ class TowersRecipe:
         self._train, self._used, self._negatives = train, used, negatives
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the names of the loss and of the fraction of questions that find their passage."""
+        """Return the names of the loss and of the accuracy of finding the passages."""
         return ("lm loss", "correct predictions")
 
     def build_part(
@@ -318,13 +318,13 @@ def score_scale(config: RunConfig) -> float:
 
 
 class TowersFinetuning(StartFromBert):
-    """The start from pretrained towers or a BERT, and the evaluation after each epoch.
+    """Initialization from pretrained towers or a BERT, and an evaluation after each epoch.
 
     Args:
         options: The flags that determine where results are written.
         pretrained: The folder of a pretrained bi-encoder, or `None`.
         valid: The questions to evaluate on, by file, with only the negatives to use.
-        ends: The numbers of the updates that end an epoch.
+        ends: The updates, counted from 1, that end an epoch.
         group: The number of questions whose passages are compared with each other.
     """
 
@@ -379,7 +379,7 @@ class TowersFinetuning(StartFromBert):
         report_results(path, content)
 
     def evaluate_all(self, run: Run) -> dict[str, Numbers]:
-        """Return the numbers of `evaluate` for each file. All processes call this method."""
+        """Return the metrics from `evaluate` for each file. All processes call this method."""
         return {path: self.evaluate(run, path) for path in self._valid}
 
     @torch.no_grad()
@@ -532,7 +532,7 @@ def parse(
             name=PROGRAM,
             extra=(TaskConfig, FinetuneConfig, TowersConfig, RetrieverTextConfig),
             find_start=find_start or _start,
-            rules=[*(rule for rule in RULES if rule not in late), own_order],
+            rules=[*(rule for rule in RULES if rule not in late), refuse_pretraining_flags],
             check_extra=check,
             elsewhere=elsewhere,
         ),

@@ -108,7 +108,7 @@ class Tokenizer(ABC):
         return self.tokenize(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of many texts, one array per text, by the tokenizer's fastest method."""
+        """Return the ids of many texts, one array per text, with the tokenizer's fastest method."""
         import numpy as np
 
         return [np.array(self.tokenize(text), np.int64) for text in texts]
@@ -118,7 +118,7 @@ class Tokenizer(ABC):
         return self.tokenize_batch(texts)
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids of `tokenize_spelled` and the range of characters that each one covers.
+        """Return the ids from `tokenize_spelled`, and the range of characters that each covers.
 
         Returns:
             The ids, and the start and end (exclusive) of each in characters, `[tokens, 2]`.
@@ -157,7 +157,7 @@ class Tokenizer(ABC):
         return f"{self.kind}:{self._digest}"
 
     def special_ids(self, *names: str) -> frozenset[int]:
-        """Return the ids of the named special tokens, without those the tokenizer lacks."""
+        """Return the ids of the named special tokens, omitting any that the tokenizer lacks."""
         return frozenset(self._special_ids[name] for name in names if name in self._special_ids)
 
     def special_id(self, name: str) -> int:
@@ -202,7 +202,7 @@ class ByteTokenizer(Tokenizer):
         return ids
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids of `tokenize_spelled` and the range of characters that each one covers."""
+        """Return the ids from `tokenize_spelled`, and the range of characters that each covers."""
         import numpy as np
 
         ids = self.tokenize_spelled(text)

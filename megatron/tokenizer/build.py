@@ -35,7 +35,7 @@ _CLASSES = {
 
 
 def files_of(config: TokenizerConfig) -> tuple[str, ...]:
-    """Return the config fields that name the chosen tokenizer's files; none if none is chosen."""
+    """Return the config fields that name the tokenizer's files, or `()` if none is chosen."""
     needs = TOKENIZER_NEEDS.get(config.tokenizer_type or "", ())
     return tuple(field for field in needs if field != "vocab_size")
 
@@ -86,10 +86,11 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: 
 
 
 def vocabulary_multiple(rows: int) -> int:
-    """Return the --make-vocab-size-divisible-by with which a network keeps its embedding's rows.
+    """Return the --make-vocab-size-divisible-by that keeps the number of rows of an embedding.
 
-    Further rows would take part in the softmax. A Hugging Face folder does not say how many entries
-    its tokenizer has: if its rows look padded, all of them count, otherwise there is no padding.
+    Additional rows would take part in the softmax. A Hugging Face folder does not say how many
+    entries its tokenizer has: if its rows look padded, all of them count, otherwise there is no
+    padding.
 
     Args:
         rows: Rows of the word embedding.
@@ -98,7 +99,7 @@ def vocabulary_multiple(rows: int) -> int:
 
 
 class NullTokenizer(Tokenizer):
-    """NullTokenizer: numbers separated by spaces, `--vocab-size` ids, and an end-of-document id.
+    """NullTokenizer: ids written as numbers below `--vocab-size`, and an end-of-document id.
 
     Raises:
         ConfigError: --vocab-size is missing or not positive.
@@ -116,7 +117,7 @@ class NullTokenizer(Tokenizer):
 
     @cached_property
     def vocab(self) -> Mapping[str, int]:
-        """The map from each number, as text, to itself."""
+        """The map from each id, written as text, to the id."""
         return {str(i): i for i in range(self.vocab_size)}
 
     def tokenize(self, text: str) -> list[int]:

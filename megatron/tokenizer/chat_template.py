@@ -56,7 +56,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}
 
     def __init__(self, environment: Environment) -> None:
-        """Begin without marks."""
+        """Start with no marks."""
         super().__init__(environment)
         self.is_used = False
         self.length = 0
@@ -102,7 +102,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _unchanged(_: Context, value: Any) -> Any:
-    """Return the value unchanged. Because it takes a context, Jinja calls it only to render."""
+    """Return the value unchanged. As it takes a context, Jinja calls it only when rendering."""
     return value
 
 
@@ -174,7 +174,7 @@ class ChatTemplate:
 
         Args:
             messages: Messages, each with a role, content and optionally a name.
-            inputs: Further variables of the template, such as `tools` and `documents`.
+            inputs: Other variables of the template, such as `tools` and `documents`.
             add_generation_prompt: Whether the text ends with the beginning of the model's answer.
 
         Raises:
@@ -193,7 +193,7 @@ class ChatTemplate:
 
         Args:
             messages: Messages, each with a role, content and optionally a name.
-            inputs: Further variables of the template, such as `tools` and `documents`.
+            inputs: Other variables of the template, such as `tools` and `documents`.
             add_generation_prompt: Whether the text ends with the beginning of the model's answer.
 
         Raises:
@@ -235,7 +235,7 @@ class Chat(NamedTuple):
 
     Attributes:
         messages: The messages, as the template reads them.
-        inputs: Further variables of the template, such as `tools`.
+        inputs: Other variables of the template, such as `tools`.
         prompt: The number of leading messages that form the prompt. Everything after them is
             trained on. `None` means that the assistant's turns are trained on.
         untrained: The turns of the assistant to leave out of training. 0 is its first turn.

@@ -37,7 +37,7 @@ from megatron.tokenizer.files import digest
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # gigatoken never forgets a word that it has seen. It takes about 20 MB of memory after 75 MB of
 # English, but eight times the input's size for random letters. Building a fresh encoder takes
-# 0.2 s, which adds 5% of time at this interval (in characters).
+# 0.2 s, which adds 5% to the time at this interval (in characters).
 _FORGET_AFTER = 256 << 20
 
 

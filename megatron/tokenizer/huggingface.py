@@ -49,7 +49,7 @@ class HuggingFaceTokenizer(Tokenizer):
         path = _find_file(config.tokenizer_model or "")
         file = VocabularyFile.read("--tokenizer-model", str(path))
         make = partial(Pipeline.from_str, file.text())
-        self._tokenizer = Library(file, "a tokenizer.json of Hugging Face", make)
+        self._tokenizer = Library(file, "a Hugging Face tokenizer.json", make)
         # A corpus is never truncated or padded, even if the file asks for it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -94,7 +94,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids of `tokenize_spelled` and the range of characters that each one covers."""
+        """Return the ids from `tokenize_spelled`, and the range of characters that each covers."""
         import numpy as np
 
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
@@ -133,7 +133,7 @@ def _find_file(given: str) -> Path:
     if path.is_dir():
         path /= "tokenizer.json"
     elif not path.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given):
-        from huggingface_hub import try_to_load_from_cache  # only looks; `tokenizers` requires it
+        from huggingface_hub import try_to_load_from_cache  # offline; `tokenizers` requires it
         from huggingface_hub.utils import HFValidationError
 
         with contextlib.suppress(HFValidationError):

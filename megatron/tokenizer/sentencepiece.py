@@ -75,7 +75,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return {**ids, "eod": ids["eos"]} if "eos" in ids else ids
 
     def _own_ids(self) -> dict[str, int]:
-        """Return the model's ids of `pad`, `bos` and `eos`, without those it lacks."""
+        """Return the model's ids of `pad`, `bos` and `eos`, omitting any that it lacks."""
         model = self._model
         ids = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
         return {name: index for name, index in ids.items() if index >= 0}
@@ -102,7 +102,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return list(self.tokenize_spans(text)[0])
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids of `tokenize_spelled` and the range of characters that each one covers.
+        """Return the ids from `tokenize_spelled`, and the range of characters that each covers.
 
         The parts between special tokens are tokenized as in `transformers` 5. The model puts a
         space before the text, and also before each part if tokenizer_config.json has

@@ -17,7 +17,7 @@ _MESSAGES = [{"role": "user", "content": "No?"}, {"role": "assistant", "content"
 
 
 def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that ends the assistant's turn, or `None` if no single one does.
+    """Return the id of the token that ends the assistant's turn, or `None` if no single token does.
 
     The template is not trusted, so it is rendered in a separate process with a time limit.
 

@@ -183,7 +183,7 @@ def _has_chinese(text: str) -> bool:
 
 
 def _parse_vocab(file: VocabularyFile, required: Sequence[str], wanted: str) -> dict[str, int]:
-    """Return the number of each entry, after checking that the required ones are present."""
+    """Return the id of each entry, after checking that the required entries are present."""
     vocab = file.entries()
     missing = [entry for entry in required if entry not in vocab]
     if missing:

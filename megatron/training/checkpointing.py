@@ -28,10 +28,10 @@ from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import STATES, Snapshot, write_checkpoint
 from megatron.command import say
 from megatron.config import RunConfig
-from megatron.config.adapters import ADAPTER_FIELDS, is_of_adapter, plain_network
+from megatron.config.adapters import ADAPTER_FIELDS, is_adapter_parameter, plain_network
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
-from megatron.config.retro import is_of_retrieval
+from megatron.config.retro import is_retriever_parameter
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.data.text_stream import load_places, save_places
 from megatron.errors import CheckpointError, ConfigError
@@ -548,15 +548,15 @@ def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...
         )
     state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
     model, held = run.config.model, reader.names()
-    if model.retro_add_retriever and not any(map(is_of_retrieval, held)):
+    if model.retro_add_retriever and not any(map(is_retriever_parameter, held)):
         anew = (*anew, "the layers that read neighbors")
-        state = {name: entry for name, entry in state.items() if not is_of_retrieval(name)}
+        state = {name: entry for name, entry in state.items() if not is_retriever_parameter(name)}
     if model.reward_head and not any(name.startswith(_SCORE) for name in held):
         anew = (*anew, _SCORE)
         state = {name: entry for name, entry in state.items() if not name.startswith(_SCORE)}
-    if model.lora_rank is not None and not any(map(is_of_adapter, held)):
+    if model.lora_rank is not None and not any(map(is_adapter_parameter, held)):
         anew = (*anew, _ADAPTERS)
-        state = {name: entry for name, entry in state.items() if not is_of_adapter(name)}
+        state = {name: entry for name, entry in state.items() if not is_adapter_parameter(name)}
     return anew, state
 
 

@@ -207,7 +207,7 @@ def _turn(tensors):
         (_exchange, r"rank_00000(_\d)?.safetensors: holds .* where manifest.json says F32 .* at"),
         (
             lambda t: t.update({"model.a": t.pop(FORGED)}),
-            r"no tensor of this name where .*: model.a",
+            r"no tensor with this name where .*: model.a",
         ),
         (lambda t: t[FORGED].update(dtype="I32"), r"holds F32 \[32, 8\] at .* says I32 \[32, 8\]"),
         (_turn, r"holds F32 \[32, 8\] at byte \d+ where manifest.json says F32 \[8, 32\]"),

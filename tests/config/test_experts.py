@@ -149,12 +149,12 @@ RULES = [
     (
         f"{MIXTURE} --moe-router-num-groups 2",
         1,
-        ["--moe-router-num-groups and --moe-router-group-topk need each other: give both"],
+        ["--moe-router-num-groups and --moe-router-group-topk must be combined: give both"],
     ),
     (
         f"{MIXTURE} --moe-router-group-topk 2",
         1,
-        ["--moe-router-num-groups and --moe-router-group-topk need each other: give both"],
+        ["--moe-router-num-groups and --moe-router-group-topk must be combined: give both"],
     ),
     (
         f"{MIXTURE} --moe-router-num-groups 3 --moe-router-group-topk 1",

@@ -35,7 +35,7 @@ def test_each_loss_is_weighed_by_its_share_of_the_factor():
         ("--mtp-num-layers 1 --lora-rank 2 --load x --finetune", "cannot be combined with --lora"),
         ("--mtp-num-layers 1 --teacher-load x", "cannot be combined with distillation"),
         ("--mtp-num-layers 1 --ckpt-format legacy --save x", "target of --ckpt-format legacy"),
-        ("--mtp-num-layers 1 --mtp-use-repeated-layer", "a layer of its own"),
+        ("--mtp-num-layers 1 --mtp-use-repeated-layer", "its own layer"),
         ("--mtp-num-layers 1 --mtp-standalone", "on the last pipeline stage"),
         ("--mtp-num-layers 1 --mtp-hybrid-override-pattern M", "like the model's last layer"),
         ("--mtp-num-layers 1 --mtp-detach-heads", "train the whole network"),

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
 from megatron.data.mock import MockDataset
-from megatron.data.sample import Sample, SampleDataset, filled_up
+from megatron.data.sample import Sample, SampleDataset, pad_to
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class MirrorDataset:
         document = int(np.random.default_rng([self.seed, i]).integers(*self.part.bounds))
         tokens = self.part.data.get(document)[: (self.seq_length + 1) // 2]
         mirrored = np.concatenate([tokens, tokens[::-1]])
-        return {"text": filled_up(mirrored, self.seq_length + 1, 0), "id": i}
+        return {"text": pad_to(mirrored, self.seq_length + 1, 0), "id": i}
 
 
 def build_mirror_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:

@@ -128,7 +128,7 @@ def test_a_run_of_the_program_resumes(tmp_path: Path, capsys: pytest.CaptureFixt
         ([{"prompt": "1", "completion": " 2"}], "'label' is null: write true"),
         ([{"prompt": "1", "completion": " 2", "label": 1}], "write true for a desirable answer"),
         ([{"text": "1 2"}], "a text record, but this run needs"),
-        (LABELLED[:1], "one answer, but KTO compares answers with those to other prompts"),
+        (LABELLED[:1], "one answer, but KTO also needs answers to other prompts"),
     ],
 )
 def test_records_that_kto_cannot_use_are_named(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import NativeReader
-from megatron.config.adapters import is_of_adapter
+from megatron.config.adapters import is_adapter_parameter
 from megatron.config.generation import SamplesConfig, ServerConfig, sample_problems, server_problems
 from megatron.config.parser import Program
 from megatron.config.run import RunConfig
@@ -355,7 +355,7 @@ def test_a_damaged_adapter_is_refused(saved: Saved, tmp_path: Path) -> None:
     folder = shutil.copytree(saved.folders["all"], tmp_path / "copy")
     reader = open_root(folder, verify=False)
     assert isinstance(reader, NativeReader)
-    name = next(name for name in reader.names() if is_of_adapter(name))
+    name = next(name for name in reader.names() if is_adapter_parameter(name))
     (piece,) = reader.manifest.tensors[name].pieces
     path = reader.path / piece.file
     data = bytearray(path.read_bytes())

@@ -68,7 +68,7 @@ def test_documents_of_a_corpus_do_not_see_each_other(toy):
     assert numbers["tokens"] == sum(len(tokens) - 1 for tokens in documents)
     assert numbers["loss"] == pytest.approx(expected / numbers["tokens"], rel=1e-5)
     size = sum(len(text) for text in PASSAGES)
-    assert numbers["bits a byte"] == pytest.approx(expected / math.log(2) / size, rel=1e-5)
+    assert numbers["bits per byte"] == pytest.approx(expected / math.log(2) / size, rel=1e-5)
 
 
 LAYOUTS = [

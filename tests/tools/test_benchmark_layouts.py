@@ -196,7 +196,7 @@ def test_mistakes_in_a_plan_name_file_and_line(tmp_path, capsys):
     assert main(["--plan", str(tmp_path / "none"), "--list"]) != 0
     assert "cannot be read" in capsys.readouterr().err
     assert main(["--plan", str(plan), "--model", "toy", "--list"]) == 9
-    assert "--model and --plan exclude each other" in capsys.readouterr().err
+    assert "--model and --plan cannot be combined" in capsys.readouterr().err
     assert main(["--plan", str(plan), "--data-path", "x", "--processes", "1"]) == 9
     assert "are for --model" in capsys.readouterr().err
 

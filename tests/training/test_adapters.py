@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron.config.adapters import is_of_adapter
+from megatron.config.adapters import is_adapter_parameter
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import open_existing
 from megatron.kernels.grouped import Grouping
@@ -44,7 +44,7 @@ def test_only_adapters_are_trained_and_the_model_starts_as_it_was():
     begun, _ = train_toy(Layout.single(), NETWORK.split())
     assert recorder.values("lm loss")[0] == begun.values("lm loss")[0]
     trained = {name: p for name, p in run.named_parameters() if name not in weights}
-    assert all(map(is_of_adapter, trained))
+    assert all(map(is_adapter_parameter, trained))
     states = {name.rpartition(".")[0] for name in run.optimizer.named_tensors()}
     assert set(trained) == states
     assert len(trained) == 4 * 7 * 2
@@ -118,7 +118,7 @@ def test_adapters_of_a_trained_model(tmp_path):
     magnitude = here["layers.0.mlp.up.adapter.up.magnitude"]
     torch.testing.assert_close(magnitude, up.norm(dim=1))
     for masters in run.optimizer.named_tensors():
-        assert is_of_adapter(masters)
+        assert is_adapter_parameter(masters)
     with pytest.raises(
         CheckpointError, match="(?s)--lora-rank is 4 here.*--finetune adds adapters"
     ):
@@ -147,7 +147,7 @@ def test_a_mixture_has_adapters_outside_its_experts():
     begun = {n: p.detach().clone() for n, p in _build(flags).named_parameters()}
     _, run = train_toy(Layout.single(), flags.split())
     changed = {n for n, p in run.named_parameters() if not p.equal(begun[n])}
-    assert changed == {n for n in begun if is_of_adapter(n)}
+    assert changed == {n for n in begun if is_adapter_parameter(n)}
     assert "layers.0.mlp.shared.up.adapter.gate.b" in changed
 
 
@@ -161,7 +161,7 @@ def test_experts_have_adapters():
     plain, _ = train_toy(Layout.single(), (NETWORK + MIXTURE).split())
     assert recorder.values("lm loss")[0] == plain.values("lm loss")[0]
     changed = {n for n, p in run.named_parameters() if not p.equal(begun[n])}
-    assert changed == {n for n in begun if is_of_adapter(n)}
+    assert changed == {n for n in begun if is_adapter_parameter(n)}
     shapes = {n: tuple(p.shape) for n, p in run.named_parameters()}
     up, down = (f"layers.0.mlp.experts.{name}" for name in ("up", "down"))
     *outputs, inputs = shapes[f"{up}.weight"]
@@ -277,7 +277,7 @@ def test_only_adapters_of_a_bert_and_a_t5_are_trained(kind):
     losses, _, run = _other(kind)
     assert losses[0] == plain.values("lm loss")[0]
     changed = {name for name, p in run.named_parameters() if not p.equal(before[name])}
-    assert changed == {name for name in before if is_of_adapter(name)}
+    assert changed == {name for name in before if is_adapter_parameter(name)}
     assert len({name.rpartition(".")[0] for name in changed}) == _PARTS[kind]
     assert count_adapters(run.config.model, run.plan.embedding.vocabulary) == sum(
         before[name].numel() for name in changed
@@ -294,7 +294,7 @@ def test_a_bert_and_a_t5_are_saved_resumed_and_merged(kind, tmp_path):
     again = [*words, "--load", str(tmp_path), "--ckpt-step", "3"]
     assert fingerprint(train_toy(Layout.single(), again, kind)[1]) == fingerprint(straight)
     reader = open_existing(str(tmp_path))
-    assert not any(map(is_of_adapter, reader.names()))
+    assert not any(map(is_adapter_parameter, reader.names()))
     parameters = {name: p.detach() for name, p in straight.named_parameters()}
     stack = "decoder." if kind == "t5" else ""
     name = f"{stack}layers.1.{'cross_attention.output' if kind == 't5' else 'mlp.down'}"

@@ -251,7 +251,7 @@ def test_speed_counts_the_tokens_that_were_read(capsys: pytest.CaptureFixture[st
         (
             "{} --cuda-graph-impl local",
             "--cuda-graph-impl local cannot be combined with --curriculum-schedule fixed_linear: "
-            "each length would be recorded anew: drop one of them",
+            "each length would need its own recording: drop one of them",
         ),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import NativeReader
-from megatron.config.adapters import is_of_adapter
+from megatron.config.adapters import is_adapter_parameter
 from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.inference.load import load_gpt
@@ -182,7 +182,7 @@ def test_weights_are_packed_as_they_are_loaded(
             expected = dequantize(*quantize(weights[name], "nf4"), "nf4")
             assert held[name].values().equal(expected)
             assert not parameter.requires_grad
-        elif not is_of_adapter(name):
+        elif not is_adapter_parameter(name):
             assert parameter.equal(weights[name])
 
 
@@ -197,7 +197,7 @@ def test_memory_is_that_of_the_estimate() -> None:
         assert sum(w.numel() for w in held) == count_part_matrices(run.plan, part, WeightSplit())
         others = (p for n, p in run.named_parameters() if not isinstance(p, PackedWeight))
         rest = sum(p.nbytes for p in others)
-        adapters = sum(p.nbytes for n, p in run.named_parameters() if is_of_adapter(n))
+        adapters = sum(p.nbytes for n, p in run.named_parameters() if is_adapter_parameter(n))
         largest = 2 * max(w.numel() for w in held)  # read by products, one at a time
         estimate = estimate_memory(run.config, run.plan, run.layout, 1)
         assert estimate.parameters == found + rest - adapters + largest

@@ -7,7 +7,7 @@ import h5py
 import pytest
 import torch
 
-from megatron.config.retro import is_of_retrieval
+from megatron.config.retro import is_retriever_parameter
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
 from tests.config.command import parse, problems
@@ -81,7 +81,7 @@ def test_a_gpt_becomes_a_retro(workdir, gpt, tmp_path):
     finetune = f"--load {folder} --finetune --retro-add-retriever"
     run = build_toy(Layout.single(), words(workdir, finetune), "retro")
     here = dict(run.named_parameters())
-    assert {name for name in here if not is_of_retrieval(name)} == weights.keys()
+    assert {name for name in here if not is_retriever_parameter(name)} == weights.keys()
     assert all(torch.equal(here[name], weights[name]) for name in weights)
     recorder, run = train_toy(Layout.single(), words(workdir, finetune), "retro")
     assert recorder.values("lm loss")[-1] < recorder.values("lm loss")[0]
@@ -101,7 +101,7 @@ def test_a_frozen_gpt_keeps_its_weights(workdir, gpt, tmp_path, flags):
     whole = _frozen(Layout.single(), workdir, start)
     first = build_toy(Layout.single(), words(workdir, start), "retro")
     for name, begun in first.named_parameters():
-        assert torch.equal(whole[name], begun) != is_of_retrieval(name), name
+        assert torch.equal(whole[name], begun) != is_retriever_parameter(name), name
     # It is the same when stopped and resumed on two processes.
     save = f"{start} --save {tmp_path / 'retro'} --exit-interval 3 --save-interval 3"
     run_distributed(2, _frozen, workdir, save)

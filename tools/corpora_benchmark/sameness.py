@@ -1,4 +1,4 @@
-"""Check that a corpus has the same bytes from any processes and executor, and after kills.
+"""Check that a corpus has the same bytes for any number of processes, any executor and after kills.
 
 `tools/benchmark_corpora.py --prove` calls this; nothing here measures time.
 """
@@ -93,7 +93,7 @@ def _build(words: Sequence[str], output: Path, workers: int, *more: str) -> None
 
 
 def _build_by_datatrove(words: Sequence[str], output: Path) -> None:
-    """Build with the executor of datatrove, which ours replaces."""
+    """Build with datatrove's own executor, which ours replaces."""
     from datatrove.executor.local import LocalPipelineExecutor
 
     from megatron.corpora import local
@@ -125,12 +125,12 @@ def _moments() -> list[Moment]:
 
 
 def _writes(place: str, name: str = "") -> Callable[[Path], bool]:
-    """Return a function that tells whether a file in a folder has been begun or exists."""
+    """Return a function that returns whether a file in a folder has been begun or exists."""
     return lambda corpus: any((corpus / place).glob(f"{name or '*'}*"))
 
 
 def _is_half(place: str) -> Callable[[Path], bool]:
-    """Return a function that tells whether half of the pieces in a folder are complete."""
+    """Return a function that returns whether half of the pieces in a folder are complete."""
 
     def is_half(corpus: Path) -> bool:
         pieces = len(json.loads((corpus / PLAN_FILE).read_bytes())["pieces"])

@@ -65,7 +65,7 @@ def paged_attention(
 def row_product(
     multiply: RowProduct | None, device: torch.device, rows: int, outer: int, inner: int
 ) -> Operation:
-    """Return a matrix product whose rows are bitwise the same, whatever the other rows are."""
+    """Return a matrix product in which each row is bitwise independent of the other rows."""
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         assert multiply is not None, "`missing` has checked this"

@@ -1,4 +1,4 @@
-"""Go from a Wikipedia dump to a dataset; `make corpus WIKI=simple` runs this.
+"""Make a dataset from a Wikipedia dump; `make corpus WIKI=simple` runs this.
 
     python tools/wikipedia/corpus.py --wiki simple --out corpora/simplewiki
 

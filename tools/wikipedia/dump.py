@@ -1,4 +1,4 @@
-"""Read the articles of a MediaWiki dump: XML, perhaps compressed, page by page.
+"""Read the articles of a MediaWiki dump: XML, possibly compressed, page by page.
 
 Memory stays bounded: only one page is held at a time, and the text of a page that is too long is
 not kept. A dump may come from anywhere, so document type definitions, which could expand to any

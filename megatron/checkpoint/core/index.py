@@ -1,4 +1,4 @@
-"""Read `.metadata`, which says which bytes of which file hold each box of each tensor."""
+"""Read `.metadata`, which says where in the files each box of each tensor is stored."""
 
 from __future__ import annotations
 

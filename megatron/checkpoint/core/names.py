@@ -61,7 +61,7 @@ _DEPTHS = {
     for theirs, ours in _AHEAD.items()
     for kind in ("weight", "bias")
 } | {f"transformer_layer.{theirs}": f"layer.{ours}" for theirs, ours in _LAYERS.items()}
-# Parameters that hold gate and up, with the dimension of ours that tells the two apart.
+# Parameters that hold gate and up, with the dimension of our tensor that separates them.
 _GATED = {"mlp.up": 0, "mlp.shared.up": 0, "mlp.experts.up": 1}
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,5})\.)?(.+)")
 _DEPTH = re.compile(r"mtp\.layers\.(\d{1,5})\.(.+)")
@@ -75,7 +75,7 @@ _KINDS = {
     "fp32_param": "master",
 }
 MASTER = "master"
-# The inverse mapping. Of several names, the last one is used.
+# The inverse mapping. If there are several names, the last one is used.
 _THEIR_LAYERS = {ours: theirs for theirs, ours in _LAYERS.items()}
 _THEIR_DEPTHS = {ours: theirs for theirs, ours in _DEPTHS.items()}
 _THEIR_OUTSIDE = {ours: theirs for theirs, ours in _OUTSIDE.items()}
@@ -94,7 +94,7 @@ class OurName(NamedTuple):
         suffix: "" for a parameter, or the kind of an optimizer state such as ".exp_avg".
         layer: The index of its layer; `None` outside layers.
         is_stacked: Whether the first dimension counts the layers.
-        gate_dim: The dimension of our tensor that tells gate and up apart if the network has gates.
+        gate_dim: The dimension of our tensor that separates gate and up if the network has gates.
     """
 
     prefix: str
@@ -110,7 +110,7 @@ class OurName(NamedTuple):
         return f"{self.prefix}{where}{self.parameter}{self.suffix}"
 
 
-def is_of_optimizer(name: str) -> bool:
+def is_optimizer_state(name: str) -> bool:
     """Return whether a tensor of the file is an optimizer state."""
     return name.startswith(("optimizer.", "chained_"))
 
@@ -128,7 +128,7 @@ def place_of(name: str) -> OurName | None:
         CheckpointError: Our networks have no such parameter.
     """
     prefix, suffix, parameter = "model.", "", name
-    if is_of_optimizer(name):
+    if is_optimizer_state(name):
         match = _STATE.fullmatch(name)
         if match is None or match[1] not in _KINDS:
             return None
@@ -149,7 +149,7 @@ def place_of(name: str) -> OurName | None:
 
 
 def _gate_dim(parameter: str) -> int | None:
-    """Return the dimension that tells gate and up apart in a layer's parameter, if it has both."""
+    """Return the dimension that separates gate and up in a layer's parameter, if it has both."""
     return _GATED.get(parameter.rpartition(".")[0])
 
 
@@ -160,7 +160,7 @@ class Location:
     Attributes:
         name: Megatron Core's name of the tensor that holds it.
         layer: The index in that tensor's first dimension, or `None` if it does not stack layers.
-        gate_dim: The dimension of our tensor that tells gate and up apart; `None` without gates.
+        gate_dim: The dimension of our tensor that separates gate and up; `None` without gates.
         shape: The shape of our tensor.
     """
 
@@ -201,7 +201,7 @@ class Form:
     Attributes:
         is_stacked: Whether layers share tensors, because they are all alike.
         gated: Whether up projections hold gate and up.
-        own_norms: The layers whose normalization before the MLP has a name of its own.
+        own_norms: The layers whose normalization before the MLP has its own name.
         shards_states: Whether the states have the names of the distributed optimizer.
         depths_own_norms: The same as `own_norms`, for all layers of multi-token prediction.
     """

@@ -108,7 +108,7 @@ class CoreReader(Reader):
         if type(iteration) is not int or iteration < 0:
             raise CheckpointError(f"{self._common.path}: iteration {show(iteration)}")
         self.iteration: int = iteration
-        if not has_states and world.is_first and any(map(names.is_of_optimizer, tensors)):
+        if not has_states and world.is_first and any(map(names.is_optimizer_state, tensors)):
             warn(
                 f"{path}: optimizer states in a form that depends on the layout, or flattened "
                 "(--dist-ckpt-optim-fully-reshardable was not given): only the weights are read"
@@ -152,7 +152,7 @@ class CoreReader(Reader):
         sources: dict[str, Source] = {}
         tensors = self._index.tensors
         places = {name: names.place_of(name) for name in tensors}
-        has_states = any(map(names.is_of_optimizer, tensors)) and None not in places.values()
+        has_states = any(map(names.is_optimizer_state, tensors)) and None not in places.values()
         weights = {name: self._parameter(name) for name in tensors}
         # Optimizer states that were flattened differ in shape from their parameters.
         shapes = ((weight, tensors[name].shape) for name, weight in weights.items())

@@ -1,8 +1,8 @@
 """Write a run's state, or any checkpoint, in Megatron Core's format `torch_dist`.
 
 Every rank writes its own parts of tensors, as the plan of a native checkpoint assigns them, into
-files `__<rank>_<n>.distcp`. Rank 0 adds what is not a tensor of the network, and the index. All of
-it is published following the protocol of `store`.
+files `__<rank>_<n>.distcp`. Rank 0 adds the index and everything that is not a tensor of the
+network. All files are published following the protocol of `store`.
 
 Megatron Core also expects objects that are not tensors: the extra state of each linear layer, which
 is `None` without Transformer Engine's delayed scaling, and the states of its generators after
@@ -64,7 +64,7 @@ _LAST = (COMPLETE, list_files)  # the file that is written after all others, and
 _OVERHEAD = 2048  # bytes of a chunk's container and of its place in the index, at most
 _EXPERT_SEED = 1024  # as in Megatron Core
 _SHARDING = "fully_reshardable"  # the form of the distributed optimizer's states
-# Modules with an extra state: in every implementation, and further ones in Transformer Engine's.
+# Modules with an extra state: in every implementation, and additional ones in Transformer Engine's.
 _LINEAR = re.compile(r"(.+\.(?:linear_(?:qkv|proj|fc1|fc2)|eh_proj))\.weight")
 _OF_ENGINE = re.compile(
     r"(.+\.(?:[qk]_layernorm|pre_mlp_layernorm|final_layernorm|enorm|hnorm))\.weight"
@@ -103,7 +103,7 @@ class CoreSaver:
 
         Raises:
             StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
-                tracker stays, and temporary files are removed.
+                tracker is unchanged, and temporary files are removed.
             CheckpointError: Megatron Core's model lacks one of the parameters.
         """
         files = CoreFiles(self.config, snapshot)
@@ -222,7 +222,7 @@ class CoreFiles:
             return [chunk for chunks in pool.map(write, files) for chunk in chunks]
 
     def write_rest(self, folder: Path, reports: Sequence[Json]) -> None:
-        """Write and flush the objects, the index and what all ranks share.
+        """Write and flush the objects, the index and the data that all ranks share.
 
         Args:
             folder: The checkpoint's folder.
@@ -262,7 +262,7 @@ class CoreFiles:
 
     @cached_property
     def objects(self) -> dict[str, Any]:
-        """The objects that Megatron Core expects besides tensors, by its names."""
+        """The objects other than tensors that Megatron Core expects, by its names for them."""
         objects: dict[str, Any] = {}
         for ours, (place, *_) in self.places.items():
             if not ours.startswith(WEIGHTS):
@@ -337,7 +337,7 @@ class CoreFiles:
         return tree
 
     def _optimizer(self) -> dict[Any, Any]:
-        """Return the optimizers' settings and counters. Divided experts have their own."""
+        """Return the settings and counters of optimizers. Divided experts have their own."""
         meta, plan = self.snapshot.meta, self.snapshot.plan
         divided = self.config.parallel.expert_model_parallel_size > 1
         # Whether each group has weight decay, by whether it belongs to experts.

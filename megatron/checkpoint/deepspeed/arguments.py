@@ -44,7 +44,7 @@ def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
     return result | _mixture(args)
 
 
-def has_kinds_apart(args: Mapping[str, Json]) -> bool:
+def has_separate_qkv(args: Mapping[str, Json]) -> bool:
     """Return whether the rows of query, key and value form three blocks, each with all heads.
 
     Megatron-DeepSpeed has used these blocks since December 2024 (its commit 676a482c). Before, it
@@ -54,7 +54,7 @@ def has_kinds_apart(args: Mapping[str, Json]) -> bool:
     return "ds_sequence_parallel_fpdt" in args and not args.get("group_query_attention")
 
 
-def has_other_angles(args: Mapping[str, Json]) -> bool:
+def has_unusual_angles(args: Mapping[str, Json]) -> bool:
     """Return whether rotary positions were computed with angles that no other program uses.
 
     Without FPDT and without a PipelineModule, Megatron-DeepSpeed since commit 676a482c uses the

@@ -15,8 +15,8 @@ import torch
 from megatron.checkpoint.deepspeed import names
 from megatron.checkpoint.deepspeed.arguments import (
     deepspeed_config,
-    has_kinds_apart,
-    has_other_angles,
+    has_separate_qkv,
+    has_unusual_angles,
     megatron_arguments,
 )
 from megatron.checkpoint.deepspeed.files import StateFile, open_files
@@ -129,7 +129,7 @@ class DeepSpeedReader(Reader):
         }
         if "rng_state" in tree:
             self._notices.append("random states are not loaded: dropout follows from --seed")
-        if has_other_angles(self._args):
+        if has_unusual_angles(self._args):
             self._notices.append(
                 "since December 2024, Megatron-DeepSpeed rotates positions by angles that differ "
                 "from those in all other programs, including this one: expect a higher loss at "
@@ -193,7 +193,7 @@ class DeepSpeedReader(Reader):
         if type(version) not in (int, float) or not 0 <= version < 4 or type(heads) is not int:
             raise CheckpointError(f"checkpoint_version {show(version)}, {show(heads)} heads")
         gated = bool(self._args.get("swiglu", False))
-        if has_kinds_apart(self._args):
+        if has_separate_qkv(self._args):
             version = 0
         return Arrangement(float(version), heads // self._tensor_size, gated)
 
@@ -209,7 +209,7 @@ class DeepSpeedReader(Reader):
             for name, shape in _shapes(file).items():
                 found[self._whole(name)] = Value(shape, dtype, ())
             return found
-        # The numbers are those within the process. Each expert has its own file.
+        # Experts are numbered within the process. Each expert has its own file.
         sources = [(file, {n: ref for n, ref in _module(file).items() if not names.is_copy(n)})]
         for (layer, tensor_rank), held in sorted(self._files.layers.items()):
             if tensor_rank == rank:
@@ -231,7 +231,7 @@ class DeepSpeedReader(Reader):
                 if not isinstance(ref, TensorRef):
                     raise CheckpointError(f"{held.zip.path}: {name[:200]} is not a tensor")
                 if whole in found:
-                    raise CheckpointError(f"{held.zip.path}: {name[:200]} is in another file, too")
+                    raise CheckpointError(f"{held.zip.path}: {name[:200]} is also in another file")
                 held.zip.find(ref)
                 found[whole] = Value(ref.shape, ref.storage.dtype, ((held.zip, ref),))
         return found

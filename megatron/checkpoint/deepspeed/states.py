@@ -39,8 +39,8 @@ class Value(NamedTuple):
     Attributes:
         shape: Its shape.
         dtype: The type in which it is read.
-        parts: The windows that hold its elements, in order. Further elements are padding. Without
-            any windows, all elements are zero.
+        parts: The windows that hold its elements, in order. Additional elements are padding.
+            Without any windows, all elements are zero.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Value(NamedTuple):
     parts: tuple[tuple[TorchZip, TensorRef], ...]
 
     def load(self) -> Tensor:
-        """Return its elements."""
+        """Return the elements."""
         if not self.parts:
             return torch.zeros(self.shape, dtype=self.dtype)
         flat = [archive.load(ref).reshape(-1) for archive, ref in self.parts]

@@ -63,11 +63,11 @@ _LAYER = {
 
 
 @dataclass(frozen=True)
-class _Ours(rules.Family):
+class _Shared(rules.Family):
     """The parts that both families share.
 
     Attributes:
-        older: Names of keys in older files, with their present names.
+        older: Names of keys in older files, with their current names.
     """
 
     prefix: str = "transformer."
@@ -103,7 +103,7 @@ class _Ours(rules.Family):
 
 
 def _head_size(settings: Settings, flags: dict[str, Any]) -> int:
-    """Return the head size. All heads together have as many channels as the hidden size."""
+    """Return the head size. The channels of all heads add up to the hidden size."""
     hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
     if hidden % heads:
         raise settings.error("hidden_size", f"is not divisible by {heads} heads")
@@ -111,7 +111,7 @@ def _head_size(settings: Settings, flags: dict[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
-class Bloom(_Ours):
+class Bloom(_Shared):
     """The BLOOM family, whose word embeddings are normalized."""
 
     keys: tuple[rules.Key, ...] = _BLOOM_KEYS
@@ -145,7 +145,7 @@ class Bloom(_Ours):
 
 
 @dataclass(frozen=True)
-class Falcon(_Ours):
+class Falcon(_Shared):
     """The Falcon family: 7B, 40B (`new_decoder_architecture`), and the RW models with ALiBi."""
 
     keys: tuple[rules.Key, ...] = _FALCON_KEYS

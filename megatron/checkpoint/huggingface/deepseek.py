@@ -51,7 +51,7 @@ _AHEAD = {
 
 
 def turned(size: int, turning: int) -> rules.TensorForm:
-    """Return the form of a projection whose last channels of each head rotate.
+    """Return the form of a projection in which the last channels of each head rotate.
 
     Hugging Face rotates channels 2i and 2i + 1 together, whereas we rotate i and i + turning / 2.
 
@@ -178,7 +178,7 @@ class DeepSeek(Mixtral):
         )
 
     def _read_groups(self, settings: Settings, experts: int, chosen: int) -> dict[str, Any]:
-        """Return the flags of expert groups. V2 scores them by their best expert, V3 by two."""
+        """Return the flags of expert groups. V2 scores a group by its best expert, V3 by two."""
         is_limited = self.biased
         if not self.biased:
             is_limited = settings.word(
@@ -259,7 +259,7 @@ class DeepSeek(Mixtral):
         return {**query, **_ATTENTION, **dense, **(_BIAS if self.biased else {})}
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
+        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         mixer = layer.mixer
         if isinstance(mixer, plans.LatentAttentionPlan):
             if module == "attention.query_up":

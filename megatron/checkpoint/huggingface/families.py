@@ -88,7 +88,7 @@ def family_named(name: object, path: object) -> Family:
 
 
 def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
-    """Return the family to write a network as: the wanted one, or the first that can express it.
+    """Return the family to write a network as: the requested one, or the first that can express it.
 
     Args:
         model: The network.
@@ -167,7 +167,7 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
         case "glu_linear_offset" | "activation_func_clamp_value" if not model.is_gated:
             value = None
         case "openai_gelu":
-            # Compare both as a pair, because a head for masked tokens has an activation of its own.
+            # Compare both as a pair, because a head for masked tokens has its own activation.
             value = model.activation, family.head_activates and model.openai_gelu
         case "num_experts":  # a layer with one expert among mixtures is dense, as the pattern says
             value = model.expert_counts

@@ -9,9 +9,9 @@ from typing import Any
 from megatron.checkpoint.huggingface.llama import (
     LAYER,
     LlamaLike,
-    read_rope_of_kinds,
-    read_turns,
-    write_turns,
+    read_alternating_windows,
+    read_rope_by_kind,
+    write_alternating_windows,
 )
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.model import ModelConfig
@@ -76,7 +76,7 @@ class Gemma(LlamaLike):
         if self.version == 3:
             every = settings.size("sliding_window_pattern", every)
             settings.size("_sliding_window_pattern", every)  # transformers 5 writes it
-        return read_turns(settings, layers, every=every, window=_WINDOW)
+        return read_alternating_windows(settings, layers, every=every, window=_WINDOW)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags of the rotary positions."""
@@ -84,7 +84,7 @@ class Gemma(LlamaLike):
             return super()._read_rotation(settings)
         base = settings.number("rope_theta", 1e6)
         local_base = settings.number("rope_local_base_freq", 10000.0)
-        return read_rope_of_kinds(settings, base, local_base)
+        return read_rope_by_kind(settings, base, local_base)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
@@ -98,7 +98,7 @@ class Gemma(LlamaLike):
             "query_pre_attn_scalar": _rounded(scalar),
             "attn_logit_softcapping": model.attn_logit_softcapping,
             "final_logit_softcapping": model.final_logit_softcapping,
-            **write_turns(model, _WINDOW),
+            **write_alternating_windows(model, _WINDOW),
         }
         if self.version == 3:
             values["rope_local_base_freq"] = model.window_rotary_base or model.rotary_base

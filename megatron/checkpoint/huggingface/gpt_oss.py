@@ -10,7 +10,11 @@ from torch import Tensor
 
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.llama import LAYER, read_turns, write_turns
+from megatron.checkpoint.huggingface.llama import (
+    LAYER,
+    read_alternating_windows,
+    write_alternating_windows,
+)
 from megatron.checkpoint.huggingface.mixtures import Mixtral
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.model import ModelConfig
@@ -78,7 +82,7 @@ class GptOss(Mixtral):
 
     def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
         """Return the flags of the attention windows."""
-        return read_turns(settings, layers, every=2, window=_WINDOW)
+        return read_alternating_windows(settings, layers, every=2, window=_WINDOW)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags of the rotary positions."""
@@ -93,7 +97,7 @@ class GptOss(Mixtral):
         values = super().write(model, vocab)
         return {
             **values,
-            **write_turns(model, _WINDOW),
+            **write_alternating_windows(model, _WINDOW),
             "attention_bias": True,
             "rope_scaling": values["rope_scaling"] or {"rope_type": "default"},
             "swiglu_alpha": 1.702,
@@ -111,7 +115,7 @@ class GptOss(Mixtral):
         return super().tensor_name(module, kind)
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
+        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         match module:
             case "mlp.experts.up":
                 return UP

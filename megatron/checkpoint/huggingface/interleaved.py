@@ -17,8 +17,8 @@ from megatron.checkpoint.huggingface.llama import (
     LAYER,
     LLAMA_KEYS,
     LlamaLike,
-    read_turns,
-    write_turns,
+    read_alternating_windows,
+    write_alternating_windows,
 )
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.attention import layer_windows
@@ -147,7 +147,7 @@ class GPTJ(rules.Family):
 
 @dataclass(frozen=True)
 class Cohere(LlamaLike):
-    """Cohere's Command R: Llama with LayerNorm without biases, and scaled logits.
+    """Cohere's Command R: Llama with bias-free LayerNorm and scaled logits.
 
     Attributes:
         has_windows: Whether most layers have windows, and only these have rotary positions
@@ -190,11 +190,11 @@ class Cohere(LlamaLike):
             raise settings.error("sliding_window", "must be a number")
         every = settings.size("sliding_window_pattern", _EVERY)
         settings.size("_sliding_window_pattern", every)  # transformers 4 writes it
-        return read_turns(settings, layers, every=every, window=_WINDOW)
+        return read_alternating_windows(settings, layers, every=every, window=_WINDOW)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
-        windows = write_turns(model, _WINDOW) if self.has_windows else {}
+        windows = write_alternating_windows(model, _WINDOW) if self.has_windows else {}
         return {
             **super().write(model, vocab),
             **windows,

@@ -213,7 +213,7 @@ class LlamaLike(rules.Family):
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the keys that say how rotary frequencies are changed, or `None` if they are not."""
+    """Return the keys that change rotary frequencies, or `None` if they are unchanged."""
     factor = model.rotary_seq_len_interpolation_factor or 1
     if model.use_rope_scaling:
         return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
@@ -338,15 +338,17 @@ def write_pattern(window: int, limited: Sequence[bool]) -> dict[str, Any]:
     return flags
 
 
-def read_turns(settings: Settings, layers: int, *, every: int, window: int) -> dict[str, Any]:
+def read_alternating_windows(
+    settings: Settings, layers: int, *, every: int, window: int
+) -> dict[str, Any]:
     """Return the flags of windows in all layers but every nth one, unless layer_types differs.
 
     Args:
         settings: The keys of config.json.
         layers: The number of layers.
         every: n; every nth layer has full attention if there is no layer_types.
-        window: The number of tokens that a token attends to, including itself, without
-            sliding_window.
+        window: The number of tokens that a token attends to, including itself, if sliding_window is
+            absent.
     """
     limited = limited_layers(settings, layers)
     if limited is None:
@@ -354,7 +356,7 @@ def read_turns(settings: Settings, layers: int, *, every: int, window: int) -> d
     return write_pattern(settings.size("sliding_window", window), limited)
 
 
-def write_turns(model: ModelConfig, window: int) -> dict[str, Any]:
+def write_alternating_windows(model: ModelConfig, window: int) -> dict[str, Any]:
     """Return the keys of windows in some layers.
 
     Args:
@@ -368,7 +370,7 @@ def write_turns(model: ModelConfig, window: int) -> dict[str, Any]:
     }
 
 
-def read_rope_of_kinds(settings: Settings, base: float, local_base: float) -> dict[str, Any]:
+def read_rope_by_kind(settings: Settings, base: float, local_base: float) -> dict[str, Any]:
     """Return the flags of rotary positions that differ between kinds of layers.
 
     Args:

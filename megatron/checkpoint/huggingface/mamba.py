@@ -19,7 +19,7 @@ from megatron.config.model import ModelConfig
 from megatron.models.recurrent_plan import MambaPlan
 
 _CONVOLUTION = 4  # tokens, as in Megatron Core
-_POSITIONS = 8192  # longest sequence of a model without attention, whose files name none
+_POSITIONS = 8192  # longest sequence of a model without attention, whose files give none
 _MOST_IN_ALL = 1 << 18  # experts of all layers
 _PREFIX = "backbone."
 # Keys of both families that describe training, or how the same result is computed.
@@ -68,7 +68,7 @@ _MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
-    """Return the form of projections that files store one after another, whereas we order by group.
+    """Return the form of projections that files store one after another and we order by group.
 
     Args:
         groups: The number of groups.
@@ -176,7 +176,7 @@ class Mamba2(rules.Family):
         yield "output", ["lm_head"]
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
+        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         mixer = layer.mixer
         if isinstance(mixer, MambaPlan):
             if module == "attention.input":

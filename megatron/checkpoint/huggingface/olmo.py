@@ -11,9 +11,9 @@ from megatron.checkpoint.huggingface.llama import (
     LAYER,
     SLIDING,
     LlamaLike,
-    read_rope_of_kinds,
-    read_turns,
-    write_turns,
+    read_alternating_windows,
+    read_rope_by_kind,
+    write_alternating_windows,
 )
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.model import ModelConfig
@@ -49,14 +49,14 @@ class Olmo(LlamaLike):
         """Return the flags of the attention windows."""
         if not self.has_windows:
             return {}
-        return read_turns(settings, layers, every=_EVERY, window=_WINDOW)
+        return read_alternating_windows(settings, layers, every=_EVERY, window=_WINDOW)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags of the rotary positions."""
         if not self.has_windows:
             return super()._read_rotation(settings)
         base = settings.number("rope_theta", self.rotary_base)
-        return read_rope_of_kinds(settings, base, base)
+        return read_rope_by_kind(settings, base, base)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
@@ -69,7 +69,7 @@ class Olmo(LlamaLike):
             FULL: {"rope_theta": base, **(values["rope_scaling"] or {"rope_type": "default"})},
             SLIDING: {"rope_theta": model.window_rotary_base or base, "rope_type": "default"},
         }
-        return {**values, **write_turns(model, _WINDOW), "rope_parameters": kinds}
+        return {**values, **write_alternating_windows(model, _WINDOW), "rope_parameters": kinds}
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""

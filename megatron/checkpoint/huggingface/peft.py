@@ -4,7 +4,7 @@ PEFT names an adapter's tensors after the module of `transformers` that it adapt
 adapter to each of queries, keys, values, gate and up, as we do, so each of its tensors corresponds
 to one of ours. The adapters of a mixture's experts are stacked in two matrices
 (`target_parameters`): A [experts rank, in], B [out, rank experts]. The head of a reward model is
-trained in full beside the adapters, and is in the same file (`modules_to_save`).
+trained in full alongside the adapters, and is in the same file (`modules_to_save`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PREFIX = "base_model.model."
 _HEAD = "score"  # the head of a reward model, both here and in PEFT
 _UNUSED_HEADS = ("classifier",)  # PEFT adds it to modules_to_save, for other models
 _SUFFIXES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-# Further settings of PEFT's configuration, with the only value that we support.
+# Other settings of PEFT's configuration, with the only value that we support.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -255,7 +255,7 @@ class PeftReader(Reader):
 
 
 def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> dict[str, Any]:
-    """Return adapter_config.json.
+    """Return the content of adapter_config.json.
 
     Args:
         path: The folder of PEFT's files.
@@ -379,7 +379,7 @@ class AdapterExport:
         return to_peft(self.reader.read(ours), _kind_of(ours))
 
     def config(self, base: str | None) -> dict[str, Any]:
-        """Return adapter_config.json.
+        """Return the content of adapter_config.json.
 
         Args:
             base: The folder of the model that the adapter changes, if known.

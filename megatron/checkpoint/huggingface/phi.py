@@ -130,7 +130,7 @@ class Phi(LlamaLike):
         return _MODULES
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
+        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         match module:
             case "attention.qkv":
                 return joined_heads(rules.attention_of(layer))

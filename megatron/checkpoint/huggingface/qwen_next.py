@@ -144,7 +144,7 @@ class QwenNext(QwenMixture):
         return [tables[is_delta] for is_delta in layer_deltas(model, model.num_layers)]
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
+        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         mixer = layer.mixer
         if isinstance(mixer, GatedDeltaNetPlan):
             match module:

@@ -38,12 +38,12 @@ class _FileTensor:
 
     @property
     def dtype(self) -> str:
-        """Safetensors' name for its type."""
+        """Safetensors' name for the tensor's type."""
         return self.place.dtype
 
     @property
     def shape(self) -> Shape:
-        """Its shape."""
+        """The tensor's shape."""
         return self.place.shape
 
     def load(self) -> torch.Tensor:
@@ -160,7 +160,7 @@ class HFReader(Reader):
         if fused and any(rule.experts for rule in self._rules.values()):
             raise CheckpointError(
                 f"{self.path}: {fused[0]} holds all experts of a layer, but in the files of this "
-                "family each expert has tensors of its own: save the model again with "
+                "family each expert has its own tensors: save the model again with "
                 "save_pretrained of transformers"
             )
         # A different class may explain other problems, but is not a problem by itself.

@@ -90,7 +90,7 @@ def by_head(part: Tensor, order: Tensor) -> Tensor:
 
     Args:
         part: Rows of all heads, [n d, ...].
-        order: The row of a head that comes to each place, [d].
+        order: The row of a head that goes to each place, [d].
     """
     return part.unflatten(0, (-1, len(order)))[:, order.to(part.device)].flatten(0, 1)
 
@@ -241,9 +241,9 @@ class Family(ABC):
         language_model: The `transformers` class of the language model.
         prefix: Prefix of all tensor names except the head's. Some files leave it out.
         tied_head: Name of the output's weight, under which files may repeat the word embeddings.
-        head_follows_files: Whether the output has a weight of its own if the files hold one that
-            differs from the word embeddings, even if config.json calls the two tied.
-        word_copies: Further names under which files may hold the word embeddings.
+        head_follows_files: Whether the output has its own weight if the files hold one that differs
+            from the word embeddings, even if config.json calls the two tied.
+        word_copies: Other names under which files may hold the word embeddings.
         pieces: Our modules outside the layers that files may lack, by name, with the piece that
             each belongs to.
         keys: Keys of config.json that correspond to a network flag.
@@ -362,7 +362,7 @@ class Family(ABC):
         return module if module.endswith(self.whole_names) else f"{module}.{kind}"
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> TensorForm:
-        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
+        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         if module == "attention.qkv":
             mixer = attention_of(layer)
             in_group = (mixer.heads // mixer.kv_heads, 1, 1)
@@ -442,7 +442,7 @@ def attention_of(layer: plans.LayerPlan) -> plans.AttentionPlan:
 
 
 def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of the parameters of each of a layer's modules.
+    """Return the parameter shapes of each module in a layer.
 
     A parameter that is not in a module has the kind "".
     """
@@ -484,7 +484,7 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
 
 
 def mixer_shapes(mixer: plans.MixerPlan | None) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of the parameters of each module of a layer's mixer, if it has one."""
+    """Return the parameter shapes of each module in a layer's mixer, if it has one."""
     match mixer:
         case plans.AttentionPlan():
             return attention_shapes(mixer)
@@ -496,7 +496,7 @@ def mixer_shapes(mixer: plans.MixerPlan | None) -> dict[str, dict[str, Shape]]:
 
 
 def attention_shapes(mixer: plans.AttentionPlan) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of the parameters of each module of self-attention."""
+    """Return the parameter shapes of each module in self-attention."""
     modules: dict[str, dict[str, Shape]]
     if isinstance(mixer, plans.LatentAttentionPlan):
         modules = latent_shapes(mixer)
@@ -515,7 +515,7 @@ def attention_shapes(mixer: plans.AttentionPlan) -> dict[str, dict[str, Shape]]:
 
 
 def mamba_shapes(mixer: MambaPlan) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of the parameters of each module of a Mamba-2 mixer."""
+    """Return the parameter shapes of each module in a Mamba-2 mixer."""
     channels = mixer.convolved
     heads: dict[str, Shape] = {"": (mixer.heads,)}
     return {
@@ -531,7 +531,7 @@ def mamba_shapes(mixer: MambaPlan) -> dict[str, dict[str, Shape]]:
 
 
 def latent_shapes(mixer: plans.LatentAttentionPlan) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of the parameters of each module of latent attention."""
+    """Return the parameter shapes of each module in latent attention."""
     heads, hidden, rank = mixer.heads, mixer.hidden, mixer.query_rank
     sizes = {
         "query_up": (heads * mixer.key_size, rank or hidden),
@@ -555,7 +555,7 @@ def latent_shapes(mixer: plans.LatentAttentionPlan) -> dict[str, dict[str, Shape
 
 
 def delta_net_shapes(mixer: GatedDeltaNetPlan) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of the parameters of each module of a gated delta net."""
+    """Return the parameter shapes of each module in a gated delta net."""
     return {
         "attention.input": {"weight": (sum(mixer.widths), mixer.hidden)},
         "attention.convolution": {"weight": (mixer.convolved, mixer.convolution)},
@@ -567,7 +567,7 @@ def delta_net_shapes(mixer: GatedDeltaNetPlan) -> dict[str, dict[str, Shape]]:
 
 
 def mlp_shapes(name: str, mlp: plans.MLPPlan) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of the parameters of both modules of an MLP of this name."""
+    """Return the parameter shapes of both modules in the MLP with this name."""
     up = (2, mlp.inner) if mlp.gated else (mlp.inner,)
     return {
         f"{name}.up": linear_shapes(up, mlp.hidden, bias=mlp.bias),

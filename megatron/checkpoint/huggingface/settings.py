@@ -91,7 +91,7 @@ class Settings:
         self._taken: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Return whether the file has the key, perhaps with the value null."""
+        """Return whether the file has the key, even if its value is null."""
         return key in self._keys
 
     def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
@@ -144,7 +144,7 @@ class Settings:
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Take a list of this many numbers above 0."""
+        """Take a list of `count` numbers above 0."""
         value = self._take(key, None)
         fits = isinstance(value, list) and len(value) == count
         if not fits or not all(type(one) in (int, float) and 0 < one < MOST for one in value):

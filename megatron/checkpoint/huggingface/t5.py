@@ -58,7 +58,7 @@ class T5(rules.Family):
         dropout = settings.share("dropout_rate", 0.1)
         decoder = settings.size("num_decoder_layers", flags["num_layers"], MOST_LAYERS)
         name = settings.word("feed_forward_proj", {key: key for key in _ACTIVATIONS}, "relu")
-        # Newer files repeat both halves of this value in keys of their own.
+        # Newer files repeat both halves of this value in separate keys.
         settings.must_be("is_gated_act", name.startswith("gated-"))
         settings.must_be("dense_act_fn", {"gated-gelu": "gelu_new"}.get(name, name.split("-")[-1]))
         model = ModelConfig(

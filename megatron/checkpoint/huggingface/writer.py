@@ -123,7 +123,7 @@ def write_folder(
     Args:
         folder: The folder, which must not exist or must be empty.
         export: The checkpoint to write.
-        companions: Further files by name, including config.json.
+        companions: Additional files by name, including config.json.
         max_shard_bytes: Largest size of a shard, unless a single tensor is larger.
         check: Check to run on the folder before it gets its name (`durable.check_unpublished`).
 

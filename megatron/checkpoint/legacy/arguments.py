@@ -67,7 +67,7 @@ def _scalar(value: Any) -> Json:
 
 
 def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, ...]]) -> None:
-    """Check arguments about parts of networks that we do not support.
+    """Refuse arguments that add parts of networks that we do not support.
 
     Args:
         args: The arguments.

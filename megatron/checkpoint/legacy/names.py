@@ -101,7 +101,7 @@ _ONLY_KIND |= {theirs[0]: "weight" for theirs in EMBEDDINGS.values()}
 
 
 def parameters_of(modules: Modules) -> dict[str, list[str]]:
-    """Return our names for the modules' parameters, each with Megatron's."""
+    """Return our names for the modules' parameters, with Megatron's names for them."""
     return {
         f"{ours}.{kind}": [f"{name}.{kind}" for name in theirs]
         for ours, theirs in modules.items()

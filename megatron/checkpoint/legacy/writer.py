@@ -7,7 +7,8 @@ and holds only one tensor at a time in memory. Both are published following the 
 
 Our dropout is drawn from the seed and the position in the sample order, so there is no generator
 whose state could be saved. The files hold the states of Megatron's generators after seeding. GPU
-generators are also advanced by the iteration, so that no iteration repeats the numbers of another.
+generators are also advanced by the iteration, so that no iteration repeats the random numbers of
+another.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class LegacySaver:
 
         Raises:
             StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
-                tracker stays, and temporary files are removed.
+                tracker is unchanged, and temporary files are removed.
             CheckpointError: Megatron's model lacks one of the parameters.
         """
         layout, folder = snapshot.layout, iteration_folder(snapshot.iteration)
