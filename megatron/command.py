@@ -33,10 +33,10 @@ _without_output: list[Callable[[], object]] = []  # the callbacks of `outliving_
 
 
 def say(text: str) -> None:
-    """Print a line at once, above the progress bar if there is one.
+    """Print a line immediately, above the progress bar if there is one.
 
     If standard output cannot be written (full disk), the line goes to the error stream. If that
-    fails too, the line is dropped, because a run must not end because of its log.
+    also fails, the line is dropped, because a run must not end because of its log.
 
     Raises:
         OutputClosedError: The reader of standard output is gone (but see `outliving_output`).
@@ -68,7 +68,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def outliving_output(tell: Callable[[], object]) -> Iterator[None]:
-    """Continue if the reader of stdout goes away in the block: let `say` warn, and call `tell`.
+    """If stdout's reader goes away inside the block, make `say` warn, call `tell`, and continue.
 
     A training run uses this to write a checkpoint before it exits.
     """
@@ -88,7 +88,7 @@ def format_panel(title: str, rows: Sequence[PanelRow]) -> str:
 
 
 def guard_imports() -> None:
-    """Let Ctrl-C or a lack of memory end the process without a traceback until a command begins.
+    """Make Ctrl-C or a lack of memory end the process without a traceback until a command begins.
 
     `run_command` and `run_process` restore the normal handling. Scripts call this before they
     import torch. That import takes seconds, during which Python would print a traceback on Ctrl-C,
@@ -118,9 +118,9 @@ def _end_without_memory(
 def rehearsed() -> Iterator[None]:
     """Run the block in a forked process first if `ulimit -v` is set.
 
-    When memory is short, native libraries do more than raise errors. While they are loaded, they
-    abort, crash, or exit with 1 or 127, each with its own message, and only another process can
-    observe this. The block must not start threads or write files.
+    When memory is short, native libraries do not just raise errors. While being loaded, they abort,
+    crash, or exit with 1 or 127, each with its own message, and only another process can observe
+    this. The block must not start threads or write files.
 
     Raises:
         ShortageError: There is too little memory for the block.

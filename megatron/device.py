@@ -241,9 +241,9 @@ class Device:
 
 
 class CopyQueue:
-    """Copies between a device and pinned host memory that run beside the device's other work.
+    """Copies between a device and pinned host memory that overlap with the device's other work.
 
-    On a CPU, which has no queues, each copy is done at once.
+    On a CPU, which has no queues, each copy is done immediately.
 
     Args:
         device: The device.
@@ -269,14 +269,14 @@ class CopyQueue:
 
 
 class Copied:
-    """The end of a copy in a queue.
+    """A queued copy, whose end others can wait for.
 
     Args:
         event: The event that the queue has recorded; `None` if the copy is done.
     """
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
-        """Keep the event."""
+        """Store the event."""
         self._event = event
 
     def wait(self) -> None:
@@ -327,7 +327,7 @@ class Ferry:
                         place = places[index % 2][: len(pieces[index])]
                         place.copy_(pieces[index], non_blocking=True)
                         self._arrived[index % 2].record(self._stream)
-                if index > 0:  # while the caller uses the one before
+                if index > 0:  # while the caller uses the previous one
                     self._arrived[(index - 1) % 2].synchronize()
                     yield places[(index - 1) % 2][: len(pieces[index - 1])].numpy().data
         finally:  # even on an early exit, because the target of an ongoing copy must not be freed
@@ -348,7 +348,7 @@ class Ferry:
         for index, (piece, there) in enumerate(pairs):
             place, gone = places[index % 2][: len(piece)], self._arrived[index % 2]
             gone.synchronize()
-            np.copyto(place.numpy(), piece.numpy())  # uses only this thread, unlike torch
+            np.copyto(place.numpy(), piece.numpy())  # in this thread alone, unlike torch
             with torch.cuda.stream(self._stream):
                 there.copy_(place, non_blocking=True)
                 gone.record(self._stream)
@@ -356,14 +356,14 @@ class Ferry:
 
 
 class Ferries(threading.local):
-    """A ferry per thread, created on first use and kept for the life of the thread.
+    """One ferry per thread, created on first use and kept for the life of the thread.
 
     Args:
         size: The number of bytes in a piece (see `Ferry`).
     """
 
     def __init__(self, size: int) -> None:
-        """Start without any ferry."""
+        """Create the object without any ferry."""
         self._size = size
         self._ferry: Ferry | None = None
 
@@ -383,7 +383,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start without any recording."""
+        """Create the recorder without any recording."""
         self._device = device
         # The last recording frees the pool, so this object must be its only owner.
         self._pool = torch.cuda.graph_pool_handle()
@@ -436,7 +436,7 @@ class Recorder:
 
 
 class Reading:
-    """An ongoing copy of numbers from a device to the host.
+    """An ongoing copy of values from a device to the host.
 
     Args:
         numbers: A 1-D tensor on any device.
@@ -477,7 +477,7 @@ class StreamMarks:
         self._arrived.copy_(self._numbers[place : place + 1], non_blocking=True)
 
     def behind(self, number: int) -> int:
-        """Return how many marks the device is behind `number`, which was queued last."""
+        """Return how many marks the device is behind `number`, the last one queued."""
         return (number - int(self._arrived.item())) % self._NUMBERS
 
 
@@ -492,7 +492,7 @@ def stream_handle(gpu: int) -> int:
 
 
 def cuda_release() -> str:
-    """Return the major version of the CUDA that PyTorch was built with, or ""."""
+    """Return the major version of the CUDA release with which PyTorch was built, or ""."""
     return (torch.version.cuda or "").split(".")[0]
 
 

@@ -196,5 +196,5 @@ def check_unpublished(check: Check, temporary: Path, final: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder, ignoring errors. The next save removes the rest."""
+    """Delete a folder, ignoring errors. The next save removes whatever is left."""
     shutil.rmtree(path, ignore_errors=True)

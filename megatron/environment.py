@@ -55,24 +55,24 @@ def usable_cores() -> int:
 
 
 def cores_per_process() -> int:
-    """Return the cores for this process, sharing them among the launcher's processes here."""
+    """Return this process's share of the cores, divided among the launcher's processes here."""
     return max(1, usable_cores() // max(1, local_world_size()))
 
 
 def cuda_home() -> Path | None:
-    """Return the CUDA toolkit that CUDA_HOME or CUDA_PATH names, if any."""
+    """Return the CUDA toolkit named by CUDA_HOME or CUDA_PATH, if any."""
     found = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return Path(found) if found else None
 
 
 def corpora_file() -> Path | None:
-    """Return the YAML file of named corpora that MEGATRON_CORPORA names, if any."""
+    """Return the YAML file of named corpora given by MEGATRON_CORPORA, if any."""
     found = os.environ.get("MEGATRON_CORPORA")
     return Path(found).expanduser() if found else None
 
 
 def perspective_api_key() -> str | None:
-    """Return the key of the Perspective API that PERSPECTIVE_API_KEY holds, if any."""
+    """Return the Perspective API key in PERSPECTIVE_API_KEY, if any."""
     return os.environ.get("PERSPECTIVE_API_KEY") or None
 
 
@@ -99,7 +99,7 @@ def private_cache(name: str) -> Path:
 def name_problem(name: str) -> str | None:
     """Return why libraries could not use this path or text, with the remedy, or `None`.
 
-    Libraries take names as UTF-8, and Python may read them otherwise, so both must agree.
+    Libraries expect names in UTF-8, and Python may decode them differently, so both must agree.
     """
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8" and not name.isascii():

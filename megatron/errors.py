@@ -20,7 +20,7 @@ EXIT_SAVED_ON_SIGNAL = 3
 
 
 def say_on_stderr(text: str) -> None:
-    """Print a line on the error stream at once, even if output is piped.
+    """Print a line on the error stream immediately, even if output is piped.
 
     If the disk that holds the log is full, the line is dropped, so that neither the work nor its
     exit code changes.
@@ -79,11 +79,11 @@ class NumericsError(UserError, exit_code=7):
 
 
 class SuspiciousResultError(NumericsError, exit_code=16):
-    """An update's numbers are unusable twice: other machines must tell whether the data are."""
+    """An update's values are unusable twice: other machines must tell whether the data is."""
 
 
 class TransientFaultError(NumericsError, exit_code=17):
-    """A machine computed something else the second time."""
+    """A machine computed a different result the second time."""
 
 
 class StorageError(UserError, exit_code=8):

@@ -2,7 +2,7 @@
 
     megatron health --save checkpoints              # one process for each GPU of this machine
     torchrun --nproc-per-node 8 -m megatron health  # or under any launcher, on several machines
-    megatron health --hang checkpoints              # what every rank of a run waited for
+    megatron health --hang checkpoints              # what every rank of a run was waiting for
 
 Without a launcher, this process becomes one. With --hang, nothing is tested.
 """
@@ -35,7 +35,7 @@ def build_parser() -> ToolParser:
     add("--save", type=Path, help="A folder whose disk is tested.")
     text = "Name a rank with less than this share of the others' speed (default: %(default)s)."
     add("--factor", type=_share, default=HEALTH_FACTOR, metavar="SHARE", help=text)
-    text = "Show the view of a hang that a run wrote to this folder: its --save, or "
+    text = "Show the report of a hang that a run wrote to this folder: its --save, or "
     add("--hang", type=Path, metavar="FOLDER", help=f"{text}--flight-recorder-dump-path.")
     add("--stacks", action="store_true", help="With --hang, also show all stacks.")
     return parser

@@ -32,7 +32,7 @@ COMMANDS: Mapping[str, Command] = {
     "pretrain": Command("train a model from a recipe", "megatron.cli.pretrain:pretrain"),
     "finetune": Command("train a model further, or for a task", "megatron.cli.pretrain:finetune"),
     "evaluate": Command("evaluate a model on a task", "megatron.cli.main:evaluate"),
-    "chat": Command("talk to a checkpoint or a server", "megatron.tools.text_generation_cli:chat"),
+    "chat": Command("chat with a checkpoint or server", "megatron.tools.text_generation_cli:chat"),
     "generate": Command("generate text or continue prompts", "megatron.cli.main:generate"),
     "fill-in": Command("fill in the masked words of a text", "megatron.tools.fill_in"),
     "score": Command("score answers with a reward model", "megatron.tools.score"),
@@ -69,7 +69,7 @@ _HELP = ("-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that a command line names, and return its exit code."""
+    """Run the command named on the command line, and return its exit code."""
     guard_imports()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in _HELP:
@@ -84,7 +84,7 @@ def dispatch(program: str, commands: Mapping[str, Command], words: Sequence[str]
     """Run one of the commands of a table.
 
     Args:
-        program: What comes before `words` on the command line, for messages.
+        program: The part of the command line before `words`, for messages.
         commands: The table.
         words: The name of a command and its arguments.
 

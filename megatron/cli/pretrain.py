@@ -1,7 +1,7 @@
 """`megatron pretrain`: start the script that trains a recipe's kind of network.
 
-The command first prints a command line that does the same without `megatron`, and then runs it in
-place of this process: the script (`pretrain_gpt.py`, `pretrain_bert.py` or `pretrain_t5.py`) with
+The command first prints a command line that does the same without `megatron`, and then replaces
+this process with it: the script (`pretrain_gpt.py`, `pretrain_bert.py` or `pretrain_t5.py`) with
 the recipe as `--config`, under `megatron.processes.torchrun` if several processes train.
 """
 
@@ -33,7 +33,7 @@ _HELP = {"-h", "--help", "--help-all"}
 
 
 def pretrain(words: Sequence[str]) -> int:
-    """Train a recipe. Training replaces this process, so this returns only if it cannot start.
+    """Train a recipe. Training replaces this process, so this only returns if it cannot start.
 
     Returns:
         The exit code.

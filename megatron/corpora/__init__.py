@@ -3,7 +3,7 @@
     plan            the steps that the documents go through, as data
     sources         documents from WARC, WET, JSON lines, parquet and text; pieces of the input
     cleaning        checks and fixes of one document: URL, main text, encoding, language, quality
-    words           hashes of the words and n-grams of many documents at once
+    words           hashes of the words and n-grams of many documents, computed together
     minhash         near-duplicates: signatures, matching bands, groups
     overlaps        overlaps with the files of evaluation tasks
     blocks          the steps as datatrove blocks

@@ -2,7 +2,7 @@
 
 A document that a step drops is passed on, marked with the reason, so that the last block can count
 everything in one place. A file gets its final name only when it is complete, so a task that was
-killed starts again, and a task that has finished is not repeated.
+killed starts again, and a task that finished is not repeated.
 
 datatrove measures the time spent in each block (`track_time`). The speed table is made from the
 files in which it records these times.
@@ -155,7 +155,7 @@ class PerDocument(CorpusBlock):
         self.change = change
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents, with those to drop marked."""
+        """Yield all documents, marking those to drop."""
         for document in data:
             if Mark.DROPPED not in document.metadata:
                 with self.track_time():
@@ -247,8 +247,8 @@ class GroupFinder(CorpusBlock):
     Args:
         signatures: The folder of the signatures.
         groups: The folder of the results. It gets one file per piece, with two rows: the numbers of
-            the piece's documents and the number of the first document of each one's group. Numbers
-            count the documents of all pieces.
+            the piece's documents and the number of the first document of each one's group.
+            Documents are numbered across all pieces.
         step: The settings of the signatures.
         pieces: The number of pieces.
     """
@@ -307,7 +307,7 @@ class DuplicateDropper(CorpusBlock):
         self.groups = groups
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents, with the duplicates marked."""
+        """Yield all documents, marking the duplicates."""
         numbers, roots = np.load(shard(self.groups, rank, ".npy")).tolist()
         for document, number, root in zip(data, numbers, roots, strict=True):
             if number != root:

@@ -56,7 +56,7 @@ _STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with")
 _LETTER = re.compile(r"[^\W\d_]")
 _BULLETS = ("•", "-", "*", "‣", "◦", "·")
 
-_FEW_TAGS = 5000  # a page with no more tags takes at most a second, however they are nested
+_FEW_TAGS = 5000  # a page with no more tags than this takes at most a second, however nested
 _DEEPEST = 512  # levels of nested elements, the limit of browsers
 
 
@@ -183,7 +183,7 @@ def judge_language(text: str, step: LanguageStep) -> str:
 def judge_quality(text: str, step: QualityStep) -> str:  # noqa: PLR0911 - one return per rule
     """Return the quality rule that a text breaks, or "".
 
-    The rules are Gopher's (Rae et al. 2021, table A1). datatrove has them too, but for English it
+    The rules are Gopher's (Rae et al. 2021, table A1). datatrove also has them, but for English it
     needs spaCy, which is larger than all other dependencies of this package together and ten times
     slower than splitting at whitespace. A limit of 0 disables a rule.
     """

@@ -31,8 +31,8 @@ NO_WORDS = np.uint16(0)  # the value in all bins of a document without words, wh
 class MinHash:
     """The settings for making and comparing signatures.
 
-    With the defaults, the pairs that become candidates are 72% of those with similarity 0.5, 96%
-    with 0.6 and 99.9% with 0.7. Candidates are then judged by an estimate from all 200 values,
+    With the defaults, 72% of the pairs with similarity 0.5 become candidates, 96% of those with 0.6
+    and 99.9% of those with 0.7. Candidates are then judged by an estimate from all 200 values,
     whose standard deviation is at most 0.035.
 
     Attributes:
@@ -50,7 +50,7 @@ class MinHash:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        """Refuse settings below 1."""
+        """Check that all settings are at least 1."""
         for name in ("ngram", "bands", "rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"steps.duplicates.{name} {getattr(self, name)}: give at least 1")

@@ -21,7 +21,7 @@ from megatron.config.fields import suggestion
 from megatron.corpora.minhash import MinHash
 from megatron.errors import ConfigError
 
-# Languages written without spaces between words, so rules about words do not apply.
+# Languages written without spaces between words, to which rules about words do not apply.
 _UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "bo"))
 
 
@@ -32,7 +32,7 @@ class UrlStep:
     Documents without a URL are kept.
 
     Attributes:
-        also_domains: Further domains to drop, without their suffix (such as "example").
+        also_domains: Additional domains to drop, without their suffix (such as "example").
     """
 
     also_domains: tuple[str, ...] = ()

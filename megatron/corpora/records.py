@@ -113,7 +113,7 @@ def map_records(
 
 
 def write_records(path: str, records: Iterator[Record]) -> int:
-    """Write JSON lines to a file, which gets its name when it is complete; return their number."""
+    """Write JSON lines to a file, which gets its name once complete. Return their number."""
     count = 0
     with writing_to("output", path), renamed_when_done(Path(path)) as file:
         for record in records:

@@ -48,7 +48,7 @@ _OURS = ("logs", "text", "work", "dropped", *_REPORT, f"{DATASET}.idx", f"{DATAS
 
 
 class Stage(NamedTuple):
-    """Blocks that process each document one after the other, and the number of tasks."""
+    """Blocks that process each document in sequence, and the number of tasks."""
 
     name: str
     blocks: list[CorpusBlock]
@@ -57,7 +57,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the tasks run.
+    """The executor and the resources of the tasks.
 
     Attributes:
         executor: "local", "slurm" or "ray".
@@ -119,7 +119,7 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
     Args:
         plan: The plan.
         folder: The folder of the corpus.
-        cluster: Where the tasks run.
+        cluster: The executor and the resources of the tasks.
         overwrite: Whether to start again if the folder holds a corpus with a different plan.
 
     Raises:

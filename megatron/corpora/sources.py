@@ -60,7 +60,7 @@ class Raw(NamedTuple):
     Attributes:
         place: The file and the line or byte offset.
         text: The text, or "" if there is a problem.
-        name: The name given in the record, or else the place.
+        name: The name given in the record, or otherwise the place.
         fields: The other fields of the record.
         is_html: Whether the text is HTML.
         problem: The reason why the record is not a document, or "".
@@ -158,7 +158,7 @@ def _read_line(line: bytes, place: str, plan: CorpusPlan) -> Raw:
     text = record.pop(plan.text_key)
     name = record.get(
         plan.id_key
-    )  # kept as a field too, so that --id-key url does not hide the URL
+    )  # also kept as a field, so that --id-key url does not hide the URL
     return Raw(place, text, place if name in (None, "") else str(name), record)
 
 
@@ -216,7 +216,7 @@ def _read_archive(path: str) -> Iterator[Raw]:
             elif record.record_type == WarcRecordType.conversion:
                 yield Raw(place, data.decode("utf-8", "replace"), name, fields)
             elif record.is_http and (record.http_content_type or _PAGES[0]) in _PAGES:
-                # Some servers name encodings that do not exist. Detect the encoding then.
+                # Some servers name encodings that do not exist. In that case, detect the encoding.
                 named = map_encoding_to_html5(record.http_charset or "", fallback_utf8=False)
                 encoding = named or detect_encoding(data) or "utf-8"
                 text = bytes_to_str(data, encoding, fallback_encodings=("utf-8", "windows-1252"))

@@ -1,4 +1,4 @@
-"""Words and n-grams of many documents at once, as 64-bit hashes in numpy arrays.
+"""Words and n-grams of whole batches of documents, as 64-bit hashes in numpy arrays.
 
 Hashed word n-grams are used to find both near-duplicates and overlaps with task files. Splitting
 and hashing text word by word in Python processes about 5 MB/s; doing it with numpy on batches of
@@ -79,7 +79,7 @@ def batches(texts: Sequence[bytes]) -> list[tuple[int, int]]:
     """Divide a sequence of documents into batches of about `_BATCH_BYTES`.
 
     Returns:
-        The indexes of each batch's first document and of the one after its last.
+        For each batch, the index of its first document and of the one after its last.
     """
     cuts, size = [0], 0
     for number, text in enumerate(texts):

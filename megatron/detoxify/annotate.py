@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def check_output(source: Path, target: Path) -> None:
-    """Check that the output can be written, before any slow step. No file is left behind.
+    """Check that the output can be written, before any slow step. This leaves no file behind.
 
     Raises:
         ConfigError: Source and target are the same file.
@@ -206,7 +206,7 @@ def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
 
 
 def _rest(line: JsonLine) -> str:
-    """Return the fields that annotation does not add, as JSON, in which NaN is equal to itself."""
+    """Return the fields that were not added by annotation, as JSON, in which NaN equals itself."""
     kept = {key: value for key, value in line.fields.items() if key not in _ADDED}
     return json.dumps(kept, sort_keys=True)
 

@@ -59,7 +59,7 @@ class RequestPace:
     """A limit on the rate at which several threads may start requests."""
 
     def __init__(self, per_second: float) -> None:
-        """Allow the first request to start at once."""
+        """Allow the first request to start immediately."""
         self._interval = 1 / per_second
         self._lock = threading.Lock()
         self._next = 0.0  # the earliest time of the next request
@@ -101,7 +101,7 @@ class PerspectiveClient:
         retries: int = 8,
         timeout: float = 60.0,
     ) -> None:
-        """Check the URL. Nothing is sent yet.
+        """Check the URL, without sending anything.
 
         Args:
             key: The API key.
@@ -178,7 +178,7 @@ class PerspectiveClient:
         )
 
     def stop(self) -> None:
-        """Make all waiting and future requests fail at once."""
+        """Make all waiting and future requests fail immediately."""
         self._pace.stop()
 
     def _send(self, data: bytes) -> bytes:

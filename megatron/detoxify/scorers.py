@@ -23,7 +23,7 @@ ATTRIBUTES = (
     *(TOXICITY, "severe_toxicity", "sexually_explicit", "threat", "profanity"),
     "identity_attack",
 )
-_LABELS = ("toxicity", "toxic")  # names that a classifier may use for the label that counts
+_LABELS = ("toxicity", "toxic")  # names that a classifier may use for the label of toxicity
 _UNBOUNDED = 1 << 20  # tokenizers without a length limit report a number such as 1e30
 
 
@@ -74,7 +74,7 @@ class PerspectiveScorer:
             while waiting:
                 yield waiting.popleft().result()
         except BaseException:
-            self._client.stop()  # waiting requests then end at once
+            self._client.stop()  # waiting requests then end immediately
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

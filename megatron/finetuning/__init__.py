@@ -1,12 +1,12 @@
-"""What finetuning adds to training.
+"""Additions to training for finetuning.
 
-distillation   a student's losses, from a teacher on the same processes or from its logits
-teacher        loads the teacher, and writes its logits of all training samples
+distillation   a student's losses, given a teacher on the same processes or its logits
+teacher        loads the teacher, and writes its logits for all training samples
 
 documents      log-probabilities of the documents of packed rows
 preferences    DPO and its variants, and reward models: training on pairs of answers
 kto            training on single answers that are desirable or not
-reference      the reference model's log-probabilities, computed once and kept
+reference      the reference model's log-probabilities, computed once and stored
 
 rollouts       reinforcement learning: rows of a model's own answers, and their log-probabilities
 """

@@ -1,4 +1,4 @@
-"""Distillation: a GPT learns from a teacher's distribution of every token.
+"""Distillation: a GPT learns from a teacher's distribution for every token.
 
 The teacher is a second model on the same processes. Alternatively, its most likely tokens are read
 together with each sample (`megatron.data.logits`). The loss is (1 - A) * cross entropy + A *
@@ -46,7 +46,7 @@ class GPTInputs(NamedTuple):
         documents: The documents of the batch, if attention does not cross their boundaries.
         counted: The number of labels that count in the whole micro-batch, at least 1.
         ahead: The same as `mine`, for each depth of multi-token prediction.
-        counted_ahead: The same as `counted`, for each of them.
+        counted_ahead: The same as `counted`, for each depth.
     """
 
     mine: TokenBatch
@@ -60,13 +60,13 @@ class GPTTeacher(NamedTuple):
     """A trained model in evaluation mode, split over the same processes as its student.
 
     In a pipeline, each part of the teacher computes in the same forward pass as a part of the
-    student, and their hidden states travel side by side in one message. The schedule is therefore
+    student, and their hidden states are sent side by side in one message. The schedule is therefore
     the same as without a teacher, and at most one micro-batch's logits exist at a time.
 
     Attributes:
         parts: This process's parts of the model, without gradients.
         name: The checkpoint, for messages.
-        description: Its size, for messages.
+        description: A description of its size, for messages.
         students: The part of the student that runs together with each part; empty if there is no
             student.
     """
@@ -100,7 +100,7 @@ class GPTTeacher(NamedTuple):
     def run_beside(
         self, student: nn.Module, inputs: GPTInputs, hidden: Tensor | None = None
     ) -> Tensor:
-        """Run the teacher's part that belongs to a part of the student. See `run` for the rest."""
+        """Run the teacher's part that belongs to a part of the student, just like `run`."""
         return self.run(self.parts[list(self.students).index(student)], inputs, hidden)
 
 
@@ -124,7 +124,7 @@ class Distillation(Extras):
     """
 
     def __init__(self, recipe: LearningRecipe) -> None:
-        """Keep the recipe."""
+        """Store the recipe."""
         self._recipe = recipe
 
     def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
@@ -169,8 +169,8 @@ def split_message(message: Tensor, theirs: int) -> tuple[Tensor, Tensor]:
     The student's gradient leaves zeros where the teacher's states were.
 
     Args:
-        message: Both side by side.
-        theirs: The width of the teacher's.
+        message: Both hidden states side by side.
+        theirs: The width of the teacher's hidden states.
     """
     student, teacher = message.split((message.shape[-1] - theirs, theirs), dim=-1)
     return student.contiguous(), teacher.detach().contiguous()
@@ -179,7 +179,7 @@ def split_message(message: Tensor, theirs: int) -> tuple[Tensor, Tensor]:
 def known_of_files(batch: Batch, context: Axis) -> TopLogProbs | None:
     """Return the teacher's top k for this context rank's [b, s] tokens.
 
-    Held-out samples have no files of logits: the result is `None`.
+    The result is `None` for held-out samples, which have no files of logits.
     """
     if TOP_IDS not in batch:
         return None

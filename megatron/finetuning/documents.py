@@ -23,7 +23,7 @@ from megatron.parallel.layout import Axis
 
 
 class ComparingRecipe:
-    """The part of a recipe that all losses over whole documents share: a GPT without its loss."""
+    """The part of a recipe shared by all losses over whole documents: a GPT without its loss."""
 
     architecture = "gpt"
     head = HeadSpec(compares=True)
@@ -58,8 +58,8 @@ class DocumentSums(NamedTuple):
 def document_sums(losses: Tensor, trained: Tensor, ends: Tensor, axis: Axis) -> DocumentSums:
     """Return the log-probability of each segment. Collective over the context axis.
 
-    All context ranks return the same numbers, and each may compute the same loss from them. The
-    mean of their gradients, which training computes, is then the gradient of the loss.
+    All context ranks return the same values, and each may compute the same loss from them. The mean
+    of their gradients, which training computes, is then the gradient of the loss.
 
     Args:
         losses: The loss of each label on this context rank, [b, s/C].
@@ -70,7 +70,7 @@ def document_sums(losses: Tensor, trained: Tensor, ends: Tensor, axis: Axis) -> 
     rows, length = trained.shape
     positions = local_positions(length, axis, trained.device)
     places = (torch.arange(rows, device=trained.device)[:, None] * length + positions).flatten()
-    # Tokens lie in the order of their documents on every rank, so that each document is a range.
+    # On every rank, tokens are in the order of their documents, so that each document is a range.
     bounds = torch.searchsorted(places, ends)
     counted = trained.double()
     local = _sums(-losses.double() * counted[:, positions], bounds)

@@ -34,8 +34,8 @@ from megatron.training.recipe import Batch
 
 _DESIRABLE, _UNDESIRABLE = "rewards/chosen", "rewards/rejected"  # TRL's names
 _MARGINS, _SHARE = "rewards/margins", "desirable"
-# The logged numbers of each kind of answer are means over the answers of that kind.
-_NOTHING = 1e-6  # a smaller share means that a batch has no answers of a kind
+# The logged values of each kind of answer are means over the answers of that kind.
+_NOTHING = 1e-6  # a smaller fraction means that a batch has no answers of a kind
 _OF_KIND = {
     _DESIRABLE: True,
     "logps/chosen": True,
@@ -141,7 +141,7 @@ class KTORecipe(PreferenceRecipe):
         return means_over_pairs(values, is_answer)
 
     def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers to log; those of a kind of answer are means over that kind."""
+        """Return the values to log; those of a kind of answer are means over that kind."""
         shares = {True: losses[_SHARE], False: 1 - losses[_SHARE]}
         found = dict(losses)
         for name, kind in _OF_KIND.items():

@@ -40,7 +40,7 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.recipe import Batch, SampleCounts, Splits
 
-# TRL's names of the numbers in the log.
+# TRL's names for the values in the log.
 REWARD_METRICS = (
     "loss",
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -49,11 +49,11 @@ METRICS = (*REWARD_METRICS, "logps/chosen", "logps/rejected")
 
 
 class Pairs(NamedTuple):
-    """One number for each answer of P pairs.
+    """One value for each answer of P pairs.
 
     Attributes:
-        chosen: The numbers of the chosen answers, [P].
-        rejected: The numbers of the rejected answers, [P].
+        chosen: The values of the chosen answers, [P].
+        rejected: The values of the rejected answers, [P].
     """
 
     chosen: Tensor
@@ -65,7 +65,7 @@ class Pairs(NamedTuple):
         return self.chosen - self.rejected
 
     def over(self, divisors: Pairs) -> Pairs:
-        """Return the numbers divided by other numbers, where divisors below 1 count as 1."""
+        """Return these values divided by others, where divisors below 1 count as 1."""
         return Pairs(*(x / n.clamp(min=1) for x, n in zip(self, divisors, strict=True)))
 
 
@@ -87,7 +87,7 @@ def pair_losses(
     """Return the loss of each pair, and its rewards.
 
     Args:
-        options: The name of the loss and its numbers.
+        options: The name of the loss and its parameters.
         policy: The log-probabilities of the answers, sums over their tokens.
         tokens: The number of tokens in each answer.
         reference: The same sums under the reference model; `None` if the loss has no reference.
@@ -148,9 +148,10 @@ def log_odds(means: Pairs) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x below 0, without a loss of digits at either end."""
+    """Return log(1 - exp(x)) for x below 0, without losing precision at either end."""
     near = x > -math.log(2)
-    # Each form gets inputs for which its gradient is finite, because `where` multiplies it by 0.
+    # Each form gets only inputs with a finite gradient, because `where` multiplies the other's by
+    # 0.
     small = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
     return torch.where(near, small, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
@@ -189,7 +190,7 @@ class PreferenceRecipe(ComparingRecipe):
         return sum(member.packing.rows for member in preference_members(train))
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return 1 for each pair, at its first token: the loss is a mean over pairs."""
+        """Return 1 at the first token of each pair, because the loss is a mean over pairs."""
         return batch[PAIRS].float()
 
     def forward(
@@ -293,7 +294,7 @@ def run_documents(
 def run_part(
     part: GPTModel, batch: Batch, hidden: Tensor | None, tokenizer: Tokenizer, layout: Layout
 ) -> Tensor:
-    """Run one micro-batch through a part of the model and return what the part returns.
+    """Run one micro-batch through a part of the model and return the part's output.
 
     Args:
         part: The part.
@@ -322,7 +323,7 @@ def at_segments(batch: Batch, name: str) -> Tensor:
 def pairs_of(values: Tensor, is_pair: Tensor) -> Pairs:
     """Return the values for pairs, given a value for each of k segments: tensors [k - 1].
 
-    The shape does not depend on the number of pairs, which the host would have to wait for.
+    The shape does not depend on the number of pairs, for which the host would have to wait.
 
     Args:
         values: The value for each segment, [k].

@@ -1,9 +1,9 @@
-"""The reference model's log-probabilities of all answers: computed once, kept in a file.
+"""The reference model's log-probabilities of all answers, computed once and stored in a file.
 
 The reference model is the model with the run's initial weights. Its log-probabilities are computed
 before the first update, so that training holds only one model. A run that resumes has other
 weights, and reads the file. Adapters that start from zero change nothing at first, so the reference
-is the model without them: it can be computed at any time, and needs no file.
+is the model without them. Its log-probabilities can be computed at any time and need no file.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _is_base(run: Run, source: Path | None) -> bool:
 def weights_checksum(run: Run, counts: Callable[[str], bool]) -> int:
     """Return a checksum of the model's weights. Collective.
 
-    It adds the bits of all numbers, so that it does not depend on the layout.
+    It is a sum over the bits of all weights, so that it does not depend on the layout.
 
     Args:
         run: The run.
@@ -183,7 +183,7 @@ def reference_of(run: Run, dataset: PreferenceDataset) -> NDArray[np.float64]:
 
     Collective. The current weights are used.
     """
-    found = np.zeros((dataset.pairs, 3))  # chosen, rejected, and how often they were computed
+    found = np.zeros((dataset.pairs, 3))  # chosen, rejected, and how many times they were computed
     contributes = run.layout.tensor.is_first and run.layout.context.is_first
 
     def forward(
@@ -220,7 +220,7 @@ def reference_of(run: Run, dataset: PreferenceDataset) -> NDArray[np.float64]:
 def _read_shared(
     run: Run, path: Path | None, data: str, weights: str, pairs: int
 ) -> NDArray[np.float64] | None:
-    """Return what rank 0 reads from a file, or `None` if it is not what the run needs."""
+    """Return the values that rank 0 reads from a file, or `None` if they do not match the run."""
     kept = _read(path, data, weights, pairs) if run.layout.world.rank == 0 else None
     device = run.device.torch_device
     is_kept = torch.tensor([kept is not None], dtype=torch.int64, device=device)

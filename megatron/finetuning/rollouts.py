@@ -1,8 +1,8 @@
 """Reinforcement learning: during training, the model answers prompts and learns from its answers.
 
-A sample is a row of `--seq-length` tokens with all answers to one prompt, each after a copy of it.
-`Rollouts` fills rows shortly before they are needed; a `RolloutRecipe` trains on them. The user
-defines the reward of an answer and the loss of a token, as examples/grpo/grpo.py does.
+A sample is a row of `--seq-length` tokens with all answers to one prompt, each preceded by a copy
+of it. `Rollouts` fills rows shortly before they are needed; a `RolloutRecipe` trains on them. The
+user defines the reward of an answer and the loss of a token, as examples/grpo/grpo.py does.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ ADVANTAGES = "advantages"
 WEIGHTS = "weights"
 # With a reference model, a batch also holds its log-probabilities of the same tokens.
 REFERENCE_LOG_PROBS = "reference_log_probs"
-# A part of a row, fp64 [s]: the rewards of its answers, each divided by their number. The sum is
-# the mean reward.
+# A part of a row, fp64 [s]: the rewards of its answers, each divided by the number of answers.
+# Their sum is the mean reward.
 REWARDS = "rewards"
 
 
@@ -73,13 +73,13 @@ class Group(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The numbers of an answer that the loss needs.
+    """The values for an answer that the loss needs.
 
     Attributes:
         reward: The reward of the answer, for the log.
-        advantage: How much better the answer is than others.
-        weight: The factor of the losses of its tokens. The loss of an update is the mean over its
-            rows of the sum over their tokens of weight * loss.
+        advantage: How much better the answer is than the others.
+        weight: The factor applied to the losses of its tokens. The loss of an update is the mean
+            over its rows of the sum over their tokens of weight * loss.
     """
 
     reward: float
@@ -89,7 +89,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """The prompts of a run: all lines of a file, in a new order in every epoch.
+    """The prompts of a run: all lines of a file, in a different order in every epoch.
 
     Attributes:
         records: The lines.
@@ -107,7 +107,7 @@ class Prompts:
         return self.count
 
     def __getitem__(self, i: int) -> Sample:
-        """Return the number of a sample; `Rollouts` makes its row."""
+        """Return the index of a sample, for which `Rollouts` makes the row."""
         return {"id": i}
 
     def record(self, i: int) -> Mapping[str, Any]:
@@ -155,7 +155,7 @@ class RolloutRecipe(ComparingRecipe):
         raise NotImplementedError
 
     def losses(self, log_probs: Tensor, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the loss of a micro-batch, and other numbers for the log without a gradient.
+        """Return the loss of a micro-batch, and other values to log, without gradients.
 
         Args:
             log_probs: The log-probabilities of the answers' tokens under the model that is being
@@ -168,7 +168,7 @@ class RolloutRecipe(ComparingRecipe):
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Read the prompts; `Rollouts` makes the rows.
+        """Read the prompts. `Rollouts` makes the rows.
 
         Raises:
             ConfigError: --data-path does not name one file.
@@ -218,7 +218,7 @@ def token_log_probs(part: GPTModel, batch: Batch, tokenizer: Tokenizer, layout: 
     longest = len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
     documents = Segments.of(batch[SEGMENT_ENDS], rows.tokens, longest)
     if part.attention_choice.name == batch_invariant.NAME:
-        # Each answer is rotated from position 0 on, as in generation.
+        # Rotary positions start from 0 in each answer, as in generation.
         rows = TokenBatch(*(x.reshape(1, -1) for x in rows))
         documents = replace(documents, shape=(1, rows.tokens.numel()))
         documents = replace(documents, positions=rows.position_ids[0])
@@ -246,7 +246,7 @@ def log_probs_of(
         logits = logits[..., :real]
     elif real < logits.shape[-1]:
         is_padding = torch.arange(logits.shape[-1], device=logits.device) >= real
-        # Use a finite number, because a rank may hold nothing but padding, and inf - inf is nan.
+        # Use a finite value, because a rank may hold nothing but padding, and inf - inf is nan.
         logits = logits.masked_fill(is_padding, torch.finfo(logits.dtype).min / 2)
     losses = vocabulary_cross_entropy(
         logits.transpose(0, 1), labels.t(), axis, form=form, reuse_logits=True
@@ -258,22 +258,22 @@ class Rollouts(Extras):
     """The steps that fill a run's micro-batches with the model's own answers.
 
     Args:
-        sampling: How answers are drawn. Temperature 1 without top-k or top-p draws from the
+        sampling: How answers are sampled. Temperature 1 without top-k or top-p samples from the
             distribution that is trained.
         group: The number of answers to each prompt.
         updates: The number of updates that learn from answers generated with the same weights.
-        at_once: The number of answers that a process generates at once (`AnswerGenerator`).
+        at_once: The number of answers that a process generates concurrently (`AnswerGenerator`).
     """
 
     def __init__(
         self, sampling: Sampling, *, group: int, updates: int = 1, at_once: int = 256
     ) -> None:
-        """Keep the settings."""
+        """Store the settings."""
         self._sampling, self._group, self._updates = sampling, group, updates
         self._at_once = at_once
 
     def judge(self, run: Run, groups: Sequence[Group]) -> list[list[Judged]]:
-        """Return the numbers that the loss needs for each answer. Collective over the data axis.
+        """Return the values that the loss needs for each answer. Collective over the data axis.
 
         Args:
             run: The run.
@@ -332,7 +332,7 @@ class Rollouts(Extras):
                 yield collate([rows[i] for i in one])
 
     def _answer(self, run: Run, records: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Group]:
-        """Return the groups of numbered prompts. Collective over a copy of the model."""
+        """Return the answers to numbered prompts. Collective over a copy of the model."""
         how, group, room = self._sampling, self._group, run.config.data.seq_length
         requests = []
         for number, record in records:
@@ -361,13 +361,13 @@ class Rollouts(Extras):
 
 
 def row_of(run: Run, number: int, group: Group, verdicts: Sequence[Judged]) -> Sample:
-    """Return a row of a run with all answers to a prompt, each after a copy of it.
+    """Return a row with all answers to a prompt, each preceded by a copy of it.
 
     Args:
         run: The run.
         number: The number of the sample.
         group: The prompt and its answers, which fit a row.
-        verdicts: The numbers of each answer that the loss needs.
+        verdicts: The values for each answer that the loss needs.
     """
     length = run.config.data.seq_length
     text = np.full(length + 1, padding_token(run.tokenizer), np.int64)

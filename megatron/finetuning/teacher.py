@@ -211,9 +211,9 @@ def _check_tokenizer(reader: Reader, theirs: TokenizerConfig, ours: Tokenizer, s
 
 
 def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layout: Layout) -> None:
-    """Write a teacher's most likely tokens of every training sample to --logits-save-dir.
+    """Write a teacher's most likely tokens for every training sample to --logits-save-dir.
 
-    Each data-parallel process computes whole files; those that exist are left as they are.
+    Each data-parallel process computes whole files. Existing files are left as they are.
     Collective.
 
     Args:
@@ -267,7 +267,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
 
 
 class _Writer(NamedTuple):
-    """The computation of the logits of a file."""
+    """An object that computes the logits of a file."""
 
     config: RunConfig
     recipe: LearningRecipe
@@ -341,12 +341,13 @@ class _Writer(NamedTuple):
 def _write_missing(
     folder: Path, header: LogitsHeader, dataset: SampleDataset, writer: _Writer
 ) -> None:
-    """Write this data-parallel process's share of the files that are not there yet. Collective."""
+    """Write this data-parallel process's share of the files that do not exist yet. Collective."""
     layout, config = writer.layout, writer.config
     device = next(writer.teacher.parts[0].parameters())
     files = header.files()
     here = {samples.start for samples in missing_files(folder, header)}
-    # All processes follow what the first one sees, because the processes of a model work together.
+    # All processes use the first one's list of files, because the processes of a model work
+    # together.
     is_missing = torch.tensor([samples.start in here for samples in files], device=device.device)
     broadcast(is_missing, layout.world)
     missing = [one for one, lacks in zip(files, is_missing.tolist(), strict=True) if lacks]

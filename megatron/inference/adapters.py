@@ -1,7 +1,8 @@
-"""LoRA adapters of a served model, opened and checked before the model and loaded after it.
+"""LoRA adapters for a served model, opened and checked before the model and loaded after it.
 
 An adapter's folder contains PEFT's files (`--saver peft`, `save_pretrained`) or the checkpoints of
-a run with --lora-rank. Such checkpoints also contain the base model, which is compared.
+a run with --lora-rank. Such checkpoints also contain the base model, which is compared with the
+served one.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ def _open_peft(
 
 
 def _check_places(reader: Reader, targets: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a checkpoint with adapters that are not on linear layers."""
+    """Refuse a checkpoint with adapters on anything but linear layers."""
     known = tuple(f"model.{layer}.adapter." for layer in targets)
     for name in reader.names():
         if name.startswith("model.") and is_adapter_parameter(name) and not name.startswith(known):

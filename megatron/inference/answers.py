@@ -26,7 +26,7 @@ from megatron.inference.scheduler import UNKNOWN, Row, Scheduler, Sequence
 
 PlacedChoice = tuple[int, Choice]  # index of a token in its row, and how to use its logits
 
-_SMALLEST_TOP_P = 1e-9  # floor for a top_p that decays without a bound; keeps one token
+_SMALLEST_TOP_P = 1e-9  # floor for a top_p that decays without a bound; it keeps one token
 
 
 class Answer(ABC):
@@ -52,7 +52,7 @@ class Answer(ABC):
         self._owes_prompt = request.sampling.prompt_logprobs  # until the scores are reported
 
     def choices(self, row: Row) -> list[PlacedChoice]:
-        """Return what to choose or score for a row of the plan."""
+        """Return the tokens to choose or score for a row of the plan."""
         choices = self._prompt_choices(row)
         if row.is_last:
             choices += self._next_choices(row)
@@ -252,7 +252,8 @@ class BeamAnswer(Answer):
         """
         super().__init__(request)
         sampling = request.sampling
-        # Of this many continuations, at least `beam_width` go on even if all that can end do.
+        # Of this many continuations, at least `beam_width` go on even if every one that can end
+        # does.
         self._candidates = max(2, 1 + len(sampling.stop_tokens)) * sampling.beam_width
         self._tops = min(self._candidates, vocab_size)
         self._beams = [_Beginning(self._first)]
@@ -317,7 +318,7 @@ class BeamAnswer(Answer):
             for token, logprob in self._nexts[beam.sequence]
             if logprob > -math.inf  # not banned
         ]
-        ways.sort(key=lambda way: -way.total)  # stable: earlier beams first among equals
+        ways.sort(key=lambda way: -way.total)  # stable: earlier beams come first among equals
         beams = []
         for rank, way in enumerate(ways[: self._candidates]):
             is_over = len(way.tokens) >= sampling.max_new_tokens

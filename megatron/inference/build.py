@@ -233,7 +233,7 @@ def check_speculation(model: ModelConfig, speculation: Speculation | None) -> No
 
 
 def new_drafter(executor: Executor, speculation: Speculation) -> Drafter:
-    """Return the drafter that a speculation asks for."""
+    """Return the drafter for a method of speculation."""
     tokens = speculation.num_speculative_tokens
     if speculation.method == "mtp":
         return MultiTokenDrafter(executor, tokens)
@@ -261,7 +261,7 @@ def _latent_sizes(plan: ModelPlan) -> LatentSizes | None:
     """Return the sizes of the latent vectors that the layers cache; `None` if there are none."""
     mixers = (layer.mixer for layer in plan.layers)
     found = (x for x in mixers if isinstance(x, LatentAttentionPlan))
-    return next((LatentSizes(x.rank + x.turning, x.rank) for x in found), None)
+    return next((LatentSizes(x.rank + x.rope_size, x.rank) for x in found), None)
 
 
 def make_cache(
@@ -279,7 +279,8 @@ def make_cache(
         options: Options of the engine.
         paged: Attention over the cache.
         device: Device of the model and the cache.
-        further_bytes: Bytes that the caller allocates for each block, besides keys and values.
+        further_bytes: Bytes that the caller allocates for each block in addition to keys and
+            values.
 
     Raises:
         ConfigError: Not even one block fits in memory.
@@ -365,7 +366,7 @@ def ranks_of_copy(layout: Layout) -> Axis:
 
 
 def _group_of(layout: Layout, ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """Return the process group of these ranks. All processes create all groups in one order."""
+    """Return the process group of these ranks. All processes create all groups in order."""
     if len(ranks) == 1:
         return None
     step = layout.tensor.size  # the distance between neighboring data-parallel ranks

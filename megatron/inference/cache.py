@@ -37,16 +37,16 @@ def next_key(
     """Return the key of a sequence's next full block, which follows the blocks with these keys.
 
     The key is a cryptographic hash, so nobody can construct two different prompts with the same
-    key. It includes the adapter, because with another adapter the same tokens have different
-    values, and so do the tokens of a sequence that is longer than the trained context of a model
-    with LongRoPE or dynamic NTK.
+    key. It includes the adapter, because the same tokens have different keys and values with
+    another adapter. They also do in a sequence longer than the trained context of a model with
+    LongRoPE or dynamic NTK; `variant` distinguishes these.
 
     Args:
         keys: Keys of all blocks before it.
         tokens: Tokens of the sequence.
         block_size: Number of tokens in a block.
         adapter: Index of the sequence's adapter, counted from 1; 0 is the base model.
-        variant: A number below 2 ** 64 that differs for sequences whose tokens have other keys.
+        variant: A number below 2 ** 64 that differs for sequences whose tokens have different keys.
     """
     start = len(keys) * block_size
     text = ",".join(map(str, tokens[start : start + block_size])).encode()
@@ -160,7 +160,8 @@ class CacheMemory:
     """Keys and values or latent vectors, and states, of this process's layers and heads.
 
     Attributes:
-        shapes: What is cached for a token, by layer index from 0 (`AttentionPlan.cached`).
+        shapes: The shape of what is cached for a token, by layer index from 0
+            (`AttentionPlan.cached`).
         paged: Attention that writes to the cache and serves sequences that add one token.
         blocks: Number of blocks. One more is allocated for the padding of batches.
         block_size: Number of tokens in a block.

@@ -1,11 +1,11 @@
 """The engine, which takes requests, runs steps and returns events.
 
 It connects the scheduler, which plans steps, the executor, which computes them, and the answers,
-which say which tokens to choose. Every decision made here is the same on every rank.
+which determine the tokens to choose. Every decision made here is the same on every rank.
 
 On a GPU, a step is queued before the previous step's results are read, so that no GPU waits for
 Python. The queued step's sequences then end with a token that only the GPU knows. If that token
-ends an answer, the queued step's result for that answer is dropped.
+ends an answer, the queued step's result for that answer is discarded.
 """
 
 from __future__ import annotations

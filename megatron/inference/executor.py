@@ -124,7 +124,7 @@ class Executor:
             wanted: The tokens whose logits are needed.
 
         Returns:
-            A function that waits for the device, and returns what was chosen for each of `wanted`.
+            A function that waits for the device, and returns the result for each of `wanted`.
         """
         logits = None
         self.memory.copy_states(
@@ -291,7 +291,7 @@ def row_counts(most: int) -> list[int]:
 
 
 def lengths_to_record(most: int) -> list[int]:
-    """Return the maximum sequence lengths to record for, each four times the one before.
+    """Return the maximum sequence lengths for which to record, each four times the previous one.
 
     A recording for longer sequences is only slightly slower for shorter ones. Keys up to the first
     length are a single part, so no partial results have to be merged.
@@ -350,7 +350,7 @@ class DecodeGraphs:
     def run(self, plan: StepPlan, sources: Many[int], chosen: Tensor) -> _Outputs | None:
         """Return the logits [1, u, v] of the plan's sequences, and their hidden states [u, 1, h].
 
-        The result is `None` if recording fails, and the states are if they are not kept.
+        The result is `None` if recording fails. The states are `None` if they are not kept.
 
         Args:
             plan: A step in which every sequence adds one token.

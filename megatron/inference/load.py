@@ -113,7 +113,7 @@ def load_gpt(
             model.
         row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
             matrix products are computed as in training.
-        kinds: Architectures that the caller accepts, of gpt and retro.
+        kinds: Architectures that the caller accepts, out of gpt and retro.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it holds a different network.
@@ -189,11 +189,11 @@ def open_existing(
 
 
 def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load") -> ModelRun:
-    """Return the resolved configuration that a checkpoint's model runs with.
+    """Return the resolved configuration with which a checkpoint's model runs.
 
     It has the network, precision, tokenizer and window of the run that wrote the checkpoint. FP8 is
     left out, because it is an approximation that speeds up training, and the weights have 16 bits.
-    Settings for how that run started, or how it computed on its device, are left out too, because
+    Settings for how that run started, or how it computed on its device, are also left out, because
     this device may be different. Experts have no capacity limit, because the tokens that it drops
     depend on the rest of the batch.
 

@@ -15,7 +15,7 @@ Reason = Literal["stop", "length", "cancelled", "refused", "error"]
 TopLogprobs = tuple[tuple[int, float], ...]  # (token, log probability), most likely first
 
 LARGEST_SEED = 2**63 - 1
-# With a larger power, the length of a long text would overflow or underflow a float.
+# With a larger exponent, the power of a long text's length would overflow or underflow a float.
 MOST_LENGTH_PENALTY = 20
 _MOST_TOP_LOGPROBS = 100
 # Field: (smallest value, largest value, allowed values in words if the two numbers do not suffice).
@@ -68,12 +68,12 @@ class Sampling:
         beam_width: Number of beams. If it is above 1, a beam search without sampling returns this
             many answers, the best it has found.
         length_penalty: Exponent of the length: a beam search divides an answer's summed log
-            probabilities by its length raised to this. Its magnitude is at most
+            probabilities by its length raised to this power. Its magnitude is at most
             `MOST_LENGTH_PENALTY`.
         logprobs: Whether to report each new token's log probability, before the temperature and
             other settings change it.
         top_logprobs: Number of most likely tokens to report with each token.
-        prompt_logprobs: Whether to report the log probabilities of the prompt's tokens too.
+        prompt_logprobs: Whether to also report the log probabilities of the prompt's tokens.
     """
 
     max_new_tokens: int
@@ -140,10 +140,10 @@ class NeighborPassage:
     """A passage that a Retro has read.
 
     Attributes:
-        chunk: Index of the chunk of the text that it was found for, from 0.
+        chunk: Index of the chunk of the text for which it was found, from 0.
         corpus: Index of its corpus in the working folder.
         document: Index of its document in the corpus.
-        text: Text of the chunk that was found and of those after it.
+        text: Text of the chunk that was found and of the chunks after it.
     """
 
     chunk: int

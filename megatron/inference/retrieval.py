@@ -106,7 +106,7 @@ class RetroStepCache(StepCache):
         neighbor_singles: The chunk that each sequence that adds one token reads, as a sequence of
             keys; `None` if there are no such sequences.
         groups: Blocks of the chunks that the other sequences' tokens read, int64 [G].
-        places: Where each of these tokens is among the queries of all groups, [G m].
+        places: The index of each of these tokens among the queries of all groups, [G m].
     """
 
     chunk_memory: ChunkMemory
@@ -125,7 +125,7 @@ class RetroStepCache(StepCache):
     def attend_to_neighbors(
         self, query: Tensor, key_value: Tensor | None, core: AttentionCore
     ) -> Tensor:
-        """Store the chunks' keys and values, then let each token attend to those that it reads.
+        """Store the chunks' keys and values, then attend from each token to those that it reads.
 
         Args:
             query: Queries [s, 1, n, d].
@@ -221,7 +221,7 @@ class RetroExecutor(Executor):
             neighbors[place] = self._read(self._chunk(row, index))[0][0]
         count = sum(row.goes_on for row in plan)
         # The chunk that each token reads ended at or before it. The first m - 1 tokens of a text
-        # read none, so what they get from the first block is discarded.
+        # read none, so their results from the first block are discarded.
         reads = [
             np.maximum(np.arange(row.start + 1, row.start + row.size + 1) // m - 1, 0)
             for row in plan
@@ -363,7 +363,8 @@ def _grouped(rows: StepPlan, blocks: Sequence[Integers], m: int) -> tuple[Intege
         m: Number of tokens in a chunk.
 
     Returns:
-        The block of each of G groups, and where each token is among the [G m] places of all groups.
+        The block of each of G groups, and the index of each token among the [G m] places of all
+        groups.
     """
     groups, places, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for row, each in zip(rows, blocks, strict=True):

@@ -98,7 +98,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     adapters = open_adapters(samples.serve_adapter, config)
     # On stderr like the panel, because the samples on stdout may be piped into another program.
     show_notices((*parsed.notices, *find_sample_notices(samples)), launch, say_on_stderr)
-    prompts = _prompts_of(samples) if launch.rank == 0 else []  # before the model, for mistakes
+    prompts = _prompts_of(samples) if launch.rank == 0 else []  # finds mistakes early
     source = samples.sample_input_file
     target = samples.sample_output_file or f"{source}.out" if source else samples.genfile
     seed, workdir = config.training.seed, config.data.retro_workdir
@@ -161,7 +161,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
 
 
 def _serve_and_tell(engine: BatchEngine, inbox: SampleInbox, *, has_drafts: bool) -> None:
-    """Generate all texts of this copy of the model, and tell how fast that was."""
+    """Generate all texts of this copy of the model, and print the throughput."""
     begun = time.perf_counter()
     serve(engine, inbox)
     seconds, new = time.perf_counter() - begun, engine.stats.new_tokens
@@ -206,7 +206,7 @@ def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
 
 
 def _sources_of(workdir: str | None, adapters: Sequence[OpenedAdapter]) -> DrawSettings:
-    """Return the flags that name the other inputs of a text besides the model."""
+    """Return the flags that name a text's inputs other than the model."""
     found: DrawSettings = {}
     if workdir:
         found["--retro-workdir"] = str(Path(workdir).resolve())
@@ -381,14 +381,14 @@ class SampleFile:
                 raise StorageError(
                     f"{path}: line {foreign[0]} is not a sample: name another file for the samples"
                 )
-            if torn:  # removed only now, so that a file with other contents stays unchanged
+            if torn:  # removed only now, so that a file with other content stays unchanged
                 self._file.truncate(sum(map(len, lines)))
         self._prompts = [sample["prompt"] for sample in samples]
         self.failed = sum("error" in sample for sample in samples)
         self.done = len(lines)
 
     def rest(self, prompts: Sequence[str | None]) -> Sequence[str | None]:
-        """Return the prompts that the file has no texts for yet.
+        """Return the prompts for which the file has no texts yet.
 
         Raises:
             StorageError: The file's texts belong to other prompts.

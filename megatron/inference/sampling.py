@@ -128,7 +128,7 @@ def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
 
 
 def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Return each row's target, its sampled token, or otherwise its most likely one, int64 [k].
+    """Return each row's target, sampled token or, without these, most likely token, int64 [k].
 
     `tokens` has the most likely token of each row.
     """

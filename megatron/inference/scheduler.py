@@ -32,7 +32,7 @@ class SchedulerSettings:
         block_size: Number of tokens in a block.
         max_sequences: Maximum number of sequences in a step.
         max_tokens: Maximum number of tokens in a step, at least `max_sequences`, so that every
-            sequence can go on.
+            sequence can advance.
         has_states: Whether the model has layers with states. A sequence can then reuse cached
             blocks only up to a snapshot of these states.
         snapshots: Number of snapshots that are kept.
@@ -66,7 +66,7 @@ class Sequence:
     """Tokens whose keys and values belong together.
 
     Attributes:
-        request: Id of the request that the sequence belongs to.
+        request: Id of the request to which the sequence belongs.
         tokens: Tokens so far. The sequence's owner appends to them. The last may be `UNKNOWN`.
         reuses: Whether the sequence may begin with blocks that other sequences have computed.
         computed: Number of tokens that are in the cache or will be after the steps under way.
@@ -304,7 +304,7 @@ class Scheduler:
         """Give a sequence blocks for more tokens, and take them from later sequences if necessary.
 
         Returns:
-            Whether the sequence got the blocks. If not, it has lost its own blocks too.
+            Whether the sequence got the blocks. If not, it has also lost its own blocks.
         """
         while not self._grow(sequence, count):
             last = self.running[-1]
@@ -389,7 +389,7 @@ class Scheduler:
         return (sequence.prompt - 1) // size * size
 
     def _count(self, sequence: Sequence, budget: int) -> int:
-        """Return how many tokens of a sequence to compute. A snapshot needs a row that ends there.
+        """Return how many tokens to compute. A row must end where a snapshot will be taken.
 
         Args:
             sequence: The sequence.
@@ -400,7 +400,7 @@ class Scheduler:
         return min(count, left) if self.settings.snapshots and left > 0 else count
 
     def _with_snapshot(self, row: Row) -> Row:
-        """Return the row with a place for a snapshot if it ends where one is worth keeping."""
+        """Return the row, with a place for a snapshot if it ends where one is worth keeping."""
         sequence, size = row.sequence, self.settings.block_size
         end = row.start + row.size
         if not self.settings.snapshots or not 0 < end == self._last_block(sequence):

@@ -94,8 +94,8 @@ class Scorer:
 
         Args:
             samples: The samples, which are the same on every process.
-            done: Called after each batch of this process with the number of finished batches and
-                the number of all its batches.
+            done: A function called after each batch of this process with the number of finished
+                batches and the total number of its batches.
         """
         layout = self.loaded.layout
         lengths = [len(sample.tokens) - 1 for sample in samples]
@@ -112,7 +112,7 @@ class Scorer:
     def _plan(self, lengths: Sequence[int]) -> list[_Batch]:
         """Group samples of about the same length, given the length of each sample's input.
 
-        The longest come first, so that the run fails at once if memory is too small.
+        The longest come first, so that the run fails immediately if memory is too small.
         """
         multiple = self._unit * self.loaded.layout.sequence.size
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
@@ -133,7 +133,8 @@ class Scorer:
 
         def step(index: int, hidden: Tensor | None) -> Tensor:
             chosen = [samples[i] for i in batches[index].samples]
-            # Leave out each sample's last token, and pad with zeros. No real token attends to them.
+            # Leave out each sample's last token, and pad with zeros, to which no real token
+            # attends.
             tokens = np.zeros((len(chosen), batches[index].length), np.int64)
             for row, sample in zip(tokens, chosen, strict=True):
                 row[: len(sample.tokens) - 1] = sample.tokens[:-1]
@@ -171,7 +172,7 @@ class Scorer:
         return tokens
 
     def _scores(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Return [b, 3] on the CPU: log probability, whether greedy, and a 1 to count the sample.
+        """Return [b, 3] on the CPU: log probability, whether greedy, and 1 to count the sample.
 
         Args:
             logits: Logits [b, s, v/t].

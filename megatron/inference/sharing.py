@@ -77,7 +77,7 @@ class SharedPrompts:
             )
         self._first = self._next
         self._claimed: deque[int] = deque()  # indices of this copy's unanswered prompts
-        self._texts: dict[int, GeneratedText] = {}  # this copy's texts that wait for earlier ones
+        self._texts: dict[int, GeneratedText] = {}  # this copy's texts, waiting for earlier ones
         self.failed = 0
 
     def claim(self) -> Iterator[tuple[int, str | None]]:

@@ -68,10 +68,11 @@ class _Endings:
 
 
 class NgramDrafter:
-    """A drafter that looks for an earlier place with the same last tokens.
+    """A drafter that looks for an earlier occurrence of the last tokens.
 
-    It guesses that the tokens after that place follow again (Saxena, "Prompt Lookup Decoding",
-    2023). Longer runs of equal tokens are tried first, and the latest of several places is used.
+    It guesses that the tokens after that occurrence will follow again (Saxena, "Prompt Lookup
+    Decoding", 2023). Longer runs of equal tokens are tried first, and the latest of several
+    occurrences is used.
 
     Args:
         tokens: Maximum number of drafts.
@@ -175,7 +176,7 @@ class MultiTokenDrafter:
         return windows
 
     def _with_tail(self, window: _DepthWindow, depth: int) -> _DepthWindow:
-        """Return the window with the position before it, if its state was kept.
+        """Return the window, extended by the position before it if that state was kept.
 
         Also keep the state at the position before the next window of this depth.
         """

@@ -67,7 +67,7 @@ def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
 
 
 def obey(engine: BatchEngine, command: Command) -> list[Event]:
-    """Carry out one command, and return the events that it immediately causes."""
+    """Carry out one command, and return the events that it causes immediately."""
     match command:
         case Add(request):
             try:

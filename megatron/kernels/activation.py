@@ -1,7 +1,7 @@
-"""Non-linearities of the MLP, which also add the bias of the projection before them.
+"""Activation functions of the MLP, which also add the bias of the preceding projection.
 
 Each is implemented with PyTorch's operations. Some also have a CUDA kernel (`fused_activation`)
-that adds the bias and applies the non-linearity. Its backward pass recomputes both from the input.
+that adds the bias and applies the function. Its backward pass recomputes both from the input.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PARTIALS = 4  # rows of partial sums per multiprocessor
 
 
 class _ActivationForward(NamedTuple):
-    """A non-linearity after an added bias."""
+    """An activation of the sum of input and bias."""
 
     x: Pointer  # [rows, columns (SwiGLU: 2 columns)]
     bias: Pointer | None  # in the shape of a row of x
@@ -135,11 +135,11 @@ def choose_activation(
     Args:
         name: The name, as in `ModelConfig.activation`.
         library: The fused kernels; `None` means PyTorch's operations.
-        handovers: The places for the amaxes of the result and of the gradient of x. Only kernels
-            measure these amaxes.
+        handovers: Where to store the amaxes of the result and of the gradient of x. Only kernels
+            measure them.
         fuses_gelu: Whether GELU may use the fused kernels; False with --no-bias-gelu-fusion.
-        clamp: The limit of a gated activation's two parts (`clamped_gate`); `None` for none.
-        offset: The number that is added to its second part.
+        clamp: The limit on a gated activation's two parts (`clamped_gate`); `None` for none.
+        offset: The number added to its second part.
     """
     if clamp is not None or offset:
         return partial(clamped_gate, _GATES[name], clamp=clamp, offset=offset)
@@ -217,7 +217,7 @@ def clamped_gate(
         x: [..., 2 f].
         bias: [2 f], which is added first, or `None`.
         clamp: The largest value of the gate, and the largest magnitude of up; `None` for no limit.
-        offset: The number that is added to up.
+        offset: The number added to up.
     """
     gate, up = _add(x, bias).chunk(2, dim=-1)
     if clamp is not None:

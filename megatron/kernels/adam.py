@@ -17,7 +17,7 @@ from megatron.kernels.tensor_sums import CHUNK, TensorTable
 
 
 class _AdamUpdate(NamedTuple):
-    """One step for all pieces. Nothing changes if `found_nonfinite` is not 0."""
+    """One step for all tensors. Nothing changes if `found_nonfinite` is not 0."""
 
     tensors: Pointer
     pieces: Pointer  # (tensor, first element), of up to `chunk` elements each
@@ -73,7 +73,7 @@ class AdamTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamNumbers:
-    """The numbers of one update.
+    """The hyperparameters of one update.
 
     Attributes:
         lr: Learning rate.

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from megatron.kernels.library import is_traced
 
-POOL = 512  # results that are zeroed at once
-VECTORS = 2**20  # elements of vectors that are zeroed at once
+POOL = 512  # scalars that are zeroed together
+VECTORS = 2**20  # elements of vectors that are zeroed together
 
 
 class Zeros:
@@ -45,7 +45,8 @@ class Zeros:
         """Return a zero, fp32 [], in which a kernel will store the largest magnitude."""
         zero = next(self._zeros, None)
         if zero is None or zero.device != device:
-            # A single fill creates many zeros. None is reused, and the last one frees their memory.
+            # A single fill creates many zeros. No zero is reused, and the last one frees the memory
+            # of all.
             self._zeros = iter(torch.zeros(POOL, device=device).unbind())
             zero = next(self._zeros)
         return zero

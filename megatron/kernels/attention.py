@@ -3,7 +3,7 @@
 Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
 consecutive query heads. There may be fewer or more keys than queries.
 
-A mask is boolean, True where a query may attend, or holds numbers that are added to the scores (a
+A mask is boolean, True where a query may attend, or holds values that are added to the scores (a
 learned bias, such as T5's relative positions). Either replaces `causal`. A padding mask has one row
 for all queries of a sample, and PyTorch's fused kernels accept it in this form. `Segments` describe
 a mask by the ends of documents, so that the flash kernel needs no mask.
@@ -90,7 +90,7 @@ class Segments:
 
     @classmethod
     def of_padded(cls, padding: Tensor) -> Segments:
-        """Return the segments of padded samples [b, s], concatenated to one sample [1, b s].
+        """Return the segments of padded samples [b, s], concatenated into one sample [1, b s].
 
         Args:
             padding: True for tokens, which come first in each sample. The tokens and the padding
@@ -149,8 +149,8 @@ class AttentionOptions(NamedTuple):
     """Settings that determine how queries attend to keys.
 
     Attributes:
-        mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers [b
-            or 1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
+        mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or values [b or
+            1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
             queries. With `None`, `causal` decides.
         causal: Without a mask, whether a query attends only to its own token and earlier ones.
         dropout: The probability of dropping an attention weight.
@@ -162,8 +162,8 @@ class AttentionOptions(NamedTuple):
             for no bound.
         sinks: One logit for each query head, [n]. It enters the softmax of every query like the
             score of an additional key with the value zero. `None` for no sinks.
-        slopes: One number for each query head, [n]. It is subtracted from a score once for each
-            token of distance between query and key (ALiBi). `None` for no such biases.
+        slopes: One slope for each query head, [n]. The slope times the distance between query and
+            key, in tokens, is subtracted from a score (ALiBi). `None` for no such biases.
     """
 
     mask: Mask | None = None
@@ -181,7 +181,7 @@ class AttentionOptions(NamedTuple):
         return self.window is not None and keys > self.window + 1
 
     def seen(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Return which keys `causal` and the window let the last queries see, [queries, keys]."""
+        """Return which keys the last queries see under `causal` and the window, [queries, keys]."""
         seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
         if self.causal:
             seen = seen.tril(keys - queries)
@@ -193,7 +193,7 @@ class AttentionOptions(NamedTuple):
         With `None`, `causal` decides.
 
         Args:
-            query: The queries [s, b, n, d]. Biases get their type.
+            query: The queries [s, b, n, d]. Biases have their type.
             key: The keys [keys, b, g, d].
         """
         queries, keys, device = len(query), len(key), query.device
@@ -217,7 +217,7 @@ class AttentionOptions(NamedTuple):
 
 
 def add_slopes(mask: Tensor, slopes: Tensor, distances: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ALiBi's biases (Press et al., 2021), with the lowest number where a mask is False.
+    """Return ALiBi's biases (Press et al., 2021), and the lowest value where a mask is False.
 
     Args:
         mask: bool [b or 1, 1, q or 1, k], True where a query may attend.
@@ -284,7 +284,7 @@ def choose_attention(
 def _needs_scores(model: ModelConfig, precision: PrecisionConfig, device: torch.device) -> str:
     """Return why no fused kernel can compute what the flags ask for, or "" if one can."""
     if model.attn_logit_softcapping is not None:
-        return f"--attn-logit-softcapping {model.attn_logit_softcapping:g}: no kernel bounds scores"
+        return f"--attn-logit-softcapping {model.attn_logit_softcapping:g}: no kernel supports it"
     if model.softmax_type == "vanilla":
         return ""
     if model.position_embedding_type == "alibi":
@@ -375,7 +375,7 @@ def masked_softmax(
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Run PyTorch's fused attention. Its scores are fp32, so scaling by layer is not needed.
 
-    It supports neither sinks nor a bound of the scores; with these, the reference runs.
+    It supports neither sinks nor a bound on the scores; with these, the reference runs.
     """
     if options.softcap is not None or options.sinks is not None:
         return attention_reference(query, key, value, options)
@@ -487,7 +487,7 @@ class _FlashCall(NamedTuple):
 
 
 class _FlashWithSinks(torch.autograd.Function):
-    """The flash kernel with a result that is scaled by the share of weights that the keys keep.
+    """The flash kernel, with its result scaled by the share of the weights that the keys keep.
 
     The kernel's backward pass recomputes the weights from the log-sum-exp. Given a log-sum-exp that
     includes the sinks, and the scaled result, it returns the gradients of attention with sinks.
@@ -544,12 +544,12 @@ def sink_gradient(rows: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _by_token(rows: Tensor) -> Tensor:
-    """Reshape a number per query, [..., n, s], to a factor for the results, [..., s, n, 1]."""
+    """Reshape one value per query, [..., n, s], to a factor for the results, [..., s, n, 1]."""
     return rows.transpose(-1, -2).unsqueeze(-1)
 
 
 def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend with the flash kernel, which skips keys in other documents and before the window."""
+    """Attend with the flash kernel, which skips keys in other documents or before the window."""
     (length, samples), segments = query.shape[:2], options.mask
     heads = [x.transpose(0, 1) for x in (query, key, value)]  # [b, s, n or g, d]
     factors: dict[str, Any] = {"scale": options.scale}
@@ -589,7 +589,7 @@ class FlashPackage(NamedTuple):
     release: str
 
     def takes(self, query: Tensor, options: AttentionOptions) -> bool:
-        """Return whether the package is fast here: 16 bits, one sample, no options but a window."""
+        """Return whether the package is fast here: 16 bits, one sample, only a window."""
         return (
             query.dtype in (torch.float16, torch.bfloat16)
             and not flash_head_misfit(query.shape[-1], largest=_LARGEST_FLASH_HEAD)

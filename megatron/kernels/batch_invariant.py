@@ -1,13 +1,13 @@
 """Batch-invariant products and attention for fp32 on CPUs: a token gets the same bits in any batch.
 
 A library adds the terms of a sum in an order that depends on the sizes of the matrices. Training
-computes all tokens of a text at once, and generation one token at a time, so the two differ in
+processes all tokens of a text together, and generation one token at a time, so the two differ in
 their last bits. Measured with MKL (torch 2.13, AVX-512; tests/kernels/test_batch_invariant.py
 repeats it):
 
-- A row of a product has the same bits in any matrix of at least 4 rows.
-- A sum over keys has the same bits if it consists of products of 64 keys, added one after another.
-  Keys that a query does not see only add zeros.
+- A row of a product has the same bits in any matrix of at least 4 rows. - A sum over keys has the
+  same bits if it consists of products of 64 keys, added one after another. Keys that a query does
+  not see add only zeros.
 
 Products are therefore padded to at least 4 rows, and attention pads the keys of each sequence to a
 multiple of 64.
@@ -51,7 +51,7 @@ def attend(
         value: [b, g, keys, d].
         seen: bool, broadcast to [b, 1, q, keys]: True where a query may attend. With slopes, the
             last of these keys must be the query's own.
-        options: How scores become weights. Its mask, `causal` and window are ignored.
+        options: How scores become weights. Mask, `causal` and window are ignored.
 
     Returns:
         [b, n, q, d].

@@ -1,7 +1,7 @@
 """Compilation of the CUDA sources next to this file into a cached library of kernels.
 
 Compilation needs NVRTC, which comes with PyTorch, but no GPU, CUDA toolkit or C++ compiler. This
-module does not import torch, so that `pip install` can use it. A library serves one GPU
+module does not import torch, so that `pip install` can use it. A library is for one GPU
 architecture. Its file name identifies its sources and its content, so a stale or damaged library is
 never used:
 
@@ -38,8 +38,8 @@ PREBUILT = sources.HERE / "built"  # filled by `pip install`
 # is well below --distributed-timeout-minutes, because processes on other machines may be waiting.
 BUILD_LIMIT = 240
 PROGRESS = 30  # seconds between progress lines
-LOCK_LIMIT = 300  # seconds to wait for another process that builds
-LOCK_PATIENCE = 20.0  # seconds until this process prints that it waits
+LOCK_LIMIT = 300  # seconds to wait for another process that is building
+LOCK_PATIENCE = 20.0  # seconds until this process prints that it is waiting
 LEFT_AFTER = 3600.0  # seconds after which an unchanged scratch folder is abandoned
 _SCRATCH = "compiling-"
 
@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 
 class BuildError(Exception):
-    """An error in building the library. Its message gives cause and remedy in one line."""
+    """An error in building the library. Its message gives the cause and the remedy in one line."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Compiler:
 
     path: Path
     version: str  # "13.0"
-    architectures: frozenset[int]  # that it can compile for: 80, 90, ...
+    architectures: frozenset[int]  # for which it can compile: 80, 90, ...
 
     def target(self, architecture: str) -> str:
         """Return the target to compile for a GPU architecture such as "sm_90a".
@@ -136,7 +136,7 @@ def find_built(architecture: str, folder: Path, say: Say, version: str = "*") ->
     Args:
         architecture: The GPU architecture, such as "sm_90a".
         folder: The cache, or the folder that `pip install` fills.
-        say: Prints one line about each library that is not used.
+        say: A function that prints one line about each library that is not used.
         version: The version of NVRTC that built the library; `None` accepts any.
     """
     reasons = []
@@ -155,8 +155,8 @@ def find_built(architecture: str, folder: Path, say: Say, version: str = "*") ->
 def read_built(path: Path) -> bytes:
     """Return the content of a library that is safe to load.
 
-    Only this user, root or the owner of this package, who may run code here anyway, can have
-    written the file, and its bytes match the digest in its name.
+    Only this user, root or the owner of this package, all of whom may run code here anyway, can
+    have written the file, and its bytes match the digest in its name.
 
     Raises:
         OSError: The file is missing or damaged, or another user may have written it.
@@ -329,7 +329,7 @@ def _run(commands: Sequence[list[str]], makes: Sequence[str], clock: _Clock) -> 
 
     Args:
         commands: The commands.
-        makes: The name of the file that each command makes, for messages.
+        makes: The name of the file that each command creates, for messages.
         clock: The clock that stops them if they take too long.
     """
     waiting, running = list(range(len(commands))), dict[int, subprocess.Popen[str]]()

@@ -1,4 +1,4 @@
-"""Cross entropy over a part of a vocabulary: statistics of each row of logits, and the gradient.
+"""Cross entropy over part of a vocabulary: statistics of each row of logits, and the gradient.
 
 Logits keep their format. fp32 values exist only for a few rows at a time (plain PyTorch) or in
 registers (kernel). Over the whole vocabulary, loss = log(sum) + maximum - target.

@@ -2,7 +2,7 @@
 
 These are FP8 products that are added to their output (`fp8_product.py`), and products whose rows do
 not depend on the number of rows (`row_product.py`). The library is the one that PyTorch has loaded.
-The numbers below come from its public header, cublasLt.h.
+The constants below come from its public header, cublasLt.h.
 
 A product is out [m, n] = left [m, k] right^T with right [n, k], all row-major. The library's
 matrices are column-major, so right is its A, transposed, and left is its B.

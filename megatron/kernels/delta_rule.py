@@ -34,9 +34,9 @@ def chunked_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Apply the rule to whole sequences, chunk by chunk.
 
-    Within a chunk, what each token adds to the state depends linearly on what earlier tokens add.
-    One triangular system gives all of these updates. It is solved for all chunks at once, and only
-    the states pass from chunk to chunk. Everything is computed in fp32 (fp64 for fp64 values).
+    Within a chunk, each token's update to the state depends linearly on those of earlier tokens.
+    One triangular system gives all of these updates. It is solved for all chunks in parallel, and
+    only the states pass from chunk to chunk. Everything is computed in fp32 (fp64 for fp64 values).
 
     Args:
         query: [s, b, m, e], before normalization.
@@ -63,7 +63,7 @@ def chunked_delta_rule(
         _in_chunks(part.to(wide), size).unflatten(1, (key.shape[1], -1))
         for part in (value, decay, rate)
     )
-    decayed = decay.cumsum(-1)  # logarithm of the decay since the chunk began, with the token's own
+    decayed = decay.cumsum(-1)  # log decay since the chunk began, the token's own included
     between = decayed.unsqueeze(-1) - decayed.unsqueeze(-2)  # from a token [j] to a later one [i]
     seen = torch.ones(size, size, dtype=torch.bool, device=value.device).tril()
     from_start, to_end = decayed.exp(), (decayed[..., -1:] - decayed).exp()

@@ -1,8 +1,8 @@
 """Launches of compiled kernels through the CUDA driver.
 
-The result of a `Plan` is prepared once, as the driver's structures with all constant values. A call
-then only writes the tensors' addresses into them and calls the driver. This takes less time than
-converting the arguments of a C function.
+The result of a `Plan` is prepared once, as driver structures with all constant values filled in. A
+call then only writes the tensors' addresses into them and calls the driver. This takes less time
+than converting the arguments of a C function.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Driver:
         """Prepare the functions.
 
         Args:
-            loaded: libcuda, or the emulator of the tests, which has the same functions.
+            loaded: libcuda, or the tests' emulator, which has the same functions.
 
         Raises:
             AttributeError: The driver is older than CUDA 12.
@@ -199,7 +199,7 @@ def prepare(
         handles: The handle of each launch's kernel.
         letters: The letters of each kernel's parameters (`sources.parameters`).
         places: The places of the values that calls will provide, among an operation's arguments.
-        target: Where it will run.
+        target: The GPU and stream on which the plan will run.
 
     Raises:
         PlanError: A plan's parameters do not match its kernel's.
@@ -261,6 +261,6 @@ def _constant(kernel: str, letter: str, value: int | float | None) -> bytes:
 
 
 def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the sizes of three dimensions, filled up with 1."""
+    """Return the sizes of three dimensions, padded with 1."""
     x, y, z = (*sizes, 1, 1, 1)[:3]
     return x, y, z

@@ -239,7 +239,7 @@ class Fp8(NamedTuple):
 def inverses_of(amaxes: Tensor, fp8: torch.dtype) -> Tensor:
     """Return the `Fp8.inverse` of casts with one scale, for each of `amaxes`: fp32 [n]."""
     held = amaxes.clamp(min=SMALLEST)
-    # A GPU divides by a plain number by multiplying with its inverse, which would round twice.
+    # A GPU divides by a Python number by multiplying with its inverse, which would round twice.
     return held / torch.full_like(held, torch.finfo(fp8).max)
 
 
@@ -257,9 +257,9 @@ class Fp8Casts:
     """Casts in plain PyTorch.
 
     Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2. If `found`,
-    fp32 [], is given, it is raised to the largest magnitude of x, with nan as the largest of all.
-    Values that are not finite then become nan. Otherwise inf would become a finite number, because
-    the scale comes from another tensor.
+    fp32 [], is given, it is raised to the largest magnitude of x, with nan as the largest value of
+    all. Values that are not finite then become nan. Otherwise inf would become a finite number,
+    because the scale comes from another tensor.
     """
 
     def amax(self, x: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class Fp8Casts:
         """Write x to `values` in 8 bits and return the inverse scale."""
         largest = torch.finfo(values.dtype).max
         held = amax.float().clamp(min=SMALLEST)
-        # Dividing a plain number by a tensor would round twice.
+        # Dividing a Python number by a tensor would round twice.
         factor = torch.full_like(held, largest) / held
         scaled = (x.float() * factor).clamp(-largest, largest)
         if found is not None:
@@ -379,7 +379,7 @@ class KernelCasts(Fp8Casts):
 
 
 def _check(x: Tensor, *, rows: bool = False) -> None:
-    """Check that x holds matrices whose width, and with `rows` also height, is a multiple of 16."""
+    """Check that x holds matrices whose width (with `rows` also height) is a multiple of 16."""
     sizes = x.shape[-2:] if rows else x.shape[-1:]
     assert x.dim() in (2, 3) and not any(size % 16 for size in sizes), (
         f"fp8 products need matrices whose sizes are multiples of 16, not {list(x.shape)}"

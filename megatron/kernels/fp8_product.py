@@ -80,8 +80,8 @@ class LibraryProduct(Fp8Product):
     """Products by `torch._scaled_mm`, or by cuBLASLt itself when they are added to fp32 sums.
 
     Adding within the product saves a pass over memory that would take 58 ms of a 2131 ms step of
-    Llama 3 8B (docs/benchmarks.md). The sum is a separate pass if rows have their own scales, which
-    cuBLASLt does not support here, or without cuBLASLt (another vendor's GPU).
+    Llama 3 8B (docs/benchmarks.md). The addition is a separate pass if rows have their own scales,
+    which cuBLASLt does not support here, or without cuBLASLt (another vendor's GPU).
     """
 
     def __init__(self) -> None:
@@ -135,5 +135,5 @@ class LibraryProduct(Fp8Product):
 
 
 def _along_columns(inverse: Tensor) -> Tensor:
-    """Return the scales of the right matrix's rows in the form of the product's columns."""
+    """Return the scales of the right matrix's rows, broadcast along the product's columns."""
     return inverse.t() if inverse.dim() == 2 else inverse

@@ -412,9 +412,10 @@ class Fp8GroupedProduct(GroupedProduct):
     """FP8 products, except for weight gradients.
 
     Each row of a factor has its own scale, so a token's results do not depend on the rest of the
-    batch or on where its experts are. Gradients are e4m3 too: grouped products do not support e5m2,
-    and less range is needed when a scale serves a single row. The hardware may accumulate with
-    fewer bits in both passes, because otherwise grouped products take 2.5 times as long.
+    batch or on the location of its experts. Gradients are also e4m3: grouped products do not
+    support e5m2, and less range is needed when each row has its own scale. The hardware may
+    accumulate with fewer bits in both passes, because otherwise grouped products take 2.5 times as
+    long.
 
     Args:
         casts: The casts, in kernels or in plain PyTorch.
@@ -422,7 +423,7 @@ class Fp8GroupedProduct(GroupedProduct):
     """
 
     def __init__(self, casts: Fp8Casts, in_16_bits: GroupedProduct) -> None:
-        """Create products whose weights are not cast yet."""
+        """Create products whose weights have not been cast yet."""
         self._casts = casts
         self._in_16_bits = in_16_bits
         self._weight: tuple[Fp8, Fp8] | None = None
@@ -502,7 +503,7 @@ def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulat
 
 
 def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
-    """Return each expert that has rows, with these rows. Waits for the device.
+    """Return each expert that has rows, and these rows. Waits for the device.
 
     When text is generated for one request, a token uses only a few experts, such as 8 of 128, and
     looping over the others would take three times as long as the products.

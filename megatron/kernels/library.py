@@ -7,8 +7,9 @@ launch its kernels:
     norm = choose_add_norm(choice.library)  # without a library: plain PyTorch
     print(choice)
 
-An operation's module declares as `Kernel` constants which kernels it launches and how. It registers
-each function that launches them as an `operator`, so that compilers and exporters can trace it.
+An operation's module declares, in `Kernel` constants, which kernels it launches and how. It
+registers each function that launches them as an `operator`, so that compilers and exporters can
+trace it.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operation of the library, which launches one or several kernels.
+    """An operation of the library, which launches one or more kernels.
 
     Attributes:
         name: The name of the operation.
         kinds: One letter per argument: p for a contiguous tensor or `None`, v for a tensor of any
             strides (which are arguments too), i for an integer or a dtype code, d for a float.
-        plan: A function of the arguments that returns what to launch.
+        plan: A function of the arguments that returns the launches.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Kernel:
         Args:
             name: The name of the operation.
             arguments: A named tuple. Its fields have types in `KINDS`, optionally with `None`, and
-                its `plan` returns what to launch.
+                its `plan` returns the launches.
         """
         types = [get_args(each) or (each,) for each in get_type_hints(arguments).values()]
         kinds = "".join(KINDS[each] for options in types for each in options if each in KINDS)
@@ -155,7 +156,7 @@ class KernelLibrary:
         tensor: Tensor,
         stream: int,
     ) -> int:
-        """Launch what the kernel's plan says, and return the driver's error code or 0."""
+        """Make the launches in the kernel's plan, and return the driver's error code or 0."""
         plans = self._thread.plans
         key = (kernel.name, tensor.get_device(), stream, *shape)
         prepared = plans.get(key)
@@ -271,7 +272,7 @@ class _ShapesOnly(KernelLibrary):
 _SHAPES_ONLY = _ShapesOnly()
 
 _REGISTRY = torch.library.Library("megatron", "FRAGMENT")
-# Other names are the same in a schema.
+# Other type names are the same in a schema.
 _SCHEMA_TYPES = {"Tensor | None": "Tensor?", "torch.dtype": "ScalarType"}
 _REAL_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -480,7 +481,7 @@ def _load(path: Path, device: Device) -> KernelLibrary:
 
 
 def find_or_build(architecture: str) -> Path:
-    """Return the library file for an architecture, which is installed, cached or compiled now.
+    """Return the library file for an architecture: installed, cached, or compiled now.
 
     Raises:
         BuildError: There is no file, and it cannot be compiled.

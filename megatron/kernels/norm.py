@@ -37,7 +37,7 @@ from megatron.kernels.plans import (
 )
 from megatron.kernels.sources import instance
 
-LONGEST_ROW = {2: 16384, 4: 8192}  # elements, by bytes per weight; as in rows.cuh
+LONGEST_ROW = {2: 16384, 4: 8192}  # elements, keyed by bytes per weight; as in rows.cuh
 _STATIC_SHARED = 1024  # bytes that norm_backward.cu uses, with a margin
 
 
@@ -286,7 +286,7 @@ def add_norm_backward(
         total: The sum.
         weight: The weight [h].
         moments: The moments that `add_norm_forward` returned.
-        round_for_delta: Whether to return the sum's gradient in the weight's type too.
+        round_for_delta: Whether to also return the sum's gradient in the weight's type.
         handover: The place for the amax of the sum's gradient in the weight's type.
 
     Returns:

@@ -83,7 +83,7 @@ class Nvrtc:
         return f"{major.value}.{minor.value}"
 
     def architectures(self) -> list[int]:
-        """Return the architectures that it can compile for: 80, 90, ..."""
+        """Return the architectures for which it can compile: 80, 90, ..."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()

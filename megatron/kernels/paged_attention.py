@@ -147,7 +147,7 @@ class _LatentAttention(NamedTuple):
 
 
 class _AppendToCache(NamedTuple):
-    """Copies of new keys and values to slots of the cache."""
+    """A copy of new keys and values to slots of the cache."""
 
     key: Pointer  # [tokens, width], like value
     value: Pointer
@@ -215,11 +215,11 @@ class Chunks:
 class LatentHeads(Protocol):
     """How a layer computes keys and values from cached vectors of w channels.
 
-    The computation is linear. One can therefore attend to the keys and values, or let transformed
-    queries attend to the vectors themselves, which is cheaper if there are few queries.
+    The computation is linear. One can therefore attend to the keys and values, or attend from
+    transformed queries to the vectors themselves, which is cheaper if there are few queries.
 
     Attributes:
-        rank: The number of channels that values are computed from, the first of each vector.
+        rank: The number of channels, the first of each vector, from which values are computed.
     """
 
     rank: int
@@ -229,11 +229,11 @@ class LatentHeads(Protocol):
         ...
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Return queries [s, n/t, w] to vectors, given queries [s, n/t, d] to keys."""
+        """Map queries of keys, [s, n/t, d], to queries of vectors, [s, n/t, w]."""
         ...
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Return weighted sums of values [s, n/t, d], given those of vectors [s, n/t, rank]."""
+        """Map weighted sums of vectors [s, n/t, rank] to weighted sums of values [s, n/t, d]."""
         ...
 
 
@@ -261,7 +261,7 @@ def choose_paged_attention(
         dtype: The number format of the cache.
         latent: The sizes of latent vectors, if they are cached instead of keys and values.
         batch_invariant: Whether results must be bitwise identical to those of training.
-        has_slopes: Whether scores get ALiBi's biases.
+        has_slopes: Whether ALiBi's biases are added to the scores.
     """
     if batch_invariant:
         return BatchInvariantPaged()
@@ -315,8 +315,7 @@ class PagedAttention:
         Returns:
             The results [u, n, d], which are undefined for sequences without tokens.
         """
-        # The heads of a group are passed as positions, which share keys, so that no key is
-        # repeated.
+        # The heads of a group are passed as positions, which share keys, so that no key is copied.
         key, value, seen = self._collected(keys, values, singles, options)
         by_group = query.unflatten(1, (keys.shape[1], -1))
         if options.slopes is not None:
@@ -358,7 +357,7 @@ class PagedAttention:
     def _collected(
         self, keys: Tensor, values: Tensor, singles: Singles, options: AttentionOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sequences' keys and values [u, g, l, d] and which are visible [u, 1, 1, l].
+        """Return the sequences' keys and values [u, g, l, d] and their visibility [u, 1, 1, l].
 
         l is the length of the longest sequence.
         """
@@ -600,7 +599,7 @@ def chunk_attention(
     chunks: Chunks,
     options: AttentionOptions,
 ) -> Tensor:
-    """Let new tokens attend to themselves and to the earlier tokens of their sequences.
+    """Attend from new tokens to themselves and to the earlier tokens of their sequences.
 
     Args:
         query: The queries of the new tokens, [s, n, d].
@@ -648,9 +647,9 @@ def _with_scores(
         query: The query heads, by group; the heads of a group share its keys.
         key: The keys.
         value: The values.
-        mask: bool [u, 1, 1, l], True where a query may attend; or numbers [u, g, n/g, l] that are
+        mask: bool [u, 1, 1, l], True where a query may attend; or values [u, g, n/g, l] that are
             added to the scores.
-        options: Scale, bound of the scores and sinks.
+        options: Scale, bound on the scores and sinks.
     """
     scores = (query @ key.transpose(2, 3)).float() * (options.scale or query.shape[-1] ** -0.5)
     if options.softcap is not None:

@@ -3,7 +3,7 @@
 An operation's arguments are a named tuple whose `plan` returns a list of `KernelLaunch`. It is
 called once for each combination of sizes, types and missing tensors, and `driver.py` then repeats
 these launches. Tensors and floating-point numbers may differ between calls, so a plan sees only a
-`Pointer` or a `Number` for them. Integers are passed as they are.
+`Pointer` or a `Number` in their place. Integers are passed as they are.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Arguments(Protocol):
     """The arguments of an operation, as a named tuple."""
 
     def plan(self) -> Sequence[KernelLaunch]:
-        """Return what to launch."""
+        """Return the launches."""
         ...
 
 
@@ -136,7 +136,7 @@ def row_threads(elements: int) -> int:
 
 
 def row_shape(columns: int, weights: str, fewest: int) -> RowShape:
-    """Return how rows are divided among threads.
+    """Return the division of rows among threads.
 
     Args:
         columns: The number of elements in a row.

@@ -34,7 +34,7 @@ _OUTERMOST = 0.9677083  # quantile of the outermost level: 1 - (1/30 + 1/32) / 2
 
 
 class _Unpack(NamedTuple):
-    """The values of packed weights. Without levels, codes are fp8 numbers."""
+    """The values of packed weights. Without levels, codes are fp8 values."""
 
     codes: Pointer
     scales: Pointer
@@ -66,7 +66,7 @@ def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the levels of nf4 in ascending order, [16].
 
     The lowest 8 levels, up to 0, are evenly spaced quantiles up to the median. The highest 9, from
-    0 on, are evenly spaced quantiles from the median on.
+    0 upwards, are evenly spaced quantiles from the median upwards.
 
     Args:
         dtype: The number format.
@@ -85,7 +85,7 @@ def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @functools.cache
 def _nf4_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two levels for each byte, [256, 2], the one of its lower four bits first."""
+    """Return the two levels of each byte, [256, 2], that of the lower four bits first."""
     levels = nf4_levels(dtype, device)
     return torch.stack((levels.repeat(_LEVELS), levels.repeat_interleave(_LEVELS)), dim=1)
 
@@ -128,7 +128,7 @@ def quantize(matrix: Tensor, form: FrozenFormat) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return fp8's largest number as a tensor: GPUs multiply by the inverse of a host number."""
+    """Return fp8's largest value as a tensor: GPUs multiply by the inverse of a host number."""
     return torch.tensor(torch.finfo(E4M3).max, dtype=dtype, device=device)
 
 

@@ -41,8 +41,8 @@ _THREADS = 192  # per block with several rows, approximately
 class _SplitRotate(NamedTuple):
     """The split of a fused projection into heads that are rotated, or its reverse.
 
-    Without `others` there are only queries, and with neither cosine nor sine nothing rotates.
-    Backward goes from heads to `fused` and rotates back.
+    Without `others` there are only queries, and without cosine and sine nothing rotates. The
+    backward pass goes from heads to `fused` and rotates back.
     """
 
     fused: Pointer  # [positions, batch, groups, per_group + others, d]
@@ -148,7 +148,7 @@ class LongRope(NamedTuple):
 
     Attributes:
         original: The trained context in tokens. Sequences of up to this many tokens use the short
-            divisors at all positions, longer ones the long divisors.
+            divisors at all positions; longer ones use the long divisors.
         short: The short divisors, [r/2].
         long: The long divisors, [r/2].
         concentration: Factor applied to cosines and sines, and therefore to queries and keys.
@@ -223,8 +223,8 @@ def rotation_table(
         base: The base of the frequencies.
         interpolation: The divisor of the positions, to extend a trained context (Chen et al.,
             2023).
-        planes: The number of planes with the highest frequencies that rotate, while the others
-            stand still; `None` for all.
+        planes: The number of planes with the highest frequencies that rotate, while the others do
+            not; `None` for all.
         scaling: The factor by which low frequencies are divided, as in Llama 3.1.
         yarn: YaRN's changes to the frequencies.
         long_rope: LongRoPE's divisors of the frequencies.
@@ -271,11 +271,11 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate queries or keys [s, b, n, d] by their position in fp32, keeping their type."""
     cosine, sine = rotation
     size = cosine.shape[-1]
-    turning, still = x[..., :size], x[..., size:]
-    first, second = turning.chunk(2, dim=-1)
+    rotary, rest = x[..., :size], x[..., size:]
+    first, second = rotary.chunk(2, dim=-1)
     across = torch.cat((-second, first), dim=-1)
-    turned = (turning * cosine + across * sine).to(x.dtype)
-    return turned if still.shape[-1] == 0 else torch.cat((turned, still), dim=-1)
+    turned = (rotary * cosine + across * sine).to(x.dtype)
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 
 
 # An implementation of `rotate`.
@@ -327,9 +327,8 @@ def split_rotate(
         groups: The number g of key-value heads.
         head_size: The size d of a head.
         rotation: The cosines and sines; `None` for no rotation.
-        handover: The place for the amax of the projection's gradient. Only the kernel measures
-            this amax.
-        contiguous: Whether heads should be contiguous, because the next operation is then faster.
+        handover: Where to store the amax of the projection's gradient. Only the kernel measures it.
+        contiguous: Whether heads should be contiguous because that makes the next operation faster.
             Only the kernel respects this.
 
     Returns:

@@ -1,9 +1,9 @@
 """Products x W^T in 16 bits, in which a row's bits do not depend on the number of rows.
 
-A library chooses its kernel by the sizes, and the kernel determines the order in which a row's
-products are added. The last bits of a generated text, and sometimes its words, then depend on the
-rest of the batch. However, all cuBLASLt kernels of a family add in the same order, whatever their
-tiles are. Only the number of parts into which k is split matters (measured on an H200:
+A library chooses its kernel by the matrix sizes, and the kernel determines the order in which a
+row's products are added. The last bits of logits, and sometimes the generated words, then depend on
+the rest of the batch. However, all cuBLASLt kernels of a family add in the same order, whatever
+their tile sizes. Only the number of parts into which k is split matters (measured on an H200:
 docs/benchmarks/generation.md). Each weight is therefore assigned a family and a number of parts,
 and for each number of rows the fastest of these kernels is used. When a weight's shape is first
 used, the results are tested for equal bits. If they differ, PyTorch multiplies, and a warning says
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class KernelFamily(NamedTuple):
-    """Kernels that add in the same order: the library's id for them and the parts of k."""
+    """Kernels that add in the same order: the library's id for them and the number of k's parts."""
 
     kind: int
     cut: int
@@ -107,7 +107,7 @@ class RowProduct:
         return out
 
     def _family(self, shape: _Shape, weight: Tensor, bias: Tensor | None) -> KernelFamily | None:
-        """Return the family for a weight, or None if no family is independent of the batch."""
+        """Return the family for a weight, or `None` if none gives batch-independent results."""
         family = self._tried_family(shape, weight, bias) if shape.is_taken else None
         if family is None:
             logger.warning(

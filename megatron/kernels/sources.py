@@ -1,4 +1,4 @@
-"""The CUDA sources next to this file: their kernels, and facts that are read from them.
+"""The CUDA sources next to this file: their kernels, and constants that are read from them.
 
 This module does not import torch, so that `pip install` can compile the sources.
 """
@@ -34,7 +34,7 @@ def _elements(weights: str, fewest: int) -> list[int]:
 
 
 def instances() -> Mapping[str, Sequence[str]]:
-    """Return the kernels to compile in each source, keyed by the source's name without suffix."""
+    """Return the kernels to compile in each source, keyed by its file name without suffix."""
     name = instance
     return {
         "activation": [

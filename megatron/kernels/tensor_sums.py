@@ -100,7 +100,7 @@ def choose_tensor_sums(
     *,
     counts: bool = True,
 ) -> Sums:
-    """Return a deterministic function for (sum of squares, number of nonzeros), fp64 [2].
+    """Return a deterministic function that returns (sum of squares, number of nonzeros), fp64 [2].
 
     Args:
         tensors: Contiguous tensors that do not move in memory.

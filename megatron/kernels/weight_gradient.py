@@ -20,7 +20,7 @@ from megatron.kernels.sources import FLOATS, constant, instance
 
 
 class _EmbeddingGradient(NamedTuple):
-    """A gradient's rows, which are sorted by entry (digit by digit) and added to a table's rows."""
+    """The addition of a gradient's rows, radix-sorted by entry, to a table's rows."""
 
     entries: Pointer  # [row_count]
     gradient: Pointer  # [row_count, hidden]
@@ -75,7 +75,7 @@ class _EmbeddingGradient(NamedTuple):
 
 
 EMBEDDING_GRADIENT = Kernel.of("embedding_gradient", _EmbeddingGradient)
-WIDTH = 8  # the kernel needs a hidden size that is a multiple
+WIDTH = 8  # the hidden size must be a multiple of this for the kernel
 CHUNK = 32  # sorted rows that are summed together, as in embedding_gradient.cu
 
 # (entries [n], ignoring those outside the table; grad [n, h]; into [rows, h])
@@ -112,7 +112,7 @@ def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> Emb
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add in PyTorch, which is deterministic on a GPU too: it adds entries in sorted order."""
+    """Add in PyTorch, which is also deterministic on a GPU: it adds entries in sorted order."""
     inside = (entries >= 0) & (entries < into.shape[0])
     rows = torch.where(inside, entries, 0)
     values = torch.where(inside[:, None], grad, 0).to(into.dtype)

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of linear layers, selected by the names of layers and projections.
+"""Adapters (LoRA) for linear layers, selected by the names of layers and projections.
 
 `--lora-target-modules` accepts our names (`layers.0.attention.qkv`, or `layers.0.attention.qkv.key`
 for one projection of that layer), Hugging Face's names (`k_proj`) and Megatron Core's
@@ -100,7 +100,7 @@ def is_target(layer: str, projection: str, pattern: str) -> bool:
 
 
 def plan_of(config: ModelConfig) -> AdapterPlan:
-    """Return the adapter settings that the flags give."""
+    """Return the adapter settings given by the flags."""
     assert config.lora_rank is not None
     return AdapterPlan(config.lora_rank, config.lora_scale, config.lora_dropout, config.use_dora)
 
@@ -164,7 +164,7 @@ def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def network_without_memory(config: ModelConfig, vocabulary: int) -> Network:
-    """Return a whole model with the adapters that the flags give it, without allocating memory.
+    """Return the whole model with its adapters, built without allocating memory.
 
     Args:
         config: The network, of an architecture in `NETWORKS`.

@@ -1,4 +1,4 @@
-"""Counts of parameters, FLOPs and activation bytes, made from a plan without building a model."""
+"""Parameters, FLOPs and activation bytes, counted from a plan without building a model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def count_parameters(plan: ModelPlan) -> int:
 
 
 def count_active_parameters(plan: ModelPlan) -> int:
-    """Count the parameters that a token uses, which include only the experts chosen for it."""
+    """Count the parameters that a token uses, including only the experts chosen for it."""
     idle = 0
     for layer in layers_of(plan, whole_model(len(plan.layers))):
         if isinstance(layer.mlp, MixturePlan):
@@ -107,7 +107,7 @@ def count_part_matrices(plan: ModelPlan, part: ModelPart, split: WeightSplit) ->
 
 
 def largest_layer(plan: ModelPlan, split: WeightSplit) -> tuple[int, int]:
-    """Count one process's parameters of the largest layer, and how many of them are in experts."""
+    """Count the parameters of the largest layer on one process, and those of its experts."""
     alone = (
         ModelPart(range(i, i + 1), embedding=False, head=False) for i in range(len(plan.layers))
     )

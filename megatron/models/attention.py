@@ -56,7 +56,7 @@ class KeyValueCache(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Store the new keys and values, then let each token attend to itself and earlier tokens.
+        """Store the new keys and values, then attend from each token to itself and earlier tokens.
 
         Args:
             query: [s, 1, n/t, d].
@@ -120,7 +120,7 @@ class AttentionCore(nn.Module):
         recompute: bool,
         site: str,
     ) -> None:
-        """Take the attention function from the context."""
+        """Choose the attention function for this context."""
         super().__init__()
         self.axis = context.layout.tensor
         self.attend = context.kernels.attention.function
@@ -196,7 +196,7 @@ class AttentionCore(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Queries, keys and values of one layer, the attention core, and the output projection.
+    """Self-attention: the query, key and value projections, the core, and the output projection.
 
     With an output gate, the query projection also computes a gate for each query head. The result
     of a head is multiplied by the sigmoid of its gate. Rows of the QKV weight are ordered by group:
@@ -292,7 +292,7 @@ class SelfAttention(nn.Module):
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Let the tokens attend to each other, or to the cache.
+        """Attend from each token to the others, or to the cache.
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
@@ -332,7 +332,7 @@ class SelfAttention(nn.Module):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """Bias [h] that the residual sum still has to add; `None` if there is none."""
+        """Bias [h] to be added in the residual sum; `None` if there is none."""
         return self.output.bias_to_add
 
     def _split_heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -438,7 +438,7 @@ class CrossAttention(nn.Module):
         return saved + score_bytes(plan, batch, batch.encoder_length)
 
     def forward(self, x: Tensor, encoder: EncoderOutput) -> Tensor:
-        """Let the decoder's tokens attend to the encoder's.
+        """Attend from the decoder's tokens to the encoder's.
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
@@ -455,7 +455,7 @@ class CrossAttention(nn.Module):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """Bias [h] that the residual sum still has to add; `None` if there is none."""
+        """Bias [h] to be added in the residual sum; `None` if there is none."""
         return self.output.bias_to_add
 
 
@@ -488,10 +488,10 @@ def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return the slope of each head's biases, as Press et al. (2021) choose them.
+    """Return the slope of each head's bias, as chosen by Press et al. (2021).
 
-    A power of two p of heads has the slopes 2^(-8 i / p), i from 1. The heads beyond the largest
-    power of two take every other slope of the next power of two.
+    If the number of heads is a power of two, p, the slopes are 2^(-8 i / p), with i from 1. The
+    heads beyond the largest power of two take every other slope of the next power of two.
     """
     power = 1 << (heads.bit_length() - 1)
     first = [2 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -499,7 +499,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def new_sinks(plan: AttentionPlan, context: BuildContext) -> Tensor | None:
-    """Return the logits of this rank's sinks [n/t]: a parameter, zeros, or `None` for none."""
+    """Return the logits of this rank's sinks [n/t], learned or zero, or `None` without sinks."""
     if plan.softmax == "learnable":
         return context.new_parameter((plan.heads,), init=Init("normal", plan.init.std), split_dim=0)
     if plan.softmax == "off-by-one":
@@ -515,7 +515,7 @@ def count_sinks(plan: AttentionPlan, split: WeightSplit) -> int:
 def score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:
     """Count the bytes of scores, attention weights and dropout mask if they are kept.
 
-    Kernels that take biases of scores keep the biases, which all samples share.
+    Kernels that add a bias to the scores keep that bias, which all samples share.
     """
     if not batch.keeps_scores:
         if plan.alibi is None or "core_attn" in batch.recomputed:

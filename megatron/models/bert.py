@@ -51,9 +51,9 @@ class BertResult(NamedTuple):
 
 
 class BertModel(Network):
-    """A BERT: embedding, layers, final normalization, heads.
+    """A BERT model: embedding, layers, final normalization, heads.
 
-    The parameters are those of a GPT and the following:
+    Its parameters are those of a GPT plus the following:
 
         embedding.token_type.weight   [2, h]   segments (this and the next two only with a pooler)
         pooler.dense.weight, .bias    [h, h]
@@ -162,7 +162,7 @@ def _may_join_samples(plan: ModelPlan, context: BuildContext) -> bool:
 
 
 def padding_mask(padding: Tensor) -> Tensor:
-    """Return the mask of keys to attend to, [b, 1, 1, s], from bool [b, s], True for a token.
+    """Turn a padding mask, bool [b, s], True for a token, into a mask of keys, [b, 1, 1, s].
 
     Padding tokens also attend to other tokens, but nothing reads their results.
     """
@@ -170,7 +170,7 @@ def padding_mask(padding: Tensor) -> Tensor:
 
 
 class Classifier(Linear):
-    """A linear layer over one vector per sample, held and computed whole by every tensor rank."""
+    """A linear layer over one vector per sample, replicated on every tensor rank."""
 
     def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
         """Allocate the layer, unsplit on every tensor rank."""

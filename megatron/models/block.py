@@ -144,7 +144,7 @@ class Block(nn.Module):
             # would outlive the MLP's forward pass.
             parts = frozenset() if self.recomputes_mlp else context.recomputed
             self.mlp = MLPS[kind](plan.mlp, replace(context, layer=layer_number, recomputed=parts))
-        self.keeps_norms = "layernorm" not in context.recomputed or not _forgets_norms(plan)
+        self.keeps_norms = "layernorm" not in context.recomputed or not _recomputes_norms(plan)
         self.routers = context.registry.routers
         self.keeping_mlp = context.keeping("mlp") if kind == "dense" else nullcontext
         self.keeping_norm = {
@@ -197,8 +197,8 @@ class Block(nn.Module):
             if _MODULES.get(part.kind) in batch.recomputed:  # keeps only its input
                 total += entry * tokens
                 continue
-            forgets = "layernorm" in batch.recomputed and _forgets_norms(plan)
-            total += (entry - batch.width * forgets) * tokens
+            recomputes = "layernorm" in batch.recomputed and _recomputes_norms(plan)
+            total += (entry - batch.width * recomputes) * tokens
             total += class_of(part).activation_bytes(part, batch)
         if plan.shares_norm:
             total -= batch.width * tokens
@@ -329,7 +329,7 @@ def _new_norms(plan: LayerPlan, context: BuildContext) -> tuple[nn.Module, Norm 
     return before, new_norm(plan.norm, hidden, context) if plan.norms_output else None
 
 
-def _forgets_norms(plan: LayerPlan) -> bool:
+def _recomputes_norms(plan: LayerPlan) -> bool:
     """Return whether the results of the normalizations before sublayers can be recomputed."""
     return plan.norms_input and not plan.residual_after_norm
 

@@ -49,8 +49,8 @@ def run_context(
         exchange: Exchange that overlaps tensor-parallel communication with matrix products; `None`
             if overlap is off.
         expert_exchange: Exchange that takes tokens to experts and back; `None` runs collectives.
-        weight_gradients: Queue in which the backward pass leaves weight gradients for later; `None`
-            computes them at once.
+        weight_gradients: Queue in which the backward pass defers weight gradients; `None` computes
+            them immediately.
         registry: Registry in which layers record what they will need; `None` creates a new one.
     """
     parallel, numbers = config.parallel, config.precision

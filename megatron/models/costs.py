@@ -1,4 +1,4 @@
-"""Records for counting the costs of a layer.
+"""Records used to count the costs of a layer.
 
 A layer's class counts the weights, operations and bytes that the layer takes. Besides the layer's
 plan it needs `WeightSplit` and `MicroBatch`, and it returns operations as `Work`.
@@ -59,9 +59,10 @@ class MicroBatch:
         keeps_scores: Whether attention keeps every score for the backward pass.
         recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
         imbalance: Rows that this process's experts receive, as a multiple of an even share.
-        losses: Micro-batches whose losses are in memory at once, waiting for their backward pass.
-        chunked_loss: Whether the loss is computed in chunks, so that only a part of the logits is
-            in memory at once.
+        losses: Micro-batches whose losses are in memory at the same time, waiting for their
+            backward pass.
+        chunked_loss: Whether the loss is computed in chunks, so that only part of the logits is in
+            memory at any time.
     """
 
     sequences: int
@@ -85,7 +86,7 @@ class MicroBatch:
 
     @property
     def expert_tokens(self) -> int:
-        """Tokens that this process and the ranks that split experts with it send to experts."""
+        """Tokens sent to experts by this process and the ranks that split experts with it."""
         return self.tokens * self.expert_tensor // self.tensor
 
     @property

@@ -45,7 +45,7 @@ class GatedDeltaNet(RecurrentMixer):
         plan: The record of its sizes.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute what is between the projections in the backward pass
+        recompute_core: Whether to recompute everything between the projections in the backward pass
             instead of keeping its intermediates.
     """
 
@@ -137,7 +137,7 @@ class GatedDeltaNet(RecurrentMixer):
     def mix(
         self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute everything between the projections, and again in the backward pass if asked."""
+        """Compute everything between the projections; recompute it in backward if asked."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._mix, projected, states, documents, use_reentrant=False)
         return self._mix(projected, states, documents)

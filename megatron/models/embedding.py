@@ -93,7 +93,7 @@ class Embedding(nn.Module):
             tokens: [b, s].
             position_ids: [b, s].
             token_types: [b, s], for a model that has them; `None` means all are 0.
-            site: Name that gives this call a dropout mask of its own within the pass.
+            site: Name that gives this call its own dropout mask within the pass.
 
         Returns:
             [s, b, h]; [s/t, b, h] with sequence parallelism.
@@ -163,8 +163,7 @@ def new_embedding(
 class RotaryTable(nn.Module):
     """Cosines and sines for all positions, which all layers share and checkpoints omit.
 
-    With dynamic NTK they depend on the length of a sequence too, and are computed when they are
-    used.
+    With dynamic NTK they also depend on the length of a sequence, and are computed when needed.
     """
 
     def __init__(self, plan: RotaryPlan, device: torch.device) -> None:

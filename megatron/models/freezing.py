@@ -64,16 +64,16 @@ def freeze(named_parameters: Iterable[tuple[str, nn.Parameter]], config: ModelCo
 
 
 def frozen_format(config: ModelConfig) -> FrozenFormat | None:
-    """Return the format of frozen linear weights, or `None` if it is that of the other weights."""
+    """Return the format of frozen linear weights, or `None` if they have no special one."""
     if config.lora_rank is None or config.frozen_weights_dtype is None:
         return None
     return "nf4" if config.frozen_weights_dtype == "nf4" else "fp8"
 
 
 def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPart]) -> float:
-    """Return the trained parameters in parts of a model as a share of all their parameters.
+    """Return the fraction of the parameters in some parts of a model that are trained.
 
-    Adapters count as trained, but not among all parameters. The share is 1 if nothing is frozen,
+    Adapters count as trained but are not part of the total. The fraction is 1 if nothing is frozen,
     and always 1 for Retro and bi-encoders.
 
     Args:

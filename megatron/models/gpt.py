@@ -27,7 +27,7 @@ from megatron.parallel.context.split import local_positions
 
 
 class GPTModel(Network):
-    """A GPT: embedding, layers, final normalization, and an output layer or a reward model's score.
+    """A GPT model: embedding, layers, final normalization, and an output layer or a reward head.
 
     Args:
         plan: The whole network.
@@ -100,8 +100,8 @@ class GPTModel(Network):
         length = tokens.shape[1]
         documents = mask if self.joins_samples and isinstance(mask, Segments) else None
         if documents is not None and labels is not None and loss_mask is not None:
-            # All samples in one row. The segments keep them apart, and the flash kernel then needs
-            # no copies of queries, keys, values and results.
+            # Put all samples in one row. The segments keep them apart, and the flash kernel then
+            # needs no copies of queries, keys, values and results.
             mask = documents.in_one_row()
             position_ids = mask.positions if position_ids is None else position_ids.reshape(1, -1)
             tokens, labels, loss_mask = (x.reshape(1, -1) for x in (tokens, labels, loss_mask))
@@ -178,7 +178,7 @@ class GPTModel(Network):
     ) -> tuple[Tensor, tuple[Rotation, ...]]:
         """Return hidden states, normalized in the model's last part, and the rotations used.
 
-        The arguments are those of `forward`, and the number of this rank's tokens in a sequence.
+        The arguments are those of `forward` plus the number of this rank's tokens in a sequence.
         """
         sequence: int | Tensor
         if cache is None:
@@ -202,7 +202,7 @@ class GPTModel(Network):
 def _may_join_samples(plan: ModelPlan, context: BuildContext, part: ModelPart) -> bool:
     """Return whether a batch of samples with documents may run as one row.
 
-    Every layer must treat a token in the same way wherever its document is in the batch.
+    This requires every layer to treat a token the same wherever its document is in the batch.
     """
     return (
         part.embedding

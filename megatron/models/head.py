@@ -28,7 +28,7 @@ from megatron.parallel.products import PLAIN, InFp32, LinearCall
 
 
 class Output(nn.Module):
-    """The output layer, which returns a score for every vocabulary entry, or each token's loss.
+    """The output layer, which computes a score for every vocabulary entry, or each token's loss.
 
     Its matrix [v, h] is the word embedding table, or a separate matrix if they are untied.
 
@@ -180,7 +180,7 @@ class TokenScore(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h], or [s/t, b, h] with sequence parallelism, to fp32 [b, s] on every rank."""
         scores = super().forward(x).squeeze(-1).t()
-        # Each rank puts its own tokens' scores among zeros, and the sum over ranks has all scores.
+        # Each rank fills in its own tokens' scores and zeros elsewhere; the sum has all scores.
         # Every rank computes the same loss, so each gradient goes to the rank that holds the token.
         before, part = self.sequence.rank * scores.shape[1], scores.shape[1]
         after = (self.sequence.size - 1) * part - before

@@ -32,7 +32,7 @@ from megatron.parallel.layers import Linear, Projections, Split
 
 
 class LatentAttention(nn.Module):
-    """Projections to latent vectors and from these to heads, the attention core, and the output.
+    """Projections to latent vectors and from them to heads, the attention core, and the output.
 
     Every tensor rank computes all latent vectors (with sequence parallelism, those of its part of
     the sequence), and from them its own heads. Rows of the key-value weight are ordered by head:
@@ -65,8 +65,8 @@ class LatentAttention(nn.Module):
         self.query_up = _linear(
             plan, context, plan.query_rank or plan.hidden, plan.heads * plan.key_size, "column"
         )
-        self.latent_down = _linear(plan, context, plan.hidden, plan.rank + plan.turning, None)
-        widths = (plan.heads * plan.still, plan.heads * plan.value_size)
+        self.latent_down = _linear(plan, context, plan.hidden, plan.rank + plan.rope_size, None)
+        widths = (plan.heads * plan.nope_size, plan.heads * plan.value_size)
         self.latent_up = _linear(
             plan,
             context,
@@ -105,8 +105,8 @@ class LatentAttention(nn.Module):
         return [
             *down,
             (heads * plan.key_size, plan.query_rank or plan.hidden),
-            (plan.rank + plan.turning, plan.hidden),
-            (heads * (plan.still + plan.value_size), plan.rank),
+            (plan.rank + plan.rope_size, plan.hidden),
+            (heads * (plan.nope_size + plan.value_size), plan.rank),
             (plan.hidden, heads * plan.value_size),
         ]
 
@@ -130,7 +130,7 @@ class LatentAttention(nn.Module):
     @staticmethod
     def activation_bytes(plan: LatentAttentionPlan, batch: MicroBatch) -> int:
         """Count the bytes of latent vectors, heads and output, and of the scores if kept."""
-        latent = plan.rank + plan.turning + (plan.query_rank or 0)
+        latent = plan.rank + plan.rope_size + (plan.query_rank or 0)
         if plan.qk_norm is not None:  # input and result of the norms
             latent += plan.rank + (plan.query_rank or 0)
         # The core's query, key, value and output, and the parts they are assembled from.
@@ -145,7 +145,7 @@ class LatentAttention(nn.Module):
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Let the tokens attend to each other, or to the cache.
+        """Attend from each token to the others, or to the cache.
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
@@ -176,26 +176,26 @@ class LatentAttention(nn.Module):
             return self.output(context.flatten(2))
 
     def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [l, n/t, d] of cached vectors [l, rank + turning]."""
-        vector, shared = latent.unsqueeze(1).split((self.plan.rank, self.plan.turning), dim=2)
+        """Return the keys and values [l, n/t, d] of cached vectors [l, rank + rope]."""
+        vector, shared = latent.unsqueeze(1).split((self.plan.rank, self.plan.rope_size), dim=2)
         key, value = self._heads(vector, shared.unsqueeze(2))
         return key.squeeze(1), value.squeeze(1)
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Return queries [s, n/t, rank + turning] to cached vectors, given queries [s, n/t, d]."""
-        still, turning, _ = query.tensor_split((self.plan.still, self.plan.key_size), dim=2)
-        to_key, _ = self._by_head()  # [n/t, still, rank]
-        return torch.cat((torch.bmm(still.transpose(0, 1), to_key).transpose(0, 1), turning), dim=2)
+        """Map queries [s, n/t, d] to queries of the cached vectors, [s, n/t, rank + rope]."""
+        nope, rope, _ = query.tensor_split((self.plan.nope_size, self.plan.key_size), dim=2)
+        to_key, _ = self._by_head()  # [n/t, nope, rank]
+        return torch.cat((torch.bmm(nope.transpose(0, 1), to_key).transpose(0, 1), rope), dim=2)
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Return weighted sums of values [s, n/t, d], given those of vectors [s, n/t, rank]."""
+        """Map weighted sums of latent vectors [s, n/t, rank] to those of values [s, n/t, d]."""
         _, to_value = self._by_head()  # [n/t, value_size, rank]
         out = torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2))
         return self._padded(out.transpose(0, 1))
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """Bias [h] that the residual sum still has to add; `None` if there is none."""
+        """Bias [h] to be added in the residual sum; `None` if there is none."""
         return self.output.bias_to_add
 
     def _heads(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,25 +203,25 @@ class LatentAttention(nn.Module):
 
         Args:
             latent: [s, b, rank], or this rank's part with sequence parallelism.
-            shared: The rotary keys of all tokens, [s, b, 1, turning].
+            shared: The rotary keys of all tokens, [s, b, 1, rope].
         """
-        both = self.latent_up(latent).unflatten(2, (-1, self.plan.still + self.plan.value_size))
-        still, value = both.split((self.plan.still, self.plan.value_size), dim=3)
-        key = torch.cat((still, shared.expand(-1, -1, still.shape[2], -1)), dim=3)
+        both = self.latent_up(latent).unflatten(2, (-1, self.plan.nope_size + self.plan.value_size))
+        nope, value = both.split((self.plan.nope_size, self.plan.value_size), dim=3)
+        key = torch.cat((nope, shared.expand(-1, -1, nope.shape[2], -1)), dim=3)
         return self._padded(key), self._padded(value)
 
     def _by_head(self) -> tuple[Tensor, Tensor]:
         """Return the matrices [n/t, .., rank] that compute keys and values from a latent vector."""
-        rows = self.latent_up.weight.unflatten(0, (-1, self.plan.still + self.plan.value_size))
-        return rows[:, : self.plan.still], rows[:, self.plan.still :]
+        rows = self.latent_up.weight.unflatten(0, (-1, self.plan.nope_size + self.plan.value_size))
+        return rows[:, : self.plan.nope_size], rows[:, self.plan.nope_size :]
 
     def _padded(self, heads: Tensor) -> Tensor:
-        """Append zeros, which change neither scores nor other channels, up to `head_size`."""
+        """Pad heads to `head_size` with zeros, which change neither scores nor other channels."""
         missing = self.plan.head_size - heads.shape[-1]
         return F.pad(heads, (0, missing)) if missing else heads
 
     def _query(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """Return this rank's queries [s, b, n/t, still + turning]."""
+        """Return this rank's queries [s, b, n/t, nope + rope]."""
         if self.query_down is not None:
             x = self.query_down(x)
         if self.query_norm is not None:
@@ -229,18 +229,18 @@ class LatentAttention(nn.Module):
         query = self.query_up(x).unflatten(2, (-1, self.plan.key_size))
         if rotation is None:
             return query
-        still, turning = query.split((self.plan.still, self.plan.turning), dim=3)
-        return torch.cat((still, self.rotate(turning, rotation)), dim=3)
+        nope, rope = query.split((self.plan.nope_size, self.plan.rope_size), dim=3)
+        return torch.cat((nope, self.rotate(rope, rotation)), dim=3)
 
     def _latent(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Return latent vectors [s, b, rank], or this rank's part of them, and the shared keys.
 
-        The keys belong to all tokens, [s, b, 1, turning], and are already rotated.
+        The keys cover all tokens, [s, b, 1, rope], and are already rotated.
         """
-        latent, shared = self.latent_down(x).split((self.plan.rank, self.plan.turning), dim=2)
+        latent, shared = self.latent_down(x).split((self.plan.rank, self.plan.rope_size), dim=2)
         if self.latent_norm is not None:
             _, latent = self.latent_norm(Stream(latent))
-        # These keys' gradient is the sum of what each rank's heads contribute.
+        # The gradient of these keys is the sum of the contributions of all ranks' heads.
         pass_on = gather_rows_to if self.layout.sequence_parallel else copy_to
         shared = pass_on(shared.contiguous(), self.layout.tensor).unsqueeze(2)
         return latent, shared if rotation is None else self.rotate(shared, rotation)

@@ -2,8 +2,8 @@
 
 Each head keeps a state [p, n]. Each token multiplies the state by a number between 0 and 1 and adds
 the outer product of its input x [p] and its vector B [n]. Its output is the product of the state
-and its vector C [n]. Sequences are computed in chunks: within a chunk as a masked product of Cs and
-Bs, like attention, and between chunks through the state. States and sums are fp32.
+and its vector C [n]. Sequences are computed in chunks: within a chunk as a masked product of the C
+and B vectors, like attention, and between chunks through the state. States and sums are fp32.
 
 Shapes: s sequence, b micro-batch, h hidden, g groups, r heads per group, p channels per head, n
 state size, c chunks, l tokens of a chunk, t tensor-parallel size, C context-parallel size.
@@ -105,7 +105,7 @@ class Mamba(RecurrentMixer):
     def work(plan: MambaPlan, length: int, encoder_length: int) -> Work:
         """Count the operations of the projections, and those of the scan as scores.
 
-        Within a chunk, the causal mask halves the products of Cs and Bs and their products with x.
+        Within a chunk, the causal mask halves the products of C with B and their products with x.
         Writing to the state and reading from it take one multiplication each per state element and
         token.
         """
@@ -191,7 +191,7 @@ class Mamba(RecurrentMixer):
 def step(
     x: Tensor, steps: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute a single token of each sequence, like `scan`. All sums are over one dimension.
+    """Advance each sequence by a single token, like `scan`. All sums are over one dimension.
 
     Args:
         x: [1, b, g, r, p].
@@ -239,7 +239,7 @@ def scan(
     length = len(x)
     chunk = min(chunk, length)
     x, steps, b, c = (_chunks(part, chunk) for part in (x, steps, b, c))
-    seen = None if documents is None else _Seen(documents, chunk)
+    masks = None if documents is None else _DocumentMasks(documents, chunk)
     sums = (steps * rates).cumsum(1)  # logarithm of the decay since the chunk's start
     weighted = x * steps.unsqueeze(-1)
 
@@ -249,18 +249,18 @@ def scan(
     pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     terms = (steps * rates).movedim(1, 4).unsqueeze(5).expand(*[-1] * 5, chunk)
     logarithms = terms.masked_fill(~pairs.tril(-1), 0).cumsum(4)
-    if seen is not None:
-        pairs = pairs & seen.same[:, :, None, None]
+    if masks is not None:
+        pairs = pairs & masks.same[:, :, None, None]
     decay = logarithms.masked_fill(~pairs, -math.inf).exp()
     scores = torch.einsum("clbgn,cmbgn->cbglm", c, b).unsqueeze(3)
     out = torch.einsum("cbgrlm,cmbgrp->clbgrp", scores * decay, weighted)
 
-    # What each chunk adds to the state, and what is left of the state before it.
+    # The update of the state by each chunk, and the decay of the previous state.
     left = (sums[:, -1:] - sums).exp()
     whole, since = sums[:, -1].exp(), sums.exp()
-    if seen is not None:
-        left, since = left * seen.reaches_end, since * seen.reaches_start
-        whole = whole * seen.reaches_through
+    if masks is not None:
+        left, since = left * masks.reaches_end, since * masks.reaches_start
+        whole = whole * masks.reaches_through
     added = torch.einsum("cmbgrp,cmbgn->cbgrpn", weighted * left.unsqueeze(-1), b)
     state = torch.zeros_like(added[0]) if state is None else state
     before = []
@@ -272,15 +272,15 @@ def scan(
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """Return [s, ...] as [c, l, ...], with zeros after the end, which change no state."""
+    """Reshape [s, ...] to [c, l, ...], padding the end with zeros, which change no state."""
     missing = -len(x) % chunk
     if missing:
         x = F.pad(x, (*[0, 0] * (x.dim() - 1), 0, missing))
     return x.unflatten(0, (-1, chunk))
 
 
-class _Seen:
-    """Factors, 0 or 1, that say which tokens of a chunk are in the same document.
+class _DocumentMasks:
+    """Masks that say which tokens of a chunk are in the same document.
 
     Attributes:
         same: Pairs of tokens within a chunk, bool [c, b, l, l].

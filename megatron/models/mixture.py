@@ -59,7 +59,7 @@ class Mixture(nn.Module):
     def matrices(plan: MixturePlan, split: WeightSplit) -> list[tuple[int, int]]:
         """Return (outputs, inputs) of each weight matrix on one process.
 
-        The matrices of all its experts are counted as one stacked matrix.
+        The matrices of all experts are counted as one stacked matrix.
         """
         held = plan.router.experts // split.expert
         each = MLP.matrices(plan.expert, split.of_experts)
@@ -79,7 +79,7 @@ class Mixture(nn.Module):
 
     @staticmethod
     def expert_parameters(plan: MixturePlan, split: WeightSplit) -> int:
-        """Count the parameters of the experts on one process, without the shared experts."""
+        """Count the parameters of the experts on one process, excluding the shared experts."""
         matrices = MLP.matrices(plan.expert, split.of_experts)
         each = sum(outputs * inputs for outputs, inputs in matrices)
         held = plan.router.experts // split.expert
@@ -115,12 +115,12 @@ class Mixture(nn.Module):
 
     @staticmethod
     def largest_imbalance(plan: MixturePlan, ranks: int, tokens: int) -> float:
-        """Return the imbalance if all tokens choose the experts of a single process.
+        """Return the imbalance that results if all tokens choose the experts of a single process.
 
         Args:
             plan: The record of the mixture.
             ranks: Number of processes that divide the experts.
-            tokens: Tokens that a process routes at once.
+            tokens: Number of tokens that a process routes in one pass.
         """
         router = plan.router
         largest = ranks * min(router.experts // ranks, router.chosen) / router.chosen
@@ -148,8 +148,8 @@ class Mixture(nn.Module):
     def _start(self, tokens: Tensor, routing: Routing) -> Callable[[], Tensor]:
         """Pass tokens [T, h] through their experts. Return a function that waits for the outputs.
 
-        With two halves, the second one's tokens travel while the first one is computed, and the
-        first one's outputs travel while the second is.
+        With two halves, the second half's tokens are sent while the first half is computed, and the
+        first half's outputs are sent while the second half is computed.
         """
         halves = 2 if self._halves and self.training else 1
         parts = zip(*(x.tensor_split(halves) for x in (tokens, *routing)), strict=True)

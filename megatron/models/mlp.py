@@ -77,5 +77,5 @@ class MLP(nn.Module):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """Bias [h] that the residual sum still has to add; `None` if there is none."""
+        """Bias [h] to be added in the residual sum; `None` if there is none."""
         return self.down.bias_to_add

@@ -69,7 +69,7 @@ class Depth(nn.Module):
     """One additional prediction: two normalizations, a projection, a layer, a normalization.
 
     The projection is not split. With sequence parallelism, every tensor rank multiplies its own
-    tokens, without a message. Otherwise all ranks multiply the same tokens.
+    tokens, without communication. Otherwise all ranks multiply the same tokens.
 
     Args:
         plan: The record of all depths.
@@ -198,8 +198,7 @@ class MultiToken(nn.ModuleList):
     def activation_bytes(plan: MultiTokenPlan, batch: MicroBatch) -> int:
         """Count the bytes kept outside layers for the backward pass.
 
-        These are the logits of every depth, its input, the embeddings, the normalized pair and the
-        result.
+        They hold each depth's logits, input, embeddings, normalized pair and result.
         """
         states = 5 * batch.width * batch.tokens * plan.hidden // batch.sequence
         return plan.depths * (states + Output.activation_bytes(plan.output, batch))

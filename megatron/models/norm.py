@@ -1,7 +1,7 @@
 """The residual stream, and the normalization before each sublayer.
 
-A normalization also adds the previous sublayer's output to the stream, so that one pass over memory
-does both.
+A normalization also adds the previous sublayer's output to the stream, so that a single pass over
+memory does both.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Norm(nn.Module):
         new_vector = partial(context.new_parameter, (width,), partial_gradient=partial_gradient)
         self.weight = new_vector(init=ZEROS if plan.offset else ONES)
         if plan.kind == "LayerNorm" and not plan.bias:
-            # To the kernels, a normalization with a bias is a LayerNorm, and one without an
+            # The kernels treat a normalization with a bias as a LayerNorm, and one without as an
             # RMSNorm.
             zeros = torch.zeros(width, dtype=context.compute_dtype, device=context.device)
             self.register_buffer("bias", zeros, persistent=False)
@@ -105,11 +105,11 @@ class Joining(nn.Module):
         self.dtype = context.compute_dtype
 
     def forward(self, stream: Stream, handover: Handover | None = None) -> tuple[Tensor, Tensor]:
-        """Return the joined stream [s, b, h], and the stream again in the weights' type.
+        """Return the joined stream [s, b, h], and a copy of it in the weights' type.
 
         Args:
             stream: The residual stream.
-            handover: Stays empty, because no kernel measures an amax.
+            handover: Not used, because no kernel measures an amax.
         """
         x = stream.join()
         return x, x.to(self.dtype)
@@ -118,8 +118,8 @@ class Joining(nn.Module):
 def new_query_norm(plan: NormPlan, size: int, context: BuildContext) -> Norm:
     """Build a normalization of queries or keys. Each tensor rank applies it to its own heads.
 
-    Every rank holds all weights, even if all heads are normalized together. The weights are few,
-    and ranks that share a key need the same weights.
+    Every rank holds all weights, even if all heads are normalized together. There are few weights,
+    and ranks that share a key need the same ones.
     """
     return Norm(plan, size, context, partial_gradient=context.layout.tensor.size > 1)
 

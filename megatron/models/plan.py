@@ -45,7 +45,7 @@ class HeadSpec:
 
 
 LANGUAGE_MODEL_HEAD = HeadSpec()
-# A bi-encoder computes no scores, but one vector for a query and one for a context.
+# A bi-encoder computes no scores; it computes one vector per query and one per context.
 RETRIEVAL_HEAD = HeadSpec(outputs=0, sequences=2)
 
 
@@ -58,7 +58,7 @@ class InitPlan:
         layers: Number of layers that add their outputs to the residual stream.
         xavier: Whether to use Xavier's uniform distribution instead.
         outputs: Number of outputs that each layer adds.
-        rate: Factor of the learning rate of the weights (muP).
+        rate: Factor applied to the learning rate of the weights (muP).
     """
 
     std: float
@@ -175,8 +175,8 @@ class AttentionPlan(MixerPlan):
         softcap: Bound of the scores; `None` for none.
         softmax: "vanilla"; or "off-by-one" or "learnable", which add a logit without a value for
             each head, zero or learned.
-        alibi: Factor of the slopes by which scores fall with the distance (ALiBi); `None` for no
-            such biases.
+        alibi: Factor applied to the slopes by which scores decrease with distance (ALiBi); `None`
+            for none.
     """
 
     kind: str = "attention"
@@ -206,7 +206,7 @@ class AttentionPlan(MixerPlan):
         return ((1 + self.output_gate) * self.heads + 2 * self.kv_heads) * self.head_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
-        """Return the numbers of tensors, vectors per tensor, and channels cached for a token.
+        """Return how many tensors, vectors per tensor, and channels are cached for a token.
 
         Args:
             tensor: The tensor-parallel size.
@@ -221,7 +221,7 @@ class AttentionPlan(MixerPlan):
 
     @property
     def norm_sizes(self) -> tuple[int, int]:
-        """Numbers of query channels and of key channels that `qk_norm` normalizes together."""
+        """Number of query channels, and of key channels, that `qk_norm` normalizes together."""
         if self.norms_heads:
             return self.head_size, self.head_size
         return self.query, self.kv_heads * self.head_size
@@ -238,8 +238,8 @@ class LatentAttentionPlan(AttentionPlan):
     Attributes:
         query_rank: Size of the latent vector of queries; `None` if they are computed directly.
         rank: Size of the latent vector of keys and values.
-        still: Channels of a query or key that never rotate.
-        turning: Additional channels with rotary positions. All heads share the key's.
+        nope_size: Channels of a query or key that never rotate.
+        rope_size: Additional channels with rotary positions. For keys, all heads share them.
         value_size: Channels of a value.
         query_scale: Factor applied to queries. The core divides scores by sqrt(head_size), and this
             factor corrects them for the true size of a key and for YaRN.
@@ -248,19 +248,19 @@ class LatentAttentionPlan(AttentionPlan):
     kind: str = "latent_attention"
     query_rank: int | None
     rank: int
-    still: int
-    turning: int
+    nope_size: int
+    rope_size: int
     value_size: int
     query_scale: float
 
     @property
     def key_size(self) -> int:
         """Number of channels of a query or key."""
-        return self.still + self.turning
+        return self.nope_size + self.rope_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
-        """Return the shape of the latent vector with the rotary key."""
-        return 1, 1, self.rank + self.turning
+        """Return the numbers for a single vector: the latent vector and the rotary key."""
+        return 1, 1, self.rank + self.rope_size
 
 
 @dataclass(frozen=True)
@@ -518,7 +518,7 @@ class MultiTokenPlan(HeadPlan):
 
     Attributes:
         layers: The transformer layer of each depth.
-        norm: The record of a depth's normalizations, of its two inputs and of its result.
+        norm: The record of the normalizations of a depth's two inputs and its result.
         output: The model's output layer, which every depth also uses.
         numbered_after: Number of the model's other layers, which are numbered before these.
     """

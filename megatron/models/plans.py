@@ -211,8 +211,8 @@ def latent_plan(model: ModelConfig, attention: AttentionPlan) -> LatentAttention
         query_scale=strength**2 * math.sqrt(model.latent_head_size / size),
         query_rank=model.q_lora_rank,
         rank=model.kv_lora_rank,
-        still=model.qk_head_dim,
-        turning=model.qk_pos_emb_head_dim,
+        nope_size=model.qk_head_dim,
+        rope_size=model.qk_pos_emb_head_dim,
         value_size=model.v_head_dim,
     )
 
@@ -336,7 +336,8 @@ def init_plan(model: ModelConfig) -> InitPlan:
 def hidden_init_plan(model: ModelConfig) -> InitPlan:
     """Return the distribution of matrices whose inputs and outputs both grow with the width.
 
-    With muP, the sum over the inputs has the same size at every width, before and after an update.
+    With muP, the sum over the inputs has the same magnitude at every width, before and after an
+    update.
     """
     plan, ratio = init_plan(model), model.width_ratio
     return replace(plan, std=plan.std / math.sqrt(ratio), rate=1 / ratio)

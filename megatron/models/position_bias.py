@@ -80,7 +80,7 @@ class PositionBias(SharedTable):
         )
         spec = replace(spec_of(self.weight), is_copy=is_copy)
         self.weight.spec = spec  # type: ignore[attr-defined]
-        # Computed on the CPU, so that every device has the same values.
+        # Computed on the CPU, so that the values are the same on every device.
         reach = plan.positions - 1
         found = relative_buckets(
             torch.arange(-reach, reach + 1),
@@ -114,7 +114,7 @@ class PositionBias(SharedTable):
                 encoder and earlier ones in a decoder.
 
         Returns:
-            [b or 1, n/t, s, s] in the table's type, with the lowest number of that type where a
+            [b or 1, n/t, s, s] in the table's type, with the lowest value of that type where a
             query may not attend.
         """
         if self.original is not None:

@@ -30,9 +30,10 @@ class RecomputePlan:
     """The activations to recompute in the backward pass, trading time for memory.
 
     Attributes:
-        granularity: "full" recomputes whole layers, "selective" the `modules` of each layer.
-        method: For "full": "uniform" recomputes every group of `num_layers` layers, "block" the
-            first `num_layers` layers, one by one.
+        granularity: "full" recomputes whole layers; "selective" recomputes the `modules` of each
+            layer.
+        method: For "full": "uniform" recomputes all layers in groups of `num_layers`; "block"
+            recomputes the first `num_layers` layers, one by one.
         num_layers: With "uniform", layers per group; with "block", number of recomputed layers.
         split_inputs: For "full": whether each tensor rank keeps only its part of a group's input.
             The ranks gather the whole input for the recomputation.
@@ -111,7 +112,7 @@ def recompute(
         *others: The other arguments of the function.
         split_over: The ranks that hold the same x, each of which keeps an equal part of it. A
             single process keeps it whole.
-        again: Returns the context in which the function is recomputed.
+        again: A function that returns the context in which `function` is recomputed.
         stops_early: Whether to stop recomputing once backward has what it needs, which may be in
             the middle of a module's forward.
     """
@@ -142,7 +143,7 @@ def computed_again(
     Args:
         function: The function.
         *inputs: Its arguments.
-        again: Returns the context in which the backward pass calls it.
+        again: A function that returns the context in which the backward pass calls it.
         stops_early: Whether the backward pass stops recomputing once it has what it needs.
     """
     with set_checkpoint_early_stop(stops_early):
@@ -153,14 +154,15 @@ def computed_again(
 
 
 def without_keeping(result: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[None]:
-    """Return a context whose operations do not keep `result`; the backward pass recomputes it.
+    """Return a context in which operations do not keep `result`; the backward pass recomputes it.
 
     Args:
         result: The tensor. It may be freed after the context.
-        compute: Computes the tensor again. It should use only tensors that are kept anyway.
+        compute: A function that computes the tensor again. It should use only tensors that are kept
+            anyway.
     """
-    forgotten = _Forgotten(result, compute)
-    return torch.autograd.graph.saved_tensors_hooks(forgotten.pack, forgotten.unpack)
+    recomputed = _Recomputed(result, compute)
+    return torch.autograd.graph.saved_tensors_hooks(recomputed.pack, recomputed.unpack)
 
 
 class _View(NamedTuple):
@@ -170,7 +172,7 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Forgotten:
+class _Recomputed:
     """A tensor that is recomputed once, when the first backward operation asks for it."""
 
     def __init__(self, result: Tensor, compute: Callable[[], Tensor]) -> None:
@@ -181,7 +183,7 @@ class _Forgotten:
 
     def pack(self, x: Tensor) -> Tensor | _View:
         if x.data_ptr() != self._address or x.numel() != self._elements or not self._elements:
-            return x.detach()  # keeping its own result would be a reference cycle
+            return x.detach()  # keeping its own result would create a reference cycle
         self._missing += 1
         return _View(x.shape, x.stride())
 

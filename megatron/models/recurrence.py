@@ -1,4 +1,4 @@
-"""What all mixers with states share: their forward pass, document indices, the causal convolution.
+"""Code shared by all mixers with states: forward pass, document indices, causal convolution.
 
 Shapes: s sequence, b micro-batch, h hidden, g groups, c channels, k tokens that the convolution
 reads, t tensor-parallel size, C context-parallel size.
@@ -50,7 +50,7 @@ class RecurrentMixer(nn.Module, ABC):
     output: Linear
 
     def __init__(self, context: BuildContext, layer_number: int, *, group: int) -> None:
-        """Keep what the forward pass needs."""
+        """Store the settings that the forward pass needs."""
         super().__init__()
         self.layer_number, self._group = layer_number, group
         self.context = context.layout.context
@@ -112,7 +112,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """Bias [h] that the residual sum still has to add; `None` if there is none."""
+        """Bias [h] to be added in the residual sum; `None` if there is none."""
         return self.output.bias_to_add
 
 
@@ -210,7 +210,7 @@ def whole_sequences(x: Tensor, axis: Axis) -> Tensor:
 
 
 def own_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """Return all groups of this rank's part of the sequence. This undoes `whole_sequences`."""
+    """Undo `whole_sequences`: return all groups of this rank's part of the sequence."""
     if axis.size == 1:
         return x
     parts = torch.stack(split_for_all(x, axis.size, dim=0))  # [C, s/C, b, g/C, ...]
@@ -218,6 +218,6 @@ def own_tokens(x: Tensor, axis: Axis) -> Tensor:
 
 
 def own_part(size: int, axis: Axis) -> slice:
-    """Return the part of `size` channels that a context rank computes, ordered by group."""
+    """Return the slice of `size` channels, ordered by group, that this context rank computes."""
     each = size // axis.size
     return slice(axis.rank * each, (axis.rank + 1) * each)

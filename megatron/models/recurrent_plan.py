@@ -22,7 +22,7 @@ class StateSpec(NamedTuple):
     Attributes:
         name: Name of the state, for messages.
         shape: Its shape.
-        dtype: Its number format; `None` means that of the model's weights.
+        dtype: Its number format; `None` means the format of the model's weights.
     """
 
     name: str

@@ -64,7 +64,7 @@ class RetrievalCache(KeyValueCache, Protocol):
     def attend_to_neighbors(
         self, query: Tensor, key_value: Tensor | None, core: AttentionCore
     ) -> Tensor:
-        """Store the chunks' keys and values, then let each token attend to those that it reads.
+        """Store the chunks' keys and values, then attend from each token to those that it reads.
 
         Args:
             query: [s, 1, n/t, d].
@@ -139,7 +139,7 @@ class NeighborCrossAttention(CrossAttention):
         return kept - shared + shared // plan.retrieval.neighbors
 
     def forward(self, x: Tensor, encoder: Tensor) -> Tensor:  # type: ignore[override]
-        """Let neighbors attend to their chunks.
+        """Attend from neighbors to their chunks.
 
         Args:
             x: [r, k b l, h]; [r/t, k b l, h] with sequence parallelism.
@@ -207,7 +207,7 @@ class ChunkedCrossAttention(CrossAttention):
     def forward(  # type: ignore[override]
         self, x: Tensor, encoder: Neighbors, retriever: Encoder | None = None
     ) -> Tensor:
-        """Let tokens attend to neighbors.
+        """Attend from tokens to neighbors.
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
@@ -244,7 +244,7 @@ class ChunkedCrossAttention(CrossAttention):
     def _with_cache(
         self, x: Tensor, encoder: Neighbors, cache: RetrievalCache, retriever: Encoder | None
     ) -> Tensor:
-        """Let new tokens [s, 1, h] attend to neighbors in the cache, in the shape of `forward`."""
+        """Attend from new tokens [s, 1, h] to neighbors in the cache, and return [s, 1, h]."""
         if retriever is not None:
             whole = cache.whole_chunks(x)
             if len(whole):
@@ -280,12 +280,12 @@ class ChunkedCrossAttention(CrossAttention):
 
     @property
     def _slices(self) -> tuple[int, int]:
-        """The number of a sequence's slices on this rank, and of tokens added before each."""
+        """Number of slices of a sequence on this rank, and of tokens added before each."""
         return (1, 1 - self.chunk) if self.context_axis.size == 1 else (2, 1)
 
 
 def _with_chunks_before(states: Tensor, batch: int, axis: Axis) -> Tensor:
-    """Add the neighbors of the chunks that precede this rank's two slices of each sequence.
+    """Prepend the neighbors of the chunk before each of this rank's two slices of a sequence.
 
     The very first slice has no chunk before it and gets another chunk's neighbors.
 

@@ -26,7 +26,7 @@ from megatron.parallel.context.split import local_positions
 class RetroModel(GPTModel):
     """Retro: a GPT, some of whose layers attend to neighbors.
 
-    It has the arguments and parameters of `GPTModel`, and these parameters:
+    It has the arguments and parameters of `GPTModel`, plus these parameters:
 
         layers.5.cross_norm, .cross_attention.query, .key_value, .output   also of layers 8, 11, ...
         layers.5.retriever.0.attention_norm, ...                           a layer with

@@ -109,7 +109,7 @@ class Router(nn.Module):
         limit = capacity(len(logits), plan, training=self.training)
         if limit is not None:
             random = draw("selection", plan.experts) if selects_randomly(plan) else None
-            routing = drop(routing, waiting(routing, plan, random), limit, plan.experts)
+            routing = drop(routing, queue_places(routing, plan, random), limit, plan.experts)
         if plan.gating is not None and plan.chosen > 1:
             sums = routing.weights.sum(-1, keepdim=True)
             sums = sums.clamp(min=torch.finfo(sums.dtype).eps)  # a token may have no expert left
@@ -138,7 +138,7 @@ class Router(nn.Module):
 
         Args:
             logits: [T, experts].
-            draw: Draws random numbers [T, experts] for a purpose.
+            draw: A function that draws random numbers [T, experts] for a purpose.
         """
         plan = self.plan
         if plan.score == "sigmoid":
@@ -208,8 +208,8 @@ class Router(nn.Module):
 def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
     """Return scores [T, experts] with -inf outside each token's best groups.
 
-    A group's score is the sum of its best experts' scores: `plan.group_score` of them, or as many
-    as a token takes from each of its groups.
+    A group's score is the sum of its highest expert scores: `plan.group_score` of them, or as many
+    as a token chooses from each of its groups.
     """
     counted = plan.group_score or plan.chosen // plan.groups_chosen
     groups = scores.unflatten(1, (plan.groups, -1))  # [T, groups, experts of a group]
@@ -220,7 +220,7 @@ def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
 
 
 def balance(logits: Tensor) -> Tensor:
-    """Balance scores by Sinkhorn's algorithm: all tokens get equal sums, and so do all experts.
+    """Balance scores by Sinkhorn's algorithm: all tokens have equal sums, as do all experts.
 
     As in Megatron Core, iterations end when the experts' factors hardly change. The host waits for
     the device in each iteration.
@@ -242,10 +242,10 @@ def balance(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, chosen: int, uniform: Tensor) -> Tensor:
-    """Choose experts with Gumbel noise, as in DeepSpeed: int64 [T, chosen].
+    """Return experts chosen with Gumbel noise, as in DeepSpeed, int64 [T, chosen].
 
-    If a token has one expert, it is drawn with softmax probabilities. If it has two, the first is
-    the best expert and the second is drawn from all others.
+    If a token has one expert, it is drawn according to the softmax probabilities. If it has two,
+    the first is the best expert and the second is drawn from all others.
 
     Args:
         logits: [T, experts].
@@ -307,12 +307,12 @@ def selects_randomly(plan: RouterPlan) -> bool:
     return plan.gating is not None and plan.gating.selects_randomly and plan.chosen == 1
 
 
-def waiting(routing: Routing, plan: RouterPlan, random: Tensor | None) -> Tensor:
+def queue_places(routing: Routing, plan: RouterPlan, random: Tensor | None) -> Tensor:
     """Return the place of each choice in its expert's queue, fp32 [T, k]. The lowest are kept.
 
     Megatron Core keeps the choices with the highest weights, or the first tokens. DeepSpeed's rule
     depends on the number of experts per token. With one it keeps random tokens; with two it serves
-    best choices in token order, then second choices; with more it keeps the highest weights.
+    first choices in token order, then second choices; with more it keeps the highest weights.
 
     Args:
         routing: The choices.

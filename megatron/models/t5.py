@@ -74,7 +74,7 @@ class T5Stack(nn.Module):
 
 
 class T5Model(Network):
-    """T5: shared embedding, encoder, decoder, output layer.
+    """A T5 model: shared embedding, encoder, decoder, output layer.
 
     Parameters are allocated but not initialized; `parallel.parameter.initialize` does that. Their
     names are global, whichever part of the model this process holds:

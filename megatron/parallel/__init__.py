@@ -5,12 +5,12 @@
     build                the context that a layer is built in: layout, device, kernels
     layers, linear       layers with split weights, which multiply by `products`
     quantized            frozen weights in 8 or 4 bits
-    adapter              low-rank adapters of layers with frozen weights (LoRA)
+    adapter              low-rank adapters for layers with frozen weights (LoRA)
     registry             what layers request while a model is built
-    offload              activations in host memory until the backward pass
+    offload              activations kept in host memory until the backward pass
     parameter            the part of a tensor that a parameter holds, and its initial values
     buckets              the plan of flat buffers (data only)
-    gradients, weights   average gradients and gather weights by that plan
+    gradients, weights   carry out that plan: average gradients, gather weights
     sharded              ZeRO stage 3, which replaces the two
     tied                 parameters shared by several pipeline stages
     pipeline             schedules as data, and their execution

@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear layers with frozen weights (LoRA, Hu et al., 2021).
+"""Low-rank adapters for linear layers with frozen weights (LoRA, Hu et al., 2021).
 
     y = x W^T + scale (dropout(x) A^T) B^T        A [rank, in], B [out, rank]
 
@@ -6,12 +6,12 @@ With DoRA (Liu et al., 2024), every row of W + scale B A is divided by its norm 
 trained magnitude. The backward pass treats the norm as a constant, as in PEFT.
 
 The weight of a layer may hold several projections (queries, keys and values). Each projection has
-its own A and B, as in PEFT. All are multiplied at once: the A's are stacked, and the B's are blocks
-of a matrix with as many rows as the weight.
+its own A and B, as in PEFT. They are all multiplied together: the A's are stacked, and the B's are
+blocks of a matrix with as many rows as the weight.
 
 With tensor parallelism, a layer split by columns has whole A's and splits its B's like its weight;
 low-rank products are gathered along the sequence. A layer split by rows splits its A's like its
-weight and has whole B's; low-rank products are summed over the ranks. So ranks exchange only
+weight and has whole B's; low-rank products are summed over the ranks. Ranks therefore exchange only
 vectors of `rank` elements, and all products equal those of a single process.
 """
 
@@ -57,7 +57,7 @@ class AdapterPlan:
 
 
 class Factors(nn.Module):
-    """The weights of a projection's adapter: a [rank, in], b [out, rank], magnitude [out].
+    """The weights of one projection's adapter: a [rank, in], b [out, rank], magnitude [out].
 
     Args:
         linear: The layer.
@@ -298,8 +298,8 @@ class Adapter(nn.ModuleDict):
     def _lengths(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return the norms of the rows of W + scale B A in fp32, [out]. Collective.
 
-        They follow from |w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b, which needs no
-        second matrix of W's size.
+        They are computed from |w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b, which needs
+        no second matrix of W's size.
         """
         matrix, scaled = unpacked(weight).flatten(0, -2), self.plan.scale * b.float()
         squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
@@ -326,8 +326,8 @@ def _projections(linear: Linear) -> Projections:
 class _AdaptedProduct(torch.autograd.Function):
     """x W^T + scale (x A^T) B^T for a frozen W.
 
-    In both directions the low-rank product is written first and the product with W adds to it.
-    Adding in the opposite order would take another pass over the result, which is bound by memory.
+    In both directions the low-rank product is written first and the product with W adds to it. The
+    opposite order would take another memory-bound pass over the result.
     """
 
     @staticmethod
@@ -377,7 +377,7 @@ class _DownProduct(torch.autograd.Function):
 
 
 class _AddProduct(torch.autograd.Function):
-    """Add low B^T to `out` in place, in the same pass over memory as the product."""
+    """A product low B^T that is added to `out` in place, in the same pass over memory."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, low: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Several trained adapters of one frozen weight, of which each token uses one or none.
+"""Several trained adapters for one frozen weight; each token uses one of them or none.
 
 The A's of all adapters are stacked, and the B's are side by side, so that two products serve a
 batch with any mixture of adapters. Between the products, each token's results for other adapters
@@ -44,8 +44,8 @@ class StackedFactors:
 
     Attributes:
         index: The adapter, counted from 1.
-        a: All A's of the layer [ranks, in].
-        b: All B's, multiplied by the adapter's scale [out, ranks].
+        a: All A's of the layer, [ranks, in].
+        b: All B's [out, ranks], multiplied by the adapter's scale.
         ratio: DoRA's factor for each row of the weight, fp32 [out]; `None` without DoRA.
     """
 
@@ -90,7 +90,7 @@ class AdapterStack(nn.Module):
         products: Products,
         layout: Layout,
     ) -> None:
-        """Copy the factors into one tensor each."""
+        """Copy all A's into one tensor and all B's into another."""
         super().__init__()
         self._rows, self._products = rows, products
         self._sums_over = layout if linear.split == "row" and layout.tensor.size > 1 else None

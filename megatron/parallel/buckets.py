@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 256  # alignment of every tensor's start: whole vector loads and cache lines
-MOST_PADDING = 0.1  # as a share of a bucket in which shards hold whole tensors
+MOST_PADDING = 0.1  # as a fraction of a bucket whose shards hold whole tensors
 BUCKET_BYTES = 64 * 2**20  # large enough that a collective runs at full bandwidth
 
 WireFormat = Literal["fp32", "16 bit", "8 bit"]
@@ -52,14 +52,14 @@ class Span:
         return Span(self.start - outer.start, self.end - outer.start)
 
     def shard(self, rank: int, shards: int) -> Span:
-        """Return the span of one of `shards` equal parts, the one with index `rank`."""
+        """Return part number `rank` of `shards` equal parts."""
         size = self.size // shards
         assert size * shards == self.size, f"{self} does not divide into {shards} equal parts"
         return Span(self.start + rank * size, self.start + (rank + 1) * size)
 
 
 def row_shards(rows: int, elements: int, shards: int) -> list[Span]:
-    """Return each shard's elements of a tensor whose rows are divided in order (ZeRO stage 3).
+    """Return the elements in each shard of a tensor whose rows are divided in order (ZeRO stage 3).
 
     All shards have the same number of rows, except that the last ones may have fewer or none.
 
@@ -80,7 +80,7 @@ def runs(
 
     Args:
         members: Parameters with their slots, in the order of the slots.
-        select: Returns whether to include a given parameter.
+        select: A function that returns whether to include a given parameter.
     """
     for is_selected, group in groupby(members, key=lambda member: select(member[0])):
         slots = [slot for _, slot in group]
@@ -103,8 +103,8 @@ class ParameterTraits:
         is_partial: Whether each tensor rank sees only a part of the sequence or some of the heads,
             so that the gradient must be summed over the tensor axis before it is averaged.
         is_tied: Whether a copy on another pipeline stage adds to the gradient after the backward
-            pass. The parameter's bucket, and those after it, wait for that. In stage 2 the
-            parameter has a bucket of its own, so that both stages cut it at the same rows.
+            pass. The parameter's bucket and all later ones wait for that. In stage 2 the parameter
+            has its own bucket, so that both stages cut it at the same rows.
         comes_first: In stage 2, whether the backward pass reaches this tied parameter first. This
             is the word embedding table if the output layer shares it, although it is the model's
             first parameter.
@@ -234,7 +234,8 @@ def plan_buckets(
 ) -> BucketPlan:
     """Plan the buffers and buckets of a process's parameters.
 
-    Parameters share a buffer if they agree in dtypes, replica axis, wire format and `needs_whole`.
+    Parameters share a buffer if they have the same dtypes, replica axis, wire format and
+    `needs_whole`.
 
     Args:
         parameters: The parameters in the model's order.
@@ -274,7 +275,7 @@ def plan_buckets(
         smallest = gradient_dtype.itemsize  # bytes per element
         if is_cast(first):
             wire, smallest = "8 bit", 1
-        shards = replicas[first.replica_axis]  # at every ZeRO stage, for the same order of sums
+        shards = replicas[first.replica_axis]  # at every ZeRO stage, to keep the order of sums
         buckets = [
             Bucket(
                 span,
@@ -368,7 +369,7 @@ def lay_out(
 
 
 def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]:
-    """Distribute tensors over shards, the largest first, each to the emptiest shard.
+    """Distribute tensors over shards, largest first, each to the least full shard.
 
     Args:
         sizes: The sizes of the tensors, in elements.

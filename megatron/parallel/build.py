@@ -63,18 +63,19 @@ class Kernels:
 
     Attributes:
         library: The fused kernels; `None` means PyTorch's operations.
-        new_products: Creates the products of one linear layer in attention or an MLP.
+        new_products: A function that creates the products of one linear layer in attention or an
+            MLP.
         output_products: The products that compute logits.
-        expert_casts: The casts for experts that multiply in 8 bits; `None` if experts do not.
+        expert_casts: The casts for experts that multiply in 8 bits; `None` if they do not.
         attention: The implementation of the attention core.
         own_attention: The same for sequences that this rank holds whole, regardless of the number
             of context-parallel ranks.
         recurrence: The kernels of mixers that carry states from token to token.
-        activation: Returns the implementation of an MLP's activation, given its name and
-            `handovers`.
-        rotate: Rotates heads.
-        split_rotate: Splits queries, keys and values, and rotates them.
-        bias_dropout_add: Adds an update to the residual stream.
+        activation: A function that returns the implementation of an MLP's activation, given its
+            name and `handovers`.
+        rotate: The kernel that rotates heads.
+        split_rotate: The kernel that splits queries, keys and values, and rotates them.
+        bias_dropout_add: The kernel that adds an update to the residual stream.
     """
 
     library: KernelLibrary | None = None
@@ -108,14 +109,14 @@ class BuildContext:
             multiply; `None` runs collectives before and after the products.
         expert_exchange: The exchange through which tokens travel to experts and back; `None` runs
             collectives.
-        weight_gradients: The queue in which the backward pass leaves weight gradients for later;
-            `None` computes them at once.
+        weight_gradients: The queue in which the backward pass defers weight gradients; `None`
+            computes them immediately.
         registry: The registry in which layers record what they will need.
         recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
         frozen_format: The format in which linear layers keep frozen weights; `None` keeps them in
             `dtype`.
-        halves_experts: Whether mixtures train on two halves of a micro-batch, so that one travels
-            while the other is computed.
+        halves_experts: Whether mixtures train on two halves of a micro-batch, so that one half is
+            sent while the other is computed.
         on_host: The activations that modules keep in host memory; `None` if all stay on the device.
     """
 
@@ -236,7 +237,7 @@ class BuildContext:
         """Return a copy of this context whose linear layers multiply in another format.
 
         Args:
-            new_products: Creates the products of one linear layer.
+            new_products: A function that creates the products of one linear layer.
             for_output: The products that compute logits; `None` keeps the current ones.
         """
         output = self.kernels.output_products if for_output is None else for_output

@@ -1,7 +1,7 @@
 """Communication inside the network. Each operation comes with its backward pass.
 
 On an axis of one process, every function is the identity. The functions at the top support
-autograd, those at the bottom do not. `Communication` serves the split products in `linear`.
+autograd; those at the bottom do not. `Communication` serves the split products in `linear`.
 Functions named `start_...` return before the data has arrived.
 """
 
@@ -218,8 +218,8 @@ class InTransit:
         """Return the received tensor. Call this only once.
 
         Args:
-            then: What to do with the received rows; `None` returns them as they are, which takes a
-                copy if they are in the memory of an exchange.
+            then: A map to apply to the received rows; `None` returns them as they are, which
+                requires a copy if they are in an exchange's memory.
         """
         self._then = then or _AS_RECEIVED
         handle, self._handle = self._handle, None  # its graph refers to this object
@@ -257,7 +257,7 @@ class RowMap(Protocol):
         """Return the result."""
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the received rows, given the result's."""
+        """Return the gradient of the received rows, given that of the result."""
 
 
 class _AsReceived:
@@ -272,12 +272,12 @@ _AS_RECEIVED: RowMap = _AsReceived()
 
 
 def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
-    """Return a tensor of any shape that takes no memory."""
+    """Return a tensor of the given shape that takes no memory."""
     return like.new_empty(1).expand(shape)
 
 
 class _Send(torch.autograd.Function):
-    """A function that starts a communication. Its result and gradient are placeholders."""
+    """Start a communication. The function's result and gradient are placeholders."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, transit: InTransit) -> Tensor:
@@ -306,7 +306,7 @@ class _Receive(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective in progress. Its input must not be touched before `wait` has returned."""
+    """A collective in progress. Its input must not be read or changed until `wait` has returned."""
 
     result: Tensor
     transfer: Transfer | None = None
@@ -318,7 +318,7 @@ class Pending:
         return self.result
 
     def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the value of a function of the result."""
+        """Return the value of a function applied to the result."""
         return read(self.wait())
 
 
@@ -327,7 +327,7 @@ class LentRows:
     """Rows in an exchange's memory, which the exchange may reuse once they have been read.
 
     Attributes:
-        use: The use of the exchange, whose messages have been sent.
+        use: The use of the exchange. Its messages have been sent.
         own: This rank's own rows.
         axis: The ranks.
     """
@@ -337,7 +337,7 @@ class LentRows:
     axis: Axis
 
     def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the value of a function of all ranks' rows, joined along dimension 0."""
+        """Return the value of a function applied to all ranks' rows, joined along dimension 0."""
         self.use.computing()
         for step in range(1, self.axis.size):
             self.use.receive(step)

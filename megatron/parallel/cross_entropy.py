@@ -2,7 +2,7 @@
 
 Logits are the largest activation of a language model. This module keeps a single copy of them in
 their original format, and their gradient may reuse its memory. `linear_cross_entropy` never holds
-all logits at once.
+all logits in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.parallel.linear import WeightSlot
 from megatron.parallel.products import LinearCall
 
 # Number of logits that `linear_cross_entropy` holds at a time. Each chunk reads and writes the
-# weight's whole gradient. With fewer rows, this would take longer than the products.
+# weight's whole gradient. With fewer rows per chunk, this would take longer than the products.
 CHUNK_LOGITS = 2**29
 _ROWS_OF_A_TILE = 128  # rows in a tile of a product
 
@@ -45,8 +45,8 @@ def vocabulary_cross_entropy(
         axis: The tensor axis.
         form: The implementation, a kernel or plain PyTorch.
         reuse_logits: Whether the backward pass writes the gradient over the logits. If so, nothing
-            else may need them, and the backward pass can run only once. Autograd refuses any later
-            use.
+            else may need the logits, and the backward pass can run only once. Autograd refuses any
+            later use.
 
     Returns:
         The losses [s, b] in fp32, equal on every rank.
@@ -76,7 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows = logits.reshape(-1, logits.shape[-1])
         result = rows if ctx.reuse_logits else torch.empty_like(rows)
         ctx.form.gradient(rows, local, maxima, sums, grad.reshape(-1), result)
-        if ctx.reuse_logits:  # kernels write behind autograd's back
+        if ctx.reuse_logits:  # autograd does not see what kernels write
             torch.autograd.graph.increment_version(logits)
         return result.view(*grad.shape, -1), None, None, None, None
 
@@ -220,8 +220,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 # The factor of stored gradients until the backward pass. Without it, small gradients would be lost
-# in 16 bits (fp16's smallest number is 6e-8, and many probabilities are smaller). A power of two
-# changes no digits.
+# in 16 bits (fp16's smallest number is 6e-8, and many probabilities are smaller). Multiplying by a
+# power of two is exact.
 _UNIT = 1024.0
 
 

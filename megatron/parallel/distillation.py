@@ -117,8 +117,7 @@ def top_log_probs(
         logits: This rank's part of the logits of n tokens, [n, v/t].
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
         k: The largest number of entries per token; all entries if k exceeds the vocabulary.
-        p: The probability to cover. Entries after the first ones that reach it together are left
-            out.
+        p: The probability to cover. Entries beyond those needed to reach it are left out.
         min_k: The number of entries to keep regardless of `p`.
         temperature: The number by which logits are divided.
 
@@ -193,7 +192,7 @@ class _Distillation(torch.autograd.Function):
             given = (rows[some], local[some], maxima[some], sums[some], upstream[some])
             how.form.gradient(*given, result[some])
             result[some, : towards_teacher.shape[1]] += towards_teacher
-        if how.reuse_logits:  # kernels write behind autograd's back
+        if how.reuse_logits:  # autograd does not see what kernels write
             torch.autograd.graph.increment_version(logits)
         return result.view(logits.shape), None, None, *(None for _ in teacher)
 
@@ -236,7 +235,7 @@ class _TopChunk:
         x, (_, wanted, rest) = self.x, self.teacher
         ours = _log_sum(x, self.axis)
         beyond = _log_sum(x.masked_fill(self.is_top, -torch.inf), self.axis) - ours
-        # The additional column is for the entries of other ranks.
+        # The additional column collects the entries of other ranks.
         found = torch.cat((x, x.new_zeros(len(x), 1)), 1).gather(1, self.places) - ours[:, None]
         counts = (self.places < x.shape[1]) & wanted.isfinite()
         terms = torch.where(counts, wanted.exp() * (wanted - found), 0.0).sum(1)

@@ -118,13 +118,13 @@ class _GroupUse:
         self._kept.clear()
 
 
-# The backward pass of a column-parallel layer opens two. With a third, the next use needs no
-# barrier.
+# The backward pass of a column-parallel layer opens two uses. With a third slot, the next use needs
+# no barrier.
 SLOTS = 3
 
 
 class Ledger:
-    """A record of the slot of each use, and of whether all ranks are known to have freed it.
+    """A record of each use's slot, and of whether all ranks are known to have freed it.
 
     Uses are numbered from 0, and use k takes slot k modulo `slots`. When rows for use k
     arrive from another rank, that rank has closed all uses that this rank had closed when it sent

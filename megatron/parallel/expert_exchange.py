@@ -2,8 +2,8 @@
 
 A token is sent once to every process that has some of its experts. That process returns the
 weighted sum of their outputs, and the token's own process adds up the sums. If nearly every token
-goes to nearly every process, all tokens are gathered on all processes instead. No process then has
-to know in advance how many tokens come from another.
+goes to nearly every process, all tokens are gathered on all processes instead. No process then
+needs to know in advance how many tokens will arrive from another.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class Arrived:
         choices: The experts that each token uses, numbered from this process's first, int64 [R, k];
             -1 for experts of other processes.
         weights: Their weights, fp32 [R, k].
-        count: Returns the number of choices of experts on this process, and may wait for the
-            device; `None` means that every choice may be one of these experts.
-        send_back: Starts returning the outputs for these tokens, [R, h]. The function that it
-            returns waits for the sums of this process's tokens, [T, h]. `None` without an exchange.
+        count: A function that returns how many choices are experts on this process, and may wait
+            for the device; `None` means that any choice may be.
+        send_back: A function that starts returning the outputs for these tokens, [R, h]. It returns
+            a function that waits for the sums of this process's tokens, [T, h]. `None` without an
+            exchange.
     """
 
     tokens: Tensor | InTransit
@@ -66,7 +67,7 @@ class Arrived:
         return None
 
     def rows(self, experts: int, library: KernelLibrary | None) -> tuple[Tensor, Grouping]:
-        """Return the experts' rows of the tokens, [n, h], and their order. Call this only once.
+        """Return the tokens as rows sorted by expert, [n, h], and their order. Call this only once.
 
         Args:
             experts: Number of experts on this process.
@@ -81,7 +82,7 @@ class Arrived:
 
 
 def share_reached(experts: int, chosen: int, ranks: int) -> float:
-    """Return the share of tokens that use a process's experts if all choices are equally likely.
+    """Return the fraction of tokens that use a process's experts if all choices are equally likely.
 
     Args:
         experts: Total number of experts.
@@ -93,7 +94,7 @@ def share_reached(experts: int, chosen: int, ranks: int) -> float:
 
 
 def gathers_all(experts: int, chosen: int, ranks: int) -> bool:
-    """Return whether all tokens are sent to all processes, if these have equal numbers of tokens.
+    """Return whether all tokens are sent to all processes, given that each has equally many tokens.
 
     The arguments are those of `share_reached`.
     """
@@ -126,7 +127,7 @@ class ExpertExchange:
         library: KernelLibrary | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        """Count the experts of a process, and choose how tokens travel."""
+        """Count the experts of a process, and choose how tokens are sent."""
         self._layout, self._library, self._exchange = layout, library, exchange
         self.local = experts // layout.expert.size
         self._share = layout.tensor.size / (layout.expert.size * layout.expert_tensor.size)

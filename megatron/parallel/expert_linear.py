@@ -31,8 +31,8 @@ _ALIGNED = 8  # PyTorch's grouped products need rows of a multiple of 16 bytes
 class ExpertLinear(nn.Module):
     """A linear layer for each expert, y = x W^T + b, applied to the expert's rows.
 
-    If expert tensor ranks sum their outputs, each rank adds an equal share of the bias. The bias
-    then has a gradient on every rank, and all ranks send their buckets in the same order.
+    If expert tensor ranks sum their outputs, each rank adds an equal share of the bias. Every rank
+    then has a gradient for the bias, and all ranks send their buckets in the same order.
 
     Args:
         shape: Shape of all weights: experts, outputs (or parts and outputs per part), inputs.
@@ -98,8 +98,9 @@ class ExpertLinear(nn.Module):
         Args:
             rows: The rows of all experts.
             grouping: How the rows are grouped by expert.
-            later: A list of functions that the backward pass calls after this layer's. The weights'
-                gradients are added to it; `None` computes them with the rows' gradient.
+            later: A list of functions that will be called after this layer's backward pass. The
+                computation of the weights' gradients is added to it; `None` computes them together
+                with the rows' gradient.
         """
         weight, owner = self.weight.view(self._shape), None
         if self._queue is not None or self._gradient.slot is not None:
@@ -112,8 +113,7 @@ class ExpertLinear(nn.Module):
             out = out + self.adapter(rows, grouping)
         if self.bias is None:
             return out
-        # Rows without an expert read a row of zeros, so their gradients, which are arbitrary, are
-        # dropped.
+        # Rows without an expert read a row of zeros, so that their arbitrary gradients are dropped.
         biases = F.pad(self.bias.view(self._shape[:-1]), (0, 0, 0, 1))
         if self._bias_share < 1:
             biases = biases * self._bias_share

@@ -7,8 +7,8 @@ values (current scaling) or from the same tensors' values in earlier updates (de
 A cast that scales by its own tensor's largest magnitude (amax) reads the tensor twice. A cast that
 scales by the amax of earlier updates reads it once and finds this update's amax on the way
 (Transformer Engine's DelayedScaling). A layer's input, weight and gradient each have a slot. Within
-an update the slot's `held` is constant and its `found` only increases, so the number and order of
-micro-batches do not matter, nor does recomputation. Once per update, all slots of a process advance
+an update the slot's `held` is constant and its `found` only increases, so neither the number and
+order of micro-batches nor recomputation matters. Once per update, all slots of a process advance
 together, after a single maximum over all processes that hold a part or a replica of the same
 layers: tensor, context and data-parallel ranks. All of them then have the same scales. The scales
 depend on global batches and not on how these are divided, with one exception: a process divides its
@@ -48,7 +48,7 @@ class DelayedScaling:
         length: The number of updates that are remembered.
         takes_max: Whether to scale by the maximum of all these updates instead of the last one.
         margin: The number of powers of 2 by which scales are smaller than the amax would allow.
-        interval: The number of updates between changes of the scales.
+        interval: The number of updates between changes to the scales.
     """
 
     length: int = 1
@@ -74,9 +74,9 @@ class AmaxSlot:
     Attributes:
         held: The amax to scale by, fp32 [].
         found: The largest magnitude in this update so far, fp32 [].
-        has_begun: Returns whether `held` is valid. It is not valid before the first update of a
-            history. Until then casts scale by their tensors' own amaxes, like `--fp8-recipe
-            tensorwise`.
+        has_begun: A function that returns whether `held` is valid. It is not valid before the first
+            update of a history. Until then casts scale by their tensors' own amaxes, like
+            `--fp8-recipe tensorwise`.
     """
 
     held: Tensor
@@ -95,7 +95,7 @@ class AmaxHistory:
         layers: The names of the layers. No other process may use them for different layers.
         largest: The largest value of each role's fp8 format, in the order of `ROLES`.
         scaling: The rule that derives scales from the history.
-        layout: The grid whose tensor ranks have parts of these layers and whose replicas have
+        layout: The grid, whose tensor ranks hold parts of these layers and whose replicas hold
             copies.
         device: The device of the layers' tensors.
     """
@@ -208,8 +208,8 @@ class ArrivingWeight:
 
     Attributes:
         fp8: The weight, [out, in], always in the same memory.
-        is_there: Returns whether the 8-bit weight has arrived. Before the first update it has not,
-            and each process casts its own copy of the weight.
+        is_there: A function that returns whether the 8-bit weight has arrived. Before the first
+            update it has not, and each process casts its own copy of the weight.
     """
 
     fp8: Fp8
@@ -219,15 +219,15 @@ class ArrivingWeight:
 class Fp8Products(Products):
     """FP8 products of 16-bit tensors with sizes that are multiples of 16.
 
-    The forward pass lets the hardware accumulate with fewer bits, the backward pass does not. Casts
-    are shared: a weight is cast once per update, an input and a gradient once for both of their
-    products. A part of an input is cast before it is gathered, which halves the traffic.
+    The forward pass allows the hardware to accumulate with fewer bits; the backward pass does not.
+    Casts are shared: a weight is cast once per update, an input and a gradient once for both of
+    their products. A part of an input is cast before it is gathered, which halves the traffic.
 
     Args:
         form: The formats.
         casts: The casts, in kernels or in plain PyTorch.
         multiply: The product, in a kernel or in plain PyTorch.
-        zeros: Memory of zeros in which other kernels store the amaxes of the input and of the
+        zeros: Zeroed memory in which other kernels store the amaxes of the input and of the
             output's gradient for the casts; `None` if the casts need no amax or measure it
             themselves.
 
@@ -286,7 +286,7 @@ class Fp8Products(Products):
         """Return the output, and the transposes of weight and input in 8 bits."""
         x = call.x
         arriving = self._start_input(x, communication, records=call.training)
-        by_out, by_in = self.weight_factors(call.weight)  # cast while the input travels
+        by_out, by_in = self.weight_factors(call.weight)  # cast while the input is in transit
         left, turned = arriving()
         kept: Kept = by_in if turned is None else (*by_in, *turned)
         out = self._product(left, by_out, x.dtype, bias=call.bias, fast=True)
@@ -388,7 +388,7 @@ class Fp8Products(Products):
         self._product(left, right, into.dtype, into=into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Discard the cast weight, the memory of the casts, and recorded amaxes not yet used."""
+        """Discard the cast weight, the memory of the casts, and recorded but unused amaxes."""
         self._weight = None
         self.casts.forget()
         for handover in self.handovers:

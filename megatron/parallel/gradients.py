@@ -16,10 +16,10 @@ With d processes and g bytes per element, the gradient memory of a process depen
              g / d bytes, and at most two buckets: one being filled and one in transit.
 
 With overlap, a bucket is sent as soon as all its gradients are complete. Otherwise it is sent after
-the backward pass or, in stage 2, when complete, and the process waits for it at once. All processes
-send the buckets in the plan's order, regardless of the order of their gradients. A parameter
-without a gradient in an iteration counts as zero: its bucket and those after it are sent when the
-backward pass ends.
+the backward pass or, in stage 2, when complete, and the process waits for it immediately. All
+processes send the buckets in the plan's order, regardless of the order of their gradients. A
+parameter without a gradient in an iteration counts as zero: its bucket and those after it are sent
+when the backward pass ends.
 
 In a pipeline, a micro-batch's backward pass goes through the model parts of a process one by one,
 with parts of other processes in between. Each such step is a wave. In stage 2, all gradients of a
@@ -55,7 +55,7 @@ class PendingBucket:
     Args:
         plan: The plan of the bucket.
         axis: The processes to average over.
-        parameters: The parameters by name, including those of the bucket.
+        parameters: The parameters by name; they include those of the bucket.
         kept: The memory for the reduced gradients, which is the whole bucket or this process's
             shard.
         whole: All gradients of the bucket. In stage 2 it is `None` until the first one arrives.
@@ -64,8 +64,8 @@ class PendingBucket:
         members: The parameters in the bucket, each with its location in it.
         tied: The members, by `id`, whose copies' gradients are added after the backward pass.
         partial: The locations of gradients that are first summed over tensor ranks.
-        missing: For each parameter, the number of additions to its gradient that are still missing.
-            A parameter is removed when its gradient is complete.
+        missing: For each parameter, the number of additions to its gradient that have yet to be
+            made. A parameter is removed when its gradient is complete.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Reducer:
         overlap: Whether to send during the backward pass of the last micro-batch.
 
     Attributes:
-        overlap: The argument; False if no other process holds the same weights.
+        overlap: As given, but False if no other process holds the same weights.
         uses: For each parameter with slots, by `id`, how many times a backward pass adds to its
             gradient. All other parameters' gradients are added to once. This mapping is read again
             at each call of `expect`.
-        prints: If not `None`, receives the sum of squares of each bucket's gradients on this rank
-            alone, fp32 scalars.
+        prints: If not `None`, a list that receives the sum of squares of each bucket's gradients on
+            this rank alone, fp32 scalars.
     """
 
     def __init__(
@@ -347,8 +347,8 @@ class GradientBuffer:
             parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
         if parameter not in self._in_place or self._reducer.overlap:
             # The garbage collector does not see the parameter's reference to its hook. The buffer
-            # holds the parameter, so with a strong reference from the hook to the buffer, neither
-            # would ever be freed.
+            # holds the parameter, so a strong reference from the hook to the buffer would keep both
+            # alive forever.
             buffer = weakref.ref(self)
 
             def collect(parameter: nn.Parameter) -> None:
@@ -403,7 +403,7 @@ class GradientBuffer:
 
     @contextmanager
     def _add_to(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, bool]]:
-        """Yield a slot's gradient, and whether it already holds a part of this update's sum."""
+        """Yield a slot's gradient, and whether it already holds part of this update's sum."""
         bucket, place = self._places[id(parameter)]
         is_stale = id(parameter) in self._stale
         self._stale.discard(id(parameter))
@@ -446,7 +446,7 @@ class GradientBuffer:
                     for bucket in self._reducer.buckets
                     for run in runs(bucket.members, lambda p: id(p) not in self._uses)
                 ]
-            if self._unslotted:  # one kernel for all; one each took 2 ms for a 1.7B GPT
+            if self._unslotted:  # in one kernel; one kernel each took 2 ms for a 1.7B GPT
                 torch._foreach_zero_(self._unslotted)
             self._stale = set(self._uses)
         for parameter, view in self._in_place.items():
@@ -488,7 +488,7 @@ class GradientBuffer:
         self._reducer.note_rest()
 
     def take_prints(self) -> list[Tensor]:
-        """Return a number for each bucket of gradients since the last call, of this rank alone.
+        """Return one number for each bucket of gradients since the last call, for this rank alone.
 
         The first call returns nothing, and starts the record. Each number is a sum of squares, fp32
         []. It does not include what other ranks add to a bucket.
@@ -512,15 +512,15 @@ class GradientBuffer:
     def reduce(self) -> None:
         """Average the gradients over the replica axis. Collective over that axis.
 
-        Every element is summed on one process and sent to the others, so that all of them have the
-        same bits. Dividing before the sum keeps fp16 sums in range.
+        Every element is summed on one process and sent to the others, so that all have the same
+        bits. Dividing before the sum keeps fp16 sums in range.
         """
         self.complete()
         self._reducer.reduce()
 
     @torch.no_grad()
     def collect(self, parameter: nn.Parameter) -> None:
-        """Collect a finished gradient, which is the sum over all uses of the parameter."""
+        """Collect a finished gradient, the sum over all uses of the parameter."""
         bucket, place = self._places[id(parameter)]
         assert id(parameter) not in self._uses, "a parameter with slots is outside of autograd"
         if parameter not in self._in_place:

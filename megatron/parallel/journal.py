@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Number of communications between two marks. Half of the kernels that fit into a device's queue
 # (about 1,000) must contain more communications than this, so that a process that fills the queue
-# has sent marks that its device has not reached.
+# has sent marks that its device has not yet reached.
 _WAITS_A_MARK = 8
 _KEPT_PLACES = 4096  # a process is never this far ahead of its device
 
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class WaitClock(Protocol):
-    """A clock that must know when the process, or its device, only waits for others."""
+    """A clock that is told when the process, or its device, is only waiting for others."""
 
     def begin_wait(self, transfer: Transfer) -> None:
         """Note that a wait for a communication begins."""
@@ -51,14 +51,14 @@ class Transfer:
         kind: The kind of communication: "all-reduce", "receive" ...
         ranks: The global ranks of the group, including this one. For a message, only the rank at
             the other end.
-        number: How many of these communications the process has started with these ranks, including
-            this one; `None` for a message.
+        number: How many collectives the process has started with these ranks, including this one;
+            `None` for a message.
     """
 
     def __init__(
         self, journal: Journal, kind: str, ranks: tuple[int, ...], number: int | None, work: Any
     ) -> None:
-        """Name a piece of work."""
+        """Store the work and its name."""
         self.kind, self.ranks, self.number = kind, ranks, number
         self._journal, self._work = journal, work
 
@@ -86,8 +86,9 @@ class Journal:
     Attributes:
         iteration: The current update, counted from 1; 0 before the first.
         waits_for: The communication that the process is waiting for.
-        started: The number of communications started so far, by the global ranks that take part.
-        clock: A clock to which waits are reported, if times are taken.
+        started: The number of communications started so far, keyed by the participating global
+            ranks.
+        clock: A clock to which waits are reported, if they are timed.
     """
 
     def __init__(self, marks: StreamMarks | None = None) -> None:
@@ -103,7 +104,7 @@ class Journal:
         self._places = deque([self._place], maxlen=_KEPT_PLACES if marks is not None else 1)
 
     def enter(self, operation: object) -> None:
-        """Record that the process is in `operation`. Users read its `str`."""
+        """Record that the process is in `operation`, whose `str` users will read."""
         self._moved = time.monotonic()
         number = self._place.number + 1
         self._place = Place(number, self.iteration, operation)

@@ -1,4 +1,4 @@
-"""Layers whose weights can be split over tensor ranks, according to the constructor's arguments."""
+"""Layers whose weights can be split over tensor ranks, depending on the constructor's arguments."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Linear(nn.Module):
         projections: The projections that make up the output, if there are several.
 
     Attributes:
-        adapter: An adapter that adds to the frozen weight's output, or a stack of adapters of which
-            each token uses one; `None` for none.
+        adapter: An adapter that adds to the frozen weight's output, or a stack of adapters, one of
+            which is used for each token; `None` for none.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ class Layout:
         expert: int = 1,
         expert_tensor: int | None = None,
     ) -> Layout:
-        """Return the grid as process `rank` of `world_size` sees it, without communication."""
+        """Return the grid as seen by process `rank` of `world_size`, unable to communicate."""
 
         def axis(*ranks: int) -> Axis:
             return Axis(len(ranks), ranks.index(rank), ranks)

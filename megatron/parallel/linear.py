@@ -4,23 +4,23 @@ A product has two independent properties: the number format of its factors (`pro
 the transport that brings the factors to the ranks that need them:
 
 - `Whole` uses collectives around the product, or none. If every rank holds different rows of the
-  weight [out, in], the backward pass has two products: the input's gradient, which must be summed
-  over the ranks, and the weight's. The sum runs during the second product. With sequence
+  weight [out, in], the backward pass has two products, for the input's gradient, which must be
+  summed over the ranks, and for the weight's. The sum runs during the second product. With sequence
   parallelism (Korthikanti et al., 2022) ranks keep parts of the input along dimension 0. The
   forward pass gathers them, the backward pass gathers them again during the first product, and the
   sum is a reduce-scatter.
 - `CutColumn`: a layer split by columns gathers its input part by part. A rank first multiplies its
   own rows, and then the other ranks' rows as they arrive.
 - `CutRow`: a layer split by rows scatters the sum of its outputs part by part. A rank first
-  multiplies the other ranks' rows, which travel while it multiplies its own. It then adds the parts
-  that the others have sent for its rows.
+  multiplies the other ranks' rows, which are sent while it multiplies its own. It then adds the
+  parts that the others have sent for its rows.
 
 The backward pass of a gathered product is a scattered one, and vice versa. The other ranks' rows
-that the weight's gradient needs also travel during a product (Wang et al., "Overlap Communication
+that the weight's gradient needs are also sent during a product (Wang et al., "Overlap Communication
 with Dependent Computation via Decomposition", 2023). Every transport computes the same sums, but
 the library may choose another kernel for a product with fewer rows, so the last bits may differ.
-With FP8, parts are cast first and travel in 8 bits. This holds for parts of the input with every
-transport; parts of the output's gradient travel in 16 bits with `Whole`.
+With FP8, parts are cast first and sent in 8 bits. This holds for parts of the input with every
+transport; parts of the output's gradient are sent in 16 bits with `Whole`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SavedTensors(NamedTuple):
 
 
 class WeightWork(Protocol):
-    """A weight gradient that is not computed yet."""
+    """A weight gradient that has not been computed yet."""
 
     def start(self) -> None:
         """Start gathering missing factors."""
@@ -74,7 +74,7 @@ class WeightWork(Protocol):
 
 
 class WeightProduct:
-    """The product grad^T x for the weight's gradient, not computed yet.
+    """The product grad^T x for the weight's gradient, which has not been computed yet.
 
     In this class, both factors are complete. In subclasses the input may still have to be gathered.
 
@@ -113,7 +113,7 @@ class Owner:
 
     Attributes:
         weight: The parameter.
-        queue: The queue in which the product for its gradient may wait.
+        queue: The queue in which the product for its gradient may be deferred.
         slot: The destination of its gradient; `None` leaves it to autograd.
     """
 
@@ -127,7 +127,7 @@ class Owner:
         return self.queue is not None and self.queue.is_collecting
 
     def take(self, product: WeightWork, later: list[Callable[[], None]] | None = None) -> None:
-        """Compute the gradient, or leave it to the queue.
+        """Compute the gradient, or defer it to the queue.
 
         Args:
             product: The product that computes it.
@@ -171,7 +171,7 @@ class Wanted(NamedTuple):
 
 
 Finish = Callable[[], Tensor | None]
-"""Waits for the input's gradient and returns it; returns `None` if it is not needed."""
+"""A function that waits for the input's gradient and returns it, or `None` if it is not needed."""
 
 
 class Transport(Protocol):
@@ -213,14 +213,14 @@ def parallel_linear(
             flattened to two dimensions; and the bias, which is flattened to [out].
         transport: How factors get to the ranks that need them; `None` if each rank already has its
             factors.
-        queue: The queue in which the backward pass leaves the weight's product for later. The
-            pushed work accumulates its result as autograd would, including hooks. Running it is
-            collective if the input is split along the sequence.
+        queue: The queue in which the backward pass defers the weight's product. The pushed work
+            accumulates its result as autograd would, including hooks. Running it is collective if
+            the input is split along the sequence.
         slot: The destination of the weight's gradient; `None` leaves it to autograd.
         products: The layer's products, which determine the number format.
 
     Returns:
-        The output [s, b, out], or with a `CutRow` this rank's part of the sequence.
+        The output [s, b, out], or this rank's part of the sequence with a `CutRow`.
     """
     x, weight, bias, training = call
     bias = None if bias is None else bias.flatten()
@@ -345,7 +345,7 @@ def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Ex
 
     Args:
         rows: This rank's rows [m, in], contiguous.
-        multiply: Writes the product of some rows.
+        multiply: A function that writes the product of some rows.
         out: The memory for the result, [t m, out].
         exchange: The exchange between the ranks.
 

@@ -1,6 +1,6 @@
-"""Activations in host memory: they leave after a module's forward pass and return for its backward.
+"""Activations moved to host memory after a module's forward pass and back for its backward pass.
 
-Both copies run beside the computation of other modules. The tensors of the latest modules stay on
+Both copies overlap with the computation of other modules. The tensors of the latest modules stay on
 the device until a later module begins, so the backward pass starts without waiting.
 """
 
@@ -31,7 +31,7 @@ class _Kept:
     """
 
     def __init__(self, source: Tensor, host: Tensor, call: _Call) -> None:
-        """Start on the device."""
+        """Create a tensor that is on the device."""
         self.source: Tensor | None = source
         self.host, self.call = host, call
         self.left: Copied | None = None
@@ -46,7 +46,7 @@ class _Call:
     """
 
     def __init__(self, before: _Call | None) -> None:
-        """Start without tensors."""
+        """Create an object without tensors."""
         self.before = before
         # Autograd is the owner, so that a tensor is freed as soon as backward has used it.
         self.kept: list[weakref.ref[_Kept]] = []
@@ -57,12 +57,12 @@ class _Call:
 
 
 class HostActivations:
-    """Tensors that modules keep for the backward pass, in host memory.
+    """Tensors that modules keep in host memory for the backward pass.
 
     Args:
         device: The device that computes.
         modules: The names of the modules whose tensors go to the host.
-        least: The number of elements from which a tensor does.
+        least: The smallest number of elements of a tensor that goes there.
 
     Attributes:
         bytes_sent: The number of bytes that have gone to the host.
@@ -74,13 +74,14 @@ class HostActivations:
         modules: frozenset[str],
         least: int,
     ) -> None:
-        """Start without tensors."""
+        """Create an object without tensors."""
         self._device, self._modules, self._least = device, modules, least
         self._out, self._back = CopyQueue(device), CopyQueue(device)
         self._last: _Call | None = None
         self._under_way: deque[_Call] = deque()
         self._weights = set[int]()
-        # Tensors that two modules keep, such as one's output that is the other's input, leave once.
+        # A tensor that two modules keep, such as the output of one and input of the other, is
+        # copied once.
         self._known: dict[tuple[object, ...], weakref.ref[_Kept]] = {}
         self.bytes_sent = 0
 
@@ -93,7 +94,7 @@ class HostActivations:
         return self._begin if module in self._modules else nullcontext
 
     def begin_pass(self, weights: Iterable[nn.Parameter]) -> None:
-        """Note that a forward pass begins, whose backward pass needs no earlier tensors.
+        """Note that a forward pass begins. Its backward pass needs no earlier tensors.
 
         Args:
             weights: The weights of its modules, which stay on the device.
@@ -115,7 +116,7 @@ class HostActivations:
 
         def pack(x: Tensor) -> Tensor | _Kept:
             is_large = x.device.type == self._device.type and x.numel() >= self._least
-            # Autograd passes other objects than the parameters, with the same memory.
+            # Autograd passes objects other than the parameters, with the same memory.
             if is_large and x.untyped_storage().data_ptr() not in self._weights:
                 return self._pack(x.detach(), call)
             return x.detach()
@@ -149,7 +150,7 @@ class HostActivations:
         return kept.source
 
     def _fetch(self, call: _Call) -> None:
-        """Begin to bring a call's tensors back, except those that are on the device."""
+        """Start copying a call's tensors back, except those that are still on the device."""
         away = [kept for kept in call.tensors() if kept.source is None]
         if not away:
             return

@@ -29,11 +29,13 @@ class Init:
 
     Attributes:
         kind: "normal", "uniform", "zeros" or "ones"; "log_uniform" for the logarithm of a uniform
-            number; "time_step" for a number whose softplus is log-uniform.
+            variable; "time_step" for a variable whose softplus is log-uniform.
         scale: The standard deviation of "normal"; the bound of "uniform" on both sides of 0; the
-            lower bound of the number of "log_uniform", and of the softplus of "time_step".
-        most: The upper bound of the number of "log_uniform", and of the softplus of "time_step".
-        rate: The factor of the learning rate that belongs to this distribution (muP).
+            lower bound of the uniform variable of "log_uniform", and of the softplus of
+            "time_step".
+        most: The upper bound of the uniform variable of "log_uniform", and of the softplus of
+            "time_step".
+        rate: The factor applied to the learning rate of a tensor with this distribution (muP).
     """
 
     kind: str
@@ -123,7 +125,7 @@ def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) 
 
 @torch.no_grad()
 def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -> None:
-    """Fill `tensor` with the initial values of parameter `name` at the position in `spec`."""
+    """Fill `tensor` with the initial values of parameter `name` at the position given by `spec`."""
     key = derive_key(seed, name)
     if isinstance(tensor, PackedWeight):
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -134,7 +136,7 @@ def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -
 
 
 def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:
-    """Fill `tensor` with the part in `spec` of the whole tensor identified by `key`."""
+    """Fill `tensor` with the part, given by `spec`, of the whole tensor that `key` identifies."""
     constants = {"zeros": 0, "ones": 1}
     if spec.init.kind in constants:
         tensor.fill_(constants[spec.init.kind])

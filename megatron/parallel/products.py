@@ -67,7 +67,7 @@ class Products:
 
     Attributes:
         keeps_input: Whether the weight's gradient needs the input itself.
-        is_autograds: Whether `F.linear` under autograd gives the same products.
+        is_autograds: Whether `F.linear` under autograd computes the same products.
         can_be_cut: Whether products may be computed from any part of the rows.
         handovers: The places where kernels store the amaxes of the input and of the output's
             gradient, for a format that casts them.
@@ -95,7 +95,7 @@ class Products:
         return F.linear(x, weight, bias)
 
     def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
-        """Return the output's gradient [..., out] in the form that both backward products take.
+        """Return the output's gradient [..., out] in the form that both backward products use.
 
         Args:
             grad: All rows, or the rows of one rank of an axis.
@@ -123,11 +123,11 @@ class Products:
     # The same operations in parts, for a transport that splits the product by rows.
 
     def weight_factors(self, weight: Tensor) -> tuple[Kept, Kept]:
-        """Return the weight in two forms, for the output's and for the input gradient's product."""
+        """Return the weight in two forms, for the output and for the input gradient."""
         return (weight.t(),), (weight,)
 
     def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
-        """Return the input [m, in] in the form for the output's product, as in `prepare`."""
+        """Return the input [m, in] in the form that the output's product uses, as in `prepare`."""
         return (x,)
 
     def rows_of(self, factor: Kept) -> Tensor:
@@ -145,7 +145,7 @@ class Products:
         return (rows.clone() if copy else rows,)
 
     def keep(self, weight: Kept, factor: Kept) -> Kept:
-        """Return what `forward` keeps: the weight's second form and the prepared input."""
+        """Return the tensors that `forward` keeps: weight (second form) and prepared input."""
         return weight
 
     def multiply_rows(self, factors: RowFactors, rows: Tensor, into: Tensor) -> None:

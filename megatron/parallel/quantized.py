@@ -1,8 +1,8 @@
 """Frozen weights in 8 or 4 bits, for training adapters (QLoRA, Dettmers et al., 2023).
 
-A `PackedWeight` represents a matrix. It is a tensor without memory of its own, and every operation
-on it recomputes the matrix from codes and scales (kernels/quantize.py). A product therefore saves
-only the codes for the backward pass, and the matrix exists only while a product reads it.
+A `PackedWeight` represents a matrix. It is a tensor without its own memory, and every operation on
+it recomputes the matrix from codes and scales (kernels/quantize.py). A product therefore saves only
+the codes for the backward pass, and the matrix exists only while a product reads it.
 
 Quantizing a matrix that was read back changes nothing. A checkpoint can therefore hold the matrix
 in the weights' wider format, and a resumed run continues with the same bits.

@@ -79,5 +79,5 @@ def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator
 
 
 def _digest(*parts: int | str) -> bytes:
-    # JSON separates the parts: (1, 23) and (12, 3), or 1 and "1", give different strings.
+    # JSON keeps the parts apart: (1, 23) and (12, 3), or 1 and "1", give different strings.
     return hashlib.sha256(json.dumps(parts).encode()).digest()

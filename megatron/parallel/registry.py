@@ -56,8 +56,8 @@ class LayerRegistry:
 
         Args:
             weight: The weight whose gradient goes to the slot.
-            uses: The number of times that a backward pass adds to the gradient through this slot.
-                The gradient is complete when all uses of all slots have added to it.
+            uses: How many times a backward pass adds to the gradient through this slot. The
+                gradient is complete when all uses of all slots have added to it.
         """
         reserved = ReservedSlot()
         self._reserved.append((weight, uses, reserved))
@@ -71,7 +71,7 @@ class LayerRegistry:
             self._fp8[weight] = products
 
     def bind_slots(self, gradients: GradientBuffer) -> None:
-        """Let products add directly to fp32 gradients, without autograd."""
+        """Make products add directly to fp32 gradients, without autograd."""
         for weight, uses, reserved in self._reserved:
             for _ in range(uses):
                 reserved.slot = gradients.slot(weight)
@@ -86,7 +86,7 @@ class LayerRegistry:
             products.forget()
 
     def fp8_weights(self) -> dict[nn.Parameter, Fp8Products]:
-        """Map each weight that only FP8 products read to these products.
+        """Map each weight that is read only by FP8 products to these products.
 
         Only weights cast with a single scale are included.
         """

@@ -31,7 +31,7 @@ class SharedWeights(Protocol):
     """Weights that are shared by processes, each of which updates its own part."""
 
     def gather(self) -> None:
-        """Send every process's updated weights to all. Collective over the replica axis."""
+        """Send every process's updated weights to all others. Collective over the replica axis."""
 
     def settle(self) -> None:
         """Return once `gather` is complete."""
@@ -90,7 +90,7 @@ class Gradients(Protocol):
         """Zero the gradients that no backward pass has reached, before any gradient is read."""
 
     def reduce(self) -> None:
-        """Finish the average. Collective over the replica axis."""
+        """Finish averaging. Collective over the replica axis."""
 
 
 def shares_weights(config: ParallelOptions, layout: Layout) -> bool:
@@ -131,8 +131,8 @@ class TorchDataParallel:
         with axis.joining("start of DistributedDataParallel"):
             self._replica = DistributedDataParallel(_Forward(model, forward), **options)
         # The hook has no annotations, because PyTorch compares them and ours are strings. The
-        # garbage collector does not see PyTorch's reference to the hook, so with a reference from
-        # the hook back to this object, neither would ever be freed.
+        # garbage collector does not see PyTorch's reference to the hook, so a reference from the
+        # hook back to this object would keep both alive forever.
         average: Any = weakref.WeakMethod(self._average)
         self._replica.register_comm_hook(None, lambda _, bucket: average()(bucket))
 

@@ -19,12 +19,12 @@ from megatron.parallel.layout import Layout
 
 
 def attach(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-    """Return x with a loss attached, which its backward pass also differentiates.
+    """Return x with a loss attached, which the backward pass of x also differentiates.
 
     Args:
         x: Any tensor that reaches the model's loss.
         loss: A scalar.
-        scale: The factor of the loss when the backward pass runs, fp32 [].
+        scale: The factor applied to the loss when the backward pass runs, fp32 [].
     """
     same: Tensor = _Attach.apply(x, loss, scale)
     return same
@@ -47,11 +47,11 @@ class RouterState:
     Args:
         experts: Number of experts.
         losses: Kinds of the router's losses.
-        bias_rate: Step by which biases change in an iteration; `None` for no biases.
+        bias_rate: Amount by which biases change in an iteration; `None` for no biases.
         routers: All routers of the process.
 
     Attributes:
-        loss_scale: The factor of the losses in the backward pass, shared by all routers.
+        loss_scale: The factor applied to the losses in the backward pass, shared by all routers.
         bias: The bias added to each expert's score when experts are chosen, fp32 [experts]; `None`
             for no biases.
         counts: Number of this rank's tokens sent to each expert since the last update, fp32
@@ -139,8 +139,8 @@ class Routers:
 
     Attributes:
         states: The states.
-        loss_scale: The factor of the routers' losses in the backward pass, fp32 []; 1 until it is
-            set.
+        loss_scale: The factor applied to the routers' losses in the backward pass, fp32 []; 1 until
+            it is set.
         is_paused: Whether recording is off because layers are being recomputed.
         seed: The seed of the current micro-batch.
     """

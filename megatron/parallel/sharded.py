@@ -12,9 +12,9 @@ With d processes this takes 4/d + 4/d bytes per parameter, plus optimizer states
 
 Packed frozen weights (--frozen-weights-dtype) are sharded and gathered as codes and scales.
 
-The experts of a layer are gathered separately, from the processes that hold the same experts. This
-starts together with the rest of their layer: a host that waits for the token counts of a mixture
-could not start it in time.
+The experts of a layer are gathered separately, from the processes that hold the same experts.
+Gathering them starts together with the rest of their layer: a host that waits for the token counts
+of a mixture could not start it in time.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
@@ -99,7 +99,7 @@ class ShardedModel:
             self._gradients.append((parameter, self._attach(parameter, slot)))
 
     def _attach(self, parameter: nn.Parameter, slot: Span) -> DTensor:
-        """Return the parameter's gradient as autograd expects it, stored in our buffer."""
+        """Return the parameter's gradient, stored in our buffer, as the tensor autograd expects."""
         flat = slot.of(self._storage)
         parameter.main_grad = flat  # type: ignore[attr-defined]
         assert isinstance(parameter, DTensor)
@@ -231,7 +231,7 @@ class _Sharding:
         """Shard those parameters of a module that are not yet sharded by a module inside it."""
         if axis.ranks not in self._meshes:
             group = axis.group
-            if group is None:  # one process takes the same path and keeps everything
+            if group is None:  # a single process takes the same path and keeps everything
                 group = dist.new_group(list(axis.ranks), use_local_synchronization=True)
             self._meshes[axis.ranks] = DeviceMesh.from_group(group, self._device.type)
         mesh = self._meshes[axis.ranks]

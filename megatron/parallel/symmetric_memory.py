@@ -1,11 +1,11 @@
 """An exchange between GPUs of one machine, which map each other's memory.
 
-Copy engines write rows into the receiver's memory, which leaves the multiprocessors free for the
-product that runs meanwhile. A flag next to the rows signals their arrival. This is PyTorch's
+Copy engines write rows into the receiver's memory, leaving the multiprocessors free for the product
+that runs at the same time. A flag next to the rows signals their arrival. This is PyTorch's
 symmetric memory; NVLink multicast is not used.
 
-A rank does not ask a receiver whether it has read earlier messages, but looks it up in its
-`Ledger`. If the ledger cannot tell, the ranks meet at a barrier.
+A rank does not ask a receiver whether it has read earlier messages; it consults its `Ledger`. If
+the ledger cannot tell, the ranks meet at a barrier.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _SymmetricUse:
     def computing(self) -> None:
         """Set the flags, now that the product has been launched.
 
-        A kernel sets the flags and has to wait for the copy. Training uses a single hardware queue
+        The kernel that sets a flag has to wait for the copy. Training uses a single hardware queue
         (CUDA_DEVICE_MAX_CONNECTIONS=1). If the kernel were launched before the product, the product
         would wait for the copy too.
         """

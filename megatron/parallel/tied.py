@@ -102,7 +102,7 @@ class SharedTable(nn.Module):
     """A module that several parts of a model have, each under the same name."""
 
     def __init__(self) -> None:
-        """Create the module with its own parameters."""
+        """Create a module that uses its own parameters."""
         super().__init__()
         self._original: tuple[SharedTable, ...] = ()  # a tuple, so that it is not a child module
 
@@ -119,7 +119,7 @@ class SharedTable(nn.Module):
 
 
 def unite_copies(parts: Iterable[nn.Module]) -> None:
-    """Let the model parts in a process share tables, so that each table exists once."""
+    """Make the model parts in a process share tables, so that each table exists only once."""
     found: dict[str, SharedTable] = {}
     for part in parts:
         for name, module in part.named_modules():

@@ -5,9 +5,9 @@ r"""Find the fastest layouts of a run on a cluster, without a GPU.
     megatron plan --gpus 2xH200 --memory --time -- FLAGS   # only predict for the given FLAGS
 
 It tries all sensible combinations of tensor, sequence, context, pipeline (chunks, schedule), expert
-and data parallelism, ZeRO stage, recomputation and micro-batch. It predicts memory and time of each
-and prints the fastest ones that fit, with a breakdown of the time of each. docs/planner.md explains
-the predictions and how far they are from measurements.
+and data parallelism, ZeRO stage, recomputation and micro-batch. It predicts the memory and time of
+each and prints the fastest ones that fit, with a breakdown of their times. docs/planner.md explains
+the predictions and how close they come to measurements.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def build_parser() -> ToolParser:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The run and the cluster to plan for.
+    """The run and the cluster for which to plan.
 
     Attributes:
         start: The run that `words` describe.
@@ -181,7 +181,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the numbers and files of the command line.
+    """Check the numbers and files on the command line.
 
     Raises:
         ConfigError: A number is out of range, or a file exists.
@@ -242,7 +242,7 @@ def _without(words: list[str], names: set[str]) -> list[str]:
 
 
 def read_request(options: argparse.Namespace) -> PlanRequest:
-    """Return the request that the command line makes.
+    """Return the request described by the command line.
 
     Raises:
         UserError: A model or machine is unknown, or flags have mistakes.
@@ -384,7 +384,7 @@ def predict_given(request: PlanRequest, memory: bool, seconds: bool) -> Plan:
 
 
 def describe(config: RunConfig, gpus: int) -> str:
-    """Return a layout in words, such as "TP 2, PP 4 x 2, DP 8, ZeRO 1, micro-batch 1"."""
+    """Describe a layout, for example "TP 2, PP 4 x 2, DP 8, ZeRO 1, micro-batch 1"."""
     parallel, training, grid = config.parallel, config.training, Grid.of(config, gpus)
     words = [f"TP {grid.tensor}"] if grid.tensor > 1 else []
     words += [f"CP {grid.context} {parallel.cp_comm_type}"] if grid.context > 1 else []
@@ -480,7 +480,7 @@ def _training_words(request: PlanRequest, plan: Plan) -> list[str]:
 
 
 def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> str:
-    """Return how often to save, and the fraction of time that then makes progress."""
+    """Describe how often to save, and the fraction of time that is then spent on progress."""
     between = options.mtbf_hours * _HOUR / request.gpus
     failures = Failures(between, options.checkpoint_seconds, options.restart_seconds)
     interval = failures.best

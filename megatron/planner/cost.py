@@ -27,24 +27,24 @@ from megatron.parallel.layout import Layout
 from megatron.planner.machine import Link, Machine
 from megatron.planner.memory import micro_batch
 
-# How many times kernels without products read or write each byte of a kept activation.
+# How many times kernels without matrix products read or write each byte of a kept activation.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1.3, 1.7
 # The sequence length at which attention reaches half of its rate: causal and bidirectional.
 _CAUSAL_HALF, _SQUARE_HALF = 674, 450
-# Copies around attention with all-to-all (parallel/context/ring.py), forward and backward: of
-# queries, keys and values together, of results, and the number of their kernels in addition to one
-# per process.
+# Copies around attention with all-to-all (parallel/context/ring.py), forward and backward: copies
+# of queries, keys and values together, copies of results, and the number of their kernels in
+# addition to one per process.
 _FORWARD_COPIES, _BACKWARD_COPIES = (3, 3, 5), (4, 2, 7)
 _DROPOUT_PASSES = 2.5  # additional passes over a residual update with dropout, in each direction
 _ATTENTION_DROPOUT = 0.85  # rate of attention with dropout, relative to attention without it
 _SMALL_HEADS = 0.8  # rate of attention with heads of 64 channels, relative to 128
-_FORWARD_ATTENTION = 0.25  # share of attention's time that its forward pass takes
+_FORWARD_ATTENTION = 0.25  # fraction of attention's time that its forward pass takes
 # Bytes read and written to unpack a frozen weight for a product in 16 bits.
 _UNPACKED: dict[str | None, float] = {None: 0, "nf4": 2.5, "fp8": 3}
 FP8_CAST = 5  # bytes read and written to cast an element and to transpose it
 # Bytes per updated parameter: the gradient (read again for its norm), states and weights.
 OPTIMIZER_BYTES = 32
-# Share of a message's time that remains when it overlaps with products, which it slows down.
+# Fraction of a message's time that remains when it overlaps with products, which it slows down.
 _OVERLAPPED = 0.25
 IN_BUCKETS = 0.8  # the same for gradients and weights that are sent in buckets
 # Kernels without products in a sublayer, in each direction, and additional ones in a mixture.
@@ -52,9 +52,9 @@ _KERNELS, _MIXTURE_KERNELS = 4, 30
 # Bytes that the divergence from a teacher reads and writes per logit, forward and backward: for
 # whole distributions, and for the top k from files (parallel/distillation.py).
 _WHOLE_DIVERGENCE, _TOP_DIVERGENCE = (128, 88), (81, 63)
-_RECEIVING = 0.037  # share of the device that a pipeline's posted receive occupies
+_RECEIVING = 0.037  # fraction of the device that a pipeline's posted receive occupies
 # The host's work for a sublayer, forward and backward, in launches of `Machine.launch` seconds: for
-# any sublayer, and in addition for biases, dropout and experts.
+# any sublayer, and the additional work for biases, dropout and experts.
 _LAUNCHES, _BIAS_LAUNCHES, _DROPOUT_LAUNCHES, _MIXTURE_LAUNCHES = 28, 5, 4, 108
 # The same in a recurrence, and for each of its chunks.
 _SCAN_LAUNCHES, _CHUNK_LAUNCHES = 170, 6
@@ -131,7 +131,7 @@ class PassTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that the time of a layer depends on, except the layer's plan.
+    """Everything on which the time of a layer depends, except the layer's plan.
 
     Attributes:
         machine: The rates of the machine.
@@ -289,7 +289,7 @@ def _attention(part: SublayerPlan, setting: Setting) -> float:
 
 
 def _casts(part: SublayerPlan, setting: Setting, side: int) -> float:
-    """Return the time to cast products' inputs (side 1) or gradients (side 0) to 8 bits."""
+    """Return the time to cast the products' inputs (side 1) or gradients (side 0) to 8 bits."""
     if not setting.fp8:
         return 0.0
     batch = setting.batch
@@ -307,8 +307,8 @@ def _copies(part: SublayerPlan, setting: Setting, inputs: int, results: int, ker
     Args:
         part: The sublayer.
         setting: Its setting.
-        inputs: How many times queries, keys and values are copied.
-        results: How many times results are copied.
+        inputs: The number of times that queries, keys and values are copied.
+        results: The number of times that results are copied.
         kernels: Kernels of these copies, in addition to one per context-parallel process.
     """
     batch, machine = setting.batch, setting.machine
@@ -368,7 +368,7 @@ def _message(batch: MicroBatch, hidden: int, link: Link) -> float:
 
 
 def recomputed(layer: LayerPlan, passes: PassTimes, modules: Iterable[str] | None) -> PassTimes:
-    """Return the times of a layer that recomputes a part of itself.
+    """Return the times of a layer with recomputation of some or all of its parts.
 
     Args:
         layer: The layer.

@@ -50,7 +50,7 @@ class MemoryEstimate:
         gradients: Gradients kept until the update.
         optimizer: Optimizer moments, master weights and averages of the weights.
         activations: Activations kept for the backward pass.
-        messages: Buffers that other GPUs of the machine write to.
+        messages: Buffers to which other GPUs of the machine write.
         host: Host memory that offloading uses.
         teacher: Weights of a teacher, and its logits and hidden states, which are kept until the
             student's are compared with them.
@@ -264,7 +264,7 @@ def _moment_bytes(options: OptimizerConfig, matrices: float) -> float:
 
     Args:
         options: The optimizer's options.
-        matrices: The share of the parameters that are matrices.
+        matrices: The fraction of the parameters that are in matrices.
     """
     if options.optimizer == "muon":  # one moment for a matrix, two for other parameters
         # Temporary memory of the iterations is not counted: activations, freed by then, take more.
@@ -296,7 +296,7 @@ def _kept_for_weights(
     held = _moment_bytes(config.optimizer, matrices / max(parameters, 1))
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
-    # The share of the weights that have gradients and states.
+    # The fraction of the weights that have gradients and states.
     form, trained = frozen_format(config.model), trained_share(config.model, plan, parts)
     updated = parameters
     if stage > 0:

@@ -24,7 +24,7 @@ from megatron.planner.memory import largest_process
 
 # Micro-batches per stage to simulate; each additional one adds the slowest stage's time.
 _ROUNDS = 2
-_WORTH_SAYING = 0.03  # the minimum share of the time that a proposed layout must save
+_WORTH_SAYING = 0.03  # the minimum fraction of the time that a proposed layout must save
 _SIMULATED = 3  # candidates to simulate
 
 Counts = tuple[int, ...]  # number of layers in each part of the model
@@ -72,7 +72,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: RunConfig, plan: ModelPlan, machine: Machine = DEFAULT) -> Costs:
-        """Estimate the device's times in seconds, without its waits for messages and the host."""
+        """Estimate the device's times in seconds, excluding its waits for messages and the host."""
         return replace(cls.from_passes(*model_passes(config, plan, machine)), host=())
 
     @classmethod

@@ -39,8 +39,8 @@ from megatron.planner.pipeline_balance import Costs, Pipeline
 _COPIED_WHOLE, _COPIED_SHARD = 14, 24
 
 # When --cuda-graph-impl auto records passes:
-_LEAST_HOST = 0.7  # at this share of the device's time, the host begins to limit the speed
-_MOST_MEMORY = 0.5  # share of the GPU, because recordings keep memory that others may need
+_LEAST_HOST = 0.7  # at this fraction of the device's time, the host begins to limit the speed
+_MOST_MEMORY = 0.5  # fraction of the GPU, because recordings keep memory that others may need
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def predict(
         config: The run's configuration.
         plan: The plan of the whole network.
         world_size: The number of processes.
-        machine: The machine that they run on.
+        machine: The machine on which they run.
         pipelines: A function that returns a pipeline, possibly one that has timed other layouts.
 
     Raises:
@@ -327,7 +327,7 @@ def _update(
     trained = trained_share(config.model, plan, plan_model(config.model, parallel))
     summed *= trained
     form = frozen_format(config.model)
-    if stage < 3:  # in stage 3, frozen weights are gathered too
+    if stage < 3:  # stage 3 also gathers frozen weights
         gathered *= trained
     elif form is not None:
         gathered = bytes_of(BLOCK, form, width) / BLOCK
@@ -363,7 +363,7 @@ def _update(
             time += link.latency * buckets
             launches += MESSAGE_LAUNCHES * buckets * (stage < 3)
             if overlaps:
-                # Messages slow down the products that they overlap with.
+                # Messages slow down the products with which they overlap.
                 beside = IN_BUCKETS * size_in_bytes / machine.link.bandwidth
                 time = max(time - window, 0.0) + min(beside, time)
             messages += time
@@ -377,7 +377,7 @@ def _update(
 
 @dataclass(frozen=True)
 class Failures:
-    """How a run fails and recovers. Times are in seconds.
+    """The failures of a run and its recovery from them. Times are in seconds.
 
     Attributes:
         between: Mean time between failures of the whole run.

@@ -35,8 +35,8 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _MOST_TOKENS = 131_072  # limit for a micro-batch of several samples
 _MOST_STAGES = 64
 _LEAST_TOKENS = 4096  # minimum for a sequence on a context-parallel process
-_MOST_BALANCED = 0.2  # the largest share of the time that an uneven distribution can save
-_WORTH_A_LAYOUT = 0.005  # the smallest such share that is worth an uneven distribution
+_MOST_BALANCED = 0.2  # the largest fraction of the time that an uneven distribution can save
+_WORTH_A_LAYOUT = 0.005  # the smallest such fraction that is worth an uneven distribution
 # Ways to recompute in the backward pass, cheapest first.
 _RECOMPUTATION: tuple[Mapping[str, Any], ...] = (
     {},
@@ -50,7 +50,7 @@ _RECOMPUTATION: tuple[Mapping[str, Any], ...] = (
         "training.recompute_num_layers": 1,
     },
 )
-# Values that every layout sets, whatever the run's own flags are.
+# Values that every layout sets, regardless of the run's own flags.
 _UNSET: Mapping[str, Any] = {
     "parallel.cp_comm_type": "p2p",
     "parallel.pipeline_schedule": None,
@@ -137,8 +137,8 @@ class Search:
         memory: Bytes that a process may use.
         seconds: The longest acceptable time of an update.
         teacher: The network of a teacher, whose memory and time are included, or `None`.
-        dropped: How many layouts were dropped, by reason.
-        problems: How many layouts each rule refused, by its message.
+        dropped: The number of layouts that were dropped, by reason.
+        problems: The number of layouts that each rule refused, by its message.
     """
 
     start: RunOptions
@@ -273,7 +273,7 @@ class Search:
 
 
 def with_teacher(plan: ModelPlan, teacher: ModelConfig | None) -> ModelPlan:
-    """Return a network's plan with the plan of a teacher, which has the same vocabulary."""
+    """Return a network's plan with that of a teacher, which has the same vocabulary."""
     if teacher is None:
         return plan
     return replace(plan, teacher=model_plan(teacher, plan.embedding.vocabulary))

@@ -29,7 +29,7 @@ class NamedRun:
         path: The YAML file for `--config`, or the Hugging Face folder or config.json.
         about: The section `recipe` of the file.
         values: The values for one process, by "section.field".
-        layouts: The numbers of processes that it has layouts for.
+        layouts: The numbers of processes for which it has layouts.
     """
 
     name: str

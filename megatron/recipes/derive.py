@@ -39,7 +39,7 @@ def describe_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of a recipe for the model that a config.json describes.
 
     Args:
-        path: A config.json or its folder. Only it and the tokenizer's files are read.
+        path: A config.json or its folder. Only this file and the tokenizer's files are read.
 
     Returns:
         The facts about the network, as in the section `recipe` of a YAML file, and the values of
@@ -69,7 +69,7 @@ def derive_flags(path: Path) -> tuple[str, list[str]]:
     """Return the kind of network, and the flags for the network and its tokenizer.
 
     Args:
-        path: A config.json or its folder. Only it and the tokenizer's files are read.
+        path: A config.json or its folder. Only this file and the tokenizer's files are read.
 
     Raises:
         CheckpointError: The file cannot be read, or describes a network that is not supported.

@@ -45,7 +45,7 @@ class Event:
     """Something that happened during a run.
 
     Attributes:
-        kind: A few words, such as "checkpoint".
+        kind: A short name, such as "checkpoint".
         iteration: The iteration after which it happened.
         time: Seconds since 1970, or `None` if unknown.
         text: Details.
@@ -174,7 +174,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """How the run ended, or "running, or interrupted"."""
+        """A description of how the run ended, or "running, or interrupted"."""
         ends = [
             event for event in self.events if event.kind in ("start", "resumed", "end", "failure")
         ]

@@ -72,7 +72,7 @@ class LiveRuns:
 
     def _read(self) -> bool:
         before = self._sources
-        with suppress(OSError, DataError):  # a folder being replaced is found next time
+        with suppress(OSError, DataError):  # a folder being replaced will be found next time
             self._sources = open_runs(self._paths, may_be_empty=True, opened=before)
         news = self._sources != before
         for source in self._sources:

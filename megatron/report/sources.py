@@ -27,7 +27,7 @@ class RunRecords(Protocol):
     folder: Path
 
     def read(self) -> bool:
-        """Add what was written since the last call to the history.
+        """Add the records written since the last call to the history.
 
         Returns:
             Whether there was anything new.

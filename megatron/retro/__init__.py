@@ -10,7 +10,7 @@ chunks from a database. The working folder has the same files as in Megatron-LM 
     neighbors       the chunks of a GPT's samples, and their neighbors
     dataset         training samples with the tokens of their neighbors
     retriever       neighbors and passages for the chunks of any text
-    workdir         args.json, and refusal of flags that do not match a folder
+    workdir         args.json, and the check that flags match a folder
     estimate        estimates of disk space and time
     command         the stages in order, for tools/retro/main.py
 """

@@ -96,7 +96,7 @@ def plan_blocks(folder: Path, count: int, size: int) -> list[TableBlock]:
 
 
 def evenly_spaced(count: int, most: int) -> Iterator[slice]:
-    """Yield slices of a table's rows: all rows, or at most about `most`, evenly spaced.
+    """Yield slices of a table's rows: all rows, or about `most` evenly spaced rows.
 
     Args:
         count: The number of rows in the table.
@@ -109,7 +109,7 @@ def evenly_spaced(count: int, most: int) -> Iterator[slice]:
 def missing_blocks(
     blocks: Sequence[TableBlock], contents: Contents, world: Axis
 ) -> list[TableBlock]:
-    """Return the blocks that do not exist yet, the same on every process. All processes call it.
+    """Return the blocks that do not exist yet, the same on every process. All processes call this.
 
     A damaged file counts as missing, with a warning. Nothing is removed: the new file replaces the
     damaged one when it is complete. The processes divide the files among themselves.
@@ -174,7 +174,7 @@ def _bar(
 
 
 def on_first(work: Callable[[], object], world: Axis) -> None:
-    """Run `work` on the first process while the others wait as long as needed. All call it.
+    """Run `work` on the first process while the others wait as long as needed. All call this.
 
     A barrier would end the run after the timeout of collective operations.
 

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str], world_size: int) -> ParsedRun:
-    """Read and check a command line.
+    """Parse and check a command line.
 
     Raises:
         ConfigError: One or more flags are wrong. The message names all of them.
@@ -201,7 +201,7 @@ class Preprocessing:
         if "index-train" in stages:
             check_factory(IndexOptions.of(self.options))
         chunks = self._query_chunks() if "query-pretraining-neighbors" in stages else {}
-        self._world.barrier()  # no process changes the folder before all have checked it
+        self._world.barrier()  # no process changes the folder until all have checked it
         with ExitStack() as at_end:
             if self._world.is_first:
                 at_end.enter_context(save_lock(self.workdir, "--retro-workdir"))
@@ -235,7 +235,7 @@ class Preprocessing:
                 )
 
     def _begin(self, stages: Sequence[str], chunks: Mapping[str, QueryChunks]) -> None:
-        """Print the plan, write `args.json`, and remove temporary files of a killed run."""
+        """Print the plan, write `args.json`, and remove temporary files left by a killed run."""
         rows = describe_work(
             self.options,
             [data for _, data in self.corpora],

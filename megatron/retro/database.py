@@ -199,7 +199,7 @@ class ChunkCutter(NamedTuple):
                 yield document, start, min(size, start + self.length)
 
     def measure(self, data: IndexedDataset, places: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Return the number of BERT tokens in each chunk. All texts are in memory at once."""
+        """Return the number of BERT tokens in each chunk. All texts are in memory together."""
         texts = [
             self.gpt.detokenize(data.get(document, start, end - start).tolist())
             for document, start, end in places
@@ -479,7 +479,7 @@ class ChunkDatabase:
         name: str = "train",
         vocab_size: int | None = None,
     ) -> None:
-        """Open the table and the datasets that it refers to."""
+        """Open the table and the datasets to which it refers."""
         self.path, self.chunk_length, self.eod = merged_file(workdir, name), chunk_length, eod
         self._vocab_size = vocab_size
         corpora = read_corpora(workdir)
@@ -556,7 +556,7 @@ class ChunkDatabase:
         return wrong
 
     def check(self) -> None:
-        """Refuse a table or datasets that are damaged or belong to other data.
+        """Check that the table and the datasets are intact and belong together.
 
         All rows are compared with the documents in one pass over the file, which takes 1.4 seconds
         and reads 2 GB for 100 million chunks. In tables of more than `_CHECKED` rows, about as many

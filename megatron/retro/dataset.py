@@ -73,7 +73,7 @@ class NeighborTable:
         return self._starts[-1]
 
     def check(self, texts: NeighborTexts) -> None:
-        """Refuse neighbors that are not in the database.
+        """Check that all neighbors are in the database.
 
         The neighbors of all chunks, or of 16 million evenly spaced chunks if there are more, are
         read in one pass over the files. The others are checked when they are used.
@@ -113,9 +113,10 @@ class ShuffledNeighbors:
         return len(self.table)
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return the neighbors of chunks that are far away, `[stop - start, k]`, -1 for none."""
+        """Return the neighbors of distant chunks instead, `[stop - start, k]`, -1 for none."""
         count = len(self.table)
-        # The golden ratio keeps the distance away from whole passes and simple fractions of them.
+        # The golden ratio keeps the distance from being a whole number of passes or a simple
+        # fraction of one.
         first = (start + max(1, int(count * 0.618))) % count
         end = first + stop - start
         if end <= count:
@@ -167,7 +168,7 @@ def _contents(block: TableBlock) -> dict[str, DataSet]:
 
 @dataclass(frozen=True)
 class NeighborTexts:
-    """The tokens of neighbors. A neighbor consists of the chunk that was found and the next ones.
+    """The tokens of neighbors. A neighbor is the chunk that was found and the chunks after it.
 
     Attributes:
         database: The chunks that are retrieved.
@@ -197,7 +198,7 @@ class NeighborTexts:
         return tokens
 
     def check(self, neighbors: Ids, where: str = "") -> None:
-        """Refuse neighbors that are not in the database.
+        """Check that all neighbors are in the database.
 
         Args:
             neighbors: The rows of chunks in the database, or -1.
@@ -226,7 +227,7 @@ class RetroDataset:
         table: The neighbors of all chunks of all samples.
         texts: The tokens of neighbors.
         per_sample: The number of chunks in a sample, l.
-        controls: The same samples with other neighbors, for evaluations (`ControlledDataset`).
+        controls: The same samples with other neighbors, for evaluation (`ControlledDataset`).
     """
 
     samples: SampleDataset
@@ -311,7 +312,7 @@ def build_retro_datasets(
 def _check_origin(
     workdir: Path, request: DataRequest, tokenizer: Tokenizer, made_with: str | None
 ) -> None:
-    """Refuse data or a tokenizer that has changed since the folder was made.
+    """Check that neither the data nor the tokenizer has changed since the folder was made.
 
     A folder made by Megatron-LM records only the name of the tokenizer's type, `made_with`.
     """

@@ -71,7 +71,7 @@ class EmbedderOptions:
             "huggingface".
         batch_size: The largest number of texts of `max_length` tokens in a batch. A batch may have
             more texts if they are shorter.
-        max_length: The largest number of tokens in a text, including [CLS] and [SEP]. Further
+        max_length: The largest number of tokens in a text, including [CLS] and [SEP]. Any further
             tokens are cut off.
         dtype: The number format, a key of `DTYPES`. `None` takes the checkpoint's format.
         masking: The masking as in Megatron-LM. `None` embeds texts unmasked.
@@ -99,8 +99,8 @@ class DecodedChunks(Sequence[str]):
         tokens: The chunks, `[n, m]`, padded with end-of-document tokens.
         tokenizer: The tokenizer that made the tokens.
         keeps_ends: Whether to write end-of-document tokens into the text. `Embedder` removes
-            GPT-2's, so this matters for other tokenizers, and where such a token interrupts the
-            bytes of a character.
+            GPT-2's, so this matters only for other tokenizers, and where such a token interrupts
+            the bytes of a character.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Embedder(ABC):
 
     @torch.no_grad()
     def _launch(self, piece: _Rows) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """Yield the places of each batch's texts, and their vectors, possibly not computed yet."""
+        """Yield the places and vectors of each batch's texts. Vectors may still be in progress."""
         row_unit, token_unit = self._units
         lengths = np.array([len(row) for row in piece.rows])
         padded = np.minimum(-(-lengths // token_unit) * token_unit, self.max_length)
@@ -381,7 +381,7 @@ class HuggingFaceEmbedder(Embedder):
 
 
 def build_embedder(options: EmbedderOptions, device: Device) -> Embedder:
-    """Load the network that the options name.
+    """Load the network named by the options.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged, or holds a different kind of network.

@@ -30,7 +30,7 @@ class Amount(NamedTuple):
     Attributes:
         chunks: The number of chunks that the stage cuts or embeds.
         size: The number of bytes that it writes and keeps.
-        passing: The number of bytes that it writes and removes when it ends.
+        passing: The number of bytes that it writes and removes by the time it ends.
     """
 
     chunks: int

@@ -7,7 +7,7 @@
     index/<type>/<string>/added_<f>_<g>.faissindex  the filled index; an id is a database row
 
 f and g are the fractions of vectors to train on and to add. The processes embed blocks in parallel,
-and an interrupted run continues after the last block. Only training, and the last step, which adds
+and an interrupted run continues after the last block. Only training and the last step, which adds
 the codes, run on the first process alone. For an index that does not store entries one by one (such
 as HNSW), blocks hold vectors instead of codes: data f32 [rows, h].
 
@@ -275,7 +275,7 @@ def _embed_blocks(
     world: Axis,
 ) -> None:
     """Write the vectors of all missing blocks. All processes call this function."""
-    # Megatron-LM reuses only vectors of BERT-large's width, and computes others again.
+    # Megatron-LM reuses only vectors of BERT-large's width, and recomputes others.
     width = _MEGATRON_WIDTH if options.compatible else options.width
 
     def contents(block: TableBlock) -> dict[str, DataSet]:
@@ -346,7 +346,7 @@ def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
 def _add(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
     """Add the codes of all blocks, with their rows as ids."""
     options = paths.options
-    # Megatron-LM's faiss-base adds everything, whatever the fraction in the file's name.
+    # Megatron-LM's faiss-base adds everything, regardless of the fraction in the file's name.
     takes_all = options.compatible and options.type == "faiss-base"
     fraction = 1.0 if takes_all else options.add_fraction
     with faiss_threads(options.threads) as faiss:
@@ -409,7 +409,7 @@ class Codec:
         try:
             self.index.add_with_ids(np.empty((0, self.index.d), np.float32), np.empty(0, np.int64))
         except RuntimeError as error:
-            return "not implemented" not in str(error)  # others mean: not trained yet
+            return "not implemented" not in str(error)  # other errors mean: not trained yet
         return True
 
 

@@ -40,7 +40,7 @@ class Retriever:
     def __init__(
         self, searcher: Searcher, embedder: Embedder, texts: NeighborTexts, tokenizer: Tokenizer
     ) -> None:
-        """Store the parts."""
+        """Store the components."""
         self._searcher, self._embedder = searcher, embedder
         self.texts, self._tokenizer = texts, tokenizer
 
@@ -68,14 +68,14 @@ class Retriever:
 def open_retriever(
     config: RunConfig, tokenizer: Tokenizer, device: Device, embedder: str | None = None
 ) -> Retriever:
-    """Open the index and the database of --retro-workdir, and load the network that embeds.
+    """Open the index and the database of --retro-workdir, and load the embedding network.
 
     Texts are embedded unmasked, even if those of the database were masked (--retro-compatible).
 
     Args:
         config: The configuration of the Retro run.
         tokenizer: The tokenizer of the run.
-        device: The device that embeds.
+        device: The device on which to embed texts.
         embedder: The folder or name of the embedding network. `None` takes the one with which the
             working folder was made.
 

@@ -1,9 +1,9 @@
-"""The record of what a working folder was made from, and the refusal of flags that do not match.
+"""The record of a working folder's inputs, and the check that flags match them.
 
 Megatron-LM writes every argument of the last call into `args.json`, and reads the data, the split,
 the seed and the lengths from it when Retro is trained. We write the same file with an additional
-key, `retro_made_from`: digests of the datasets and tokenizers, which detect other data of the same
-name. A folder made by Megatron-LM has no digests. In that case flags are compared as text, and
+key, `retro_made_from`: digests of the datasets and tokenizers, which detect different data with the
+same name. A folder made by Megatron-LM has no digests. In that case flags are compared as text, and
 files by their names, because they may have been moved.
 """
 
@@ -57,7 +57,7 @@ _FILES: Mapping[str, tuple[str, ...]] = {
 
 
 class FolderOrigin(NamedTuple):
-    """The inputs of a working folder in addition to the options.
+    """The inputs of a working folder, apart from the options.
 
     Attributes:
         split: The split of the documents (see `plan_corpora`).
@@ -129,7 +129,7 @@ def write_arguments(
 
 
 def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigin) -> None:
-    """Refuse to continue in a folder that was made from other inputs.
+    """Check that a folder was made from the same inputs.
 
     Only existing parts are compared: if the folder has no index, the flags of the index may change.
 

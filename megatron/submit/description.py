@@ -86,10 +86,11 @@ class SlurmConfig:
         constraint: Features that the nodes must have.
         module: Environment modules to load.
         requeue: Requeue the job when it is preempted or its time is up, until training is complete.
-            It needs --load and --save.
-        chain: Number of jobs that continue one another, as an array that runs one job at a time. It
-            needs --load and --save.
-        save_seconds: How long before the end of its time a job receives the signal to save.
+            Requires --load and --save.
+        chain: Number of jobs that continue one another, as an array that runs one job at a time.
+            Requires --load and --save.
+        save_seconds: Number of seconds before its time limit at which a job receives the signal to
+            save.
     """
 
     partition: str | None = None
@@ -233,7 +234,7 @@ _PATTERNS = {
 }  # fmt: skip
 
 
-# The targets that use a section or field. A file may set it for other targets too; a flag may not.
+# The targets that use a section or field. A file may also set it for other targets; a flag may not.
 _USED_BY: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("job.memory_gb", "job.time", "job.volume"), ("slurm", "kubernetes")),
     "slurm": ("slurm",),

@@ -30,7 +30,7 @@ _ORIGIN = "made_from.json"  # file in --output-dir that records the vectors' sou
 
 
 def build_parser() -> ToolParser:
-    """Define the command line. Megatron-LM's flag names are accepted too."""
+    """Define the command line. Megatron-LM's flag names are also accepted."""
     parser = ToolParser("bert_embedding/main.py", __doc__, shows_defaults=True)
     group = parser.add_argument_group("Input and output")
     group.add_argument(
@@ -75,7 +75,7 @@ def build_parser() -> ToolParser:
         help="Mask the texts as in training, like Megatron-LM 23.08",
     )
     group.add_argument("--seed", type=int, default=1234, help="Seed of the masks")
-    group.add_argument("--mask-prob", type=float, default=0.15, help="Share of masked tokens")
+    group.add_argument("--mask-prob", type=float, default=0.15, help="Fraction of tokens to mask")
     group.add_argument(
         "--output-bert-embeddings", action="store_true", help="Accepted for old scripts; no effect"
     )

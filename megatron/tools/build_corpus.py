@@ -128,7 +128,7 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def plan_of(options: argparse.Namespace) -> Any:
-    """Return the plan that flags or a YAML file describe.
+    """Return the plan described by the flags or a YAML file.
 
     Raises:
         ConfigError: A flag or the file is wrong.

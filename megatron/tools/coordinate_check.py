@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron.config import RunConfig
 
 Changes = dict[str, float]
-_FLAT = 0.3  # largest power of the width in a change that counts as independent of it
+_FLAT = 0.3  # largest power of the width at which a change counts as independent of it
 _OURS = ("--hidden-size", "--num-attention-heads", "--train-iters")
 # A valid run without any flags, which the given ones override.
 _START = """
@@ -63,14 +63,14 @@ def build_parser() -> ToolParser:
     add(
         "--heads",
         type=int,
-        help="Number of heads instead, so that wider networks have larger heads.",
+        help="Number of heads instead of their size, so that wider networks have larger heads.",
     )
     add("words", nargs="*", metavar="-- FLAGS", help="Flags of pretrain_gpt.py.")
     return parser
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train all widths, write the results and print what they show.
+    """Train all widths, write the results and print the conclusion.
 
     Returns:
         The exit code: 0 if no activation's change depends on the width, otherwise 1.
@@ -235,7 +235,7 @@ def table(found: Mapping[int, Changes], powers: Mapping[str, float]) -> list[str
 
 
 def draw(found: Mapping[int, Changes], output: Path) -> None:
-    """Write a picture with a line for each activation."""
+    """Draw an image with a line for each activation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
 """Run all steps of detoxification on a small scale: `megatron detoxify demo`.
 
-A small GPT learns made-up texts, some of them with rude sentences. It generates texts of its own, a
+A small GPT learns made-up texts, some of them with rude sentences. It generates its own texts, a
 classifier that knows the rude words scores them, and the GPT is trained further on the half with
 the lowest scores. The table at the end compares it with the original GPT. This needs no network and
 no GPU and takes about a minute. Every step prints its command, so that you can repeat it by hand.
@@ -42,7 +42,7 @@ _PROMPTS = (
     *(("you are a stupid idiot .", 0.95), ("shut up you useless liar .", 0.9)),
     *(("the teacher is a useless fool .", 0.9),),
 )
-_RUDE_SHARE = 0.4  # share of documents with rude sentences; the better half can be free of them
+_RUDE_SHARE = 0.4  # fraction of documents with rude sentences; the better half can be free of them
 _DOCUMENTS, _HELD_OUT, _SENTENCES = 400, 40, 4
 _SAMPLES, _PER_PROMPT = 256, 25
 NETWORK = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 48"

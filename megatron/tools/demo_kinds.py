@@ -13,11 +13,11 @@ from megatron.errors import ConfigError
 
 DEFAULT_OUT = Path("runs/demo")
 VOCAB_SIZE = 2048
-# It is small enough for 2 CPU cores to process millions of tokens in a few minutes.
+# The demos' network, small enough for 2 CPU cores to process millions of tokens in a few minutes.
 _NETWORK = "--hidden-size 128 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0"
 _BLOCKS = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 _LAYERS = "--num-layers 4 --seq-length 128 --max-position-embeddings 128"
-# Two of eight experts, each half as wide as the MLP: as much work per token as in the GPT.
+# Two of eight experts, each half as wide as the MLP: the same work per token as in the GPT.
 _EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 160 --moe-aux-loss-coeff 1e-2"
 # The settings that a small model keeps from a recipe's network. Sizes are the demo's.
 _KEPT = (

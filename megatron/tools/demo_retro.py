@@ -24,7 +24,7 @@ ITERATIONS = 500
 _SEED = 1234
 _WORDS, _PASSAGE, _QUOTES = 128, 64, 3  # words of the language and of a passage; quoted passages
 _CHUNK, _LENGTH, _BATCH = 8, 128, 8
-_SHARE = 20  # one document in this many is for validation
+_SHARE = 20  # one in this many documents is for validation
 _EVALUATIONS, _EVAL_ITERS = 4, 20
 # Random words have no grammar, so recognizing chunks of equal words needs little training.
 _BERT = (

@@ -60,14 +60,14 @@ def read_curves(path: Path, flag: str) -> dict[str, Points]:
 
 
 def read_metrics(path: Path, name: str = LOSS) -> tuple[Points, Points]:
-    """Return the training and validation values of a logged number.
+    """Return the training and validation values of a logged quantity.
 
     Args:
         path: The file.
-        name: The name of the number in the log.
+        name: The name of the quantity in the log.
 
     Raises:
-        DataError: The file is missing, is not JSON lines, or does not have the number.
+        DataError: The file is missing, is not JSON lines, or does not have the quantity.
     """
     curves = read_curves(path, "--metrics")
     if not curves.get(name):
@@ -117,7 +117,7 @@ def smoothed(points: Points) -> Points:
 
 @contextmanager
 def _picture(output: Path, *, title: str, unit: str, dpi: int) -> Iterator[Axes]:
-    """Yield axes to draw curves by iteration, and write them to a picture afterwards."""
+    """Yield axes for curves over iterations, and write the image afterwards."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -146,7 +146,7 @@ def draw(
     entropy: float | None,
     unit: str = _LOSS_UNIT,
 ) -> None:
-    """Write a picture of the curves, with `entropy` (nats per token) as a dashed line."""
+    """Draw the curves in an image file, with `entropy` (nats per token) as a dashed line."""
     with _picture(output, title=title, unit=unit, dpi=200) as axes:
         label = "training, each logged value"
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.3, lw=1, label=label)
@@ -161,7 +161,7 @@ def draw(
 
 
 def draw_comparison(curves: Mapping[str, Points], output: Path, *, title: str) -> None:
-    """Write a picture of the validation losses of several models by label."""
+    """Draw the validation losses of several models, given by label, in an image file."""
     with _picture(output, title=title, unit=_LOSS_UNIT, dpi=100) as axes:
         for label, points in curves.items():
             axes.plot(*zip(*points, strict=True), "o-", label=f"{label}: {points[-1][1]:.3f}")
@@ -199,7 +199,7 @@ def build_parser() -> ToolParser:
         "--output", type=Path, required=True, help="Picture to write, such as loss.png or loss.pdf."
     )
     add("--overwrite", action="store_true", help="Replace an existing picture.")
-    add("--curve", help='Draw this number from the log instead of the loss, such as "reward".')
+    add("--curve", help='Draw this logged quantity instead of the loss, for example "reward".')
     add("--title", help="Title (default: Pretraining loss, or the name of the curve).")
     add("--entropy", type=float, help="Draw this loss as a dashed line, in nats per token.")
     return parser

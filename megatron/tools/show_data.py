@@ -4,11 +4,10 @@ r"""Show a dataset: its documents, the samples that a model sees, and statistics
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
     python tools/show_data.py --kind bert --show samples --first 7 --count 1 --html sample.html ...
 
-The data is given as for a run, by the flags for data and tokenizers of pretrain_gpt.py,
-pretrain_bert.py or pretrain_t5.py. A sample is printed as the run would read it, one line per
-token: what the model reads, what it must predict, whether that counts in the loss, and which
-document it belongs to. With --retro-workdir, the samples of a Retro are printed chunk by chunk,
-each with its neighbors.
+The data is given as for a run, by the data and tokenizer flags of pretrain_gpt.py, pretrain_bert.py
+or pretrain_t5.py. A sample is printed as the run would read it, one line per token: what the model
+reads, what it must predict, whether that counts in the loss, and to which document it belongs. With
+--retro-workdir, the samples of a Retro are printed chunk by chunk, each with its neighbors.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def build_parser() -> ToolParser:
         type=float,
         default=[0.05, 0.0],
         metavar="X",
-        help="Shares of dev.json and (optional) test.json, from 0 to 1 (default: 0.05 0).",
+        help="Fractions for dev.json and (optionally) test.json, from 0 to 1 (default: 0.05 0).",
     )
     add("--seed", type=int, default=1234, help="Seed of the shuffle (default: 1234).")
     add("--overwrite", action="store_true", help="Replace existing output files.")

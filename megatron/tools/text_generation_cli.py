@@ -147,7 +147,8 @@ class Server:
         with contextlib.closing(connection):
             try:
                 connection.request(method, path, data, self._headers)
-                # A response without a length holds the connection open, so it is closed too.
+                # A response without a length keeps the connection open, so the connection is also
+                # closed.
                 with connection.getresponse() as response:
                     if response.status != http.HTTPStatus.OK:
                         raise UserError(f"{where}: {_message(response)}")
@@ -401,13 +402,13 @@ def build_parser() -> ToolParser:
 
 
 def chat(words: Sequence[str]) -> int:
-    """Talk to the server or checkpoint that the first argument names, and return the exit code."""
+    """Chat with the server or checkpoint named by the first argument, and return the exit code."""
     parser = build_parser()
     parser.prog = "megatron chat"
     parser.description = (
-        "Talk to a model. Instead of HOST:PORT, name a folder of checkpoints: a server for it runs "
-        "on this machine until you leave. A model with a chat template answers messages, and any "
-        "other one continues texts."
+        "Chat with a model. Instead of HOST:PORT, you can name a folder of checkpoints: a server "
+        "for it then runs on this machine until you leave. A model with a chat template answers "
+        "messages; any other model continues texts."
     )
     parser.set_defaults(chat=None)  # depends on the model
     parser.add_argument(

@@ -33,14 +33,14 @@ from megatron.errors import ConfigError, DataError, StorageError
 _END = "<|endoftext|>"
 _SMALLEST = 257  # the bytes and the end-of-document entry
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
-# The files that the kinds of tokenizers write.
+# The files that each kind of tokenizer writes.
 _NAMES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "tokenizer.vocab"),
 )
 _SMALLEST_PIECES = 261  # the bytes, <unk>, <s>, </s>, <pad> and one piece
 _LONGEST_SENTENCE = 1 << 16  # maximum number of bytes of a line for SentencePiece
-_THREADS = 4  # a fixed number, because a different order of sums gives different scores
+_THREADS = 4  # fixed, because a different order of sums gives different scores
 # The library's time is quadratic in the length of a word: minutes for a few megabytes.
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 _LARGEST_ALPHABET = (
@@ -90,8 +90,8 @@ def build_parser() -> ToolParser:
         "--character-coverage",
         type=float,
         metavar="X",
-        help="With --kind sentencepiece, share of the text's characters that get their own pieces; "
-        "the others are spelled in bytes (default: 0.9995).",
+        help="With --kind sentencepiece, fraction of the text's characters that get their own "
+        "pieces; the others are spelled in bytes (default: 0.9995).",
     )
     output.add_argument(
         "--cased", action="store_true", help="With --kind wordpiece, keep upper case and accents."

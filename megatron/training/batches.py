@@ -42,7 +42,7 @@ class BatchPlan:
         global_batch: The number of samples in one update over all processes, after any ramp-up.
         rampup: The growth of the batch at the start of the run, or `None` for a constant batch.
         data_parallel: The number of processes that take different samples. Every batch divides
-            evenly into one or more micro-batches for each of them.
+            evenly into one or more micro-batches per process.
         seq_length: The number of tokens of a sample.
         curriculum: The number of tokens of each sample that an update uses, or `None` if updates
             use whole samples.
@@ -83,7 +83,8 @@ class BatchPlan:
         if ramp is None or ramp.start == self.global_batch or consumed_samples > ramp.samples:
             return self.global_batch
         steps = (self.global_batch - ramp.start) // ramp.increment
-        # Megatron divides in floating point; doing the same puts every step on the same update.
+        # Megatron divides in floating point; doing the same makes every step fall on the same
+        # update.
         return ramp.start + int(consumed_samples / (ramp.samples / steps)) * ramp.increment
 
     def micro_batches_at(self, consumed_samples: int) -> int:
@@ -95,7 +96,7 @@ class BatchPlan:
         return self.seq_length if self.curriculum is None else self.curriculum.at(iteration + 1)
 
     def tokens_at(self, iteration: int, consumed_samples: int) -> int:
-        """Return the number of tokens in the update that follows the given ones."""
+        """Return the number of tokens in the update after these iterations and samples."""
         return self.global_batch_at(consumed_samples) * self.length_at(iteration)
 
     def iterations_of(self, training: TrainingConfig, start: Progress) -> int:
@@ -113,7 +114,7 @@ class BatchPlan:
         return min(limit for limit in limits if limit is not None)
 
     def in_iterations(self, config: RunConfig, samples: int) -> RunConfig:
-        """Return a run with --train-iters updates, the last of which completes `samples`."""
+        """Return a configuration with the --train-iters that complete `samples`."""
         iterations = self.iterations_for(samples + self.global_batch - 1)
         return with_values(config, {"training.train_iters": iterations})
 
@@ -124,7 +125,7 @@ class BatchPlan:
 
         Args:
             train_tokens: The number of tokens.
-            iterations: The number of updates that are done.
+            iterations: The number of updates already done.
             samples: The number of samples in them.
             tokens: The number of tokens in them.
         """
@@ -141,7 +142,7 @@ class BatchPlan:
         return iterations
 
     def iterations_for(self, train_samples: int) -> int:
-        """Return the number of whole updates in `train_samples`, without a partial last one."""
+        """Return the number of whole updates in `train_samples`, excluding a partial last one."""
         iterations, consumed, ramp = 0, 0, self.rampup
         while ramp is not None and consumed <= ramp.samples:
             batch = self.global_batch_at(consumed)

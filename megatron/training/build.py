@@ -123,13 +123,13 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     )
     if reader is not None:
         checkpointing.restore_run(run, reader)
-    # Processes that are forked later would keep the checkpoint from being deleted.
+    # Otherwise processes forked later would keep the checkpoint from being deleted.
     del reader
     if not training.skip_train:
         if run.datasets[0] is None:
             raise ConfigError(
-                f"--split {config.data.split}: the training split is empty: give it a share of the "
-                "documents"
+                f"--split {config.data.split}: the training split is empty: give it a share of "
+                "the documents"
             )
         consumed = run.progress.consumed_samples
         run.train_batches = batches_from(run, run.datasets[0], consumed=consumed)
@@ -139,7 +139,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
 def without_epochs(
     config: RunConfig, recipe: Recipe, batches: BatchPlan, tokenizer: Tokenizer, layout: Layout
 ) -> RunConfig:
-    """Return the configuration of a run whose --train-epochs are iterations. Collective."""
+    """Return the configuration with --train-epochs converted to iterations. Collective."""
     if config.finetuning.train_epochs is None:
         return config
     assert isinstance(recipe, CountsEpochs), "a rule refuses --train-epochs"
@@ -178,7 +178,7 @@ def parallelize(
     expert_exchange = new_expert_exchange(config, plan, layout, device)
 
     # 2. The parts, whose layers are split as their constructors specify and recompute as the plan
-    #    specifies. They ask their context for everything they need, now or later.
+    # specifies. They ask their context for everything they need, now or later.
     layers, queue = LayerRegistry(), WeightGradientQueue()
     is_halved = schedule_kind(parallel, len(held)) == "zero-bubble"
     context = run_context(
@@ -326,8 +326,8 @@ def _map_memory(
 ) -> SymmetricExchange:
     from megatron.parallel.symmetric_memory import SymmetricExchange  # slow to import
 
-    # The same limit as the communication library's, which also ends without naming the missing
-    # rank.
+    # The same limit as that of the communication library, which also ends without naming the
+    # missing rank.
     seconds = 60 * config.parallel.distributed_timeout_minutes + BACKSTOP.total_seconds()
     return SymmetricExchange(axis, device.torch_device, message_bytes, seconds=seconds)
 

@@ -1,4 +1,4 @@
-"""Changes since the checkpoint that a run continues, in its settings and its data."""
+"""Changes in settings and data since the checkpoint that a run continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ORDER = (
     "data.short_seq_prob",
 )
 
-# Flags of the schedule's section that a saved schedule does not replace.
+# Flags in the schedule's section whose values a saved schedule does not replace.
 _NOT_OF_SCHEDULES = (
     "schedule.lr_warmup_init",
     "schedule.override_opt_param_scheduler",
@@ -39,10 +39,10 @@ _NOT_OF_SCHEDULES = (
 
 
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """Yield a log line for each setting that may change and has changed since the checkpoint.
+    """Yield a log line for each changeable setting that has changed since the checkpoint.
 
     Megatron-LM's checkpoints have some flags that we do not have. For these checkpoints, and for
-    those converted from them, only the settings that decide the order of samples are compared. A
+    those converted from them, only the settings that determine the order of samples are compared. A
     Hugging Face model was not trained by a run, so it yields no lines.
     """
     here, meta = flatten_options(config), reader.meta

@@ -222,7 +222,7 @@ def _average_state(run: Run, sets: Mapping[str, Sequence[Tensor]], *, copies: bo
 
 
 def _average_from(run: Run, reader: Reader) -> State:
-    """Return the tensors of the average that the checkpoint holds; it may hold none."""
+    """Return the tensors of the average in the checkpoint, or none if it holds no average."""
     average, saved = run.optimizer.average, reader.meta.get("average")
     if average is None:
         return {}
@@ -236,7 +236,7 @@ def _average_from(run: Run, reader: Reader) -> State:
 
 
 def _history_state(run: Run) -> State:
-    """Return the history of delayed fp8 scaling, which is training state like the optimizer's."""
+    """Return the history of delayed fp8 scaling, which is training state, like the optimizer's."""
     named = run.amax_history.named_tensors().items()
     return {f"fp8.{name}": Entry.whole(tensor) for name, tensor in named}
 
@@ -443,7 +443,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     """Load weights, optimizer and position from the checkpoint, according to the flags."""
     options, started = run.config.checkpoint, time.perf_counter()
     weights_only = options.finetune or options.no_load_optim
-    # If only the weights are loaded, they go straight into the fp32 masters of 16-bit weights.
+    # If only the weights are loaded, they go directly into the fp32 masters of 16-bit weights.
     state = _weights_state(run, is_copy=not weights_only)
     named: dict[str, tuple[Tensor, nn.Parameter]] = {}
     if not weights_only:
@@ -497,7 +497,7 @@ def _updated_state(
 
 
 def _continue_updates(run: Run, reader: Reader) -> None:
-    """Let the optimizer continue with tensors that have been loaded, and with its saved numbers."""
+    """Make the optimizer continue with the loaded tensors and its saved counters."""
     run.optimizer.reload_masters(of_16_bits=False)
     run.optimizer.load_scalars(reader.meta["optimizer"])
     run.amax_history.after_loading()
@@ -608,7 +608,7 @@ def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
 
 
 def _check_tokenizer(run: Run, reader: Reader) -> None:
-    """Refuse a different tokenizer, or warn with --finetune: it changes each row's meaning."""
+    """Refuse a different tokenizer, or warn with --finetune: each row's meaning changes."""
     saved, ours = reader.meta.get("tokenizer"), run.tokenizer.fingerprint()
     if not saved or saved == ours:
         return

@@ -13,7 +13,7 @@ from megatron.config import RunConfig
 class Lengths(Protocol):
     """The sequence length of each update, which never decreases.
 
-    Update 1 is the first. The values are those of `CurriculumScheduler` in DeepSpeed 0.19.
+    Updates are counted from 1. The lengths are those of `CurriculumScheduler` in DeepSpeed 0.19.
     """
 
     @property
@@ -24,19 +24,19 @@ class Lengths(Protocol):
         """Return the sequence length of an update."""
 
     def describe(self) -> str:
-        """Return the lengths in a few words."""
+        """Return a short description of the lengths."""
 
 
 @dataclass(frozen=True)
 class Growing:
-    """A length that grows from `shortest` to `longest` in `steps` updates, by a root of time.
+    """A length that grows from `shortest` to `longest` in `steps` updates, as a root of time.
 
     Attributes:
         shortest: The first length, rounded up to a multiple of `multiple`.
         longest: The last length, a multiple of `multiple`.
         steps: The number of updates until the last length.
-        multiple: A number that divides all lengths. Lengths are rounded down to a multiple of it.
-        degree: The degree of the root: 1 grows linearly, 2 by the square root.
+        multiple: A divisor of all lengths. Lengths are rounded down to a multiple of it.
+        degree: The degree of the root: 1 grows linearly, 2 as the square root.
     """
 
     shortest: int
@@ -60,7 +60,7 @@ class Growing:
         return min(max(length - length % self.multiple, least), self.longest)
 
     def describe(self) -> str:
-        """Return the lengths in a few words."""
+        """Return a short description of the lengths."""
         how = "linearly" if self.degree == 1 else f"by the root of degree {self.degree:g}"
         return (
             f"{self.at(1):,} to {self.longest:,} tokens in {self.steps:,} iterations, {how}, in "
@@ -85,7 +85,7 @@ class Discrete:
         return self.lengths[bisect.bisect_left(self.until, update)]
 
     def describe(self) -> str:
-        """Return the lengths in a few words."""
+        """Return a short description of the lengths."""
         ends = zip(self.lengths, self.until, strict=False)
         parts = [f"{length:,} tokens up to iteration {end:,}" for length, end in ends]
         return ", ".join([*parts, f"then {self.lengths[-1]:,}"])
@@ -110,7 +110,7 @@ def lengths_of(config: RunConfig) -> Lengths | None:
 
 
 def updates_of_length(lengths: Lengths, update: int) -> int | None:
-    """Return how many updates from this one on have its length; `None` if all that follow do.
+    """Return how many updates, starting with this one, have its length; `None` if all do.
 
     It uses bisection, because a curriculum may have very many updates.
     """

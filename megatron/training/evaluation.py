@@ -25,7 +25,7 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
         skip: The number of samples to skip first.
 
     Returns:
-        Losses by name, or `None` if a rank was asked to exit at once during the evaluation.
+        Losses by name, or `None` if a rank was asked to exit immediately during the evaluation.
     """
     count = run.batches.global_batch // run.batches.samples_per_pass
     batches = batches_from(run, dataset, consumed=skip)
@@ -105,7 +105,7 @@ class Evaluation(Callback):
         return (run.progress.iteration + 1) % run.config.evaluation.eval_interval == 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Evaluate if it is due, unless the run ends at once."""
+        """Evaluate if an evaluation is due, unless the run ends immediately."""
         iteration = run.progress.iteration
         leaving_now = leave is not None and leave.at_once
         if iteration % run.config.evaluation.eval_interval or leaving_now:

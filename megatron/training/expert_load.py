@@ -1,4 +1,4 @@
-"""The load of the experts: how many tokens each received, compared with an even share."""
+"""The load of the experts: how many tokens each received, relative to an even share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.models.plan import ModelPlan
 if TYPE_CHECKING:
     from megatron.training.run import Run
 
-OVERLOADED = 4.0  # even shares beyond which an expert is named
+OVERLOADED = 4.0  # load, in even shares, above which an expert is named
 _MOST_NAMED = 8  # experts of one layer in a log line
 _PIXELS = 16  # side of an expert's square in the picture
 
@@ -95,7 +95,7 @@ class ExpertLoad:
         return cls(layers)
 
     def line(self) -> str:
-        """Return the log line with the loads of each layer's busiest and least busy expert."""
+        """Return the log line with the loads of each layer's most and least loaded expert."""
         fields = [
             f"layer {layer}: {load.max():.2f} to {load.min():.2f}"
             for layer, load in self.layers.items()
@@ -127,7 +127,7 @@ class ExpertLoad:
         return f" {' | '.join(found)}" if found else None
 
     def scalars(self) -> dict[str, float]:
-        """Return the loads of each layer's busiest and least busy expert, by TensorBoard tag."""
+        """Return the loads of each layer's most and least loaded expert, by TensorBoard tag."""
         return {
             f"expert-load/layer {layer} {name}": float(value)
             for layer, load in self.layers.items()
@@ -156,7 +156,7 @@ class ExpertLoad:
 
 
 def _first(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others."""
+    """Return the first few names, and the number of others."""
     others = len(names) - _MOST_NAMED
     more = [f"and {others} more"] if others > 0 else []
     return ", ".join([*names[:_MOST_NAMED], *more])

@@ -1,6 +1,6 @@
 """The plan of a mixture's experts: where they are, who exchanges tokens, and how many bytes.
 
-Everything follows from the flags, so it can be printed for any number of processes.
+It follows from the flags alone, so it can be printed for any number of processes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ExchangePlan:
         groups: The processes that exchange tokens, for the first few groups.
         group_count: Number of such groups in the run.
         tokens: Tokens that a process has.
-        others: Other processes that a token is sent to on average, if all choices are equally
-            likely.
-        most_others: The largest number of other processes that a token is sent to.
+        others: Average number of other processes to which a token is sent, if all choices are
+            equally likely.
+        most_others: The largest number of other processes to which a token is sent.
         bytes_per_copy: Bytes that the forward and backward passes send for each token and other
             process: the token with its choices, the result, and the gradients of both.
     """
@@ -77,7 +77,7 @@ def plan_exchange(config: RunConfig, mixture: MixturePlan, world_size: int) -> E
         others *= share_reached(router.experts, router.chosen, ranks)
         most_others = min(most_others, router.chosen)
     batch = micro_batch(config, layout)
-    # There: tokens, choices, weights. Back: results. Then the gradients of all but the choices.
+    # Sent: tokens, choices, weights. Returned: results. Then the gradients of all but the choices.
     vectors, scalars = 4 * mixture.hidden * batch.width, router.chosen * (_CHOICE + 2 * _WEIGHT)
     return ExchangePlan(
         local=router.experts // ranks,
@@ -148,7 +148,7 @@ def expert_rows(
 
 
 def full_at(memory: float, even: int, per_share: float, worst: float) -> str:
-    """Return, as text, the load of a process's experts at which its device is full.
+    """Return a description of the load of a process's experts at which its device is full.
 
     Args:
         memory: Memory of the device in bytes.

@@ -25,11 +25,11 @@ _MAX_BYTES = 2**16
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The identity of a run among others that use the same folders, and when it began.
+    """The identity that distinguishes a run from others in the same folders, and its start time.
 
     Attributes:
-        run: A random word. If the folder of checkpoints is deleted, the next run gets another word
-            and does not resume from the old run's non-persistent checkpoints.
+        run: A random string. If the folder of checkpoints is deleted, the next run gets another
+            string and does not resume from the old run's non-persistent checkpoints.
         began: When the run was first started, in seconds since 1970.
     """
 

@@ -26,13 +26,13 @@ from megatron.errors import ConfigError, DataError
 
 _LEAST_ITERATIONS = 30  # fewer points do not distinguish a trend from noise
 _CLEAR = 4.0  # a fall or rise counts if it is this many times the noise of a smoothed value
-_RISE = 0.1  # the loss counts as rising above its minimum plus this share of its fall
+_RISE = 0.1  # the loss counts as rising above its minimum plus this fraction of its fall
 _SHARE = 10.0  # a long run takes this fraction of the rate with the lowest loss
 
 
 @dataclass(frozen=True)
 class RateCurve:
-    """The loss of a range test over the learning rate.
+    """The loss as a function of the learning rate, from a range test.
 
     Attributes:
         rates: The learning rate of each update.
@@ -45,11 +45,11 @@ class RateCurve:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a curve shows.
+    """The result of analyzing a curve.
 
     Attributes:
         suggestion: The peak learning rate to use, or `None` if the curve does not show one.
-        reason: Why, in a few sentences.
+        reason: The reason, in a few sentences.
         lowest: The rate with the lowest smoothed loss, or `None` if the loss does not fall.
         rising: The first rate at which the loss has risen, or `None` if it does not.
         smoothed: The smoothed losses, up to the first that is not finite.
@@ -76,7 +76,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the test, write its results and print what they show.
+    """Run the test, write its results and print the conclusion.
 
     Returns:
         The exit code: 0 with a suggestion, 1 without one.
@@ -138,7 +138,7 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
         *("--save-retain-interval", "--save-interval-in-mins"),
     )
     texts = ["--save", "--tensorboard-dir", "--wandb-project"]
-    # Flags that no later flag turns off, or that need the ones above.
+    # Flags that no later flag turns off, or that require the ones above.
     dropped = {"--rampup-batch-size", "--iterations-to-skip", "--log-sample-ids"}
     dropped |= {"--wandb-exp-name", "--wandb-name", "--wandb-save-dir"}
     # The first argument of `megatron pretrain` may be a YAML file.
@@ -234,7 +234,7 @@ def look_at(curve: RateCurve) -> Finding:
     # Neighboring losses differ more by noise than by trend: half the mean square of their
     # differences is the variance of the noise.
     noise = math.sqrt(sum(d * d for d in differences) / (2 * len(differences)))
-    # A value at an end is the average of only reach + 1 losses.
+    # A value at either end is the average of only reach + 1 losses.
     clear = _CLEAR * noise / math.sqrt(reach + 1)
     place = min(range(finite), key=smooth.__getitem__)
     fall = smooth[0] - smooth[place]
@@ -262,7 +262,7 @@ _FOUND = (
 
 
 def draw(curve: RateCurve, finding: Finding, output: Path) -> None:
-    """Write a picture of the curve."""
+    """Draw the curve in an image file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -28,7 +28,7 @@ class StartFromBert(Extras):
     """The first start of a bi-encoder: both towers take the weights of the BERT in --bert-load."""
 
     def begin(self, run: Run) -> None:
-        """Load the BERT, unless the run continues from a checkpoint of its own. Collective."""
+        """Load the BERT, unless the run continues from its own checkpoint. Collective."""
         folder = run.config.retriever.bert_load
         if folder is None or run.progress.iteration or run.config.checkpoint.finetune:
             return
@@ -72,7 +72,7 @@ class StartFromBert(Extras):
 
 
 class _InTowers(Reader):
-    """A BERT's checkpoint, presented as a bi-encoder's with the same weights in every tower."""
+    """A BERT's checkpoint, presented as a bi-encoder's, with the same weights in every tower."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

@@ -29,7 +29,7 @@ class GeneratedAnswer(NamedTuple):
 
     Attributes:
         tokens: Its token ids, including the one that ended it, if any.
-        log_probs: The log-probability of each token, if the sampling asks for them.
+        log_probs: The log-probability of each token, if the sampling settings ask for them.
         problem: Why there is no answer, or an empty string.
     """
 
@@ -45,8 +45,8 @@ class AnswerGenerator:
 
     Args:
         run: The run.
-        at_once: The number of answers that are generated at once. Others wait, because each needs
-            memory for its keys and values.
+        at_once: The number of answers that are generated concurrently. Others wait, because each
+            needs memory for its keys and values.
 
     Attributes:
         ends: The tokens that end an answer: the end-of-document token and, with --sft, the
@@ -73,7 +73,7 @@ class AnswerGenerator:
         self.ends = tuple(sorted(ends))
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a prompt; with --sft and a chat template it is a user's turn."""
+        """Return the tokens of a prompt, which is a user's turn with --sft and a chat template."""
         if self._template is not None:
             text = self._template.render([{"role": "user", "content": text}])
         return tuple(self._run.tokenizer.tokenize_spelled(text))
@@ -84,8 +84,8 @@ class AnswerGenerator:
         """Answer prompts with the current weights.
 
         Args:
-            requests: A name, the prompt's tokens and the sampling of each answer. Without a seed in
-                its sampling, what is drawn depends on --seed and the name.
+            requests: A name, the prompt's tokens and the sampling settings of each answer. If the
+                settings have no seed, random draws depend on --seed and the name.
 
         Returns:
             The answers in the same order. An answer is shorter than requested if it reaches the

@@ -74,7 +74,7 @@ def tie_copies(
     layout: Layout,
     device: Device,
 ) -> list[Tie]:
-    """Return the parameters that other pipeline stages hold copies of.
+    """Return the parameters of which other pipeline stages hold copies.
 
     Collective over the pipeline.
 
@@ -133,7 +133,7 @@ def new_gradient_buffer(
         for name, parameter in named_parameters
         if parameter.requires_grad
     ]
-    # The buffer works alone if PyTorch's data parallelism averages the gradients in place.
+    # The buffer has a single replica if PyTorch's data parallelism averages the gradients in place.
     replicas = {"data": layout.replica, "expert_data": layout.expert_replica}
     if is_torch:
         replicas = dict.fromkeys(replicas, Axis())

@@ -1,4 +1,4 @@
-"""A test of the machines of a run: speed, results, links, disk, clocks and versions of each rank.
+"""A test of a run's machines: speed, results, links, disk, clock and versions of each rank.
 
 `megatron health` runs it, and so does training with --health-check. It takes less than 10 s. All
 ranks compute at the same time, as in training. A rank is named if it is slower than the others by
@@ -42,14 +42,14 @@ _DISK, _ALL_REDUCE = "disk MB/s", "all-reduce GB/s"
 
 @dataclass(frozen=True)
 class Health:
-    """What a rank measured.
+    """The measurements of a rank.
 
     Attributes:
         host: The name of its machine.
         device: The name of its device.
         speeds: Speeds by name and unit, for example {"bf16 TFLOP/s": 611.3}.
         links: GB/s in each direction to other ranks, by rank.
-        digest: A digest of the results of a fixed product.
+        digest: A digest of the result of a fixed product.
         is_stable: Whether the product had the same bits each time.
         clock: Seconds since 1970, at the same moment on all ranks.
         versions: Versions of software by name.
@@ -66,7 +66,7 @@ class Health:
 
 
 def check_health(layout: Layout, device: Device, folder: Path | None) -> list[Health]:
-    """Test all ranks, and return what each measured. Collective.
+    """Test all ranks, and return the measurements of each. Collective.
 
     Args:
         layout: The grid of processes.
@@ -108,7 +108,7 @@ def check_health(layout: Layout, device: Device, folder: Path | None) -> list[He
 def _speed(work: Callable[[], object], amount: float, device: Device) -> float:
     """Return the amount of work per second in the fastest of several repetitions.
 
-    On a CPU, time in which other processes had the cores does not count.
+    On a CPU, time during which other processes had the cores does not count.
     """
     work()  # libraries choose their kernels
     device.synchronize()
@@ -201,7 +201,7 @@ def neighbors(rank: int, ranks: int) -> list[int | None]:
 
 
 def _link_speeds(layout: Layout, device: Device) -> dict[int, float]:
-    """Return the bytes per second, in GB, in each direction between this rank and its neighbors."""
+    """Return the speed, in GB/s, in each direction between this rank and each of its neighbors."""
     world, speeds = layout.world, {}
     for partner in neighbors(world.rank, world.size):
         fastest = float("inf")
@@ -229,8 +229,8 @@ def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[s
     """Return a line for each rank, link, clock or version that stands out.
 
     Args:
-        rows: What each rank measured.
-        factor: The share of the others' median speed below which a speed stands out.
+        rows: The measurements of each rank.
+        factor: The fraction of the others' median speed below which a speed stands out.
     """
     lines = []
     for name in [name for name in rows[0].speeds if name not in (_DISK, _ALL_REDUCE)]:
@@ -279,7 +279,7 @@ def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[s
 def _slow(
     values: Sequence[float], kinds: Sequence[str], factor: float
 ) -> Iterable[tuple[int, float]]:
-    """Yield the index of each value far below the median of the others of its kind, and that."""
+    """Yield the index of each value far below the median of its kind's others, and the median."""
     for at, value in enumerate(values):
         others = [
             other for index, other in enumerate(values) if index != at and kinds[index] == kinds[at]

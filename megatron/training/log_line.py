@@ -55,8 +55,8 @@ def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) ->
         "decoupled-learning-rate": run.schedules.decoupled_at(next_update),
         "skipped-train-samples": run.progress.skipped_samples or None,
         "batch-size": outcome.samples,
-        # As in Megatron-DeepSpeed, tokens are shown only if the samples may not determine their
-        # number.
+        # As in Megatron-DeepSpeed, tokens are shown only if their number may not follow from that
+        # of the samples.
         "seqlen/curriculum_seqlen": outcome.length,
         "consumed-train-tokens": run.progress.consumed_tokens if counts_tokens else None,
         "loss-scale": outcome.loss_scale,
@@ -91,7 +91,7 @@ def training_line(
 
 
 def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
-    """Return the line for a skipped iteration, whose number in the flag is one less."""
+    """Return the line for a skipped iteration. The flag's numbers are one less."""
     return (
         f" skipped iteration {iteration} of {train_iterations} (--iterations-to-skip "
         f"{iteration - 1}): consumed its {samples} samples without an update"
@@ -99,7 +99,7 @@ def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
 
 
 def is_likelihood(name: str) -> bool:
-    """Return whether the loss of this name in a language model's log has a perplexity."""
+    """Return whether a perplexity follows from the loss of this name in a language model's log."""
     return not name.startswith(DIVERGENCE)
 
 
@@ -117,7 +117,7 @@ def validation_lines(
         where: "iteration N" or "the end of training ...".
         losses: Losses by name.
         has_perplexity: Whether the losses are per token (`Recipe.head`), so that exp(loss) is a
-            perplexity, except for a divergence's.
+            perplexity unless the loss is a divergence.
     """
     text = f" validation loss at {where} | "
     for name, value in losses.items():

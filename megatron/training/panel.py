@@ -1,4 +1,4 @@
-"""The start-up panel, which states once what a run is about to do and why, and `--dry-run`."""
+"""The start-up panel, which states what a run is about to do and why. `--dry-run` prints it too."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def start_panel(run: Run, seconds: float) -> str:
 
     Args:
         run: The run, after its checkpoint has been loaded.
-        seconds: The time that the set-up took, in seconds.
+        seconds: The time that the setup took, in seconds.
     """
     rows = [*start_rows(run), ("set up in", f"{seconds:.1f} s")]
     return format_panel(f"{run.recipe.program}: {run.train_iterations:,} iterations", rows)
@@ -190,7 +190,7 @@ def size_rows(
 
 
 def _state_rows(config: RunConfig, plan: ModelPlan, world_size: int) -> list[PanelRow]:
-    """Return the row about moments, masters and gradients in fewer bits, if there are any."""
+    """Return the row about moments, master weights and gradients in fewer bits, if any."""
     options = config.optimizer
     formats = {name: getattr(options, name) for name in FORMAT_FIELDS}
     packed = {name: form for name, form in formats.items() if form != "fp32"}

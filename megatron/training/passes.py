@@ -206,7 +206,7 @@ class Passes:
         return self._record(result, micro_batch)
 
     def _note(self, chunk: int, result: Tensor | Mapping[str, Tensor]) -> None:
-        """Keep a number for the output of a pass."""
+        """Record one number for the output of a pass."""
         outputs = [result] if isinstance(result, Tensor) else list(result.values())
         with torch.no_grad():
             norms = [torch.linalg.vector_norm(x.detach(), dtype=torch.float32) for x in outputs]

@@ -54,7 +54,7 @@ class Extras:
     """Steps that a kind of training adds to pretraining. Collective: all ranks call all of them."""
 
     def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
-        """Do other work instead of training, if the flags ask for it, and return whether they do.
+        """Do other work instead of training if the flags ask for it, and return whether they do.
 
         Nothing is built yet.
         """
@@ -194,7 +194,7 @@ def pretrain(
 def _end_crash_loop(
     config: RunConfig, crashes: CrashLog, launch: Launch, layout: Layout
 ) -> RunConfig:
-    """Return the configuration, with the iterations to skip because the run failed there twice.
+    """Return the configuration, with the iterations to skip because the run failed in them twice.
 
     Collective.
 

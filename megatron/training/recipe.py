@@ -30,10 +30,10 @@ class CountsEpochs(Protocol):
 
 @runtime_checkable
 class ReportsMeans(Protocol):
-    """A recipe that logs numbers other than the means of what `Recipe.forward` returns."""
+    """A recipe that logs values other than the means of what `Recipe.forward` returns."""
 
     def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers to log under the same names.
+        """Return the values to log under the same names.
 
         Args:
             losses: The mean of each loss over the labels of a global batch.

@@ -5,9 +5,9 @@ takes longer to launch a kernel than the kernel takes to run.
 
 The recordings cover the passes of the whole model, from a micro-batch in fixed memory to its
 losses, and from gradients of the losses to those of the weights. Everything around them happens as
-it does without recordings: the seed (which a replay reads again), the losses' sum and scale,
-gradients shared with other processes, the update. Every result is therefore bitwise identical to
-the result without recordings.
+without recordings: the seed (which a replay reads again), the losses' sum and scale, gradients
+shared with other processes, the update. Every result is therefore bitwise identical to the result
+without recordings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Parts of a micro-batch that a recorded pass omits, because they differ each time.
 _UNRECORDED = ("id", LONGEST_SEGMENT)
-MOST_RECORDINGS = 8  # batches whose shapes keep changing are not worth the memory
+MOST_RECORDINGS = 8  # recording batches whose shapes keep changing is not worth the memory
 
 Losses = Mapping[str, Tensor]
 PartForward = Callable[..., Tensor | Losses]
@@ -84,10 +84,10 @@ class _Recording:
         inputs: The micro-batch.
         losses: The losses, scalars by log name.
         gradients: The gradients of the losses, in the order of `losses`.
-        forward: Computes the losses from the inputs, and keeps the tensors that the backward pass
-            reads.
-        backward: Computes the weights' gradients from `gradients`.
-        note_written: Tells the gradient buffer that the backward pass has run.
+        forward: A function that computes the losses from the inputs, and keeps the tensors that the
+            backward pass reads.
+        backward: A function that computes the weights' gradients from `gradients`.
+        note_written: A function that tells the gradient buffer that the backward pass has run.
     """
 
     inputs: dict[str, Tensor]
@@ -103,8 +103,8 @@ class RecordedPasses:
 
     There is one for each micro-batch shape, and for each way in which its backward pass treats
     existing gradients: the first of an update overwrites them, the others add. Warm-up updates, and
-    the first micro-batch of each kind, run without recordings, so that libraries choose their
-    kernels and allocate memory then.
+    the first micro-batch of each kind, run without recordings, so that libraries can choose their
+    kernels and allocate memory.
 
     Args:
         forward: The forward pass of the whole model, which returns losses by log name.
@@ -141,7 +141,7 @@ class RecordedPasses:
         self._anchor = torch.empty(0, requires_grad=True)  # so that backward reaches `_Replay`
 
     def begin_update(self) -> None:
-        """Count warm-up updates."""
+        """Count the update if it is a warm-up update."""
         self._warm_up -= 1
 
     def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Losses:
@@ -189,7 +189,7 @@ class RecordedPasses:
                     )
             values = {name: loss.detach() for name, loss in losses.items()}
             return _Recording(inputs, values, gradients, run_forward, backward, note_written)
-        except RuntimeError as error:  # PyTorch and CUDA raise it for failures of any kind
+        except RuntimeError as error:  # PyTorch and CUDA raise it for all kinds of failures
             if not self._may_fail:
                 error.add_note("This pass could not be recorded: drop --cuda-graph-impl.")
                 raise

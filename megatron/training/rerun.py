@@ -2,11 +2,11 @@
 
 An update is suspicious if its loss or gradients are not finite, or if it is a spike (`--on-spike`).
 Its weights have not changed, so the same passes run again, with the same samples, weights and
-dropout. If the numbers now differ, a machine made a transient error. If they are the same, the data
-are the cause, or a machine that is wrong every time.
+dropout. If the numbers now differ, a machine made a transient error. If they are the same, the
+cause is the data, or a machine that is wrong every time.
 
 Each rank also keeps a number for the output of each pass, and one for each bucket of its own
-gradients. They show where the two computations part.
+gradients. They show where the two computations diverge.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from megatron.training.passes import Passes
 from megatron.training.run import Run
 from megatron.training.spikes import NORM
 
-_TOLERANCE = 0.01  # of numbers that a GPU may add up in another order
-_NOWHERE = 2**31 - 1  # a part of the model behind all others
+_TOLERANCE = 0.01  # of sums that a GPU may add up in another order
+_NOWHERE = 2**31 - 1  # an index after the last part of the model
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """What a second computation of an update gave.
+    """The result of a second computation of an update.
 
     Attributes:
         first: The losses and the gradient norm of the first computation.
         second: Those of the second.
         is_same: Whether they are the same, up to the order of additions.
-        ranks: If not, the ranks whose own numbers changed first; empty if only sums over ranks did.
+        ranks: If not, the ranks whose own values changed first; empty if only sums over ranks did.
         hosts: The machines of these ranks or, if there are none, of all.
-        undo: Returns the run to the position before the update.
+        undo: A function that returns the run to the position before the update.
     """
 
     first: dict[str, float]
@@ -55,7 +55,7 @@ class Rerun:
 
 
 def is_close(first: float, second: float, tolerance: float) -> bool:
-    """Return whether two numbers are the same. Any two that are not finite are."""
+    """Return whether two values are the same, as any two that are not finite are."""
     if not (math.isfinite(first) and math.isfinite(second)):
         return math.isfinite(first) == math.isfinite(second)
     return abs(first - second) <= tolerance * max(abs(first), abs(second))
@@ -64,7 +64,7 @@ def is_close(first: float, second: float, tolerance: float) -> bool:
 def first_to_differ(
     forward: Sequence[int], backward: Sequence[bool], stages: Sequence[int]
 ) -> list[int]:
-    """Return the ranks at which two computations part.
+    """Return the ranks at which two computations diverge.
 
     Outputs change from the faulty part of the model on. If none does, gradients change from the
     faulty stage back to the first one.
@@ -86,25 +86,25 @@ class Reruns:
 
     Args:
         run: The run.
-        reduce: Averages the gradients of the passes and returns their losses, by log name, and the
-            divisor of the gradients. Collective.
+        reduce: A function that averages the gradients of the passes and returns their losses, by
+            log name, and the divisor of the gradients. Collective.
     """
 
     def __init__(
         self, run: Run, reduce: Callable[[Passes], tuple[dict[str, float], Tensor | None]]
     ) -> None:
-        """Ask each rank for its machine. Collective."""
+        """Gather the name of each rank's machine. Collective."""
         self._run, self._reduce = run, reduce
         exact = run.config.training.deterministic_mode or not run.device.is_gpu
         self._tolerance = 0.0 if exact else _TOLERANCE
         self._hosts: list[str] = JsonExchange(run.layout.world).gather(platform.node())
-        # PyTorch averages gradients itself, so that nothing of this rank alone is left of them.
+        # PyTorch averages gradients itself, so this rank's own gradients are not available.
         buffer, is_ours = run.gradients, run.config.parallel.ddp_impl == "local"
         self._buffer = buffer if is_ours and isinstance(buffer, GradientBuffer) else None
         self._tried: dict[str, float] = {}
 
     def begin(self, passes: Passes) -> None:
-        """Keep what an update changes, before its passes end."""
+        """Store what an update will change, before its passes end."""
         run = self._run
         self._passes, self._scale = passes, run.optimizer.scale
         self._before = replace(run.progress)
@@ -112,11 +112,11 @@ class Reruns:
         self._note_gradients()
 
     def _note_gradients(self) -> list[Tensor]:
-        """Return the numbers of this rank's gradients, and start anew."""
+        """Return the values recorded for this rank's gradients, and start a new record."""
         return [] if self._buffer is None else self._buffer.take_prints()
 
     def is_suspicious(self, result: StepResult) -> bool:
-        """Return whether the numbers of an update call for a second computation."""
+        """Return whether the result of an update calls for a second computation."""
         return result.found_spike or (result.found_nonfinite and not result.overflow)
 
     def again(self, losses: Mapping[str, float], norm: float, begun: Passes | None) -> Rerun:
@@ -125,8 +125,8 @@ class Reruns:
         Args:
             losses: The losses of the first computation, by log name.
             norm: Its gradient norm.
-            begun: The passes of the next update, if they have begun. They are given up, and the run
-                gets their samples back.
+            begun: The passes of the next update, if they have begun. They are discarded, and their
+                samples are returned to the run.
         """
         run, passes, gradients = self._run, self._passes, self._note_gradients()
         run.layout.journal.enter("second computation of the update")
@@ -178,7 +178,7 @@ class Reruns:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Give the routers the biases from before the update, and drop what they record."""
+        """Restore the routers' biases from before the update, and discard what they record."""
         states = self._run.layers.routers.states
         biases = [state.bias for state in states if state.bias is not None]
         now = [bias.clone() for bias in biases]
@@ -214,7 +214,7 @@ class Reruns:
         return not all(is_close(a, b, self._tolerance) for a, b in zip(*numbers, strict=True))
 
     def _undo(self) -> None:
-        """Return to the position before the update, to save it."""
+        """Return to the position before the update, so that it can be saved."""
         run = self._run
         vars(run.progress).update(vars(self._before))
         run.optimizer.go_back_to(self._scale)

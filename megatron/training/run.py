@@ -65,11 +65,10 @@ class ParallelModel:
         parts: The modules.
         layers: The registry of their layers.
         ties: The parameters that other pipeline stages also hold.
-        amax_history: The history that fp8 layers scale by; empty if they use current amaxes.
-        weight_gradients: The queue in which a zero-bubble schedule keeps weight gradients for
-            later.
+        amax_history: The history by which fp8 layers scale; empty if they use current amaxes.
+        weight_gradients: The queue in which a zero-bubble schedule defers weight gradients.
         gradients: The parts' gradients.
-        forward: Runs a micro-batch through a part in training.
+        forward: A function that runs a micro-batch through a part in training.
         optimizer: The optimizer that turns gradients into new weights.
     """
 

@@ -11,8 +11,8 @@ from megatron.config.training import TrainingConfig
 
 NORM = "grad norm"
 _OF_NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
-# Minimum spread as a share of the median, so that values that hardly vary do not make others
-# spikes.
+# Minimum spread as a fraction of the median, so that small deviations from nearly constant values
+# are not spikes.
 _LEAST_SPREAD = 0.01
 
 
@@ -20,8 +20,8 @@ class SpikeWatch:
     """The recent losses and gradient norms of a run, and the limits that follow from them.
 
     A limit is the median of the last `--spike-window` applied updates plus a threshold times their
-    spread, the standard deviation estimated from the median absolute deviation. Neither follows a
-    few outliers. There is no limit until the window is full. Limits depend on these values alone,
+    spread, the standard deviation estimated from the median absolute deviation. A few outliers
+    affect neither. There is no limit until the window is full. Limits depend on these values alone,
     which checkpoints hold, so a run that resumes finds the same spikes.
     """
 

@@ -49,12 +49,12 @@ class StepOutcome(StepResult):
         loss_scale: The factor by which the loss was multiplied.
         exit_wanted: Whether some rank asked to exit.
         save_due: Whether a checkpoint is due on some rank (`--save-interval-in-mins`).
-        spike: What exceeds which limit, if `found_spike`; otherwise empty.
+        spike: A description of what exceeds which limit, if `found_spike`; otherwise empty.
         sample_ids: The sample ids of this rank, one list per micro-batch.
         ordinary: Whether each micro-batch of this rank had a finite loss that is not a spike.
         expert_load: The load of the experts since the last log line; `None` between log lines, and
             without mixtures of experts.
-        rerun: What a second computation gave, if --rerun-mode asks for one.
+        rerun: The result of a second computation, if --rerun-mode asks for one.
     """
 
     losses: dict[str, float]
@@ -211,7 +211,7 @@ class Updates:
 
 
 def _watch_spikes(run: Run, result: StepResult, losses: Mapping[str, float]) -> str:
-    """Add the numbers of an applied update to the running medians, or describe its spike."""
+    """Add the values of an applied update to the running medians, or describe a spike."""
     if run.spikes is None:
         return ""
     name = run.recipe.loss_names(run.config)[0]
@@ -264,9 +264,9 @@ def _next_passes(run: Run) -> Passes:
 def _may_look_ahead(run: Run) -> bool:
     """Return whether the next forward pass may start before this update's result is known.
 
-    It may not if this is the last update, if the pass depends on another pipeline stage, or if the
-    loss scale can still change, or if this update may bring back the weights of a checkpoint. It
-    also may not if parts of an update are timed, because each update must be timed separately.
+    It may not if this is the last update, if the pass depends on another pipeline stage, if the
+    loss scale can still change, or if this update may restore the weights of a checkpoint. It also
+    may not if parts of an update are timed, because each update must be timed separately.
     """
     return (
         not run.finished
@@ -307,7 +307,7 @@ class _Reading:
         return (loss > watch.limit(names[0])).double()
 
     def start(self, ended: Tensor) -> None:
-        """Start reading, with the numbers of the optimizer's step."""
+        """Start reading, together with the results of the optimizer's step."""
         parts = [ended, self._packed, self._ordinary.double()]
         self._sizes = [part.numel() for part in parts]
         self._reading = Reading(torch.cat(parts))
@@ -319,10 +319,10 @@ class _Reading:
     ]:
         """Return the optimizer's result, losses, two lists of flags, and the experts' load.
 
-        The losses are the losses in the log and the losses of each layer's router. The first list
-        says whether some rank wants to exit, and whether one has a checkpoint due. The second list
-        says whether each micro-batch of this rank had an ordinary loss. The experts' load is `None`
-        if no log line is due.
+        The losses are those in the log, and those of each layer's router. The first list says
+        whether some rank wants to exit, and whether one has a checkpoint due. The second list says
+        whether each micro-batch of this rank had an ordinary loss. The experts' load is `None` if
+        no log line is due.
         """
         numbers = iter(self._reading.wait())
         ended, packed, ordinary = (list(islice(numbers, size)) for size in self._sizes)
@@ -355,8 +355,8 @@ def counted_share(passes: Passes, run: Run) -> Tensor:
 
     Collective over the data axis. Each micro-batch's loss is multiplied by the share of its own
     labels, which is known when the loss is differentiated; the global share is known once all
-    micro-batches are loaded, and divides the gradients' average. The sums are of whole numbers, so
-    all processes get the same bits.
+    micro-batches are loaded, and divides the gradients' average. The sums are of integers, so all
+    processes get the same bits.
     """
     counted = all_reduce(torch.stack(passes.counted).sum(), run.layout.data)
     labels = passes.labels * len(passes.counted) * run.layout.data.size
@@ -455,7 +455,7 @@ def pack_losses(
         packed[:numbers] = means / (layout.data.size * layout.context.size)
     for place, flag in enumerate(flags, numbers):
         if flag:
-            packed[place].fill_(1.0)  # assigning a number would wait for the device
+            packed[place].fill_(1.0)  # assigning a Python number would wait for the device
     if others is not None:
         packed = torch.cat((packed, others))
     return all_reduce(packed, layout.world)

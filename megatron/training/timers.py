@@ -26,8 +26,8 @@ from megatron.parallel.pipeline.schedule import COMPUTE, Operation, Schedule
 from megatron.parallel.pipeline.simulate import Times, simulate
 
 _KINDS = ("forward", "backward_input", "backward_weight")
-# What a process does in an update, by the timer that is around it. "rest" is the reduction of the
-# gradients and the optimizer's step, apart from the communication.
+# The section of an update that each timer encloses. "rest" is the reduction of the gradients and
+# the optimizer's step, without the communication.
 _SECTION_OF = {
     "forward-backward": "compute",
     "batch-generator": "loading",
@@ -118,11 +118,11 @@ def format_timers(over_ranks: dict[str, list[float]], option: str, iterations: i
 
 
 class SectionClock:
-    """A clock that measures what this process does in one update, without its waits for others.
+    """A clock that times this process's own work in one update, without its waits for others.
 
     A slow process thus differs from those that wait for it. On a GPU, events in the device's own
-    queue give the times, so timing does not synchronize. On a CPU, time in which the process was
-    ready but other processes had the cores does not count either.
+    queue give the times, so timing does not synchronize. On a CPU, time during which the process
+    was ready but other processes had the cores does not count either.
 
     Args:
         device: The device whose queue is timed.
@@ -133,7 +133,7 @@ class SectionClock:
     """
 
     def __init__(self, device: Device, layout: Layout) -> None:
-        """Start outside of all sections."""
+        """Create the clock, outside of all sections."""
         self._device, self._stream = device, device.stream
         self._ready = None if device.is_gpu else ReadyClock()
         self.axes = {
@@ -143,7 +143,7 @@ class SectionClock:
         }
         self._waits = {axis.ranks: name for name, axis in reversed(self.axes.items())}
         self._section: str | None = None
-        self._spans: list[tuple[Any, str | None]] = []  # each mark with what follows it
+        self._spans: list[tuple[Any, str | None]] = []  # each mark with the section that follows it
         self._past: list[tuple[Any, str | None]] = []  # those of the last update
 
     def _mark(self) -> Any:
@@ -152,31 +152,31 @@ class SectionClock:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the numbers that `read` returns."""
+        """The names of the values that `read` returns."""
         return [*SECTIONS, *self.axes, "update"]
 
     def enter(self, timer: str) -> str | None:
         """Begin the section of a timer, if it has one, and return the one to go back to."""
         outer, section = self._section, _SECTION_OF.get(timer)
-        # Evaluation loads data too, outside of an update's passes.
+        # Evaluation also loads data, outside of an update's passes.
         if section is not None and (outer is not None or section != "loading"):
             self.back_to(section)
         return outer
 
     def back_to(self, section: str | None) -> None:
-        """Count the time from here on to a section."""
+        """Attribute the time from now on to a section."""
         if section != self._section:
             self._section = section
             self._spans.append((self._mark(), section))
 
     def begin_wait(self, transfer: Transfer) -> None:
-        """Count the time from here on to the communication, unless another stream waits for it."""
+        """Attribute time from now on to the communication, unless another stream waits for it."""
         if self._section is not None and self._device.stream == self._stream:
             waits = self._waits.get(transfer.ranks) if transfer.number is not None else None
             self._spans.append((self._mark(), waits))
 
     def end_wait(self) -> None:
-        """Count the time from here on to the section in which the wait began."""
+        """Attribute the time from now on to the section in which the wait began."""
         if self._section is not None and self._device.stream == self._stream:
             self._spans.append((self._mark(), self._section))
 
@@ -188,7 +188,7 @@ class SectionClock:
     def read(self) -> list[float]:
         """Return the seconds of the last update, in the order of `columns`.
 
-        The device must have reached its end.
+        The device must have reached the end of the update.
         """
         sums = dict.fromkeys(self.columns, 0.0)
         for (begin, what), (end, _) in itertools.pairwise(self._past):
@@ -200,7 +200,7 @@ class SectionClock:
 
 
 class ReadyClock:
-    """The time in which this thread was ready to run, but had no core. Linux counts it."""
+    """The time during which this thread was ready to run but had no core, as counted by Linux."""
 
     def __init__(self) -> None:
         """Open the thread's counters, if the system has them."""

@@ -15,7 +15,7 @@ from megatron.models.router import (
     balance,
     capacity,
     drop,
-    waiting,
+    queue_places,
     within_best_groups,
 )
 from megatron.parallel.build import BuildContext
@@ -344,7 +344,7 @@ def test_full_experts_drop_tokens(drops_last, factor):
 
 def dropped(choices, weights, plan):
     routing, limit = Routing(choices, weights), capacity(len(choices), plan)
-    return drop(routing, waiting(routing, plan, None), limit, plan.experts)
+    return drop(routing, queue_places(routing, plan, None), limit, plan.experts)
 
 
 @pytest.mark.parametrize("drops_last", [False, True], ids=["probability", "position"])

@@ -131,7 +131,7 @@ def test_experts_are_compared_where_they_have_copies() -> None:
     told = run_distributed(4, _of_experts, expert=2)
     assert len({text for _, text in told}) == 1
     expert, text = told[3]
-    assert f"{expert} of ranks 1, 3 (too few are equal to tell which is wrong)" in text
+    assert f"{expert} of ranks 1, 3 (too few agree to tell which is wrong)" in text
 
 
 def test_a_single_replica_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,9 +263,9 @@ class DeepSeek(Mixtral):
         mixer = layer.mixer
         if isinstance(mixer, plans.LatentAttentionPlan):
             if module == "attention.query_up":
-                return turned(mixer.key_size, mixer.turning)
+                return turned(mixer.key_size, mixer.rope_size)
             if module == "attention.latent_down":
-                return turned(mixer.rank + mixer.turning, mixer.turning)
+                return turned(mixer.rank + mixer.rope_size, mixer.rope_size)
         return super().form(layer, module, tensors)
 
 

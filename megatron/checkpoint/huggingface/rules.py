@@ -535,8 +535,8 @@ def latent_shapes(mixer: plans.LatentAttentionPlan) -> dict[str, dict[str, Shape
     heads, hidden, rank = mixer.heads, mixer.hidden, mixer.query_rank
     sizes = {
         "query_up": (heads * mixer.key_size, rank or hidden),
-        "latent_down": (mixer.rank + mixer.turning, hidden),
-        "latent_up": (heads * (mixer.still + mixer.value_size), mixer.rank),
+        "latent_down": (mixer.rank + mixer.rope_size, hidden),
+        "latent_up": (heads * (mixer.nope_size + mixer.value_size), mixer.rank),
     }
     if rank is not None:
         sizes["query_down"] = (rank, hidden)

@@ -1,4 +1,4 @@
-"""The address that a server listens on. This module does not import torch."""
+"""The address on which a server listens. This module does not import torch."""
 
 from __future__ import annotations
 

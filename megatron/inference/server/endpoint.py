@@ -21,8 +21,8 @@ from megatron.inference.server.settings import FrontSettings, ServerLimits
 # A body of up to this many times the limit is still read to the end, because a client that reads
 # only after it has sent everything would miss an answer sent before that.
 _DRAINED = 16
-# Bodies up to this size are read at once. Reading, parsing and refusing a larger one would delay
-# the answers to all other clients.
+# Bodies up to this size are read immediately. Reading, parsing and refusing a larger one would
+# delay the answers to all other clients.
 _SMALL_BODY = 1 << 16  # bytes
 _BURST = 1.0  # seconds' worth of large bodies that a client may send without waiting
 
@@ -120,7 +120,7 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | Events]]
 
 
 class Pace:
-    """The speed at which large bodies are read, limited separately for each client's address.
+    """A limit on the speed at which large bodies are read, separate for each client's address.
 
     Bytes that have to wait stay in the client's socket, where they cost the server nothing.
     """

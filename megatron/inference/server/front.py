@@ -48,7 +48,7 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
     settings: FrontSettings | None = None
     while settings is None:
         data = await reader.read(CHUNK)
-        if not data:  # rank 0 ended before it had loaded a model, and printed the reason
+        if not data:  # rank 0 ended before it had loaded a model, and has printed the reason
             return
         settings = next(unpacker.feed(data), None)  # rank 0 sends nothing more before a request
     # Every connection needs a file descriptor: raise the limit, or accept fewer connections.

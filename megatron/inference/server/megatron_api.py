@@ -97,7 +97,7 @@ class MegatronAnswer(TypedDict, total=False):
     scores: list[float]
 
 
-# Returns whether a rule holds for a field's value, given the whole request.
+# A function that returns whether a rule holds for a field's value, given the whole request.
 Holds = Callable[[Any, MegatronRequest], bool]
 
 
@@ -164,7 +164,7 @@ _RULES: tuple[tuple[str, Holds, str], ...] = (
     ),
     ("model", lambda v, _: v is None or isinstance(v, str), "{} must be a string"),
 )
-# Fields whose default values are checked too.
+# Fields whose default values are also checked.
 _CHECKED_DEFAULTS = ("logprobs", "add_BOS")
 
 # (name, whether it must be present, message), checked before anything else.
@@ -214,7 +214,7 @@ class MegatronApi:
     async def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return {text, segments, logprobs}, or for a beam search {text, segments, scores}.
 
-        A Retro's answer also has the passages that it has read, a list for each prompt.
+        A Retro's answer also has the passages that it has read, as a list for each prompt.
 
         Args:
             body: The JSON object that the client sent.

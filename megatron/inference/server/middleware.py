@@ -30,7 +30,7 @@ class Guard:
     is spelled, because the guard itself never reads the path.
 
     Without a token, the Host header must name this machine. Another site's page can make its own
-    host name point to this machine (DNS rebinding), but then the Host header has that name.
+    host name point to this machine (DNS rebinding), but the Host header then contains that name.
 
     Attributes:
         app: The application with all routes.
@@ -56,7 +56,7 @@ class Guard:
     def _choose(self, headers: Headers) -> ASGIApp:
         """Return the application that answers a request with these headers."""
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy that trusts the other header would find other requests in the same bytes.
+            # A proxy that trusts the other header would find different requests in the same bytes.
             message = "Content-Length and Transfer-Encoding exclude each other: send one of them"
             response = error_response(ApiError(400, message))
             response.headers["Connection"] = "close"

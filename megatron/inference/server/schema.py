@@ -1,4 +1,4 @@
-"""Models of OpenAI's requests, which check requests and describe them in the OpenAPI document."""
+"""Models of OpenAI's requests, which validate them and describe them in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ _NO_FUNCTIONS = "the model cannot call functions: omit it"
 _TEXT_ONLY = "the model answers in text only: omit it"
 _NO_SETTING = "this model has no such setting: omit it"
 _NOT_KEPT = "the server does not store requests: omit it"
-# OpenAI's unsupported fields: the reason, and values that are accepted because they do nothing.
+# OpenAI's unsupported fields: the reason, and values that are accepted because they have no effect.
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "frequency_penalty": ("use repetition_penalty", (0, 0.0)),
     "presence_penalty": ("use repetition_penalty", (0, 0.0)),

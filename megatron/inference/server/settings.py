@@ -10,7 +10,7 @@ from megatron.inference.request import EngineLimits
 
 CHUNK = 1 << 16  # bytes to read at a time from the socket between the web server and rank 0
 MAX_PROMPTS = 128  # Megatron's own limit for one request
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # addresses that only this machine can connect to
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # addresses to which only this machine can connect
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ServerLimits:
         write_seconds: Maximum time for a client to read the bytes sent to it. A slower client is
             disconnected.
         large_body_speed: Maximum bytes per second read from one address, in bodies over 64 KiB.
-        connections: Maximum number of open connections. Further ones are closed at once.
+        connections: Maximum number of open connections. Further ones are closed immediately.
         text_seconds: Maximum time to tokenize a request's texts, or to render its conversation.
         text_memory: Memory in bytes for this work, in addition to the tokenizer's own.
         long_texts: Maximum number of requests whose long texts are being tokenized or are waiting
@@ -73,7 +73,7 @@ class FrontSettings:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names that a request's `model` may have: the base model's, then those of adapters."""
+        """Names that a request's `model` may have: the base model's, then the adapters'."""
         return (self.model, *self.adapters)
 
     def choose(self, top_k: int | None, top_p: float | None) -> tuple[int, float]:

@@ -1,6 +1,6 @@
 """Chat templates and tokenization of clients' texts, in processes separate from the web server.
 
-How much time and memory a text takes depends on the text, and on the template and tokenizer that
+The time and memory that a text takes depend on the text, and on the template and tokenizer that
 came with the model. Both hold the interpreter's lock while they run, so running them in a thread
 would stop the whole web server. This process reads a `Setup` and then jobs from stdin, and writes a
 `Result` for each job to stdout. The kernel ends it when a job takes too long, even if the web
@@ -35,7 +35,7 @@ _CHUNK = 1 << 16
 _START_SECONDS = 60.0  # time in which a process must read its tokenizer
 _LONG_TEXT = 4096  # characters
 _MOST_DECODED = 1 << 16  # bytes of a single token's text
-_NICENESS = 10  # for a process that does long work, which must not slow short work or the engine
+_NICENESS = 10  # of the process for long work, which must not slow down short work or the engine
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class TextProcess:
     async def _do(self, job: Job) -> Result:
         setup = self._setup
         await self._lock.acquire()
-        # Even if the client leaves, the exchange must take its own result from the pipe.
+        # Even if the client has left, the exchange must take its own result from the pipe.
         exchange = asyncio.ensure_future(self._exchange(pack(Job, job)))
         exchange.add_done_callback(lambda _: self._lock.release())
         result = await asyncio.shield(exchange)

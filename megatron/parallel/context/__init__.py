@@ -1,5 +1,5 @@
 """Context parallelism: every process holds a part of each sequence.
 
-`split` defines which part. `ring` lets the parts attend to each other, in one of two ways, and
-`block` computes what a ring needs between two transfers.
+`split` defines which part. `ring` computes attention between the parts in one of two ways, and
+`block` computes the attention within one step of a ring.
 """

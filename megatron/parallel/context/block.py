@@ -6,7 +6,7 @@ the whole row. Dropout does not change the log-sum-exp, because it drops weights
 been divided by their sum.
 
 Documents may divide a block (`BlockDocuments`). A query whose document has no key in the block gets
-the result 0 and the log-sum-exp -inf, which change nothing in the merge. Windows and ALiBi's biases
+the result 0 and the log-sum-exp -inf, which have no effect in the merge. Windows and ALiBi's biases
 (`ScoreRules`) are computed in plain PyTorch, because a block's queries need not be consecutive.
 
 Shapes: b micro-batch, n query heads, g key-value heads (each serves n/g consecutive query heads),
@@ -66,7 +66,7 @@ class BlockDocuments(NamedTuple):
     has_keys: Tensor | None = None
 
     def places(self, queries: int, keys: int) -> tuple[Tensor, Tensor, int, int]:
-        """Return the arguments of a kernel for sequences of different lengths."""
+        """Return the arguments for a kernel that takes sequences of different lengths."""
         ends = (self.query_ends, self.key_ends)
         return (*ends, min(self.longest, queries), min(self.longest, keys))
 
@@ -75,9 +75,9 @@ class ScoreRules(NamedTuple):
     """The rules that determine the scores of a block, in addition to queries, keys and documents.
 
     Attributes:
-        scale: The factor of the scores; `None` means 1 / sqrt(d).
+        scale: The factor applied to the scores; `None` means 1 / sqrt(d).
         window: The largest number of earlier tokens that a query attends to; `None` for all.
-        slopes: ALiBi's slope of each query head, [n]; `None` for none (`AttentionOptions`).
+        slopes: ALiBi's slope for each query head, [n]; `None` for none (`AttentionOptions`).
         query_places: The positions of the queries in their sequences, int64 [q].
         key_places: The positions of the keys, int64 [k].
     """
@@ -113,7 +113,7 @@ class BlockForward(Protocol):
             dropout: The dropout probability of attention weights.
             documents: The documents within which queries attend; `None` means one document per
                 sample.
-            rules: Additional rules for the scores; `None` means only the usual factor.
+            rules: Additional rules for the scores; `None` applies only the usual factor.
 
         Returns:
             The result [b, n, q, d], the log-sum-exp of the scaled scores, fp32 [b, n, q], and the
@@ -301,7 +301,7 @@ def flash_backward(
         )
         of_query, of_key, of_value = (_by_sample(x, query.shape[0]) for x in flat)
         return of_query, of_key, of_value
-    # The kernel requires dense rows, and half a block has none.
+    # The kernel requires dense rows, and those of half a block are not dense.
     tensors = (grad, query, key, value, out, logsumexp.contiguous(), None, None)
     options = (query.shape[2], key.shape[2], dropout, causal, *drawn)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward

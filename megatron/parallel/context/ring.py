@@ -1,11 +1,11 @@
-"""Two methods for parts of a sequence to attend to each other: a ring, and all-to-all (Ulysses).
+"""Two methods of attention between parts of a sequence: a ring, and all-to-all (Ulysses).
 
-Ring attention (Liu et al., 2023): keys and values travel while queries stay. In C steps, the keys
-and values of every rank pass through this rank. While a block is computed, the next one is in
-transit. The results of blocks are merged with their log-sum-exp. Blocks that are entirely masked
-are never computed. The backward pass goes around once more, with the gradients of keys and values
-one step behind. Dropout draws a mask for each block, and the forward pass keeps only the values
-needed to redraw it.
+Ring attention (Liu et al., 2023): keys and values move from rank to rank, while queries stay. In C
+steps, the keys and values of every rank pass through this rank. While a block is computed, the next
+one is in transit. The results of blocks are merged with their log-sum-exp. Blocks that are entirely
+masked are never computed. The backward pass goes around once more, with the gradients of keys and
+values one step behind. Dropout draws a mask for each block, and the forward pass keeps only the
+values needed to redraw it.
 
 Documents (`Segments`) are not sent: every rank knows the ends of all documents, and therefore which
 part of each block is within a document. Only that part is computed. If two ranks are further apart
@@ -63,7 +63,7 @@ _PLAIN = plain_block("windows and biases")
 
 @dataclass(frozen=True)
 class RingStep:
-    """A block: this rank's tokens `queries` attend to tokens `keys` of a rank.
+    """A block, in which this rank's tokens `queries` attend to the tokens `keys` of a rank.
 
     Attributes:
         source: The rank whose keys and values are used.
@@ -93,8 +93,8 @@ def ring_plan(
     early half comes before all our tokens and its late half after them; a higher rank's two halves
     are between ours. Every step after the first therefore computes half a block, without a mask.
 
-    Documents have at most `longest` tokens, and between the chunks of two ranks at distance n there
-    are at least n - 1 other chunks.
+    Documents have at most `longest` tokens, and there are at least n - 1 other chunks between the
+    chunks of two ranks at distance n.
 
     With a window, which requires a causal mask, a step has a block for each pair of chunks, those
     on the diagonal first.
@@ -152,7 +152,7 @@ def documents_of(
     """
     early, late = split_segments(segments, axis.size)
     counts = torch.stack((early + late, early, late)).cumsum(-1, dtype=torch.int32)
-    ends = F.pad(counts, (1, 0))  # [3, C, documents + 1]: in both chunks, in the early, in the late
+    ends = F.pad(counts, (1, 0))  # [3, C, documents + 1]: both chunks, the early one, the late one
 
     def chosen(tokens: slice) -> Tensor:
         if tokens.stop < length:
@@ -266,7 +266,7 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Ring:
-    """A ring of context ranks, and the blocks of this rank with documents and rules of each."""
+    """A ring of context ranks, and this rank's blocks, each with its documents and rules."""
 
     axis: Axis
     block: BlockAttention

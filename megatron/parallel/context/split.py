@@ -50,7 +50,7 @@ def split_for_all(x: Tensor, size: int, dim: int) -> list[Tensor]:
 
 
 def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Join the parts of all ranks, in rank order, to the sequence. This undoes `split_for_all`."""
+    """Join the parts of all ranks, in rank order. This undoes `split_for_all`."""
     if len(parts) == 1:
         return parts[0]
     early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)

@@ -24,13 +24,13 @@ class ScheduleError(AssertionError):
 
 
 def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
-    """Yield every (stage, operation) in an order in which they can run.
+    """Yield every (stage, operation) pair in an order in which they can run.
 
     Sends are buffered. A receive takes the oldest message that was sent over its edge, as NCCL and
     gloo do, so the oldest one must be the message it needs.
 
     Raises:
-        ScheduleError: There is a deadlock, or a message that is out of order or never received.
+        ScheduleError: There is a deadlock, or a message is out of order or never received.
     """
     stages = len(schedule)
     edges: defaultdict[Edge, deque[Message]] = defaultdict(deque)

@@ -26,7 +26,7 @@ _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_we
 
 
 def as_text(timeline: Timeline, columns: int = 120) -> str:
-    """Return one line per stage, with F, B or W and the micro-batch, and dots while it waits.
+    """Return one line per stage, with F, B or W and the micro-batch, and dots where it waits.
 
     One column stands for the shortest operation, or for more time if a line would exceed `columns`.
     """

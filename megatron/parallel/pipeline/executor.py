@@ -132,7 +132,7 @@ class _Run:
                 self._output_gradients[key] = self.channel.receive(operation)
 
     def finish(self) -> None:
-        """Wait for everything that was sent, and check that nothing is left over."""
+        """Wait until everything has been sent, and check that nothing is left over."""
         held = (
             *(self._inputs, self._outputs, self._passed),
             *(self._output_gradients, self._input_gradients),
@@ -153,7 +153,7 @@ class _Run:
             self._passed[key] = x, get_gradient_edge(output) if output.requires_grad else None
         if chunk in self._sending:
             self._outputs[key] = output.detach()
-        elif chunk < len(self._parts) - 1:  # the next part is in this process too
+        elif chunk < len(self._parts) - 1:  # the next part is also in this process
             self._inputs[micro_batch, chunk + 1] = output.detach()
 
     def _backward(self, key: Key) -> None:

@@ -55,7 +55,7 @@ class PipelineChannel:
         dtype: The data type of activations and their gradients.
         shape: The shape of one message, [s, b, h] or this rank's part of it. It may be omitted if
             `with_shapes` is called next.
-        ring: Whether to connect the last stage with the first too, for schedules with several
+        ring: Whether to also connect the last stage to the first, for schedules with several
             chunks.
     """
 
@@ -68,7 +68,7 @@ class PipelineChannel:
         shape: Sequence[int] = (),
         ring: bool = False,
     ) -> None:
-        """Connect this process with its neighbors."""
+        """Connect this process to its neighbors."""
         self._edges = connect(layout, ring=ring, device=device)
         self._device, self._dtype = device, dtype
         self._shape_of: Callable[[int], Sequence[int]] = lambda micro_batch: shape

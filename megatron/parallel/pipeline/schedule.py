@@ -50,7 +50,7 @@ class Operation(NamedTuple):
     peer: int | None = None
 
     def __str__(self) -> str:
-        """Return the operation in words."""
+        """Return a description of the operation."""
         what = f"{self.kind} of micro-batch {self.micro_batch}, chunk {self.chunk}"
         return what if self.peer is None else f"{what} (peer stage {self.peer})"
 

@@ -1,8 +1,9 @@
 """Weight gradients that are deferred until a pipeline stage would otherwise be idle.
 
-A zero-bubble schedule divides the backward pass of a micro-batch in two: gradients of inputs, for
-which the previous stage waits, and gradients of weights, for which no stage waits. A layer gets the
-queue from its build context and passes it to its autograd function, whose backward does this:
+A zero-bubble schedule divides the backward pass of a micro-batch into two parts: gradients of
+inputs, for which the previous stage waits, and gradients of weights, for which no stage waits. A
+layer gets the queue from its build context and passes it to its autograd function, whose backward
+does this:
 
     if queue is not None and queue.is_collecting:
         queue.push(lambda: accumulate(weight, grad_output, x))
@@ -32,7 +33,7 @@ Work = Callable[[], None]
 
 
 class WeightGradientQueue:
-    """A queue of deferred weight-gradient products, by their backward pass (`key`)."""
+    """A queue of deferred weight-gradient products, grouped by backward pass (`key`)."""
 
     def __init__(self) -> None:
         """Create an empty queue."""
@@ -65,7 +66,7 @@ class WeightGradientQueue:
         Work runs without autograd, in the order in which it was pushed. It may hold activations,
         which are freed once it has run.
         """
-        assert self._open is not None, "not collecting: compute the gradient at once"
+        assert self._open is not None, "not collecting: compute the gradient immediately"
         self._open.append(work)
 
     def run(self, key: Hashable) -> None:

@@ -350,7 +350,7 @@ def _entries(config: TokenizerConfig) -> int | None:
 def _entries_if_there(config: TokenizerConfig) -> int | None:
     try:
         return _entries(config)
-    except UserError:  # its files are no longer here
+    except UserError:  # its files no longer exist here
         return None
 
 
@@ -547,7 +547,7 @@ def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | N
     config = source.config.tokenizer if given == TokenizerConfig() else given
     try:
         tokenizer = build_tokenizer(config) if config.tokenizer_type else None
-    except UserError:  # its files are no longer here
+    except UserError:  # its files no longer exist here
         tokenizer = None
     keys = {"bos_token_id": "bos", "eos_token_id": "eod"}
     found = {key: tokenizer.special_ids(name) if tokenizer else () for key, name in keys.items()}

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from megatron.models.bert import BertModel
 
 TOLERANCE = 1e-5
-TOLERANCE_HELP = f"Largest difference, as a share of the largest logit. Default: {TOLERANCE:g}."
+TOLERANCE_HELP = f"Largest difference, as a fraction of the largest logit. Default: {TOLERANCE:g}."
 _RENAMED = ("backbone.", "embed_out.")  # tensors that transformers 5 renames during loading
 _SHORTEST_STEP = 1e-30
 _TOKENS = (2, 64)  # [b, s]; shorter if the model's context is shorter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare the two models that the command line names and return the exit code."""
+    """Compare the two models named on the command line and return the exit code."""
     parser = ToolParser("verify.py", __doc__)
     parser.add_argument("checkpoint", type=Path, help="Folder of checkpoints of any format.")
     parser.add_argument("folder", type=Path, help="Hugging Face folder of the same model.")
@@ -234,7 +234,7 @@ def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
         if not reader.architecture.startswith("Bert"):
             is_reward = reader.architecture.endswith("ForSequenceClassification")
             if is_reward:
-                model.config.pad_token_id = -1  # no token is padding: the last has the reward
+                model.config.pad_token_id = -1  # nothing is padding: the last token has the reward
             return {"rewards" if is_reward else "logits": model(inputs.tokens).logits}
         found = model(inputs.tokens, attention_mask=padding, token_type_ids=inputs.types)
     match reader.architecture:

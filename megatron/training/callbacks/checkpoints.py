@@ -27,9 +27,9 @@ class Checkpoints(Callback):
     """A callback that saves at the requested intervals, on an early exit, and after training.
 
     With `--async-save` one save may run in the background while training continues, and the next
-    save waits for it. A failed save publishes nothing and is reported at once. The save after it
-    is not made in the background, so that a second failure ends the run. Saves on an early exit
-    and at the end are never in the background. Saves precede evaluation.
+    save waits for it. A failed save publishes nothing and is reported immediately. The next save is
+    not made in the background, so that a second failure ends the run. Saves on an early exit and at
+    the end are never in the background. Saves precede evaluation.
     """
 
     def __init__(self, scalars: Scalars) -> None:
@@ -59,7 +59,7 @@ class Checkpoints(Callback):
         return _is_due(run, run.progress.iteration + 1)
 
     def before_step(self, run: Run) -> None:
-        """Start the step's clock, for the advice."""
+        """Start the step's clock, which the advice uses."""
         self._step_began = time.perf_counter()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
@@ -132,7 +132,7 @@ class Checkpoints(Callback):
         """Wait for any background save: its state predates the error and is worth keeping."""
         try:
             self._settle(run)
-        except Exception as error:  # the error that ended training must remain the one reported
+        except Exception as error:  # the error that ended training must be the one that is reported
             say(f"WARNING: {error}")
 
 
@@ -219,7 +219,7 @@ def best_interval(cost: float, between_failures: float) -> float:
 def advice(
     *, cost: float, step: float, processes: int, hours: float | None, left: int
 ) -> str | None:
-    """Return a one-line recommendation of how often to save.
+    """Return a one-line recommendation on how often to save.
 
     It is `None` if the run ends before the first such save.
 

@@ -42,7 +42,7 @@ class NonPersistentCheckpoints(Callback):
         self._below = run.progress.iteration - (1 if run.was_resumed else 0)
 
     def open_newest(self, above: int) -> NativeReader | None:
-        """Open the newest sound checkpoint that the run has saved or continued. Collective.
+        """Open the newest intact checkpoint that the run has saved or continued. Collective.
 
         Args:
             above: The checkpoint must be of a later iteration than this.

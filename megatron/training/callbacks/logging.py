@@ -24,7 +24,7 @@ class LogLine(Callback):
     """
 
     def __init__(self) -> None:
-        """Count nothing until training starts."""
+        """Create the callback, which counts nothing until training starts."""
         self._memory_reported = False
         self._start = 0.0
 

@@ -30,7 +30,7 @@ def profile_folder(config: RunConfig) -> Path:
 
 
 class Profile(Callback):
-    """A callback that traces windows of iterations, [start, end) each (`--profile`).
+    """A callback that traces windows of iterations, each [start, end) (`--profile`).
 
     In a trace every iteration is a range called "iteration N", and every timer of `Timers` is a
     range with its name. Each window of a rank is a file for TensorBoard's profiler plugin, which
@@ -39,13 +39,13 @@ class Profile(Callback):
     """
 
     def __init__(self) -> None:
-        """Start without a profiler."""
+        """Create the callback without a profiler."""
         self._profiler: Any = None
         self._iteration: Any = None
         self._end = 0
 
     def on_start(self, run: Run) -> None:
-        """Create the folder, so that an unwritable path is reported at once."""
+        """Create the folder, so that an unwritable path is reported immediately."""
         folder = profile_folder(run.config)
         with writing_to("--profile-dir", folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ class ReplicaHashes(Callback):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Compare all tensors that several processes hold copies of. Collective.
+        """Compare all tensors of which several processes hold copies. Collective.
 
         Raises:
             NumericsError: Copies differ. The message names tensors and ranks, on every rank.
@@ -87,7 +87,7 @@ class ReplicaHashes(Callback):
 
 
 def _copies(run: Run) -> list[tuple[Axis, dict[str, Tensor]]]:
-    """Return the tensors of this process that have replicas, by the axis of the replicas.
+    """Return the tensors of this process that have replicas, grouped by the axis of the replicas.
 
     They are the weights, the buffers and, unless an update is sharded (ZeRO), the optimizer's
     states. The order is the same on all processes of an axis.
@@ -123,7 +123,7 @@ def _odd_ones(ranks: Sequence[int], hashes: Sequence[int]) -> str:
     """Return which ranks differ from the majority, if there is one."""
     ((usual, count), *_) = Counter(hashes).most_common()
     if 2 * count <= len(ranks):
-        return f"of ranks {', '.join(map(str, ranks))} (too few are equal to tell which is wrong)"
+        return f"of ranks {', '.join(map(str, ranks))} (too few agree to tell which is wrong)"
     odd = [rank for rank, each in zip(ranks, hashes, strict=True) if each != usual]
     return f"of rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}, unlike {count} others"
 

@@ -50,7 +50,7 @@ class SampleAnswers(Callback):
         return (run.progress.iteration + 1) % self._interval == 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Answer if it is due, unless the run ends at once."""
+        """Answer the prompts if it is time to, unless the run ends immediately."""
         if run.progress.iteration % self._interval or (leave is not None and leave.at_once):
             return
         answers = self._generator.answer(self._requests)

@@ -39,7 +39,7 @@ class RunStart:
         program: The script that trains.
         iterations: The number of iterations of the run.
         tokens_per_sample: The number of tokens in a sample.
-        settings: The value of every setting by its flag.
+        settings: The value of every setting, keyed by its flag.
         changed: The flags whose values differ from their defaults, because they were given or
             follow from others.
         facts: Versions, and the rows of the start-up panel.
@@ -214,7 +214,7 @@ class WandbWriter:
         self._run.log({**scalars, "consumed-samples": samples}, step=iteration)
 
     def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
-        """Log the load of the busiest and the least busy expert of each layer."""
+        """Log the load of the most and the least loaded expert of each layer."""
         self.write(load.scalars(), iteration, samples)
 
     def write_start(self, start: RunStart, iteration: int, samples: int) -> None:
@@ -263,7 +263,7 @@ class JsonLinesWriter:
         self._append({"expert load": load.compact()}, iteration, samples)
 
     def write_start(self, start: RunStart, iteration: int, samples: int) -> None:
-        """Append a line with everything about the run."""
+        """Append a line with the description of the run."""
         self._append({"event": "start", **start.record()}, iteration, samples)
 
     def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
@@ -333,7 +333,7 @@ class Scalars(Callback):
         self._start = time.perf_counter()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Write the step's scalars. Collective: ranks without writers take part too."""
+        """Write the step's scalars. Collective: ranks without writers also take part."""
         seconds = time.perf_counter() - self._start
         options = run.config.logging
         load = outcome.expert_load
@@ -366,7 +366,7 @@ class Scalars(Callback):
             of_all = seconds * run.layout.world.size
             speed = {
                 "tokens-per-second-per-gpu": outcome.tokens / of_all,
-                "throughput": outcome.flops / of_all / 1e12,  # Megatron's: TFLOP/s per GPU
+                "throughput": outcome.flops / of_all / 1e12,  # Megatron's tag: TFLOP/s per GPU
             }
             share = {} if run.goodput is None else {"goodput": run.goodput}
             more = speed | share | times | sizes
@@ -418,7 +418,7 @@ class Scalars(Callback):
             except StorageError as error:
                 if writer not in self._failed:
                     self._failed.add(writer)
-                    say(f"WARNING: {error}. Training continues, but later numbers may be missing")
+                    say(f"WARNING: {error}. Training continues, but later values may be missing")
 
 
 def step_scalars(

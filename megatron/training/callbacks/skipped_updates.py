@@ -27,7 +27,7 @@ class _SkipReason:
     """A reason for skipping updates.
 
     Attributes:
-        what: What is wrong, and in which iteration.
+        what: A description of what is wrong, and in which iteration.
         skips: Whether the flags ask to skip such updates and continue.
         remedy: The remedy if they do not.
         limit: The number of such updates in a row that the flags allow.
@@ -57,7 +57,7 @@ class SkippedUpdates(Callback):
         checkpoints: Checkpoints | None,
         often: NonPersistentCheckpoints | None = None,
     ) -> None:
-        """Start with no skipped updates.
+        """Create the callback, with no skipped updates.
 
         Args:
             scalars: The callback that records events.
@@ -132,7 +132,7 @@ class SkippedUpdates(Callback):
 
 
 def _reason_of(run: Run, outcome: StepOutcome) -> _SkipReason:
-    """Return why an update was skipped and what the flags require then. Collective."""
+    """Return why an update was skipped and what the flags require in that case. Collective."""
     options, ids = run.config.training, _suspects(run, outcome)
     shown = ", ".join(map(str, ids[:_SHOWN_IDS])) + (", ..." if len(ids) > _SHOWN_IDS else "")
     at, samples = f"iteration {run.progress.iteration}", f"(training sample ids {shown})"

@@ -56,7 +56,7 @@ class BadLines(Callback):
     """A callback that reports at the end how many lines `--skip-bad-lines` has skipped."""
 
     def on_end(self, run: Run, leave: Leave | None) -> None:
-        """Count the lines of all processes, since the beginning of the run."""
+        """Report the number of lines in all processes since the beginning of the run."""
         dataset, consumed = run.datasets[0], run.progress.consumed_samples
         count = count_bad_lines(dataset, consumed, run.layout.world)
         if count and run.is_log_rank:
@@ -97,7 +97,7 @@ class HealthCheck(Callback):
         return self._is_due(run, run.progress.iteration + 1)
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Test if it is due. Collective."""
+        """Test if a test is due. Collective."""
         if self._is_due(run, run.progress.iteration) and leave is None:
             self._check(run)
 

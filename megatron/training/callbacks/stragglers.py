@@ -1,4 +1,4 @@
-"""Stragglers: ranks that are slower at their own work than those that do the same (a callback)."""
+"""Stragglers: ranks that are slower than others that do the same work (a callback)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megatron.training.step import StepOutcome
 from megatron.training.timers import SECTIONS, SectionClock
 
 INTERVAL = 10  # updates between two comparisons, and in a window
-_SHARE = 0.7  # a rank is slow if the others take less than this share of its time
-_GROUP_SHARE = 0.4  # the same for a group's communication, which load disturbs more
-_IN_A_ROW = 3  # comparisons in which a rank is slow before it is named
+_SHARE = 0.7  # a rank is slow if the others take less than this fraction of its time
+_GROUP_SHARE = 0.4  # the same for a group's communication, which varies more with load
+_IN_A_ROW = 3  # consecutive comparisons in which a rank must be slow to be named
 _LEAST = 0.05  # of an update: a smaller loss of time is not worth a warning
 _BASELINE = 3  # comparisons whose medians are the usual times of a rank that has no peers
 _SECTION_NAMES = {
@@ -41,8 +41,8 @@ class Straggler:
     Attributes:
         ranks: One rank or, for communication, all ranks of a group.
         section: One of `SECTIONS`, or the name of an axis.
-        seconds: The time that they take in an update.
-        usual: The time that the others take or, without others, that the rank used to take.
+        seconds: The time that they take per update.
+        usual: The time that the others take or, if there are none, that the rank used to take.
     """
 
     ranks: tuple[int, ...]
@@ -54,13 +54,14 @@ class Straggler:
 class StragglerWatch:
     """Comparisons of all ranks' times, and the ranks that are slow in several of them in a row.
 
-    A rank's work is compared with the median of all ranks of its pipeline stage, which do the same
-    work, or with that of the other one if there are two. A rank alone in its stage is compared with
-    its own first comparisons, if the other ranks did not slow down as well.
+    A rank's time is compared with the median over all ranks of its pipeline stage, which do the
+    same work, or with that of the other rank if there are two. A rank alone in its stage is
+    compared with its own times in the first comparisons, unless the other ranks have slowed down as
+    well.
 
     All ranks of a group wait equally long for a slow connection, and the last one to join a
-    collective waits only for the connection. So the least time of a group is compared with that of
-    the other groups of the same axis and stage.
+    collective waits only for the connection. The shortest time in a group is therefore compared
+    with that of the other groups of the same axis and stage.
 
     Args:
         stages: The pipeline stage of each rank.
@@ -70,7 +71,7 @@ class StragglerWatch:
     def __init__(
         self, stages: Sequence[int], groups: Mapping[str, Sequence[tuple[int, ...]]]
     ) -> None:
-        """Start before the first comparison."""
+        """Create the watch, before the first comparison."""
         self._stages, self._groups = stages, groups
         self._slow: dict[tuple[tuple[int, ...], str], int] = {}
         self._first: list[Mapping[str, Sequence[float]]] = []
@@ -92,7 +93,8 @@ class StragglerWatch:
         """Compare the ranks once.
 
         Args:
-            times: The seconds of every rank by section, axis, and "update" (all of an update).
+            times: The seconds of every rank, keyed by section, by axis, and by "update" for the
+                whole update.
 
         Returns:
             The stragglers found now, and those that are no longer slow, in words.
@@ -113,7 +115,7 @@ class StragglerWatch:
     def _pairs(
         self, times: Mapping[str, Sequence[float]]
     ) -> list[tuple[str, tuple[int, ...], float, float]]:
-        """Return what is compared: a section, ranks, their seconds and the usual seconds."""
+        """Return the comparisons to make: a section, ranks, their seconds and the usual seconds."""
         pairs: list[tuple[str, tuple[int, ...], float, float]] = []
         for section in SECTIONS:
             for rank, seconds in enumerate(times[section]):
@@ -140,7 +142,7 @@ class StragglerWatch:
     def _former(
         self, times: Mapping[str, Sequence[float]], section: str, rank: int
     ) -> float | None:
-        """Return the time that a rank without peers would take if it had slowed like the others."""
+        """Return the time a rank without peers would take if it had slowed down like the others."""
         if len(self._first) < _BASELINE or len(self._stages) == 1:
             return None
         before = [
@@ -158,9 +160,9 @@ class StragglerWatch:
 class Stragglers(Callback):
     """A callback that compares the ranks every `INTERVAL` updates (`--log-straggler`).
 
-    From the start of a slowdown to its report, at most 40 updates pass. Of the times in a window,
-    the lower quartile counts: other programs on a machine can delay any single update, but only a
-    slow rank is slow in three quarters of them, and in three windows in a row.
+    At most 40 updates pass from the start of a slowdown to its report. The lower quartile of the
+    times in a window is compared: other programs on a machine can delay any single update, but only
+    a slow rank is slow in three quarters of them, and in three windows in a row.
     """
 
     def __init__(self, clock: SectionClock, scalars: Scalars) -> None:
@@ -212,7 +214,7 @@ class Stragglers(Callback):
 
 
 def _usual(seconds: float, peers: Sequence[float]) -> float | None:
-    """Return what others take, given the times of all peers: the median, or the other of two."""
+    """Return the usual time, given those of all peers: the median, or the other of two."""
     others = list(peers)
     others.remove(seconds)
     return statistics.median(peers if len(others) > 1 else others) if others else None

@@ -1,4 +1,4 @@
-"""The policy on suspicious updates that were computed twice (`--rerun-mode`)."""
+"""The policy for suspicious updates that were computed twice (`--rerun-mode`)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LEAST = 1e-30  # a divisor that is not 0
 
 @dataclass(frozen=True)
 class _Suspicion:
-    """An iteration whose numbers were the same twice, to be computed on other machines.
+    """An iteration that gave the same values twice, and is to be computed on other machines.
 
     Attributes:
         iteration: The iteration, from 1.
         hosts: The machines on which it was computed.
-        told: Its numbers, in words.
+        told: A description of its values.
     """
 
     iteration: int
@@ -44,10 +44,10 @@ class _Suspicion:
 class SuspiciousUpdates(Callback):
     """A callback that decides what follows from a second computation, as Megatron Core does.
 
-    If the numbers differ, a machine made a transient error. The run saves the state before the
+    If the values differ, a machine made a transient error. The run saves the state before the
     update and exits with 17. If they are the same, the cause is the data, or a machine that is
     always wrong. Unless the flags skip the update anyway, the run then saves and exits with 16, so
-    that other machines compute the update. Once they have, the cause is known.
+    that other machines can compute the update. Once they have, the cause is known.
     """
 
     def __init__(self, scalars: Scalars, checkpoints: Checkpoints | None) -> None:
@@ -56,7 +56,7 @@ class SuspiciousUpdates(Callback):
         self._suspicion: _Suspicion | None = None
 
     def on_start(self, run: Run) -> None:
-        """Read what an earlier start of the run has left to find out. Collective."""
+        """Read the suspicion that an earlier start of the run left unresolved. Collective."""
         if run.config.checkpoint.save is None:
             return
         path = Path(run.config.checkpoint.save) / FILE
@@ -64,7 +64,7 @@ class SuspiciousUpdates(Callback):
         self._suspicion = None if found is None else _Suspicion(**found)
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Report a second computation, and end the run if it asks for that.
+        """Report a second computation, and end the run if its result requires that.
 
         Raises:
             TransientFaultError: A machine made an error.
@@ -91,7 +91,7 @@ class SuspiciousUpdates(Callback):
         keeps_all = not flags.check_for_nan_in_loss_and_grad
         goes_on = outcome.found_spike or flags.on_nonfinite == "skip" or keeps_all
         if known is not None and not set(known.hosts) & set(rerun.hosts):
-            self._tell(run, f"{told}, on other machines too: the data are at fault")
+            self._tell(run, f"{told}, on other machines too: the data is at fault")
         elif known is not None:
             self._tell(run, f"{told}, but on the same machines: the data or a machine is at fault")
         elif goes_on or run.config.checkpoint.save is None:
@@ -133,7 +133,7 @@ class SuspiciousUpdates(Callback):
         )
 
     def _save(self, run: Run) -> str:
-        """Save, unless there is such a checkpoint, and return what to say about it. Collective."""
+        """Save unless that is already done, and return a clause for the message. Collective."""
         at = run.progress.iteration
         if self._checkpoints is None or at == 0:
             return ""
@@ -158,7 +158,7 @@ class ResultDifferences(Callback):
     """A callback that reports how much two computations of each update differ (report_stats)."""
 
     def __init__(self) -> None:
-        """Start before the first update."""
+        """Create the callback, before the first update."""
         self._found: list[float] = []
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
@@ -191,7 +191,7 @@ def _words(numbers: dict[str, float]) -> str:
 
 
 def _read(path: Path) -> dict[str, object] | None:
-    """Return the content of the file, or `None` if there is none that we wrote."""
+    """Return the content of the file, or `None` if there is no file that we wrote."""
     try:
         with open_trusted(path) as file:
             held = json.loads(file.read(_MAX_BYTES))
