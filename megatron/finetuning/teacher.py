@@ -111,7 +111,7 @@ def load_teacher(
     """Load a second GPT, split over the same processes as the run's own.
 
     Tensor and context ranks split it as they split the run's model. It has as many pipeline parts,
-    with the layers divided as evenly as possible, whatever the student's stages hold. The
+    with the layers divided as evenly as possible, regardless of the student's stages. The
     checkpoint defines the network. Number format and attention kernels are the same as in the run,
     without FP8. Each process holds its whole tensor shard, even if the run shards its weights over
     replicas. Collective.

@@ -56,7 +56,7 @@ class EngineOptions:
     """Options of an engine.
 
     Attributes:
-        max_sequences: Maximum number of sequences computed at once. Further sequences wait.
+        max_sequences: Maximum number of sequences computed at once. Others wait.
         max_step_tokens: Maximum number of tokens in a step, or `max_sequences` if that is larger.
             Longer prompts take several steps.
         cache_tokens: Capacity of the cache in tokens, for all sequences together. `None` uses as

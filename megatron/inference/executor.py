@@ -85,8 +85,7 @@ class Executor:
         copy: Ranks of the model's copy that this process is part of, stage by stage.
         graphs: Recordings of steps in which every sequence adds one token. `None` runs them like
             any other step.
-        vocab_size: Number of vocabulary entries that can be chosen. Any further entries are
-            padding.
+        vocab_size: Number of vocabulary entries that can be chosen. Any other entries are padding.
         adapters: The model's adapters, or `None` if it has none.
         keeps_states: Whether to keep the hidden states of each step, from which the model's
             multi-token prediction layers make drafts.

@@ -295,7 +295,7 @@ def parse_generation(
         arguments: The command line.
         world_size: Number of processes.
         program: Name, own flags and own checks of the program.
-        has_copies: Whether further processes may hold further copies of the model.
+        has_copies: Whether additional processes may hold more copies of the model.
         kinds: Architectures that the program accepts, the first without --load.
 
     Raises:

@@ -5,9 +5,9 @@ processes all tokens of a text together, and generation one token at a time, so 
 their last bits. Measured with MKL (torch 2.13, AVX-512; tests/kernels/test_batch_invariant.py
 repeats it):
 
-- A row of a product has the same bits in any matrix of at least 4 rows. - A sum over keys has the
-  same bits if it consists of products of 64 keys, added one after another. Keys that a query does
-  not see add only zeros.
+- A row of a product has the same bits in any matrix of at least 4 rows.
+- A sum over keys has the same bits if it consists of products of 64 keys, added one after another.
+  Keys that a query does not see only add zeros.
 
 Products are therefore padded to at least 4 rows, and attention pads the keys of each sequence to a
 multiple of 64.

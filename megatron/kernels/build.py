@@ -250,7 +250,7 @@ def compile_sources(
         compiler: The NVRTC.
         architecture: The name of the GPU architecture, such as "sm_90a".
         scratch: The folder for compiled sources and the library.
-        more_flags: Further flags for NVRTC.
+        more_flags: Additional flags for NVRTC.
         say: A function that prints a line every half minute; `None` prints nothing.
 
     Returns:

@@ -136,7 +136,7 @@ class CublasLt:
     def with_cut(
         self, problem: Problem, gpu: int, algorithm: Algorithm, cut: int, *, workspace: int
     ) -> Algorithm | None:
-        """Return a variant of an algorithm that splits k into another number of parts.
+        """Return a variant of an algorithm that splits k into a different number of parts.
 
         The result is `None` if the algorithm cannot do this, or needs more workspace.
         """

@@ -116,7 +116,7 @@ def quantize(matrix: Tensor, form: FrozenFormat) -> tuple[Tensor, Tensor]:
     """
     blocks = matrix.unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
-    # A block of zeros has the scale 0. Its codes represent 0, whatever the divisor is.
+    # A block of zeros has the scale 0. Its codes represent 0 with any divisor.
     divisors = torch.where(scales > 0, scales, 1).float().unsqueeze(-1)
     values = (blocks.float() / divisors).flatten(-2)
     if form == "fp8":

@@ -2,8 +2,8 @@
 
 A library chooses its kernel by the matrix sizes, and the kernel determines the order in which a
 row's products are added. The last bits of logits, and sometimes the generated words, then depend on
-the rest of the batch. However, all cuBLASLt kernels of a family add in the same order, whatever
-their tile sizes. Only the number of parts into which k is split matters (measured on an H200:
+the rest of the batch. However, all cuBLASLt kernels of a family add in the same order, regardless
+of their tile sizes. Only the number of parts into which k is split matters (measured on an H200:
 docs/benchmarks/generation.md). Each weight is therefore assigned a family and a number of parts,
 and for each number of rows the fastest of these kernels is used. When a weight's shape is first
 used, the results are tested for equal bits. If they differ, PyTorch multiplies, and a warning says

@@ -279,7 +279,7 @@ class SelfAttention(nn.Module):
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
         """Count the bytes of query, key, value and output, and of the scores if they are kept.
 
-        With an output gate, its sigmoid and the product with the output are kept too.
+        With an output gate, its sigmoid and the product with the output are also kept.
         """
         elements = ((3 if plan.output_gate else 1) * plan.query + plan.qkv) // batch.tensor
         saved = batch.width * batch.tokens * elements

@@ -234,7 +234,7 @@ class BuildContext:
     def multiplying_by(
         self, new_products: Callable[[], Products], *, for_output: Products | None = None
     ) -> BuildContext:
-        """Return a copy of this context whose linear layers multiply in another format.
+        """Return a copy of this context whose linear layers multiply in a different format.
 
         Args:
             new_products: A function that creates the products of one linear layer.

@@ -335,7 +335,7 @@ class Fp8Products(Products):
             A function that waits for the whole input and, if the weight's gradient needs it, its
             transpose.
         """
-        # With scales per row, the transpose is a different matrix and would have to be sent too.
+        # With scales per row, the transpose is a different matrix and would also have to be sent.
         if not communication.gathers or (self._form.by_row and not self.keeps_input):
             rows = communication.start_gather(x).wait().flatten(0, -2)
             if self.keeps_input:

@@ -31,7 +31,7 @@ class PackedWeight(torch.Tensor):
     """A frozen matrix that is kept in 8 or 4 bits and read in a wider format.
 
     `copy_` quantizes its source. Views of other shapes that keep blocks whole, and parts of the
-    first dimension, are packed too; all other results are plain tensors. The weight has no
+    first dimension, are also packed; all other results are plain tensors. The weight has no
     gradient.
 
     Attributes:

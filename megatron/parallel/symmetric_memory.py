@@ -122,7 +122,7 @@ class _SymmetricUse:
 
         The kernel that sets a flag has to wait for the copy. Training uses a single hardware queue
         (CUDA_DEVICE_MAX_CONNECTIONS=1). If the kernel were launched before the product, the product
-        would wait for the copy too.
+        would also wait for the copy.
         """
         exchange = self._exchange
         with exchange.side:

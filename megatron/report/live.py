@@ -30,7 +30,7 @@ from megatron.inference.server.settings import ServerLimits
 from megatron.report.page import as_json, page_data, render
 from megatron.report.sources import open_runs
 
-_PAUSE = 1.0  # seconds between two reads of the files, however many pages are open...
+_PAUSE = 1.0  # seconds between two reads of the files, for any number of open pages...
 _REST = 5.0  # ...or this many times the duration of the last read, if that is longer
 _HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",

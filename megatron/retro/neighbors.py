@@ -362,7 +362,7 @@ def query_neighbors(
         world: The processes that share the work.
 
     Raises:
-        ConfigError: More neighbors are to be stored than are requested from the index.
+        ConfigError: The number of neighbors to store exceeds the number requested from the index.
         DataError: The index is missing, damaged, or belongs to another database.
         StorageError: A file cannot be written.
     """

@@ -266,7 +266,7 @@ class Talk:
             raise UserError(f"/{name} {text}: give a number") from None
 
     def choose(self, model: str) -> None:
-        """Switch to another model for all further answers.
+        """Switch to a different model for all later answers.
 
         Args:
             model: Name of a model or an adapter that the server has.

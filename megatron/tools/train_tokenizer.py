@@ -251,7 +251,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _train_bpe(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
-    """Train byte-level BPE, with bytes first in the vocabulary and the end-of-document last."""
+    """Train byte-level BPE, with the bytes first in the vocabulary and the end of document last."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE

@@ -326,8 +326,8 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     if reader is None and trunk is not None:
         reader = open_trunk(config, Path(trunk), layout)
     if reader is None:
-        # Before its first checkpoint, a run starts fresh in the folder that it saves to, whatever
-        # else is in it: finetuning keeps its best weights in a folder there.
+        # Before its first checkpoint, a run starts fresh in the folder that it saves to, no matter
+        # what else is in it: finetuning keeps its best weights in a folder there.
         is_saved_to = options.save is not None and Path(options.save).resolve() == root.resolve()
         is_first_start = is_saved_to and not options.finetune
         if not is_first_start and (below := checkpoints_below(root)):
@@ -457,31 +457,31 @@ def restore_run(run: Run, reader: Reader) -> None:
         state |= _updated_state(run, reader, named)
     # Report incompatible settings before reading much.
     _check_tokenizer(run, reader)
-    anew: tuple[str, ...] = ()
+    new_parts: tuple[str, ...] = ()
     if options.finetune:
-        anew, state = _without_new(run, reader, state)
+        new_parts, state = _without_new(run, reader, state)
     else:
         _restore_position(run, reader)
     # With pipeline parallelism, no rank holds every parameter.
-    is_dropped = _SCORE in anew
+    is_dropped = _SCORE in new_parts
     whole = () if run.layout.pipeline.size > 1 else _KEPT if is_dropped else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only, cast_below=(STATES,))
     run.optimizer.take_loaded({name: tensor for name, (tensor, _) in named.items()})
-    if _ADAPTERS in anew:
+    if _ADAPTERS in new_parts:
         start_adapters(run.parts)
     if run.config.model.load_adapter is not None:
-        anew = _load_adapter(run, Path(run.config.model.load_adapter), anew)
+        new_parts = _load_adapter(run, Path(run.config.model.load_adapter), new_parts)
     if weights_only:
         run.optimizer.reload_masters()
     else:
         _continue_updates(run, reader)
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
-        drawn = ", ".join(name.removeprefix("model.").rstrip(".") for name in anew)
+        drawn = ", ".join(name.removeprefix("model.").rstrip(".") for name in new_parts)
         say(
             f"  successfully loaded checkpoint from {reader.path} at iteration {reader.iteration} "
             f"(read in {seconds:.2f} s)"
-            + f"; not in the checkpoint, initialized anew: {drawn}" * bool(anew)
+            + f"; not in the checkpoint, initialized anew: {drawn}" * bool(new_parts)
             + "; the output layer is dropped" * is_dropped
         )
         for line in reader.meta.get("notices", ()):
@@ -539,34 +539,34 @@ def rewind_run(run: Run, found: Reader) -> int:
 
 def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...], State]:
     """Return the names of initialized parts, and the weights to load in finetuning. Collective."""
-    anew = _lacking_heads(run, reader, state)
-    if anew and run.config.model.lora_rank is not None:
-        lacking = ", ".join(name.removeprefix("model.").rstrip(".") for name in anew)
+    new_parts = _lacking_heads(run, reader, state)
+    if new_parts and run.config.model.lora_rank is not None:
+        lacking = ", ".join(name.removeprefix("model.").rstrip(".") for name in new_parts)
         raise CheckpointError(
             f"--lora-rank {run.config.model.lora_rank}: {reader.path} does not hold {lacking}, "
             "which adapters would leave frozen at its initial values: train all weights first"
         )
-    state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
+    state = {name: entry for name, entry in state.items() if not name.startswith(new_parts)}
     model, held = run.config.model, reader.names()
     if model.retro_add_retriever and not any(map(is_retriever_parameter, held)):
-        anew = (*anew, "the layers that read neighbors")
+        new_parts = (*new_parts, "the layers that read neighbors")
         state = {name: entry for name, entry in state.items() if not is_retriever_parameter(name)}
     if model.reward_head and not any(name.startswith(_SCORE) for name in held):
-        anew = (*anew, _SCORE)
+        new_parts = (*new_parts, _SCORE)
         state = {name: entry for name, entry in state.items() if not name.startswith(_SCORE)}
     if model.lora_rank is not None and not any(map(is_adapter_parameter, held)):
-        anew = (*anew, _ADAPTERS)
+        new_parts = (*new_parts, _ADAPTERS)
         state = {name: entry for name, entry in state.items() if not is_adapter_parameter(name)}
-    return anew, state
+    return new_parts, state
 
 
-def _load_adapter(run: Run, folder: Path, anew: tuple[str, ...]) -> tuple[str, ...]:
+def _load_adapter(run: Run, folder: Path, new_parts: tuple[str, ...]) -> tuple[str, ...]:
     """Fill the adapters, and a reward model's head, from PEFT's files, which --load-adapter names.
 
     Args:
         run: The run.
         folder: The files.
-        anew: The parts that the checkpoint does not hold.
+        new_parts: The parts that the checkpoint does not hold.
 
     Returns:
         The parts that the files do not hold either.
@@ -585,7 +585,9 @@ def _load_adapter(run: Run, folder: Path, anew: tuple[str, ...]) -> tuple[str, .
     has_head = any(name.startswith(_SCORE) for name in reader.names())
     if run.layout.world.rank == 0:
         say(f"  adapters{' and score' * has_head} loaded from {folder}")
-    return tuple(name for name in anew if name != _ADAPTERS and not (has_head and name == _SCORE))
+    return tuple(
+        name for name in new_parts if name != _ADAPTERS and not (has_head and name == _SCORE)
+    )
 
 
 def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:

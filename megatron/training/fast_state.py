@@ -105,8 +105,8 @@ def open_newest(
     load, save = options.load, options.save
     assert load is not None
     resumes = save is not None and Path(load).resolve() == Path(save).resolve()
-    anew = options.finetune or options.no_load_optim or options.ckpt_step is not None
-    store = store_of(config, layout) if resumes and not anew else None
+    starts_over = options.finetune or options.no_load_optim or options.ckpt_step is not None
+    store = store_of(config, layout) if resumes and not starts_over else None
     if store is None:
         return open_durable()
 

@@ -99,7 +99,7 @@ def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
 
 
 def is_likelihood(name: str) -> bool:
-    """Return whether a perplexity follows from the loss of this name in a language model's log."""
+    """Return whether a language model's loss of this name has a perplexity."""
     return not name.startswith(DIVERGENCE)
 
 

@@ -1,4 +1,4 @@
-"""The start-up panel, which states what a run is about to do and why. `--dry-run` prints it too."""
+"""The start-up panel: what a run is about to do, and why. `--dry-run` also prints it."""
 
 from __future__ import annotations
 

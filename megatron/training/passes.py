@@ -116,7 +116,7 @@ class Passes:
         self._begun: Tensor | None = None
 
     def again(self, scale: Callable[[Tensor], Tensor]) -> Passes:
-        """Return the same passes, to be run once more with fresh gradients.
+        """Return the same passes, to be run again with fresh gradients.
 
         Args:
             scale: The factor applied to the summed losses before the backward pass.

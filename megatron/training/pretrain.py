@@ -172,7 +172,8 @@ def pretrain(
                 config = _end_crash_loop(config, crashes, launch, layout)
                 if layout.world.rank == 0:
                     replace_file(folder / "config.yaml", dump(config).encode())
-        # Open writers before the model is built, so that an unwritable path is reported at once.
+        # Open writers before the model is built, so that an unwritable path is reported
+        # immediately.
         writers = open_writers(config, is_log_rank=layout.world.is_last)
         for writer in writers:
             stack.callback(_close, writer)

@@ -34,7 +34,7 @@ MOST_RECORDINGS = 8  # recording batches whose shapes keep changing is not worth
 
 Losses = Mapping[str, Tensor]
 PartForward = Callable[..., Tensor | Losses]
-"""`Recipe.forward`: maps a part, a micro-batch and further arguments to hidden states or losses."""
+"""`Recipe.forward`: maps a part, a micro-batch and other arguments to hidden states or losses."""
 
 
 class TrainingForward(Protocol):

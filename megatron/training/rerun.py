@@ -2,10 +2,10 @@
 
 An update is suspicious if its loss or gradients are not finite, or if it is a spike (`--on-spike`).
 Its weights have not changed, so the same passes run again, with the same samples, weights and
-dropout. If the numbers now differ, a machine made a transient error. If they are the same, the
-cause is the data, or a machine that is wrong every time.
+dropout. If the values now differ, a machine made a transient error. If they are the same, the cause
+is the data, or a machine that is wrong every time.
 
-Each rank also keeps a number for the output of each pass, and one for each bucket of its own
+Each rank also keeps a value for the output of each pass, and one for each bucket of its own
 gradients. They show where the two computations diverge.
 """
 
@@ -29,7 +29,7 @@ from megatron.training.passes import Passes
 from megatron.training.run import Run
 from megatron.training.spikes import NORM
 
-_TOLERANCE = 0.01  # of sums that a GPU may add up in another order
+_TOLERANCE = 0.01  # of sums that a GPU may add up in a different order
 _NOWHERE = 2**31 - 1  # an index after the last part of the model
 
 
@@ -55,7 +55,7 @@ class Rerun:
 
 
 def is_close(first: float, second: float, tolerance: float) -> bool:
-    """Return whether two values are the same, as any two that are not finite are."""
+    """Return whether two values are the same. Any two that are not finite count as the same."""
     if not (math.isfinite(first) and math.isfinite(second)):
         return math.isfinite(first) == math.isfinite(second)
     return abs(first - second) <= tolerance * max(abs(first), abs(second))

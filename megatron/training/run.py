@@ -108,7 +108,7 @@ class Run(ParallelModel):
     pretrained: str | None = None
     """Source of the initial weights, if that is a different network's checkpoint."""
     save_at: Set[int] = frozenset()
-    """Iterations after which to save, whatever the interval: those that end an epoch."""
+    """Iterations after which to save, regardless of the interval: those that end an epoch."""
     corpus: str | None = None
     """Fingerprint of the training data, on rank 0; None if tokens are generated."""
     record: RunRecord | None = None

@@ -191,7 +191,7 @@ class Endpoint:
                 answer.close()
 
     async def _stream(self, answer: Events, request: Request, send: Send, deadline: float) -> None:
-        """Send server-sent events. Errors are events too, because the status is already sent."""
+        """Send server-sent events. Errors are also events, because the status is already sent."""
 
         async def put(data: bytes, *, more: bool = True) -> None:
             try:

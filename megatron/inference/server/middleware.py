@@ -26,8 +26,8 @@ class Guard:
     """Access control by a token or, if there is no token, by the Host header.
 
     With a token, clients must send `Authorization: Bearer TOKEN`. A request without it is passed to
-    an application that has only the open routes. It cannot reach any other route, however its path
-    is spelled, because the guard itself never reads the path.
+    an application that has only the open routes. It cannot reach any other route, no matter how its
+    path is spelled, because the guard itself never reads the path.
 
     Without a token, the Host header must name this machine. Another site's page can make its own
     host name point to this machine (DNS rebinding), but the Host header then contains that name.

@@ -464,7 +464,7 @@ class Service:
         return models.index(model)
 
     def begun(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the prompt, or if it is empty the end-of-document token, after which texts begin.
+        """Return the prompt or, if it is empty, the end-of-document token that precedes each text.
 
         Args:
             prompt: Token ids.

@@ -190,7 +190,7 @@ class TextProcess:
     """The web server's end of a process that does one job after another."""
 
     def __init__(self, setup: Setup) -> None:
-        """Describe the process. It does not run until `start` is called.
+        """Store the settings. The process does not run until `start` is called.
 
         Args:
             setup: Settings of the process.
@@ -286,7 +286,7 @@ class Texts:
     """
 
     def __init__(self, settings: FrontSettings, tokenizer: Tokenizer, max_length: int) -> None:
-        """Describe the processes. They do not run until `start` is called.
+        """Store the settings. The processes do not run until `start` is called.
 
         Args:
             settings: Settings of the server.

@@ -4,7 +4,7 @@
 
 enum Activation : int64_t { kGeluTanh = 0, kGelu = 1, kSquaredRelu = 2, kSwiGLU = 3 };
 
-// The hardware's power of two and reciprocal, one instruction each. Their error is far below 16-bit
+// A power of two and a reciprocal, each by one hardware instruction whose error is far below 16-bit
 // rounding. Subnormal numbers count as zero.
 __device__ __forceinline__ float fast_power_of_two(float x) {
 #ifndef EMULATED

@@ -7,7 +7,7 @@
 __device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 // The magnitudes of N elements, as their bits: one per word, or two of 16 bits, which are compared
-// at once.
+// together.
 template <typename T, int N>
 struct Magnitudes {
   static constexpr int kWords = N * sizeof(T) / 4;

@@ -104,7 +104,7 @@ __device__ __forceinline__ Vector<float, N> to_floats(const Vector<T, N>& vector
 }
 
 // Stores data marked as the first to leave the L2 cache, so that memory is written early and in
-// longer runs. This makes kernels 5 to 15% faster. The same for loads had no effect.
+// longer runs. This makes kernels 5 to 15% faster. Marking loads had no effect.
 template <typename T, int N>
 __device__ __forceinline__ void store_away(T* to, const Vector<T, N>& value) {
   static_assert(sizeof(T) * N % 16 == 0, "of 16 bytes");
@@ -141,7 +141,7 @@ __device__ __forceinline__ float warp_reduce(float value) {
 
 // Reduces over the threads of one row of the block (threadIdx.x; blockDim.x is a multiple of 32),
 // always in the same order, and returns the result in every thread. `scratch` holds 32 floats per
-// row. The next call must use another `scratch`, so that one barrier per call is enough.
+// row. The next call must use a different `scratch`, so that one barrier per call is enough.
 template <typename Op>
 __device__ __forceinline__ float row_reduce(float value, float* scratch) {
   value = warp_reduce<Op>(value);

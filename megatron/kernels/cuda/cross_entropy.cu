@@ -9,7 +9,7 @@ constexpr int kGradientThreads = 512;  // per block of the kernel that also writ
 constexpr int kInFlight = 4;  // independent 16-byte loads per thread
 
 __device__ __forceinline__ float exp_of_difference(float x, float shift) {
-  const float power = (x - shift) * 1.4426950408889634f;  // subtract first, for exactness
+  const float power = (x - shift) * 1.4426950408889634f;  // subtract first, for accuracy
 #ifndef EMULATED
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power));

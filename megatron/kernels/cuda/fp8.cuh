@@ -1,6 +1,6 @@
 // Scales and conversions to fp8, for kernels that cast. Scales stay on the device: a cast reads the
 // largest magnitude and derives the scale itself. fp8 value = x * (largest fp8 / amax), saturating.
-// A cast that uses the largest magnitude of another tensor measures its own tensor on the way.
+// A cast that uses the largest magnitude of another tensor measures its own tensor as it goes.
 #pragma once
 
 #include "amax.cuh"
@@ -23,9 +23,9 @@ __device__ __forceinline__ Scale scale_of(float amax, int64_t fp8) {
   return {largest / held, held / largest};
 }
 
-// Returns the nearest fp8 number, ties to even, or the largest one if x is larger.
+// Returns the nearest fp8 value, ties to even, or the largest one if x is larger.
 __device__ __forceinline__ unsigned nearest_fp8(float x, int64_t fp8) {
-  const int digits = fp8 == kE4M3 ? 3 : 2, bias = fp8 == kE4M3 ? 7 : 15;  // stored digits
+  const int digits = fp8 == kE4M3 ? 3 : 2, bias = fp8 == kE4M3 ? 7 : 15;  // stored fraction bits
   const float least = fp8 == kE4M3 ? 0x1p-6f : 0x1p-14f;                  // smallest normal number
   const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
   const unsigned sign = __float_as_uint(x) >> 31 << 7;
@@ -40,7 +40,7 @@ __device__ __forceinline__ unsigned nearest_fp8(float x, int64_t fp8) {
   return sign | ((rounded >> dropped) - ((127u - bias) << digits));
 }
 
-// Returns two fp8 numbers, the first in the low byte.
+// Returns two fp8 values, the first in the low byte.
 __device__ __forceinline__ unsigned short fp8_pair(float x, float y, int64_t fp8) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   unsigned short pair;
@@ -65,8 +65,8 @@ __device__ __forceinline__ Vector<unsigned char, N> to_fp8(const float (&x)[N], 
 }
 
 // Returns 8 elements times their factor. If measuring, raises `largest` to their magnitudes and
-// turns values that are not finite into nan. The factor comes from another tensor, with which inf
-// would become the largest number.
+// turns values that are not finite into nan. The factor comes from another tensor and would turn
+// inf into the largest number.
 template <bool measures, typename T>
 __device__ __forceinline__ Vector<unsigned char, 8> cast_8(const Vector<T, 8>& x, float factor,
                                                            int64_t fp8, unsigned& largest) {

@@ -3,7 +3,7 @@
 //
 // As in paged_attention.cu, keys or channels are the rows of a product and heads its columns, and a
 // lane reads 16 bytes at a time. A vector serves many heads, so a block first computes all weights
-// of its part, a warp for each 32 keys, and passes them on in shared memory. Then each warp
+// of its part, one warp per 32 keys, and passes them on in shared memory. Then each warp
 // computes its own channels of the result, over all keys. The second read of the vectors hits the
 // L2 cache.
 #include "paged_attention.cuh"
@@ -13,7 +13,7 @@ constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kColumns = 8;      // heads of a product
 constexpr int kMostHeads = 64;   // of a block
 constexpr int kMostRank = 512;   // kWarps * 64
-constexpr int kPadding = 32;     // elements between the queries of two heads, against bank conflicts
+constexpr int kPadding = 32;     // elements between two heads' queries, to avoid bank conflicts
 static_assert(kWarps * 32 == kPart, "each lane of a block has a key");
 
 using Registers = Vector<uint32_t, 4>;  // 8 elements

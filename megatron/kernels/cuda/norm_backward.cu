@@ -13,7 +13,7 @@ struct WarpSums {
 };
 
 // Sums two values (without LAYER only x) over the threads of a row, with one barrier of these
-// threads. The next call must use another `scratch`.
+// threads. The next call must use a different `scratch`.
 template <bool LAYER>
 __device__ __forceinline__ float2 row_sums(float2 value, WarpSums& scratch) {
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;

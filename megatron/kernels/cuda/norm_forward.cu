@@ -43,7 +43,7 @@ __device__ __forceinline__ float2 row_moments(const Vector<X, V> (&x)[K], float 
 }
 
 // The number of blocks of row_threads<E> for which a multiprocessor should have registers, so that
-// enough loads are in flight. Without this bound, the compiler keeps more numbers unpacked.
+// enough loads are in flight. Without this bound, the compiler keeps more values unpacked.
 template <typename X, int E>
 constexpr int residency = E == 8 ? 1 : (E == 16 ? 3 : 2) - (sizeof(X) == 4);
 

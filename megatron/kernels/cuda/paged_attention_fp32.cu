@@ -3,7 +3,7 @@
 #include "paged_attention.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kKeysAtOnce = 4;  // keys that a team loads at once
+constexpr int kKeysAtOnce = 4;  // keys that a team loads at a time
 constexpr int kMostHeads = 4;   // heads per block; 8 do not fit into the registers
 
 // A block handles one row, one part of its keys, and up to H of the heads that share a key. The

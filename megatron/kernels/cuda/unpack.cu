@@ -42,9 +42,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Returns the number of an e4m3 code divided by the largest one, 448, in the format T. The digits
-// of the code are moved to a number that is 2^120 times smaller. nan becomes a number above the
-// largest, which is fine because its scale is nan too.
+// Returns the value of an e4m3 code divided by the largest one, 448, in the format T. The bits of
+// the code are shifted to form an fp32 number that is 2^120 times too small. nan becomes a number
+// above the largest, which is fine because its scale is also nan.
 template <typename T>
 __device__ __forceinline__ float share_of_448(unsigned code) {
   const float size = __uint_as_float((code & 0x7fu) << 20) * 0x1p120f / 448.f;

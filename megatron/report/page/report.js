@@ -90,7 +90,7 @@ function label(curve) {
 }
 
 // The columns of a chart for uPlot, and its series. A smoothed curve is drawn in front of its original
-// values. If a curve has been reduced to fewer points, the band between its extremes is drawn too. The
+// values. If a curve has been reduced to fewer points, the band between its extremes is also drawn. The
 // legend has one entry per curve, which shows its value and its extremes.
 function columnsOf(chart) {
   const percent = Number(byId("smoothing").value);
@@ -415,7 +415,7 @@ function drawSections() {
     ...runs.flatMap(eventSection),
     ...comparison("Facts", "Fact", (run) => run.facts, () => true),
     ...comparison("Settings", "Flag", (run) => run.settings, (key) => changed.has(key),
-      "Settings that differ from their defaults come first, whether they were given or follow from others."),
+      "Settings that differ from their defaults come first, whether they were set directly or follow from others."),
     section("Files", table(["File", "State"], files),
       ...(constants.length ? [element("p", { class: "note" }, `Constant over all iterations: ${constants.join(", ")}`)] : [])),
   );

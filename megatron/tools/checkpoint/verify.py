@@ -293,7 +293,7 @@ def their_model(reader: HFReader) -> Any:
     }
     if reader.bare_names and reader.architecture != "BertModel":
         state = {family.prefix + name: tensor for name, tensor in state.items()}
-    # transformers 5 fuses experts during loading, too.
+    # transformers 5 also fuses experts during loading.
     if any(".experts." in name or name.startswith(_RENAMED) for name in state):
         transformers.utils.logging.disable_progress_bar()
         model, loading = getattr(transformers, reader.architecture).from_pretrained(

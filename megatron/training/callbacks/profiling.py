@@ -35,7 +35,7 @@ class Profile(Callback):
     In a trace every iteration is a range called "iteration N", and every timer of `Timers` is a
     range with its name. Each window of a rank is a file for TensorBoard's profiler plugin, which
     reads "rank0.12.pt.trace.json" as window 12 of the worker rank0. Windows are named after their
-    last iterations. Perfetto and chrome://tracing open the files too.
+    last iterations. Perfetto and chrome://tracing also open the files.
     """
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ class HealthCheck(Callback):
         return self._is_due(run, run.progress.iteration + 1)
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Test if a test is due. Collective."""
+        """Run the test if it is due. Collective."""
         if self._is_due(run, run.progress.iteration) and leave is None:
             self._check(run)
 

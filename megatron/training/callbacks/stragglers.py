@@ -214,7 +214,7 @@ class Stragglers(Callback):
 
 
 def _usual(seconds: float, peers: Sequence[float]) -> float | None:
-    """Return the usual time, given those of all peers: the median, or the other of two."""
+    """Return the usual time among all peers: the median, or the other one's if there are two."""
     others = list(peers)
     others.remove(seconds)
     return statistics.median(peers if len(others) > 1 else others) if others else None

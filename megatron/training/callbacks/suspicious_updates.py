@@ -28,7 +28,7 @@ _LEAST = 1e-30  # a divisor that is not 0
 
 @dataclass(frozen=True)
 class _Suspicion:
-    """An iteration that gave the same values twice, and is to be computed on other machines.
+    """An iteration that gave the same values twice, and must be computed on other machines.
 
     Attributes:
         iteration: The iteration, from 1.
