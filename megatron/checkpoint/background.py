@@ -117,7 +117,7 @@ class BackgroundSaver:
             report: Function that rank 0's thread calls with the published checkpoint or the error.
 
         Raises:
-            MemoryError: There is not enough host memory for a copy of what this rank writes.
+            MemoryError: There is not enough host memory for a copy of this rank's share.
         """
         self._root = Path(root).absolute()  # before the process changes its working folder
         self._description = describe(entries)

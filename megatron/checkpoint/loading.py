@@ -32,8 +32,8 @@ def open_checkpoint(
     """Open the first sound checkpoint of `find.list_checkpoints`, or return None if there is none.
 
     If `root` is a checkpoint's own folder (`iter_0000100`), or `step` is given, only that
-    checkpoint is tried. With a layout this is collective: the ranks share the verification and open
-    the same checkpoint. The folder must be on a file system that all of them can see.
+    checkpoint is tried. With a layout, this is collective: the ranks share the verification and
+    open the same checkpoint. The folder must be on a file system that all of them can see.
 
     Args:
         root: Folder of checkpoints, or one of them.

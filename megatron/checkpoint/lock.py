@@ -1,11 +1,11 @@
 """A lock that lets only one job save into a folder of checkpoints, or another folder.
 
 Two jobs that save into one folder would delete each other's temporary files and overwrite each
-other's iterations. The first job writes its host and process into a lock file; a second is refused.
-The lock ends with its process, so the next job, on any machine, takes over the folder immediately.
-If the file system does not support locks, the text of the file is used instead: a job takes over
-the folder from a process on this machine that has ended, but never from a process on another
-machine.
+other's iterations. The first job writes its host and process id into a lock file; a second is
+refused. The lock ends with its process, so the next job, on any machine, takes over the folder
+immediately. If the file system does not support locks, the text of the file is used instead: a job
+takes over the folder from a process on this machine that has ended, but never from a process on
+another machine.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class MappedFile:
     """A safetensors file of a checkpoint, mapped into memory.
 
     The mapping is made through the descriptor that was checked, so tensors come from that file even
-    if its path leads to another one later. No descriptor stays open, because a checkpoint may have
-    more files than a process may hold open; `open` refuses any file but the mapped one.
+    if its path later leads to a different one. No descriptor stays open, because a checkpoint may
+    have more files than a process may hold open; `open` refuses any file but the mapped one.
 
     Attributes:
         path: The file.
@@ -61,7 +61,7 @@ class MappedFile:
         Reading reports a failing disk as an error, whereas using a mapping ends the process.
 
         Raises:
-            CheckpointError: The path leads to another file now.
+            CheckpointError: The path now leads to a different file.
             OSError: The file cannot be opened.
         """
         file = open_plain(self.path)
@@ -75,7 +75,7 @@ class MappedFile:
         """Return the SHA-256 of `size` bytes from `start`, or of fewer at the file's end.
 
         Raises:
-            CheckpointError: The path leads to another file now.
+            CheckpointError: The path now leads to a different file.
             OSError: The bytes cannot be read.
         """
         digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))

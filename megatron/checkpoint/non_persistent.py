@@ -129,7 +129,7 @@ class NonPersistentStore:
         """Send this rank's files to the rank `jump` after it, and keep those of the rank before it.
 
         Returns:
-            The error of this rank's disk, if any. The rank takes part to the end regardless.
+            The error of this rank's disk, if any. The rank participates to the end regardless.
         """
         world = self._layout.world
         to, source = (world.rank + jump) % world.size, (world.rank - jump) % world.size

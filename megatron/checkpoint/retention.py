@@ -124,7 +124,7 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
         root: Folder of checkpoints.
         newest: The iteration of the checkpoint that has just been published, which is kept.
         keep: Which checkpoints up to `newest` to keep.
-        before: The folder that the tracker named before, such as iter_0000100.
+        before: The folder that the tracker named previously, such as iter_0000100.
 
     Returns:
         The folders that were deleted.

@@ -4,9 +4,9 @@ The files of all formats are opened here. A FIFO or a device would make the read
 link leads to files that a copy of the folder lacks. A file that another user owns or can write to
 holds whatever that user wants.
 
-A path may lead to another file from one moment to the next, so whatever is read is checked through
-its descriptor (`open_trusted`). `check_folder` looks at the paths once more, to refuse a folder as
-a whole before anything in it is opened.
+A path may point to a different file from one moment to the next, so whatever is read is checked
+through its descriptor (`open_trusted`). `check_folder` looks at the paths once more, to refuse a
+folder as a whole before anything in it is opened.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[Non
     Args:
         is_builder: True in exactly one process.
         barrier: A function that waits until every process has called it. Each process calls it
-            once, even after an error, so that the other processes run into the same error instead
-            of waiting forever.
+            once, even after an error, so that the other processes hit the same error instead of
+            waiting forever.
     """
     if not is_builder:
         barrier()

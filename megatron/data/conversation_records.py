@@ -7,7 +7,8 @@ The keys of a record determine its format:
     prompt, completion              two strings, or two lists of messages
     prompt, completion, label       the same, and whether the answer is desirable (KTO)
     prompt, chosen, rejected        preferences; if the prompt is missing, or is a string while the
-                                    answers are messages, the prompt is the answers' common start
+                                    answers are messages, the prompt is the answers' common
+                                    beginning
     messages, chosen, rejected      Axolotl's preferences: each answer is a single message
     conversations, chosen, rejected     the same in ShareGPT's form (LLaMA-Factory)
     input, preferred_output, non_preferred_output       OpenAI's preferences

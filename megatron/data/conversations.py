@@ -385,7 +385,8 @@ class TokenizedExamples:
     Attributes:
         name: The file, folder or glob that holds the examples.
         tokens: The ids of all examples, one after the other, int32 `[tokens]`.
-        trained: Whether to train on each token, `[tokens]`. The first of an example is not a label.
+        trained: Whether to train on each token, `[tokens]`. An example's first token is never a
+            label.
         lengths: The number of tokens in each example, int64 `[examples]`.
         starts: The index of each example's first token, int64 `[examples]`.
         counts: The number of records with each outcome.

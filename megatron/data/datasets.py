@@ -478,7 +478,7 @@ class BlendIndex(NamedTuple):
     """The origin of each sample of a blend.
 
     Attributes:
-        datasets: The dataset of each sample, `[n]` uint8 (int16 from 255 datasets on).
+        datasets: The dataset of each sample, `[n]` uint8 (int16 for 255 or more datasets).
         samples: The index of each sample within its dataset, `[n]`.
     """
 
@@ -501,7 +501,7 @@ def samples_of_each(phases: Sequence[BlendPhase], num_samples: int) -> list[int]
     """Return the number of samples to prepare from each dataset: its share plus half a percent.
 
     A dataset is never a whole sample ahead of its share. It may gain a fraction of a sample in each
-    phase, so the result is at least the sum of its shares of the phases, each rounded up.
+    phase, so the result is at least the sum of its shares in the phases, each rounded up.
     """
     ends = [*(phase.start for phase in phases[1:]), num_samples]
     shares = [0.0] * len(phases[0].weights)
@@ -519,11 +519,11 @@ def samples_of_each(phases: Sequence[BlendPhase], num_samples: int) -> list[int]
 def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
     """Return the first `size` samples of the blend.
 
-    Each choice depends on all previous choices. To make many at a time, the sequence of samples is
-    cut into blocks that advance in parallel from guessed counts. The guessed counts are those
-    nearest to the shares, which are nearly always correct. A block whose guess differs from the
-    counts at the end of the previous block is computed again from those counts, until all blocks
-    agree. The result is exact for any guess.
+    Each choice depends on all previous choices. To make many choices at a time, the sequence of
+    samples is cut into blocks that advance in parallel from guessed counts. The guessed counts are
+    those nearest to the shares, which are nearly always correct. A block whose guess differs from
+    the counts at the end of the previous block is computed again from those counts, until all
+    blocks agree. The result is exact for any guess.
 
     Args:
         weights: The shares, which add up to one, `[d]`.

@@ -39,7 +39,7 @@ class FillInMiddle:
         spm_rate: The probability of SPM instead of PSM, 0 to 1.
         ids: The ids of the tokens "prefix", "middle", "suffix", "pad" and "eod".
         fragment_end: The id of the token that divides a document into fragments, which are
-            rearranged separately. `None` to rearrange whole documents.
+            rearranged separately. `None` rearranges whole documents.
         fragment_rate: The probability of rearranging a fragment of a selected document, 0 to 1.
         kept_beginning: Texts that begin with this string are not changed. `None` exempts no text.
     """

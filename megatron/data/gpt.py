@@ -415,7 +415,7 @@ def shorten(batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
     Args:
         batch: The micro-batch, with `text`, `[b, s + 1]`, and optionally `SEGMENT_ENDS` and
             `TRAINED`.
-        length: The number of tokens to keep of each sample. The next token is kept as a label.
+        length: The number of tokens to keep from each sample. The next token is kept as a label.
     """
     shorter = dict(batch, text=batch["text"][:, : length + 1])
     if TRAINED in batch:

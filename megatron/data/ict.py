@@ -15,7 +15,7 @@ sentence + 1, document, number of the block` per sample, `[n, 4]`.
 The rules, the order of random draws and the maps on disk are the same as in Megatron-LM's
 `build_blocks_mapping`, with one exception: a row has the document's index in the whole dataset, so
 that validation and test blocks get their own titles. Megatron counts documents from the start of
-the split and therefore takes the titles of other documents.
+the split and therefore uses the titles of other documents.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TitledDocuments(NamedTuple):
 def build_block_map(plan: BlockMapPlan, text: TitledDocuments) -> NDArray[Any]:
     """Build the map, `[n, 4]`, with at least `plan.num_samples` rows.
 
-    Its type is uint32, or uint64 for 2^32 sentences and more.
+    Its type is uint32, or uint64 for 2^32 or more sentences.
 
     Args:
         plan: The settings of the map.

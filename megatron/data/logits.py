@@ -183,7 +183,7 @@ def begin_folder(folder: Path, header: LogitsHeader) -> None:
     """Write the header of a folder, or compare it with an existing header.
 
     Raises:
-        DataError: The folder holds other logits.
+        DataError: The folder holds different logits.
         StorageError: The header cannot be written.
     """
     with storage_errors(folder):
@@ -269,8 +269,8 @@ class TeacherLogitsDataset:
         dataset: The samples.
         folder: The folder of logits.
         header: The header of the folder.
-        ignores_errors: Whether to continue without the logits of samples where they cannot be read.
-            The first such sample is reported.
+        ignores_errors: Whether to continue without the logits that cannot be read. The first sample
+            without them is reported.
     """
 
     dataset: SampleDataset

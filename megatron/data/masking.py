@@ -1,8 +1,9 @@
 """The choice of the tokens to mask in a BERT or T5 sample, which are runs of whole words.
 
-Both models choose in the same way. They differ in the length of a run and in its replacement. A
-word consists of a token and the `##` pieces that continue it. It is masked as a whole or not at
-all. Random draws are in the same order as in Megatron-LM, so the same tokens are masked.
+Both models choose tokens in the same way. They differ in the length of a run and in its
+replacement. A word consists of a token and the `##` pieces that continue it. It is masked as a
+whole or not at all. Random draws are in the same order as in Megatron-LM, so the same tokens are
+masked.
 """
 
 from __future__ import annotations

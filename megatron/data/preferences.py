@@ -136,7 +136,7 @@ class FittedAnswers(FittedPairs):
     """The answers of one file, each paired with another prompt's answer, fitted into rows.
 
     The other answer is the one half a file away, so that the chosen and the rejected answer to a
-    prompt, which are neighbors, never meet. The arguments and attributes are those of
+    prompt, which are neighbors, are never paired. The arguments and attributes are those of
     `FittedPairs`, with answers in place of pairs.
 
     Raises:
@@ -289,7 +289,7 @@ def build_preference_datasets(
         options: The finetuning flags.
         seq_length: The number of tokens in a row, s.
         tokenizer: The tokenizer's flags, and the tokenizer.
-        labels: Whether to read answers that are desirable or not, instead of pairs.
+        labels: Whether to read single answers, labeled desirable or not, instead of pairs.
 
     Raises:
         ConfigError: No data is named, or the template cannot be used.

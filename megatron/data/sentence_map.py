@@ -97,7 +97,7 @@ class _Places(NamedTuple):
 def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArray[Any]:
     """Build the map, `[n, 3]`, with at least `plan.num_samples` rows.
 
-    Its type is uint32, or uint64 for 2^32 sentences and more.
+    Its type is uint32, or uint64 for 2^32 or more sentences.
 
     Args:
         plan: The settings of the map.

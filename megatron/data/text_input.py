@@ -1,8 +1,8 @@
 """Reading corpora: JSON lines (plain, .gz, .bz2, .zst), parquet and text files, in blocks of lines.
 
 Whatever the format, a block consists of whole lines of JSON, with one document per line. For a
-plain JSON lines file, a block only gives the place of its lines, so that the process that parses
-the lines also reads them.
+plain JSON lines file, a block records only the position of its lines, so that the process that
+parses the lines also reads them.
 
 Memory is bounded whatever a file contains: a line that is longer than the caller allows is never
 read or decompressed as a whole. It becomes a separate block without text, which `parse_block`

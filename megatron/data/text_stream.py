@@ -416,7 +416,7 @@ def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dic
 
     Returns:
         A digest of everything that determines the meaning of places, and the places of the streams
-        of each text dataset, `[members, streams, 5]`. `None` without text.
+        of each text dataset, `[members, streams, 5]`. `None` if there is no text.
     """
     members = text_members(dataset, samples)
     if not members:

@@ -1,7 +1,7 @@
 """The optimizer: fp32 weights updated in place, 16-bit weights through fp32 masters.
 
 A step runs on the device from start to end: norm, clipping, the non-finite check and the update
-follow one another without the host, which can read the outcome at any later time.
+follow one another without involving the host, which can read the outcome at any later time.
 
 With --optimizer-cpu-offload, fp32 weights (masters or copies) and moments are in host memory. The
 update runs there: gradients go to the host, new weights come back, and the step waits for both.
@@ -101,7 +101,7 @@ class LossScale:
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint, under Megatron's names.
 
-        It is empty if the scale is constant, because the flags give it.
+        It is empty if the scale is constant, because the flags set it.
         """
         if not self.is_dynamic:
             return {}
@@ -397,9 +397,9 @@ class Optimizer:
     ) -> Tensor:
         """Unscale, clip and apply the gradients, or change nothing if they are not finite.
 
-        An update with a larger norm than `norm_limit` changes nothing either. This is collective
-        over the world, and all ranks agree on the outcome. The gradients are not preserved. The
-        host waits for the device only if offloading copies something.
+        An update whose norm exceeds `norm_limit` changes nothing either. This is collective over
+        the world, and all ranks agree on the outcome. The gradients are not preserved. The host
+        waits for the device only if offloading copies something.
 
         Args:
             lr: Learning rate.

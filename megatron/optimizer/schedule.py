@@ -305,8 +305,8 @@ class Schedules:
             The schedules, and the samples that they have consumed.
 
         Raises:
-            CheckpointError: The saved run is not in a phase with a constant rate, or it has another
-                peak or weight decay.
+            CheckpointError: The saved run is not in a phase with a constant rate, or it has a
+                different peak or weight decay.
         """
         trunk, samples = self.resumed(saved, use_checkpoint=True)
         ours, theirs = self.learning_rate, trunk.learning_rate
@@ -338,7 +338,7 @@ class Schedules:
             saved: The `to_dict` of the branch.
 
         Raises:
-            CheckpointError: The flags have another peak, decay, end or weight decay.
+            CheckpointError: The flags have a different peak, decay, end or weight decay.
         """
         other, samples = self.resumed(saved, use_checkpoint=True)
         ours = self._with_decay(other, other.learning_rate.decay)

@@ -102,7 +102,7 @@ class UpdateRule(Protocol):
     def joins_rows(self) -> bool:
         """Whether the rule itself gathers tensors whose rows are divided among processes.
 
-        Such a rule also runs under ZeRO stage 3, with 1-D tensors, of which some may be empty.
+        Such a rule also runs under ZeRO stage 3, with 1-D tensors, some of which may be empty.
         """
 
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:

@@ -80,7 +80,7 @@ class CrashLog:
     def _read(self) -> _Record:
         """Return the record, which is empty if there is no file written by this user or by root.
 
-        A damaged file counts as empty, because a run must not fail over its record of failures.
+        A damaged file counts as empty: a run must not fail because of its record of failures.
         """
         try:
             with open_trusted(self.path) as file:

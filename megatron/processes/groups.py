@@ -55,7 +55,7 @@ def process_group(
         before_end: Callbacks that run when the block ends, before the groups end and after the
             other processes have been notified of an error.
         unmet: The requirements that this device does not meet (see `refuse_together`).
-        record: A function that is called with the reason of a failure, in one of the processes.
+        record: A function that is called with the reason for a failure, in one of the processes.
         faults: The faults to inject into this process.
         hang_files: The files to which a view of a hang is written, if any.
 
@@ -165,9 +165,9 @@ def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
 def _of_this_attempt(store: dist.Store, launch: Launch) -> dist.Store:
     """Return a part of the store that no earlier attempt has written to.
 
-    When torchrun restarts the processes it keeps its store, which still holds the addresses of the
-    previous processes. Each machine counts its own restarts, so runs on several machines need a
-    new store instead (docs/clusters.md).
+    When torchrun restarts the processes, it keeps its store, which still holds the addresses of the
+    previous processes. Each machine counts its own restarts, so runs on several machines need a new
+    store instead (docs/clusters.md).
     """
     if launch.is_on_several_machines:
         return store

@@ -1,6 +1,6 @@
 """A watchdog that ends the run on all processes when one of them hangs, fails or disappears.
 
-Every process has two threads in addition to the one that trains. The talker communicates: each
+Every process has two threads in addition to the one that trains. The talker communicates: every
 second it publishes the position of the process and checks whether another process has ended the
 run. The clock watches the time and ends the process when it is due.
 

@@ -1,6 +1,6 @@
 """Models of this package as a backend of EleutherAI's lm-evaluation-harness.
 
-The harness runs on rank 0 and knows only a single process. All processes together compute the
+The harness runs on rank 0 and supports only a single process. All processes together compute the
 results that it requests from the model. Its datasets come from the sources that its task files
 name, which may be local files or the network.
 """
@@ -205,7 +205,7 @@ class TextToWrite:
         until: Stop sequences, which are not part of the answer.
         temperature: The sampling temperature. 0 always takes the most likely token.
         top_k: Sample from the k most likely tokens. 0 disables the limit.
-        top_p: Sample from the most likely tokens with this total probability. 0 disables it.
+        top_p: Sample from the most likely tokens with this total probability. 0 disables the limit.
     """
 
     prompt: Sequence[int]

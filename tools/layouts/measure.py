@@ -47,7 +47,7 @@ def measure(
         present: Available GPUs, or processes on a CPU.
         iterations: Iterations of the run, unless the layout allows fewer.
         timeout: Seconds after which the run is ended. The run is skipped if this is not positive.
-        bubble: Whether to measure the pipeline bubble too.
+        bubble: Whether to also measure the pipeline bubble.
     """
     row = Row(
         layout.name,

@@ -14,7 +14,7 @@ class BenchmarkLayout:
         name: The layout in words.
         flags: Flags in addition to the model's.
         most_iterations: Upper limit on the iterations, for a layout that runs slowly, or `None`.
-        predicted_milliseconds: The planner's time per iteration, or `None` if it was not asked.
+        predicted_milliseconds: The planner's time per iteration, or `None` if it was not used.
     """
 
     processes: int

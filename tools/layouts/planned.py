@@ -24,7 +24,7 @@ def read_plans(paths: Sequence[Path]) -> BenchmarkModel:
     """Return the layouts of one run that the files list, in their order.
 
     Raises:
-        ConfigError: The files list different runs, or runs of another script.
+        ConfigError: The files list different runs, or runs of a different script.
         DataError: A file cannot be read or has a line that the planner did not write.
     """
     flags: str | None = None

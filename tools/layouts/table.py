@@ -60,7 +60,7 @@ class Row:
         measured: The measurements, or `None` if the run was skipped or failed.
         problem: Why there is no measurement.
         failed: Whether the problem is an error.
-        predicted_milliseconds: The planner's time per iteration, or None if it was not asked.
+        predicted_milliseconds: The planner's time per iteration, or None if it was not used.
     """
 
     layout: str
@@ -90,7 +90,7 @@ def loss_difference(row: Row, rows: Sequence[Row]) -> float | None:
     """Return the largest relative loss difference over the iterations.
 
     The row is compared with the first row of the same batch. The result is `None` if it is that
-    row, or if the numbers of iterations differ.
+    row, or if the iteration counts differ.
     """
     if row.measured is None:
         return None

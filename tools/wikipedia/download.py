@@ -130,7 +130,7 @@ def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
 def _open(url: str, offset: int = 0, version: str = "") -> http.client.HTTPResponse:
     """Request a file, beginning at byte `offset` if it still has the given version.
 
-    A server that has another version or does not support ranges sends the whole file.
+    A server that has a different version or does not support ranges sends the whole file.
 
     Raises:
         OSError: The network fails, or the server refuses.

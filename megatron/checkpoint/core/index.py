@@ -113,7 +113,7 @@ class Index:
             verify: Compare the bytes with their CRC-32.
 
         Raises:
-            CheckpointError: The file holds something else in these bytes.
+            CheckpointError: These bytes of the file hold something else.
         """
         path = self._folder / chunk.file
         window = memoryview(self._files[chunk.file])[chunk.start : chunk.start + chunk.length]

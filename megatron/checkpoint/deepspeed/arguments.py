@@ -47,8 +47,8 @@ def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
 def has_separate_qkv(args: Mapping[str, Json]) -> bool:
     """Return whether the rows of query, key and value form three blocks, each with all heads.
 
-    Megatron-DeepSpeed has used these blocks since December 2024 (its commit 676a482c). Before, it
-    split rows by head or group, under the same `checkpoint_version`. The flags of FPDT came with
+    Megatron-DeepSpeed has used these blocks since December 2024 (its commit 676a482c). Before that,
+    it split rows by head or group, under the same `checkpoint_version`. The flags of FPDT came with
     that commit.
     """
     return "ds_sequence_parallel_fpdt" in args and not args.get("group_query_attention")

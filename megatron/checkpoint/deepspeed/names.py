@@ -48,7 +48,8 @@ class Destination(NamedTuple):
     Attributes:
         name: Our name.
         dense: Our name if the layer were dense, which determines how rows are ordered and split.
-        expert: The index in our tensor's first dimension, which counts experts; `None` outside.
+        expert: The index in our tensor's first dimension, which counts experts; `None` for other
+            parameters.
     """
 
     name: str

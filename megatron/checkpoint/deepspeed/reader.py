@@ -80,7 +80,7 @@ class DeepSpeedReader(Reader):
             path: The checkpoint's folder.
             world: The ranks that open it, each of which verifies its share.
             verify: Check the CRCs of this rank's share of the files.
-            allow_foreign: Accept files of other users.
+            allow_foreign: Accept files owned by other users.
 
         Raises:
             CheckpointError: A file is missing, damaged or refused, or its kind is not supported.

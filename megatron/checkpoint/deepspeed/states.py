@@ -6,7 +6,7 @@ parameter follow one another in the order of ranks. Experts are divided only amo
 hold the same experts.
 
 ZeRO 3 divides each parameter: every rank has ceil(n / ranks) elements of it, in the order of
-`param_shapes`, in one flat tensor or several.
+`param_shapes`, in one or more flat tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Value(NamedTuple):
     """A parameter or a state of one model-parallel rank, as windows into files.
 
     Attributes:
-        shape: Its shape.
+        shape: The shape.
         dtype: The type in which it is read.
         parts: The windows that hold its elements, in order. Additional elements are padding.
             Without any windows, all elements are zero.
@@ -238,7 +238,7 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
         shapes: The shapes of the parameters that this process held, in the model's order.
 
     Returns:
-        The states, or `None` if they have another form.
+        The states, or `None` if they have a different form.
 
     Raises:
         CheckpointError: The states do not match the parameters.

@@ -88,7 +88,7 @@ def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
 
 
 def convolution(groups: int, widths: Sequence[int]) -> rules.TensorForm:
-    """Return the form of the weight [c, 1, k] and bias [c] of a convolution, ordered as `by_group`.
+    """Return the form of a convolution's weight [c, 1, k] and bias [c], ordered as in `by_group`.
 
     Args:
         groups: The number of groups.

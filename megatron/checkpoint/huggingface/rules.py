@@ -254,7 +254,7 @@ class Family(ABC):
         head_activates: Whether the head has its own activation function, chosen by --openai-gelu.
         stacks_experts: Whether one tensor holds all experts of a layer.
         rotates_pairs: Whether channels 2i and 2i + 1 of a head rotate together in the files, whose
-            queries and keys then have another order.
+            queries and keys are then ordered differently.
         whole_names: Suffixes of the names of tensors that are not a module's weight or bias.
     """
 

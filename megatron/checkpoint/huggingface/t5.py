@@ -1,9 +1,9 @@
 """Google's T5: relative positions, RMSNorm, no biases, unscaled attention scores.
 
 The first version has ReLU and an output that shares the word embeddings' matrix, after dividing its
-input by the root of the width. Version 1.1 (also mT5 and Flan-T5) has a gated GeLU and a separate
-output matrix. Two things differ in training: Hugging Face also applies dropout to the MLP's inner
-values and after the last normalization of each stack.
+input by the square root of the width. Version 1.1 (also mT5 and Flan-T5) has a gated GeLU and a
+separate output matrix. Two things differ in training: Hugging Face also applies dropout to the
+MLP's inner values and after the last normalization of each stack.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, .
         neutral: The values of such arguments that leave the part out.
 
     Raises:
-        CheckpointError: An argument has another value.
+        CheckpointError: An argument has a different value.
     """
     for name, allowed in neutral.items():
         if name in args and args[name] not in allowed:
@@ -131,7 +131,7 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
 def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
     """Return the number of training samples seen.
 
-    It is the saved number, or for older files the iterations times the batch size.
+    It is the saved number, or, for older files, the iterations times the batch size.
     """
     if "consumed_train_samples" in args:
         return int(args["consumed_train_samples"])

@@ -320,7 +320,7 @@ def megatron_path(name: str, first_layer: int, *, crosses: bool = False) -> tupl
     """Return the keys under which Megatron 23.08 keeps a parameter in a file's `model`.
 
     Args:
-        name: One of our names that Megatron has.
+        name: Our name for a parameter that Megatron also has.
         first_layer: The index of the stage's first layer.
         crosses: Whether the parameter belongs to a layer with cross-attention.
     """
