@@ -24,9 +24,6 @@ _NOT_WITH_SFT = {
 
 # Flags that prevent the model in training from generating, with the values that do not.
 _NOT_WITH_SAMPLES: Exclusions = {
-    "parallel.pipeline_model_parallel_size": ((1,), "generation does not run on pipeline stages"),
-    "parallel.context_parallel_size": ((1,), "generation does not split an answer over processes"),
-    "parallel.expert_model_parallel_size": ((1,), "each copy of the model generates on its own"),
     "parallel.sequence_parallel": (
         (False,),
         "a generation step has too few tokens to split",
@@ -70,6 +67,9 @@ def batch_invariance(config: RunOptions, world_size: int) -> Iterator[str]:
 # Additional flags that prevent a model from training on its own answers.
 _NOT_WITH_ROLLOUTS: Exclusions = {
     **_NOT_WITH_SAMPLES,
+    "parallel.pipeline_model_parallel_size": ((1,), "answers are not scored on pipeline stages"),
+    "parallel.context_parallel_size": ((1,), "generation does not split an answer over processes"),
+    "parallel.expert_model_parallel_size": ((1,), "each copy of the model generates on its own"),
     "training.calculate_per_token_loss": ((False,), "every answer's tokens have their own weight"),
     "data.mock_data": ((False,), "prompts are read from a file"),
     "curriculum.curriculum_schedule": ((None,), "it would cut off answers"),

@@ -88,7 +88,12 @@ class EngineOptions:
 
 
 def build_engine(
-    loaded: Loaded, device: Device, options: EngineOptions, *, copy: Axis | None = None
+    loaded: Loaded,
+    device: Device,
+    options: EngineOptions,
+    *,
+    copy: Axis | None = None,
+    channel: PipelineChannel | None = None,
 ) -> BatchEngine:
     """Return an engine for a model in memory. Collective over its layout.
 
@@ -99,6 +104,7 @@ def build_engine(
         copy: Ranks of this copy of the model, stage by stage, if there are several data-parallel
             copies. Each copy has its own engine. `None` means that all ranks together hold a
             single copy.
+        channel: The connection to the neighboring stages; `None` creates one.
 
     Raises:
         ConfigError: No sequence fits in memory.
@@ -113,12 +119,11 @@ def build_engine(
     where, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
     head_size = plan.head_size or _UNUSED_HEAD
     library = find_library(where)
-    invariant = loaded.config.model.batch_invariant_mode
     has_slopes = loaded.config.model.position_embedding_type == "alibi"
     paged = choose_paged_attention(
         *(library.library, head_size, dtype),
         latent=_latent_sizes(plan),
-        batch_invariant=invariant,
+        batch_invariant=loaded.config.model.batch_invariant_mode,
         has_slopes=has_slopes,
     )
     speculation = options.speculation
@@ -126,7 +131,7 @@ def build_engine(
     check_speculation(loaded.config.model, speculation)
     memory = make_cache(loaded, options, paged, device)
     without = _why_no_graphs(options, device, paged, copy)
-    channel = PipelineChannel(layout, device=where, dtype=precision.stream_dtype)
+    channel = channel or stage_channel(loaded, device)
     most, size = options.max_sequences, options.block_size
     vocab_size = loaded.tokenizer.vocab_size
     graphs = None
@@ -143,7 +148,7 @@ def build_engine(
     chunks = describe_chunks(head_size, dtype, where, is_bounded=is_bounded, has_slopes=has_slopes)
     executor = Executor(
         *(model, layout, memory, device, channel, copy, graphs, vocab_size),
-        loaded.adapters,
+        *(loaded.adapters, loaded.earlier),
         keeps_states=reads_states,
     )
     return BatchEngine(
@@ -181,6 +186,21 @@ def build_engine(
             *([("drafts", describe_speculation(speculation))] if speculation else []),
         ],
         drafter=None if speculation is None else new_drafter(executor, speculation),
+    )
+
+
+def stage_channel(loaded: Loaded, device: Device) -> PipelineChannel:
+    """Return the connection of this process's stage to its neighbors. Collective over the world.
+
+    Args:
+        loaded: The model.
+        device: Device that the model is on.
+    """
+    return PipelineChannel(
+        loaded.layout,
+        device=device.torch_device,
+        dtype=loaded.config.precision.stream_dtype,
+        ring=bool(loaded.earlier),
     )
 
 
@@ -287,7 +307,8 @@ def make_cache(
     """
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
     shapes, states = {}, {}
-    mixers = {index: model.plan.layers[index].mixer for index in model.part.layers}
+    layers = (index for part in (*loaded.earlier, model) for index in part.part.layers)
+    mixers = {index: model.plan.layers[index].mixer for index in layers}
     ahead = multi_token_plan(model.plan)
     if ahead is not None and model.part.head and options.speculation is not None:
         used = options.speculation.num_speculative_tokens

@@ -77,7 +77,8 @@ class Executor:
     """An executor of steps for the part of the model that this process holds.
 
     Attributes:
-        model: This process's part of the model, in evaluation mode.
+        model: This process's part of the model, in evaluation mode; its last part with virtual
+            pipeline stages.
         layout: This process's place in the parallel layout.
         memory: The KV cache of the layers in this part.
         device: Device of the model and the cache.
@@ -87,6 +88,7 @@ class Executor:
             any other step.
         vocab_size: Number of vocabulary entries that can be chosen. Any other entries are padding.
         adapters: The model's adapters, or `None` if it has none.
+        earlier: The parts of this process that run before `model`.
         keeps_states: Whether to keep the hidden states of each step, from which the model's
             multi-token prediction layers make drafts.
 
@@ -103,6 +105,7 @@ class Executor:
     graphs: DecodeGraphs | None
     vocab_size: int
     adapters: AdapterRows | None = None
+    earlier: Many[GPTModel] = ()
     keeps_states: bool = False
 
     def __post_init__(self) -> None:
@@ -166,21 +169,24 @@ class Executor:
 
     def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
         """Return this stage's hidden states [s, 1, h], or logits [1, k, v/t] on the last stage."""
-        pipeline, hidden = self.layout.pipeline, None
+        pipeline, parts = self.layout.pipeline, (*self.earlier, self.model)
         channel = self.channel.with_shapes(lambda _: (tokens.shape[1], 1, self.model.plan.hidden))
-        if not pipeline.is_first:
-            receive = Operation("receive_activation", 0, 0, pipeline.rank - 1)
-            channel.post_receive(receive)
-            hidden = channel.receive(receive)
+        before, after = ((pipeline.rank + step) % pipeline.size for step in (-1, 1))
         result: Tensor
-        if self.keeps_states and pipeline.is_last:
-            self.states = self.model.states(tokens, hidden, cache)
-            result = self.model.logits(self.states[cache.outputs])
-        else:
-            result = self.model(tokens, hidden=hidden, cache=cache)
-        if not pipeline.is_last:
-            channel.send(Operation("send_activation", 0, 0, pipeline.rank + 1), result)
-            channel.finish()
+        for chunk, part in enumerate(parts):
+            hidden = None
+            if chunk > 0 or not pipeline.is_first:
+                receive = Operation("receive_activation", 0, chunk, before)
+                channel.post_receive(receive)
+                hidden = channel.receive(receive)
+            if self.keeps_states and pipeline.is_last and part is self.model:
+                self.states = part.states(tokens, hidden, cache)
+                result = part.logits(self.states[cache.outputs])
+            else:
+                result = part(tokens, hidden=hidden, cache=cache)
+            if part is not self.model or not pipeline.is_last:
+                channel.send(Operation("send_activation", 0, chunk, after), result)
+        channel.finish()
         return result
 
     def _sources(self, plan: StepPlan) -> list[int]:

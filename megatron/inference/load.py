@@ -63,6 +63,8 @@ class Loaded:
         layout: This process's place in the parallel layout.
         adapters: The model's adapters, of which each request chooses one or none
             (`adapters.add_to`); `None` if it has none.
+        earlier: The parts of this process that run before `model`, if a run in training has virtual
+            pipeline stages.
     """
 
     model: GPTModel
@@ -71,6 +73,7 @@ class Loaded:
     iteration: int
     layout: Layout
     adapters: AdapterRows | None = None
+    earlier: Sequence[GPTModel] = ()
 
 
 def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildContext:

@@ -27,6 +27,7 @@ from megatron.models.recurrence import CausalConvolution, RecurrentMixer, own_pa
 from megatron.models.recurrent_plan import GatedDeltaNetPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
+from megatron.parallel.layout import Axis
 from megatron.parallel.parameter import ONES, Init
 
 # A head's initial decay is minus a number in this range, multiplied by the token's softplus.
@@ -135,15 +136,23 @@ class GatedDeltaNet(RecurrentMixer):
         return batch.tokens * (projected + _FP32 * wide) // batch.tensor
 
     def mix(
-        self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None
+        self,
+        projected: Tensor,
+        states: tuple[Tensor, ...] | None,
+        documents: Tensor | None,
+        axis: Axis,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute everything between the projections; recompute it in backward if asked."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._mix, projected, states, documents, use_reentrant=False)
-        return self._mix(projected, states, documents)
+            return checkpoint(self._mix, projected, states, documents, axis, use_reentrant=False)
+        return self._mix(projected, states, documents, axis)
 
     def _mix(
-        self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None
+        self,
+        projected: Tensor,
+        states: tuple[Tensor, ...] | None,
+        documents: Tensor | None,
+        axis: Axis,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute everything between the two projections for this rank's heads.
 
@@ -152,6 +161,8 @@ class GatedDeltaNet(RecurrentMixer):
             states: The last inputs of the convolution and the matrices of the heads; `None` means
                 zeros.
             documents: The index of each token's document, [s, b]; `None` for a single document.
+            axis: The context ranks, which divide the heads of a tensor rank; a single rank in
+                inference.
 
         Returns:
             The normalized outputs [s, b, m, (n / m) d] in the type of `projected`, and new states.
@@ -161,7 +172,7 @@ class GatedDeltaNet(RecurrentMixer):
         channels, gate, rate, decay = projected.split(
             (2 * keys + values, values, served, served), dim=3
         )
-        part = partial(own_part, axis=self.context)
+        part = partial(own_part, axis=axis)
         kernels = self.kernels_for(projected, states)
         convolved, last = self.convolution(
             channels.flatten(2),

@@ -26,6 +26,7 @@ from megatron.models.recurrence import CausalConvolution, RecurrentMixer, own_pa
 from megatron.models.recurrent_plan import MambaPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
+from megatron.parallel.layout import Axis
 from megatron.parallel.parameter import ONES, Init
 
 # Initial decay rates are uniform in this range, and initial time steps log-uniform.
@@ -133,7 +134,11 @@ class Mamba(RecurrentMixer):
         return total + _FP32 * batch.tokens * (pairs + each + states) // batch.tensor
 
     def mix(
-        self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None
+        self,
+        projected: Tensor,
+        states: tuple[Tensor, ...] | None,
+        documents: Tensor | None,
+        axis: Axis,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute everything between the two projections for this rank's groups.
 
@@ -141,6 +146,8 @@ class Mamba(RecurrentMixer):
             projected: [s, b, g, (z, x, B, C, time steps of a group)].
             states: The states of the convolution and of the heads; `None` means zeros.
             documents: The index of each token's document, [s, b]; `None` for a single document.
+            axis: The context ranks, which divide the groups of a tensor rank; a single rank in
+                inference.
 
         Returns:
             The normalized outputs [s, b, g, r p] in the type of `projected`, and new states.
@@ -148,7 +155,7 @@ class Mamba(RecurrentMixer):
         plan, groups = self.plan, projected.shape[2]
         inner, _, vector, _, heads = (width // plan.groups for width in plan.widths)
         gate, channels, steps = projected.split((inner, inner + 2 * vector, heads), dim=3)
-        part = partial(own_part, axis=self.context)
+        part = partial(own_part, axis=axis)
         kernels = self.kernels_for(projected, states)
         convolved, last = self.convolution(
             channels.flatten(2),

@@ -58,7 +58,11 @@ class RecurrentMixer(nn.Module, ABC):
 
     @abstractmethod
     def mix(
-        self, projected: Tensor, states: tuple[Tensor, ...] | None, documents: Tensor | None
+        self,
+        projected: Tensor,
+        states: tuple[Tensor, ...] | None,
+        documents: Tensor | None,
+        axis: Axis,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute everything between the two projections for this rank's groups.
 
@@ -66,6 +70,8 @@ class RecurrentMixer(nn.Module, ABC):
             projected: [s, b, g, outputs of the input projection for a group].
             states: The states of `RecurrentPlan.states` for each sequence; `None` means zeros.
             documents: The index of each token's document, [s, b]; `None` for a single document.
+            axis: The context ranks, which divide the groups of a tensor rank; a single rank in
+                inference.
 
         Returns:
             The mixed tokens [s, b, g, c] in the type of `projected`, and the states after them.
@@ -93,7 +99,7 @@ class RecurrentMixer(nn.Module, ABC):
         if cache is not None:
             return self.output(cache.recur(self.layer_number, projected, self._continue))
         by_group = whole_sequences(projected.unflatten(2, (-1, self._group)), self.context)
-        mixed, _ = self.mix(by_group, None, documents_of(mask))
+        mixed, _ = self.mix(by_group, None, documents_of(mask), self.context)
         return self.output(own_tokens(mixed, self.context).flatten(2))
 
     def kernels_for(
@@ -107,7 +113,7 @@ class RecurrentMixer(nn.Module, ABC):
         self, projected: Tensor, states: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the mixed tokens of sequences [s, b, g c], and the states after them."""
-        mixed, states = self.mix(projected.unflatten(2, (-1, self._group)), states, None)
+        mixed, states = self.mix(projected.unflatten(2, (-1, self._group)), states, None, Axis())
         return mixed.flatten(2), states
 
     @property

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from megatron.inference.build import EngineOptions, build_engine, ranks_of_copy
+from megatron.inference.build import (
+    EngineOptions,
+    build_engine,
+    ranks_of_copy,
+    stage_channel,
+)
 from megatron.inference.load import Loaded
 from megatron.inference.request import Finished, Request, RequestError, Sampling, Token
 from megatron.models.gpt import GPTModel
+from megatron.parallel.layout import Axis
 from megatron.tokenizer.chat_template import (
     TRAINING_DATE,
     ChatTemplate,
@@ -39,12 +45,13 @@ class GeneratedAnswer(NamedTuple):
 
 
 class AnswerGenerator:
-    """The engine of a run's own model. Every method is collective over a copy of the model.
-
-    Each data-parallel rank may answer different prompts.
+    """The engine of a run's own model. Every method is collective over `copy`.
 
     Args:
         run: The run.
+        copy: The processes that choose the same tokens. The world, if all answer the same prompts;
+            experts may then be divided over data-parallel ranks. `None` means one copy of the
+            model, so that each data-parallel rank may answer different prompts.
         at_once: The number of answers that are generated concurrently. Others wait, because each
             needs memory for its keys and values.
 
@@ -53,13 +60,16 @@ class AnswerGenerator:
             end-of-turn token.
     """
 
-    def __init__(self, run: Run, *, at_once: int = 256) -> None:
+    def __init__(self, run: Run, *, copy: Axis | None = None, at_once: int = 256) -> None:
         """Find the chat template and the tokens that end an answer. Collective.
 
         Raises:
             ConfigError: The chat template cannot be used.
         """
-        self._run, self._copy, self._at_once = run, ranks_of_copy(run.layout), at_once
+        self._run, self._copy, self._at_once = run, copy or ranks_of_copy(run.layout), at_once
+        *earlier, part = cast(Sequence[GPTModel], run.parts)  # a rule refuses other networks
+        self._model = Loaded(part, run.tokenizer, run.config, 0, run.layout, earlier=earlier)
+        self._channel = stage_channel(self._model, run.device)
         self._template: ChatTemplate | None = None
         ends, config = set(run.tokenizer.special_ids("eod", "eos")), run.config.tokenizer
         source = None
@@ -91,14 +101,14 @@ class AnswerGenerator:
             The answers in the same order. An answer is shorter than requested if it reaches the
             model's last position.
         """
-        run, (part,) = self._run, self._run.parts
-        assert isinstance(part, GPTModel), "a rule refuses other networks"
+        run, positions = self._run, self._model.model.plan.positions
         run.optimizer.wait_for_weights()
-        trains = part.training
-        model = Loaded(part, run.tokenizer, run.config, run.progress.iteration, run.layout)
+        trains = run.parts[0].training
+        for part in run.parts:
+            part.eval()
         most = max(1, min(len(requests), self._at_once))
         rooms = [
-            -(-min(len(prompt) + how.max_new_tokens, part.plan.positions) // _BLOCK) * _BLOCK
+            -(-min(len(prompt) + how.max_new_tokens, positions) // _BLOCK) * _BLOCK
             for _, prompt, how in requests
         ]
         options = EngineOptions(
@@ -108,7 +118,9 @@ class AnswerGenerator:
             seed=run.config.training.seed,
             graphs=False,
         )
-        engine = build_engine(model, run.device, options, copy=self._copy)
+        engine = build_engine(
+            self._model, run.device, options, copy=self._copy, channel=self._channel
+        )
         answers = {name: GeneratedAnswer([], []) for name, _, _ in requests}
         for name, prompt, how in requests:
             room = max(1, engine.limits.max_length - len(prompt))
@@ -126,5 +138,6 @@ class AnswerGenerator:
                         found.log_probs.append(event.logprob)
                 elif isinstance(event, Finished) and event.message:
                     answers[event.request] = found._replace(problem=event.message)
-        part.train(trains)
+        for part in run.parts:
+            part.train(trains)
         return list(answers.values())

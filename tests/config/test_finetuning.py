@@ -60,7 +60,7 @@ def test_a_chat_template_is_kept_for_the_server() -> None:
     assert parsed.config.tokenizer.chat_template == "x"
 
 
-@pytest.mark.parametrize("flag", ["--pipeline-model-parallel-size 2", "--context-parallel-size 2"])
+@pytest.mark.parametrize("flag", ["--zero-stage 3", "--fp8-format hybrid"])
 def test_answers_in_training_need_a_whole_model(flag: str) -> None:
     words = [*_BASE, "--train-iters", "5", "--sample-prompts", "x", *flag.split()]
     with pytest.raises(ConfigError, match=f"--sample-prompts x cannot be combined with {flag}"):
