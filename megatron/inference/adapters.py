@@ -30,9 +30,16 @@ from megatron.config.run import RunConfig
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import Loaded, open_existing, serving_context
-from megatron.models.adapters import adapted_layers, linear_layers, plan_of
-from megatron.parallel.adapter import Adapter, projections_of
-from megatron.parallel.adapter_stack import AdapterRows, AdapterStack, StackedFactors
+from megatron.kernels.grouped import choose_grouped_product
+from megatron.models.adapters import adapted_layers, is_target, linear_layers, plan_of
+from megatron.parallel.adapter import WHOLE, Adapter, projections_of
+from megatron.parallel.adapter_stack import (
+    AdapterRows,
+    AdapterStack,
+    ExpertAdapterStack,
+    StackedFactors,
+)
+from megatron.parallel.expert_linear import ExpertAdapter
 from megatron.parallel.layers import Linear
 
 _SHOWN_ROWS = 8  # embedding rows to compare between two base models
@@ -126,19 +133,20 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
     context = serving_context(loaded.config, loaded.layout, device)
     rows = AdapterRows(tuple(one.name for one in opened))
     parts: dict[str, list[StackedFactors]] = defaultdict(list)
-    layers = {
-        name: layer for name, layer in linear_layers(loaded.model) if isinstance(layer, Linear)
-    }
+    layers = dict(linear_layers(loaded.model))
     for index, one in enumerate(opened, 1):
         own = {name: layers[name] for name in one.files.targets if name in layers}
+        plan = replace(plan_of(one.files.model), dropout=0.0)
         for name, linear in own.items():
-            plan = replace(plan_of(one.files.model), dropout=0.0)
-            linear.adapter = Adapter(linear, one.files.targets[name], plan, context, name)
+            if isinstance(linear, Linear):
+                linear.adapter = Adapter(linear, one.files.targets[name], plan, context, name)
+            else:
+                linear.adapter = ExpertAdapter(linear, plan, context)
         state = model_state([loaded.model])
         entries = {name: entry for name, entry in state.items() if is_adapter_parameter(name)}
         restore(one.files.reader, entries, cast=True)
         for name, linear in own.items():
-            assert isinstance(linear.adapter, Adapter)
+            assert isinstance(linear.adapter, Adapter | ExpertAdapter)
             part = StackedFactors.of(index, linear.adapter, linear.weight)
             parts[name].append(part)
             linear.adapter = None
@@ -149,8 +157,15 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
                     "again, or train it with a lower --lr"
                 )
     for name, found in parts.items():
-        products = context.kernels.new_products()
-        layers[name].adapter = AdapterStack(layers[name], found, rows, products, loaded.layout)
+        linear = layers[name]
+        if isinstance(linear, Linear):
+            products = context.kernels.new_products()
+            linear.adapter = AdapterStack(linear, found, rows, products, loaded.layout)
+        else:
+            product = choose_grouped_product(
+                context.device, context.compute_dtype, context.kernels.library
+            )
+            linear.adapter = ExpertAdapterStack(found, rows, product)
     return replace(loaded, adapters=rows)
 
 
@@ -182,7 +197,7 @@ def _open_folder(
     targets = {
         layer: tuple(linear.adapter)
         for layer, linear in layers.items()
-        if isinstance(linear.adapter, Adapter)
+        if isinstance(linear.adapter, Adapter | ExpertAdapter)
     }
     _check_places(reader, targets)
     _compare(reader, base)
@@ -193,10 +208,14 @@ def _open_peft(
     folder: Path, network: ModelConfig, base: Reader, *, allow_foreign: bool
 ) -> AdapterFiles:
     rows = base.meta["padded_vocab_size"]
-    model = network_with(folder, network, allow_foreign=allow_foreign)
-    # Adapters of experts cannot be chosen per request.
-    every = adapted_layers(model, rows).items()
-    layers = {name: layer for name, layer in every if isinstance(layer, Linear)}
+    model, stacked = network_with(folder, network, allow_foreign=allow_foreign)
+    # Names of experts' tensors depend on which of their weights have adapters.
+    names = [
+        name
+        for name, layer in adapted_layers(replace(model, use_dora=False), rows).items()
+        if isinstance(layer, Linear) or any(is_target(name, WHOLE, one) for one in stacked)
+    ]
+    layers = adapted_layers(replace(model, lora_target_modules=tuple(names)), rows)
     try:
         known = peft_names(model, layers, family_for(network, rows, None))
     except CheckpointError as error:
@@ -204,10 +223,10 @@ def _open_peft(
             "PEFT's files name modules that this network does not have "
             f"({str(error).splitlines()[0]}): give the checkpoints of a run with --lora-rank"
         ) from None
-    names = names_in(folder, known, allow_foreign=allow_foreign)
-    reader = PeftReader(folder, model, names, remedy=_REMEDY, allow_foreign=allow_foreign)
+    held = names_in(folder, known, allow_foreign=allow_foreign)
+    reader = PeftReader(folder, model, held, remedy=_REMEDY, allow_foreign=allow_foreign)
     targets = {
-        layer: [one for one in projections_of(linear) if f"model.{layer}.adapter.{one}.a" in names]
+        layer: [one for one in projections_of(linear) if f"model.{layer}.adapter.{one}.a" in held]
         for layer, linear in layers.items()
     }
     targets = {layer: found for layer, found in targets.items() if found}

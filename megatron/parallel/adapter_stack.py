@@ -1,5 +1,7 @@
 """Several trained adapters for one frozen weight; each token uses one of them or none.
 
+The weight may be the stacked weights of a mixture's experts.
+
 The A's of all adapters are stacked, and the B's are side by side, so that two products serve a
 batch with any mixture of adapters. Between the products, each token's results for other adapters
 are set to zero. The adapters' ranks may differ. The cost grows with the sum of the ranks, not with
@@ -15,8 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.kernels.grouped import GroupedProduct, Grouping
 from megatron.kernels.row_product import GRANULE
 from megatron.parallel.adapter import Adapter
+from megatron.parallel.expert_linear import ExpertAdapter
 from megatron.parallel.layers import Linear, sum_over_ranks
 from megatron.parallel.layout import Layout
 from megatron.parallel.products import LinearCall, Products
@@ -44,8 +48,9 @@ class StackedFactors:
 
     Attributes:
         index: The adapter, counted from 1.
-        a: All A's of the layer, [ranks, in].
-        b: All B's [out, ranks], multiplied by the adapter's scale.
+        a: All A's of the layer, [ranks, in]; for experts [experts, rank, in].
+        b: All B's, multiplied by the adapter's scale, [out, ranks]; for experts [experts, out,
+            rank].
         ratio: DoRA's factor for each row of the weight, fp32 [out]; `None` without DoRA.
     """
 
@@ -55,7 +60,7 @@ class StackedFactors:
     ratio: Tensor | None
 
     @classmethod
-    def of(cls, index: int, adapter: Adapter, weight: Tensor) -> StackedFactors:
+    def of(cls, index: int, adapter: Adapter | ExpertAdapter, weight: Tensor) -> StackedFactors:
         """Return the factors of an adapter. Collective with DoRA.
 
         Args:
@@ -64,6 +69,22 @@ class StackedFactors:
             weight: The layer's frozen weight.
         """
         return cls(index, *adapter.factors(weight))
+
+
+def _stack(parts: Sequence[StackedFactors]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all A's [..., ranks, in], all B's [..., out, ranks] and the adapter of each rank."""
+    first = parts[0]
+    count = sum(part.a.shape[-2] for part in parts)
+    ranks = -(-count // GRANULE) * GRANULE  # sizes that `RowByRow` and grouped products support
+    a = first.a.new_zeros(*first.a.shape[:-2], ranks, first.a.shape[-1])
+    b = first.b.new_zeros(*first.b.shape[:-1], ranks)
+    owners = torch.full((ranks,), _NOBODYS, device=a.device)
+    start = 0
+    for part in parts:
+        end = start + part.a.shape[-2]
+        a[..., start:end, :], b[..., start:end], owners[start:end] = part.a, part.b, part.index
+        start = end
+    return a, b, owners
 
 
 class AdapterStack(nn.Module):
@@ -94,17 +115,7 @@ class AdapterStack(nn.Module):
         super().__init__()
         self._rows, self._products = rows, products
         self._sums_over = layout if linear.split == "row" and layout.tensor.size > 1 else None
-        first = parts[0]
-        count = sum(len(part.a) for part in parts)
-        ranks = -(-count // GRANULE) * GRANULE  # sizes that `RowByRow` supports
-        a = first.a.new_zeros(ranks, first.a.shape[1])
-        b = first.b.new_zeros(len(first.b), ranks)
-        owners = torch.full((ranks,), _NOBODYS, device=a.device)
-        start = 0
-        for part in parts:
-            end = start + len(part.a)
-            a[start:end], b[:, start:end], owners[start:end] = part.a, part.b, part.index
-            start = end
+        a, b, owners = _stack(parts)
         self.register_buffer("a", a, persistent=False)
         self.register_buffer("b", b, persistent=False)
         self.register_buffer("owners", owners, persistent=False)
@@ -150,3 +161,44 @@ class AdapterStack(nn.Module):
         if self.ratios is None:
             return out
         return out * self.ratios[self._rows.of_tokens][:, None]
+
+
+class ExpertAdapterStack(nn.Module):
+    """The adapters of the experts' weights in inference. Each row uses its token's, if any.
+
+    Args:
+        parts: The adapters that change this layer, at least one.
+        rows: The adapters of the tokens.
+        product: The product with each expert's matrix.
+    """
+
+    a: Tensor
+    b: Tensor
+    owners: Tensor
+
+    def __init__(
+        self, parts: Sequence[StackedFactors], rows: AdapterRows, product: GroupedProduct
+    ) -> None:
+        """Copy the factors into one tensor each."""
+        super().__init__()
+        self._rows, self._product = rows, product
+        for name, tensor in zip(("a", "b", "owners"), _stack(parts), strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, rows: Tensor, grouping: Grouping) -> Tensor | None:
+        """Return the outputs of the adapters for each expert's rows, [n, in] -> [n, out].
+
+        The result is `None` if no token uses an adapter.
+
+        Args:
+            rows: The rows of all experts.
+            grouping: How the rows are grouped by expert. Its tokens are those of the step.
+        """
+        of_tokens = self._rows.of_tokens
+        if of_tokens is None:
+            return None
+        low, _ = self._product.forward(rows, self.a, grouping.ends)
+        used = of_tokens[grouping.tokens].unsqueeze(1)
+        low = torch.where(used == self.owners, low, 0)
+        out, _ = self._product.forward(low, self.b, grouping.ends)
+        return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from megatron.parallel.adapter import WHOLE, AdapterPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.linear import Owner
 from megatron.parallel.parameter import ZEROS, Init, Matrices
+
+if TYPE_CHECKING:
+    from megatron.parallel.adapter_stack import ExpertAdapterStack
 
 _ALIGNED = 8  # PyTorch's grouped products need rows of a multiple of 16 bytes
 
@@ -42,7 +45,8 @@ class ExpertLinear(nn.Module):
         bias: Whether each expert has a bias.
 
     Attributes:
-        adapter: The adapter that adds trained products to those of frozen weights; `None` for none.
+        adapter: The adapter that adds trained products to those of frozen weights, or a stack of
+            adapters of which each token uses one; `None` for none.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class ExpertLinear(nn.Module):
     ) -> None:
         """Allocate the weights and reserve a slot for their gradient."""
         super().__init__()
-        self.adapter: ExpertAdapter | None = None
+        self.adapter: ExpertAdapter | ExpertAdapterStack | None = None
         self.shape, self.split_dim = shape, split_dim
         sums = split_dim == len(shape) - 1
         self.weight = context.new_parameter(
@@ -109,8 +113,9 @@ class ExpertLinear(nn.Module):
             if not rows.requires_grad and torch.is_grad_enabled():
                 rows = rows.detach().requires_grad_()  # backward must reach the product
         out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._product, owner, later)
-        if self.adapter is not None:
-            out = out + self.adapter(rows, grouping)
+        added = None if self.adapter is None else self.adapter(rows, grouping)
+        if added is not None:
+            out = out + added
         if self.bias is None:
             return out
         # Rows without an expert read a row of zeros, so that their arbitrary gradients are dropped.
@@ -198,6 +203,16 @@ class ExpertAdapter(nn.ModuleDict):
         """
         a, b = self._factors()
         return weight.float() + self.plan.scale * (b.float() @ a.float()).view(weight.shape)
+
+    @torch.no_grad()
+    def factors(self, weight: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return A [experts, rank, in] and the scaled B [experts, out, rank], for inference.
+
+        Args:
+            weight: The frozen weight.
+        """
+        a, b = self._factors()
+        return a, (self.plan.scale * b.float()).to(b.dtype), None
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Return A [experts, rank, in] and B [experts, out, rank]."""

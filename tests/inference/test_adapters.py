@@ -431,9 +431,47 @@ def test_a_repeated_flag_adds_adapters(saved: Saved) -> None:
     assert server.serve_adapter == ("a=x",)
 
 
+_MIXTURE = f"{NETWORK} --num-experts 4 --moe-router-topk 2"
+_OF_EXPERTS = {
+    "all": "--lora-rank 4 --lora-alpha 8",
+    "some": "--lora-rank 3 --use-rslora --lora-target-modules layers.1.mlp.experts.up linear_proj",
+    "dense": "--lora-rank 2 --use-dora --lora-target-modules linear_qkv",
+}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_adapters_of_experts_are_chosen_per_request(sizes: dict[str, int], tmp_path: Path) -> None:
+    """A mixed batch says what each merged model says alone, and each has its own prefixes."""
+    base = str(tmp_path / "base")
+    save_run(build_toy(Layout.single(), f"{_MIXTURE} --save {base}".split()))
+    folders = {
+        name: _save_adapter(base, tmp_path / name, flags, _MIXTURE)
+        for name, flags in _OF_EXPERTS.items()
+    }
+    expected: Answers = {}
+    for adapter, folder in enumerate([base, *folders.values()]):
+        own = [replace(one, adapter=0) for one in _asked(3, new=12) if one.adapter == adapter]
+        expected |= _answers(_engine(str(folder), ()), own)
+    assert len({tuple(token for token, _ in expected[f"{a} 0"]) for a in range(4)}) == 4
+    folders["some"] = _to_peft(folders["some"], tmp_path / "peft")
+    words = [f"{name}={folder}" for name, folder in folders.items()]
+    for found in run_distributed(2 if sizes else 1, _first, base, words, **sizes):
+        _assert_same(found, expected)
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_files_of_adapters_of_experts_are_refused(kind: str) -> None:
-    flags = "--tokenizer-type NullTokenizer --vocab-size 31".split()
-    config = _config(str(PEFT / f"base_{kind}"), 1, *flags)
-    with pytest.raises(CheckpointError, match="adapters of experts by request: merge"):
-        open_adapters([f"mine={PEFT / kind}"], config)
+def test_files_of_adapters_of_experts_that_peft_wrote_say_what_peft_says(kind: str) -> None:
+    record = json.loads((PEFT / "record.json").read_text())
+    folder = str(PEFT / f"base_{kind}")
+    config = _config(folder, 1, *"--tokenizer-type NullTokenizer --vocab-size 31".split())
+    loaded = load_gpt(folder, CPU, config=config)
+    opened = open_adapters([f"mine={PEFT / kind}"], config)
+    engine = build_engine(add_to(loaded, opened, CPU), CPU, OPTIONS)
+    scored = greedy(0, prompt_logprobs=True, top_logprobs=32)
+    for row, tokens in enumerate(record["tokens"]):
+        events = drain(
+            engine, [Request("a", tuple(tokens), scored, 1), Request("b", (3, 4), scored)]
+        )
+        expected = torch.tensor(record[kind]["logits"])[row].log_softmax(-1)
+        for top, scores in zip(prompt_of(events["a"]).top[::4], expected.tolist(), strict=True):
+            assert [score for _, score in sorted(top)] == pytest.approx(scores, abs=1e-5)

@@ -285,7 +285,9 @@ def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> 
     return said
 
 
-def network_with(path: Path, model: ModelConfig, *, allow_foreign: bool = False) -> ModelConfig:
+def network_with(
+    path: Path, model: ModelConfig, *, allow_foreign: bool = False
+) -> tuple[ModelConfig, tuple[str, ...]]:
     """Return a network with adapters of the sizes that PEFT's files have, on every layer.
 
     Args:
@@ -293,15 +295,18 @@ def network_with(path: Path, model: ModelConfig, *, allow_foreign: bool = False)
         model: The network without adapters.
         allow_foreign: Accept files owned by other users.
 
+    Returns:
+        The network, and the weights of experts that have adapters (`target_parameters`).
+
     Raises:
         CheckpointError: The settings cannot be read, or are not supported.
     """
     said = _settings_in(path, allow_foreign=allow_foreign)
-    if said.get("target_parameters"):
+    stacked = said.get("target_parameters") or ()
+    if stacked and said.get("use_dora") is True:
         raise CheckpointError(
-            f"{path / ADAPTER_CONFIG}: target_parameters {said['target_parameters']!s:.80}: a "
-            "server cannot select adapters of experts by request: merge the adapter with "
-            "merge_and_unload of peft, and serve the result with --load"
+            f"{path / ADAPTER_CONFIG}: use_dora with target_parameters is not supported: merge the "
+            "adapter with merge_and_unload of peft"
         )
     rank, alpha = said.get("r", 8), said.get("lora_alpha", 8)
     for key, value, kinds in (("r", rank, (int,)), ("lora_alpha", alpha, (int, float))):
@@ -310,13 +315,14 @@ def network_with(path: Path, model: ModelConfig, *, allow_foreign: bool = False)
                 f"{path / ADAPTER_CONFIG}: {key} is {value!s:.40}: give a positive "
                 f"{'whole ' * (float not in kinds)}number, or export the adapter again"
             )
-    return replace(
+    adapted = replace(
         model,
         lora_rank=rank,
         lora_alpha=float(alpha),
         use_rslora=said.get("use_rslora") is True,
         use_dora=said.get("use_dora") is True,
     )
+    return adapted, tuple(map(str, stacked))
 
 
 def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> PeftNames:
