@@ -35,11 +35,12 @@ from megatron.data.gpt import (
     TokenBatch,
     build_gpt_datasets,
     context_part,
+    longest_segment,
     make_batch,
     make_loss_mask,
 )
 from megatron.data.logits import with_logits
-from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS, TRAINED
+from megatron.data.sample import SEGMENT_ENDS, TRAINED
 from megatron.errors import ConfigError
 from megatron.finetuning.distillation import (
     LOSS_NAMES,
@@ -145,8 +146,7 @@ class GPTRecipe:
         mine = context_part(whole, layout.context)
         documents = None
         if SEGMENT_ENDS in batch:
-            longest = len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
-            documents = Segments.of(batch[SEGMENT_ENDS], whole.tokens, longest)
+            documents = Segments.of(batch[SEGMENT_ENDS], whole.tokens, longest_segment(batch))
         counted = _count(whole)
         depths = config.model.mtp_num_layers
         if not depths:

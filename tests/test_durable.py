@@ -116,6 +116,14 @@ def test_the_file_of_a_trusted_owner_is_opened(victim: Path) -> None:
         durable.open_trusted(victim, 4321)
 
 
+@as_root
+def test_root_s_files_are_trusted_by_everybody(
+    victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    durable.open_trusted(victim).close()
+
+
 def test_a_private_folder_is_created_and_found_again(tmp_path: Path) -> None:
     before = os.umask(0)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.environment import module_command, name_problem, private_cache
+from megatron.environment import cuda_home, module_command, name_problem, private_cache
 from tests.repository import ROOT
 
 # What a training does before it imports torch.
@@ -33,6 +33,16 @@ def test_each_user_of_a_shared_cache_gets_a_folder(
     path = private_cache("kernels")
     assert path == tmp_path / inside[asked] / f"kernels-{os.getuid()}"
     assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_cuda_toolkit_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda-13")
+    monkeypatch.setenv("CUDA_PATH", "/opt/cuda-12")
+    assert cuda_home() == Path("/opt/cuda-13")
+    monkeypatch.setenv("CUDA_HOME", "")
+    assert cuda_home() == Path("/opt/cuda-12")
+    monkeypatch.delenv("CUDA_PATH")
+    assert cuda_home() is None
 
 
 @pytest.mark.parametrize("module", ["texts", "front"])

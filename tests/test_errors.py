@@ -6,10 +6,12 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow
 import pytest
 
+from megatron import errors
 from megatron.errors import DataError, ShortageError, shortage_errors, shortage_of
 from tests.repository import ROOT
 
@@ -25,6 +27,29 @@ _SAID = [
     OSError("ZSTD decompress failed: Allocation error : not enough memory"),
     ImportError("libtorch_cpu.so: failed to map segment from shared object"),
 ]
+
+
+def test_exit_codes_stay_what_job_scripts_expect() -> None:
+    found = {
+        name: kind.exit_code
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.UserError)
+    }
+    assert found == {
+        "UserError": 1,
+        "CheckpointError": 4,
+        "HangError": 5,
+        "DataError": 6,
+        "NumericsError": 7,
+        "StorageError": 8,
+        "ConfigError": 9,
+        "ShortageError": 10,
+        "CrashLoopError": 11,
+        "SuspiciousResultError": 16,
+        "TransientFaultError": 17,
+        "OutputClosedError": 141,
+    }
+    assert (errors.EXIT_OK, errors.EXIT_SAVED_ON_SIGNAL) == (0, 3)
 
 
 @pytest.mark.parametrize("error", _SAID, ids=lambda error: type(error).__name__)
@@ -166,6 +191,23 @@ run_command(lambda: print("begins"))
     assert said in done.stderr
     assert done.stdout.startswith("loads\n")
     assert done.stdout.count("loads") == 1
+
+
+def test_a_rehearsal_does_not_go_on_where_the_command_handles_its_error(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+from megatron.command import rehearsed
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, -1))
+try:
+    with rehearsed():
+        import nothing_of_this_name
+except ImportError:
+    with open(sys.argv[1], "a") as file:
+        file.write("without it\\n")
+"""
+    file = tmp_path / "work"
+    subprocess.run([sys.executable, "-c", script, str(file)], cwd=ROOT, check=True, timeout=20)
+    assert file.read_text() == "without it\n"
 
 
 @pytest.mark.parametrize("script", ["pretrain_gpt.py", "tools/preprocess_data.py"])

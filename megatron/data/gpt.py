@@ -409,6 +409,15 @@ def make_batch(
     return TokenBatch(tokens, labels, loss_mask, positions)
 
 
+def longest_segment(batch: Mapping[str, Tensor]) -> int | None:
+    """Return an upper bound on the tokens in a segment; `None` means those of a sample.
+
+    Args:
+        batch: The micro-batch. In a recorded pass it lacks `LONGEST_SEGMENT`.
+    """
+    return len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
+
+
 def shorten(batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
     """Return a micro-batch with its samples shortened to their first tokens.
 

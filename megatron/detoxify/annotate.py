@@ -30,7 +30,7 @@ from megatron.errors import ConfigError, DataError, StorageError, UserError
 FLAG, OUT = "--data-path", "--out-path"
 _END_OF_TEXT = "<|endoftext|>"  # GPT-2's token, which Megatron-LM's samples may contain
 _ADDED = {"score", "score_error"}
-_READ = 1 << 20  # bytes
+_READ_AT_A_TIME = 1 << 20  # bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -216,7 +216,7 @@ def _end_of_last_line(path: Path) -> int:
     with path.open("rb") as file:
         end = file.seek(0, 2)
         while end:
-            start = max(0, end - _READ)
+            start = max(0, end - _READ_AT_A_TIME)
             file.seek(start)
             place = file.read(end - start).rfind(b"\n")
             if place >= 0:

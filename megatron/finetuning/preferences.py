@@ -25,14 +25,14 @@ from torch import Tensor
 from megatron.config import RunConfig
 from megatron.config.preferences import PreferenceConfig
 from megatron.data.datasets import DataRequest
-from megatron.data.gpt import context_part, make_batch
+from megatron.data.gpt import context_part, longest_segment, make_batch
 from megatron.data.preferences import (
     PAIRS,
     REFERENCE,
     build_preference_datasets,
     preference_members,
 )
-from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS, TRAINED
+from megatron.data.sample import SEGMENT_ENDS, TRAINED
 from megatron.finetuning.documents import ComparingRecipe, DocumentSums, document_sums
 from megatron.kernels.attention import Segments
 from megatron.models.gpt import GPTModel
@@ -305,8 +305,7 @@ def run_part(
     """
     whole = make_batch(batch, eod=tokenizer.eod)
     mine = context_part(whole, layout.context)
-    longest = len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
-    documents = Segments.of(batch[SEGMENT_ENDS], whole.tokens, longest)
+    documents = Segments.of(batch[SEGMENT_ENDS], whole.tokens, longest_segment(batch))
     result: Tensor = part(mine.tokens, mine.position_ids, mine.labels, documents, hidden)
     return result
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from megatron.config import RunConfig, rules_finetuning
 from megatron.config.checks import find_problems
 from megatron.data.chat import padding_token
-from megatron.data.gpt import TokenBatch, make_batch
+from megatron.data.gpt import TokenBatch, longest_segment, make_batch
 from megatron.data.json_lines import read_objects
 from megatron.data.loader import SingleSampler, collate
-from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS, TRAINED, Sample
+from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample
 from megatron.device import Device
 from megatron.errors import ConfigError, DataError
 from megatron.finetuning.distillation import GPTTeacher
@@ -215,8 +215,7 @@ def token_log_probs(part: GPTModel, batch: Batch, tokenizer: Tokenizer, layout: 
         layout: The ranks of this process.
     """
     rows = make_batch(batch, eod=tokenizer.eod)
-    longest = len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
-    documents = Segments.of(batch[SEGMENT_ENDS], rows.tokens, longest)
+    documents = Segments.of(batch[SEGMENT_ENDS], rows.tokens, longest_segment(batch))
     if part.attention_choice.name == batch_invariant.NAME:
         # Rotary positions start from 0 in each answer, as in generation.
         rows = TokenBatch(*(x.reshape(1, -1) for x in rows))

@@ -86,3 +86,21 @@ def test_the_guide_lists_every_command() -> None:
     first = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `megatron")]
     listed = set(re.findall(r"[a-z-]+", " ".join(first)))
     assert cli.COMMANDS.keys() | cli.DATA.keys() <= listed
+
+
+@pytest.mark.parametrize("name", ["plot", "demo"])
+def test_a_tool_s_help_describes_it_as_the_command(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.dispatch("megatron", cli.COMMANDS, [name, "--help"])
+    usage, about, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: megatron {name}")
+    assert not about.startswith("options:")
+    assert "python tools/" not in about
+
+
+def test_the_first_word_of_an_evaluation_is_its_task() -> None:
+    assert cli.with_task(["LAMBADA", "--load", "x"]) == ["--task", "LAMBADA", "--load", "x"]
+    assert cli.with_task(["--load", "x", "--task", "MNLI"]) == ["--load", "x", "--task", "MNLI"]
+    assert cli.with_task([]) == []

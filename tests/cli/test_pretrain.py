@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,14 @@ def test_every_gpu_of_the_machine_is_used_unless_told(monkeypatch: pytest.Monkey
     assert training_command(["gpt-tiny"])[0][-1] == "8"
     with pytest.raises(ConfigError, match=r"--gpus 9: this machine has 8 GPU\(s\)"):
         training_command(["gpt-tiny", "--gpus", "9"])
+
+
+def test_a_machine_without_gpus_starts_as_many_processes_as_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pretrain, "detect_architectures", list)
+    assert training_command(["gpt-tiny", "--gpus", "3"])[0][-1] == "3"
+    assert training_command(["gpt-tiny"])[0] == ["python"]
 
 
 def test_processes_of_a_launcher_start_none_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +200,28 @@ def test_finetune_begins_from_weights_and_a_task_is_the_task_s_command(monkeypat
         (["gpt-tiny", "--load", "x"], True),
         (["--task", "MNLI", "--load", "x"], "megatron finetune"),
     ]
+
+
+@pytest.mark.parametrize("command", [pretrain.pretrain, pretrain.finetune])
+def test_help_shows_common_flags_unless_all_are_asked_for(
+    command: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["--help"]) == 0
+    common = capsys.readouterr().out
+    assert command(["--help-all"]) == 0
+    everything = capsys.readouterr().out
+    for shown in (common, everything):
+        assert "--lr " in shown
+        assert "--gpus N starts N processes" in shown
+    assert ("--adam-eps" in common, "--adam-eps" in everything) == (False, True)
+
+
+def test_help_names_the_tasks_that_train_a_classifier(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.finetune(["--help"]) == 0
+    tasks = capsys.readouterr().out.rpartition("name a task instead of a recipe: ")[2]
+    named = tasks.strip().removesuffix(".").split(", ")
+    assert {"MNLI", "RACE", "RET-FINETUNE-NQ"} <= set(named)
+    assert "LAMBADA" not in named, "it is only evaluated"
 
 
 def test_finetuning_has_a_script_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,18 @@ def test_one_recipe_is_shown_with_its_row(capsys: pytest.CaptureFixture[str]) ->
     assert all(line.startswith("--") for line in details[details.index("architecture: bert") + 2 :])
 
 
+def test_the_table_has_the_sizes_of_each_family_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = [line.split()[0] for line in shown(capsys)[1:] if line][:-1]
+    assert sorted(names) == sorted(catalog.names())
+    families = [name.partition("-")[0] for name in names]
+    assert families == sorted(families)
+    for family in set(families):
+        sizes = [catalog.find(name).size for name in names if name.partition("-")[0] == family]
+        assert sizes == sorted(sizes)
+
+
 @pytest.mark.parametrize("file", [False, True])
 def test_a_huggingface_config_is_shown_like_a_recipe(
     folder: Path, file: bool, capsys: pytest.CaptureFixture[str]

@@ -114,6 +114,11 @@ _LINES = [
     ),
     ("--rotary-percent 0", "--rotary-percent 0.0: must be above 0"),
     (
+        "--position-embedding-type rope --rotary-percent 0",
+        "--rotary-percent 0.0: must be above 0",
+    ),
+    ("--local-rank 32768", "--local_rank 32768: must be at most 32767"),
+    (
         "--position-embedding-type rope --kv-channels 15",
         "--rotary-percent 1.0 of --kv-channels 15 rotates 15 channels, but channels rotate in "
         "pairs: choose values that give an even number",
@@ -375,6 +380,10 @@ def test_what_a_run_needs(name: str) -> None:
     ("words", "line"),
     [
         ("--num-query-groups 2", "--num-query-groups 2 changes nothing without"),
+        (
+            "--num-query-groups 3 --dry-run --dry-run-world-size 2 --tensor-model-parallel-size 2",
+            "--num-query-groups 3 changes nothing without",
+        ),
         ("--save-interval 5", "--save-interval 5 changes nothing without --save"),
         (
             "--profile --profile-windows 2-3 --profile-step-start 5",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import parse_config
+from megatron.config.adapters import lora_flags
 from megatron.config.finetuning import finetuning_words
 from megatron.errors import ConfigError
 
@@ -75,6 +76,18 @@ def test_what_changes_the_order_of_sums_is_refused_with_batch_invariance(flag: s
     words = [*_BASE, "--train-iters", "5", "--batch-invariant-mode", *flag.split()]
     with pytest.raises(ConfigError, match=f"--batch-invariant-mode cannot be combined with {flag}"):
         parse_config(words, world_size=2)
+
+
+def test_an_adapter_s_settings_are_spelled_as_the_flags_that_give_them() -> None:
+    targets = ("q_proj", "layers.1.mlp")
+    for is_rslora, is_dora in ((True, False), (False, True)):
+        text = lora_flags(rank=4, alpha=2.5, targets=targets, is_rslora=is_rslora, is_dora=is_dora)
+        model = parse_config(
+            [*_BASE, "--train-iters", "5", *text.split()], world_size=1
+        ).config.model
+        assert (model.lora_rank, model.lora_alpha) == (4, 2.5)
+        assert model.lora_target_modules == targets
+        assert (model.use_rslora, model.use_dora) == (is_rslora, is_dora)
 
 
 def test_flags_of_megatron_core_are_answered() -> None:

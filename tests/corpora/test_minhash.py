@@ -77,6 +77,23 @@ def test_a_document_larger_than_a_batch_has_the_same_words(monkeypatch) -> None:
     assert (split_words([text]).hashes == normal.hashes).all()
 
 
+def test_every_bit_of_a_value_changes_every_bit_of_its_hash() -> None:
+    values = np.random.default_rng(5).integers(2**64, size=2000, dtype=np.uint64)
+    places = np.arange(64, dtype=np.uint64)
+    for bit in places:
+        changed = words.mix(values) ^ words.mix(values ^ (np.uint64(1) << bit))
+        shares = ((changed[:, None] >> places) & np.uint64(1)).mean(axis=0)
+        assert (abs(shares - 0.5) < 0.1).all(), bit
+
+
+def test_the_default_bands_find_the_share_of_pairs_that_is_promised() -> None:
+    settings = MinHash()
+    for similarity, found in ((0.5, 0.72), (0.6, 0.96), (0.7, 0.999)):
+        share = 1 - (1 - similarity**settings.rows) ** settings.bands
+        assert share == pytest.approx(found, abs=0.005)
+    assert settings.values == 200
+
+
 def test_estimates_are_those_of_the_jaccard_similarity() -> None:
     generator = random.Random(2)
     settings = MinHash()

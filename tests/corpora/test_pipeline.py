@@ -21,14 +21,16 @@ import pytest
 pytest.importorskip("datatrove", reason="needs the extra: pip install -e '.[corpora]'")
 
 import pyarrow
+from datatrove.data import Document
 from datatrove.utils.stats import PipelineStats
 from pyarrow import parquet
 
 from megatron.config.data import TokenizerConfig
-from megatron.corpora import blocks, sources
+from megatron.corpora import blocks, cleaning, sources
 from megatron.corpora.cleaning import judge_quality
 from megatron.corpora.plan import (
     CorpusPlan,
+    LanguageStep,
     QualityStep,
     TasksStep,
     TokenizeStep,
@@ -476,6 +478,26 @@ def test_an_unusable_tokenizer_is_found_before_any_work(planted, tmp_path) -> No
             CorpusPlan((str(planted.folder),), steps), tmp_path / "out", Cluster(), overwrite=False
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_language_of_the_minimum_probability_is_kept(monkeypatch) -> None:
+    step = LanguageStep(("en",), probability=0.5)
+    for found, reason in (
+        (("en", 0.5), ""),
+        (("en", 0.49), "language unsure"),
+        (("de", 1), "language de"),
+    ):
+        monkeypatch.setattr(cleaning, "language_of", lambda text, found=found: found)
+        assert cleaning.judge_language("", step) == reason
+
+
+def test_a_batch_of_documents_is_limited_in_characters(monkeypatch) -> None:
+    monkeypatch.setattr(blocks, "_BATCH_CHARACTERS", 10)
+    documents = [Document("x" * size, str(size)) for size in (4, 5, 1, 2, 12, 3)]
+    documents[1].metadata[blocks.Mark.DROPPED] = "short"
+    found = [[len(one.text) for one in whole] for whole, _ in blocks._batched(documents)]
+    assert found == [[4, 5, 1], [2, 12], [3]]
+    assert [len(kept) for _, kept in blocks._batched(documents)] == [2, 2, 1]
 
 
 def test_a_single_word_is_measured_by_its_letters() -> None:

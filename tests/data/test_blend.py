@@ -106,6 +106,14 @@ def test_phases_are_blends_that_continue_in_each_dataset() -> None:
     )
 
 
+@pytest.mark.parametrize("count", [3, 300])
+def test_phases_number_as_many_datasets_as_blends_do(count: int) -> None:
+    phases = [BlendPhase(start, (1.0,) * count) for start in (0, count)]
+    found, blended = build_phases(phases, 2 * count), build_blend_index([1 / count] * count, count)
+    assert found.datasets.dtype == blended.datasets.dtype
+    assert found.datasets.tolist() == 2 * blended.datasets.tolist()
+
+
 def test_many_phases_leave_no_dataset_short() -> None:
     random = np.random.RandomState(0)
     for _ in range(100):

@@ -237,6 +237,7 @@ def test_malformed_records_are_left_out_if_wanted(
     found = _load(tmp_path, encoder, [_said(USER, ANSWER), *records], skip_bad_lines=True)
     assert len(found) == 1
     assert f"bad lines skipped: {len(REFUSED)}" in found.summary()
+    assert ": 1 records (" in found.summary()
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 3
     assert warnings[0].startswith(f"WARNING: --data-path {tmp_path / 'chats.jsonl'}:2: ")

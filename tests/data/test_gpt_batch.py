@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.gpt import DocumentEnds, make_batch, shorten
+from megatron.data.gpt import DocumentEnds, longest_segment, make_batch, shorten
 from megatron.data.loader import collate
 from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS
 from megatron.kernels.attention import Segments
@@ -80,5 +80,7 @@ def test_the_longest_document_is_known_without_reading_the_batch(
     ends = np.cumsum(lengths)
     batch = collate([{SEGMENT_ENDS: ends}])
     assert batch[LONGEST_SEGMENT].shape == (longest, 0)
+    assert longest_segment(batch) == longest
+    assert longest_segment({SEGMENT_ENDS: batch[SEGMENT_ENDS]}) is None
     text = torch.zeros(1, int(ends[-1]) + 1)
     assert shorten({**batch, "text": text}, 2)[LONGEST_SEGMENT].shape == (2, 0)

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.data.preprocess import map_in_order
+from megatron.data.preprocess import choose_workers, map_in_order
 from megatron.errors import DataError, ShortageError
 from tests.repository import ROOT
 
@@ -48,6 +49,16 @@ def test_results_keep_the_order_of_the_tasks(workers: int, size: int) -> None:
     tasks = [(i, b"x" * size) for i in range(23)]
     for count in (0, 1, 2, 23):
         assert run(work, lambda count=count: iter(tasks[:count]), workers) == tasks[:count]
+
+
+def test_a_small_input_gets_a_worker_only_if_it_may_be_packed(tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("plain.jsonl", "packed.jsonl.gz", "rows.parquet")}
+    for file in files.values():
+        file.write_bytes(b"x")
+    plain, packed, rows = map(str, files.values())
+    assert choose_workers([plain, plain]) == 0
+    for paths in ([packed], [plain, packed], [rows, plain]):
+        assert choose_workers(paths) == 1
 
 
 def _fail_after(count: int, error: BaseException) -> Iterator[bytes]:

@@ -34,6 +34,7 @@ def test_half_of_all_lines_is_kept_in_random_order(tmp_path: Path, capsys) -> No
     assert numbers != sorted(numbers)
     assert all(line["score"]["toxicity"] == scores[int(line["text"][1:])] for line in kept)
     said = capsys.readouterr().out
+    assert f"all   mean toxicity {sum(s for s, _ in known) / 90:.4f}" in said
     assert "100 lines, 90 of them with a score" in said
     assert f"kept  mean toxicity {sum(s for s, _ in known[:50]) / 50:.4f}" in said
     content = target.read_bytes()
@@ -77,7 +78,8 @@ def test_bad_files_are_named(tmp_path: Path, capsys, content: str, code: int, sa
 def test_a_share_is_checked_and_the_input_is_not_replaced(tmp_path: Path, capsys) -> None:
     source = write(tmp_path / "in.jsonl", [0.1, 0.2])
     words = ["detoxify", "select", "--data-path", str(source)]
-    assert megatron([*words, "--keep", "0"]) == 9
-    assert "--keep 0: give a fraction" in capsys.readouterr().err
+    for share in ("0", "1.5"):
+        assert megatron([*words, "--keep", share]) == 9
+        assert f"--keep {share}: give a fraction" in capsys.readouterr().err
     assert megatron([*words, "--out-path", str(source), "--overwrite"]) == 9
     assert "is also the input" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,16 +21,18 @@ from megatron.data import logits as files
 from megatron.data.gpt import TokenBatch
 from megatron.data.mock import MockDataset
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.finetuning import teacher as teacher_module
 from megatron.finetuning.distillation import LOSS_NAMES, Distillation, student_losses
 from megatron.finetuning.teacher import load_teacher
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import amount, estimate_memory
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.build import build_run
 from megatron.training.evaluation import evaluate
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.pretrain import main
+from megatron.training.recipe import SampleCounts, Splits
 from megatron.training.run import Run
 from pretrain_gpt import GPTRecipe
 from tests.config.command import problems
@@ -158,6 +161,62 @@ def test_a_student_that_is_its_teacher_has_no_gradient(teacher: str) -> None:
     lm_loss, divergence, norm = distill(Layout.single(), [*words, "--train-iters", "1"])
     assert abs(divergence[0]) < 1e-6
     assert norm[0] < 1e-5 < lm_loss[0]
+
+
+def test_a_teacher_is_named_once_and_has_the_run_s_number_format(
+    teacher: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(Layout.single(), ["--teacher-load", teacher, "--bf16"])
+    said = f"  teacher: {teacher}, iteration 30, 3 layers, hidden size 48, bfloat16"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+    (rounded,) = run.recipe.teacher.parts
+    (whole,) = begin(Layout.single(), ["--teacher-load", teacher]).recipe.teacher.parts
+    for ours, theirs in zip(rounded.parameters(), whole.parameters(), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert torch.equal(ours, theirs.bfloat16())
+
+
+class _LargerDataset(GPTRecipe):
+    """A dataset with more samples than a run takes."""
+
+    def build_datasets(
+        self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
+    ) -> Splits:
+        return super().build_datasets(config, tokenizer, (samples[0] + 6, *samples[1:]), layout)
+
+
+@pytest.mark.parametrize(("words", "samples"), [([], 8), (["--dataloader-type", "cyclic"], 14)])
+def test_files_hold_the_samples_that_a_run_may_read(
+    words: list[str], samples: int, teacher: str, tmp_path: Path
+) -> None:
+    words = [*words, "--teacher-load", teacher, "--logits-save-dir", str(tmp_path)]
+    words += ["--logits-save-top-k", "2", "--train-iters", "2"]
+    config = parsed(Layout.single(), words)
+    Distillation(_LargerDataset()).replace_training(config, toy_device(0), Layout.single())
+    assert json.loads((tmp_path / "logits.json").read_text())["samples"] == samples
+    assert _folder(tmp_path)["0 ids"].numel() == samples * 16 * 2  # 2 of each of 16 tokens
+
+
+def test_the_size_told_is_that_of_the_files_of_all_processes(
+    teacher: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_own = teacher_module._write_missing
+
+    def wait(_: Layout) -> None:
+        with (tmp_path / "logits-of-others.safetensors").open("wb") as file:
+            file.truncate(5 * 10**9)
+
+    def write(*args: Any) -> None:
+        write_own(*args)
+        monkeypatch.setattr(Layout, "wait_for_all", wait)  # the others finish during the wait
+
+    monkeypatch.setattr(teacher_module, "_write_missing", write)
+    words = ["--teacher-load", teacher, "--logits-save-top-k", "2", "--train-iters", "2"]
+    save(Layout.single(), [*words, "--logits-save-dir", str(tmp_path)])
+    assert f"the logits of 8 samples are in {tmp_path} (5 GB)" in capsys.readouterr().out
 
 
 def test_files_of_the_whole_vocabulary_teach_as_the_model_does(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_words
+from megatron.data.packing import pack
+from megatron.data.preferences import PreferenceDataset
 from megatron.errors import EXIT_OK, CheckpointError
 from megatron.finetuning import reference
 from megatron.parallel.layout import Layout
@@ -44,6 +47,21 @@ def test_the_file_is_read_by_runs_of_the_same_weights_and_data(
     (tmp_path / "kept" / "file.npz").write_bytes(b"PK damaged")
     assert values(Layout.single(), *words) == first
     assert "not a file of log-probabilities" in capsys.readouterr().out
+
+
+def test_each_split_gets_the_log_probabilities_of_its_own_pairs() -> None:
+    run = build_pairs(Layout.single(), [])
+    whole, _, _ = run.datasets
+    assert isinstance(whole, PreferenceDataset)
+    assert whole.reference is not None
+    parts = []
+    for first, last in ((0, 15), (15, 24)):
+        packing = pack(whole.source.limits[first:last].sum(axis=1), 32)
+        parts.append(replace(whole, first=first, packing=packing, reference=None))
+    run.datasets = (*parts, None)
+    reference.ReferenceLogProbs().begin(run)
+    found = np.concatenate([part.reference for part in parts])
+    np.testing.assert_allclose(found, whole.reference, rtol=1e-5)
 
 
 def test_every_layout_computes_and_reads_the_same(tmp_path: Path) -> None:

@@ -19,7 +19,12 @@ from megatron.inference import retrieval, samples
 from megatron.inference.build import EngineOptions
 from megatron.inference.load import Loaded, load_gpt, parse_generation
 from megatron.inference.request import NeighborPassage, Prompt, Request, Retrieved, Sampling, Token
-from megatron.inference.retrieval import RetroExecutor, build_any_engine, check_retrieval
+from megatron.inference.retrieval import (
+    RetroExecutor,
+    RetroStepCache,
+    build_any_engine,
+    check_retrieval,
+)
 from megatron.inference.sampling import choose, unpack
 from megatron.parallel.layout import Layout
 from megatron.retro.database import ChunkDatabase
@@ -49,6 +54,42 @@ def load(words=WORDS):
     program = Program(name="test", extra=(SamplesConfig,))
     config = parse_generation(words, 1, program, kinds=("gpt", "retro")).config
     return load_gpt("retro_fp32/ckpt", CPU, Layout.single(), config=config, kinds=("retro",))
+
+
+def test_each_token_attends_to_the_neighbors_of_the_chunk_that_it_reads():
+    """The tokens of two prompts, whose steps begin and end within chunks, against a plain loop."""
+    m, keys, heads, size = 4, 3, 2, 5
+    rows = [SimpleNamespace(start=2, size=7), SimpleNamespace(start=5, size=2)]
+    # Token 2 reads no chunk, so its block is arbitrary; from token 3 on, a chunk has ended.
+    blocks = [np.array([6, 6, 6, 6, 6, 1, 1]), np.array([4, 4])]
+    groups, places = retrieval._grouped(rows, blocks, m)
+    memory = torch.randn(2, 7 * keys, heads, size)
+    query = torch.randn(9, 1, heads, size)
+
+    def attend(query, key, value):  # [s, G, n, d], [k, G, n, d]
+        weights = torch.einsum("sgnd,kgnd->gnsk", query, key).softmax(-1)
+        return torch.einsum("gnsk,kgnd->sgnd", weights, value).flatten(2)
+
+    class Core:
+        layer_number = 3
+
+        def __call__(self, query, key, value, mask):
+            return attend(query, key, value)
+
+    of_chunks = SimpleNamespace(layers={3: memory}, sizes=SimpleNamespace(chunk=m, keys=keys))
+    unused = "memory positions lengths slots outputs singles chunks neighbors ending"
+    step = RetroStepCache(
+        **dict.fromkeys(unused.split()),
+        chunk_memory=of_chunks,
+        neighbor_singles=None,
+        groups=torch.from_numpy(groups),
+        places=torch.from_numpy(places),
+    )
+    found = step.attend_to_neighbors(query, None, Core())
+    for token, block in enumerate(np.concatenate(blocks)):
+        key, value = memory[:, None, block * keys : (block + 1) * keys].transpose(1, 2)
+        expected = attend(query[token : token + 1], key, value)
+        torch.testing.assert_close(found[token : token + 1], expected)
 
 
 @torch.no_grad()

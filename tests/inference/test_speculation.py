@@ -10,7 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.config.generation import Speculation, read_speculation
+from megatron.config.generation import (
+    ServerConfig,
+    Speculation,
+    read_speculation,
+    server_problems,
+)
 from megatron.config.run import ModelRun
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.device import Device
@@ -224,6 +229,13 @@ def test_ngrams_continue_the_last_longest_match() -> None:
     assert drafts(_row([2, 3, 4, 5, 6, 2, 3], limit=9)) == (4,)  # one more token is chosen anyway
     assert drafts(_row([2, 3, 4, 5, 6, 2, 3], limit=0)) == ()
     assert drafts(_row([1])) == ()
+
+
+def test_a_server_refuses_what_it_cannot_read_at_start() -> None:
+    (problem,) = server_problems(ServerConfig(speculative_config="ngram"))
+    assert problem.startswith("--speculative-config ngram: give a JSON object")
+    good = '{"method": "ngram", "num_speculative_tokens": 2}'
+    assert not server_problems(ServerConfig(speculative_config=good))
 
 
 def test_what_is_asked_for_has_vllm_s_names() -> None:

@@ -1,12 +1,16 @@
 """Computed counts against real modules and published numbers."""
 
 import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.config.model import ModelConfig
 from megatron.models.arithmetic import count_parameters, flops_per_token
+from megatron.models.costs import MicroBatch
 from megatron.models.gpt import GPTModel
+from megatron.models.head import Output
 from megatron.models.plans import model_plan
-from tests.models.small import LLAMA, VOCAB, config, new_context
+from tests.models.small import BATCH, LLAMA, SEQUENCE, VOCAB, batch, config, gpt, new_context
 from tests.models.test_gpt import KNOBS
 
 GPT2_MEDIUM = ModelConfig(
@@ -66,3 +70,18 @@ def test_published_sizes(model, vocab, published):
 )
 def test_flops_of_the_benchmark_workloads(model, sequence, vocab, gflop):
     assert round(flops_per_token(model_plan(model, vocab), sequence) / 1e9, 1) == gflop
+
+
+def test_a_chunked_loss_keeps_the_gradients_of_its_input_and_weight():
+    model = gpt(LLAMA, {"cross_entropy_fusion_impl": "linear", "cross_entropy_loss_fusion": True})
+    output, (_, labels) = model.output, batch()
+    x = torch.randn(SEQUENCE, BATCH, 16, requires_grad=True)
+    kept = []
+    with saved_tensors_hooks(lambda x: kept.append(x.nbytes), lambda x: x):
+        output(x, labels, torch.ones(BATCH, SEQUENCE))
+    mask = 4 * BATCH * SEQUENCE  # too little to be counted
+    logits = 4 * BATCH * SEQUENCE * VOCAB  # a single chunk, which is freed
+    counted = Output.activation_bytes(
+        model.plan.output, MicroBatch(sequences=BATCH, length=SEQUENCE, chunked_loss=True)
+    )
+    assert sum(kept) - mask == counted - logits

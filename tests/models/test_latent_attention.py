@@ -10,11 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.config.stages import ModelPart
 from megatron.kernels.rope import Rotation
+from megatron.models.arithmetic import count_part_parameters
 from megatron.models.costs import WeightSplit
+from megatron.models.gpt import GPTModel
 from megatron.models.latent_attention import LatentAttention
 from megatron.models.plan import LatentAttentionPlan, rotaries
-from tests.models.small import SEQUENCE, gpt
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layout import Layout
+from tests.models.small import SEQUENCE, config, gpt, plan
 
 RANK, STILL, TURNING, VALUE, HEADS, HIDDEN = 10, 6, 4, 7, 4, 16
 KEY = STILL + TURNING
@@ -106,6 +111,15 @@ def test_its_parameters_are_counted(query_rank: int | None) -> None:
     counted = sum(a * b for a, b in LatentAttention.matrices(plan, WeightSplit()))
     counted += LatentAttention.vectors(plan, WeightSplit())
     assert counted == sum(parameter.numel() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("query_rank", [9, None])
+def test_its_parameters_are_counted_on_a_tensor_rank(query_rank: int | None) -> None:
+    network = config(**{**NETWORK, "q_lora_rank": query_rank})
+    half = BuildContext(Layout.at(1, 2, tensor=2), torch.device("meta"))
+    part = ModelPart(range(2), embedding=True, head=False)
+    held = sum(each.numel() for each in GPTModel(plan(network), half, part).parameters())
+    assert count_part_parameters(plan(network), part, WeightSplit(tensor=2)) == held
 
 
 def test_work_counts_products_of_weights_and_pairs_of_tokens() -> None:

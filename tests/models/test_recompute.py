@@ -114,6 +114,14 @@ def test_parts_of_a_mixture_give_the_same_bits(module):
     assert _counts(again) == _counts(kept)
 
 
+@pytest.mark.parametrize(("modules", "runs"), [((), 1), (("shared_experts",), 2)])
+def test_shared_experts_run_again_only_if_they_are_recomputed(modules, runs):
+    model, calls = gpt(MIXTURE, recompute=_parts(*modules)), []
+    model.layers["1"].mlp.shared.up.register_forward_hook(lambda *_: calls.append(1))
+    loss_and_gradients(model)
+    assert len(calls) == runs
+
+
 def _parts(*modules):
     return RecomputePlan("selective", modules=modules)
 

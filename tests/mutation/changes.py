@@ -7,8 +7,8 @@ These rules leave out what cannot matter, or cannot matter to a test on a CPU:
 - Messages: f-strings, `raise` statements with what they raise, calls of `print`, `say`,
   `warn` and loggers, and help texts.
 - Time and memory: `time.sleep`, the garbage collector, arguments and constants whose names denote a
-  timeout, a pause, an interval, or the size of a chunk, buffer or cache; and constants that set
-  how much of something is shown, such as a chart's points.
+  timeout, a pause, an interval, or the size of a chunk, block, buffer or cache; and constants that
+  set how much of something is shown, such as a chart's points.
 - Code that needs a GPU: functions and classes that use `torch.cuda`, the `if` branches of GPUs, and
   the rest of a function after CPUs have left it.
 """
@@ -34,7 +34,7 @@ _ARGUMENTS = (
 ).split()
 _CONSTANTS = re.compile(
     "CHUNK|PIECE|AT_ONCE|AT_A_TIME|CACHE|BUFFER|TIMEOUT|WAIT|PAUSE|REST|SECONDS|EVERY|INTERVAL"
-    "|SHOWN|NAMED|LONGEST|BINS"
+    "|SHOWN|NAMED|LONGEST|BINS|BLOCK_BYTES"
 )
 _OF_GPUS = re.compile(r"(\w+\.)*(is_gpu|is_cuda|is_available\(\))|.*type == 'cuda'")
 

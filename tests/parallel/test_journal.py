@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from megatron.device import StreamMarks
 from megatron.parallel.journal import Journal
 
 
@@ -35,3 +38,12 @@ def test_work_that_is_only_recorded_sends_no_marks() -> None:
     for _ in range(100):
         journal.transfer("all-reduce", (0, 1), _Work()).wait()
     assert len(marks.sent) > 10
+
+
+def test_marks_tell_how_far_behind_a_device_is() -> None:
+    marks = StreamMarks(torch.device("cpu"))
+    assert marks.behind(2) == 2
+    for number in (3, 2**16, 2**16 + 1):  # more numbers than there are marks
+        marks.put(number)
+        assert marks.behind(number) == 0
+        assert marks.behind(number + 5) == 5  # queued, but not reached

@@ -1,5 +1,6 @@
 """Folders written for Megatron Core match Megatron Core's own files, from every layout."""
 
+import itertools
 import pickle
 import pickletools
 import random
@@ -77,6 +78,18 @@ def test_every_layout_saves_what_it_loaded(folders, tmp_path, layout):
     files = {path.name for path in theirs.path.iterdir()}
     parts = {f"__{rank}_0.distcp" for rank in range(processes)} | {"__0_1.distcp"}
     assert files == {INDEX, COMMON, FORMAT, COMPLETE, *parts}
+    # Replicas share their random states, except where they hold different experts.
+    grid = [sizes.get(axis, 1) for axis in ("pipeline", "tensor")]
+    grid += [sizes["expert"]] if "expert" in sizes else []
+    index = dcp.FileSystemReader(theirs.path).read_metadata().state_dict_metadata
+    assert {name for name in index if name.startswith("rng_state")} == {
+        f"rng_state/shard_{_dotted(place)}_{_dotted(grid)}"
+        for place in itertools.product(*map(range, grid))
+    }
+
+
+def _dotted(numbers):
+    return ".".join(map(str, numbers))
 
 
 @pytest.fixture(scope="module")

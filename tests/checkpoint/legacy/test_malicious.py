@@ -201,6 +201,12 @@ def test_the_name_asked_for_is_told():
         read_pickle(CORPUS["os.system"], "file")
 
 
+@pytest.mark.parametrize("pair", [_text("collections") + b"K\x01", b"K\x01" + _text("x")])
+def test_a_name_that_is_a_number_is_refused(pair):
+    with pytest.raises(CheckpointError, match="a name that is not a string"):
+        read_pickle(b"\x80\x04" + pair + b"\x93.", "file")
+
+
 def _doubled(levels):
     """Return code for a value with 2^levels leaves: each level is a pair of the level below."""
     return (

@@ -139,7 +139,9 @@ def test_this_machines_names_are_answered(live: Live, host: str) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "[::2]"])
 def test_a_name_of_another_site_is_not(live: Live, host: str) -> None:
-    assert live.client.get("/v1/models", headers={"Host": host}).status_code == 403
+    answer = live.client.get("/v1/models", headers={"Host": host})
+    assert answer.status_code == 403
+    assert answer.json()["error"]["type"] == "permission_error"
 
 
 def test_the_default_is_this_machine_alone() -> None:

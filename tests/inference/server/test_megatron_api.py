@@ -165,6 +165,7 @@ def test_two_rules_that_need_other_prompts(live: Live) -> None:
         {"top_k": 0},
         {"top_k": 1000},
         {"top_p": 0.0},
+        {"top_p": 0.0, "top_k": 5},
         {"top_p": 1.0},
         {"top_p": 0.5, "top_p_decay": 1.0, "top_p_bound": 0.5},
         {"random_seed": 0},

@@ -63,6 +63,22 @@ def test_a_stream_is_the_same_text(client: openai.OpenAI) -> None:
     assert usage == whole.usage
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_chunks_of_a_stream_have_a_place_for_the_usage_only_if_it_is_asked_for(
+    live: Live, counts: bool
+) -> None:
+    body = {"prompt": TEXT, "max_tokens": 3, "stream": True}
+    if counts:
+        body["stream_options"] = {"include_usage": True}
+    chunks = _chunks(live.post("/v1/completions", body).text)
+    told = chunks.pop()["usage"]["completion_tokens"] if counts else None
+    assert told == (3 if counts else None)
+    assert all(chunk["choices"] for chunk in chunks)
+    assert [chunk.get("usage", "none") for chunk in chunks] == [None if counts else "none"] * len(
+        chunks
+    )
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_end_an_answer_before_them(live: Live, stream: bool) -> None:
     body = {"prompt": TEXT, "max_tokens": 50, "stop": ["orl", "zzz"], "stream": stream}
