@@ -59,6 +59,7 @@ class RecurrenceKernels:
         gated_delta_rule: `chunk_gated_delta_rule`, or another function with its interface.
         recurrent_gated_delta_rule: `fused_recurrent_gated_delta_rule`.
         causal_conv1d: `causal_conv1d`.
+        rms_norm: `rmsnorm_fn`, which also gates.
     """
 
     simple_gla: _Function
@@ -66,6 +67,7 @@ class RecurrenceKernels:
     gated_delta_rule: _Function
     recurrent_gated_delta_rule: _Function
     causal_conv1d: _Function
+    rms_norm: _Function
 
     @staticmethod
     def takes(projected: Tensor, states: tuple[Tensor, ...] | None) -> bool:
@@ -229,6 +231,35 @@ class RecurrenceKernels:
         )
         return out.transpose(0, 1), x[len(x) - before :].transpose(0, 1)
 
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, *, gate_first: bool
+    ) -> Tensor:
+        """Normalize rows (RMSNorm) and multiply them by SiLU(gate), in fp32.
+
+        Args:
+            x: [s, b, n, c].
+            gate: [s, b, n, c].
+            weight: [c], or [n, c] if the rows of a token have different weights.
+            epsilon: Number added to the mean square.
+            gate_first: Whether rows are multiplied by SiLU(gate) before they are normalized.
+
+        Returns:
+            [s, b, n, c] in the type of x.
+        """
+        shape, size = x.shape, x.shape[-1]
+        if weight.dim() == 2:
+            x, gate, weight = x.flatten(2), gate.flatten(2), weight.flatten()
+        out: Tensor = self.rms_norm(
+            x,
+            weight,
+            None,
+            z=gate,
+            eps=epsilon,
+            group_size=size,
+            norm_before_gate=not gate_first,
+        )
+        return out.view(shape)
+
 
 def _scan_inputs(
     x: Tensor, steps: Tensor, rates: Tensor, b: Tensor, c: Tensor, documents: Tensor | None
@@ -345,6 +376,7 @@ def _load(capability: tuple[int, int]) -> tuple[RecurrenceKernels, str]:
         gated_delta_rule=chunked or getattr(gated, rule),
         recurrent_gated_delta_rule=gated.fused_recurrent_gated_delta_rule,
         causal_conv1d=import_module("fla.modules.causal_conv1d").causal_conv1d,
+        rms_norm=import_module("fla.modules.norm.layernorm_gated").rmsnorm_fn,
     )
     return kernels, f"{scan}, {rule}{reason}"
 

@@ -199,6 +199,10 @@ class GatedDeltaNet(RecurrentMixer):
             if kernels is not None:
                 rule = kernels.delta_rule
             read, matrices = rule(*inputs, documents=documents, state=matrices)
+        if kernels is not None and len(projected) > 1:
+            gate = gate.reshape(read.shape)
+            read = kernels.gated_norm(read, gate, self.norm.weight, plan.epsilon, gate_first=False)
+            return read.unflatten(2, (heads, -1)).flatten(3), (last, matrices)
         _, normal = self.norm(Stream(read))
         gated = normal.view_as(read).float().unflatten(2, (heads, -1)).flatten(3)
         gated = gated * F.silu(gate.float())

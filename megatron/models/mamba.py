@@ -189,10 +189,15 @@ class Mamba(RecurrentMixer):
                 out, after = checkpoint(core, x, steps, -decay.exp(), *kept, use_reentrant=False)
             else:
                 out, after = core(x, steps, -decay.exp(), *kept)
+        weight = self.norm[part(len(self.norm))].view(groups, inner)
+        if kernels is not None and len(x) > 1:
+            # One pass over memory for the sum, and one for gate and normalization.
+            out = torch.addcmul(out, x, skip.to(x.dtype).unsqueeze(-1)).flatten(3)
+            out = kernels.gated_norm(out, gate, weight, plan.epsilon, gate_first=True)
+            return out, (last, after.flatten(1, 2))
         out = (out + x * skip.unsqueeze(-1)).flatten(3) * F.silu(gate.float())
         normal = out * (out.square().mean(3, keepdim=True) + plan.epsilon).rsqrt()
-        weight = self.norm[part(len(self.norm))].float().view(groups, inner)
-        return (normal * weight).to(projected.dtype), (last, after.flatten(1, 2))
+        return (normal * weight.float()).to(projected.dtype), (last, after.flatten(1, 2))
 
 
 def step(

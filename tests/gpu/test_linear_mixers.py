@@ -222,6 +222,29 @@ def test_convolution(
     assert torch.equal(results[0]["after"], results[1]["after"])
 
 
+@pytest.mark.parametrize(("rows", "size", "gate_first"), [(2, 512, True), (8, 128, False)])
+def test_gated_norm(kernels: RecurrenceKernels, rows: int, size: int, gate_first: bool) -> None:
+    x, gate, weight, weights = draw(
+        1, (301, B, rows, size), (301, B, rows, size), (rows, size), (301, B, rows, size)
+    )
+    weight = weight if gate_first else weight[0]
+    results = []
+    for dtype in (BF16, torch.float64):
+        parts = [part.to(BF16).to(dtype).requires_grad_() for part in (x, gate, weight)]
+        if dtype == BF16:
+            out = kernels.gated_norm(*parts, 1e-5, gate_first=gate_first)
+        else:
+            values, gates = parts[0], torch.nn.functional.silu(parts[1])
+            out = values * gates if gate_first else values
+            out = out * (out.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * parts[2]
+            out = out if gate_first else out * gates
+        (out * weights).sum().backward()
+        names = ("d x", "d gate", "d weight")
+        found = {name: part.grad for name, part in zip(names, parts, strict=True)}
+        results.append({"out": out, **found})
+    compare(results[0], results[1], BF16)
+
+
 def mixer(kind: str, kernels: RecurrenceKernels | None) -> RecurrentMixer:
     """Return a mixer in bf16 with random weights that runs these kernels."""
     choice = replace(Kernels().recurrence, kernels=kernels)

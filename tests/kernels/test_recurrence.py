@@ -127,6 +127,25 @@ def causal_conv1d(
     return F.silu(out) if activation else out, None
 
 
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: None,
+    z: Tensor,
+    eps: float,
+    group_size: int,
+    norm_before_gate: bool,
+) -> Tensor:
+    """[..., D], [D], [..., D]; normalizes groups of channels."""
+    assert x.shape == z.shape
+    assert weight.shape == x.shape[-1:]
+    if not norm_before_gate:
+        x = x * F.silu(z)
+    groups = x.unflatten(-1, (-1, group_size))
+    x = (groups * (groups.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2) * weight
+    return x * F.silu(z) if norm_before_gate else x
+
+
 class StandIns(RecurrenceKernels):
     """Replaces the package for sequences of any length and number format."""
 
@@ -135,7 +154,9 @@ class StandIns(RecurrenceKernels):
         return True
 
 
-KERNELS = StandIns(simple_gla, simple_gla, gated_delta_rule, gated_delta_rule, causal_conv1d)
+KERNELS = StandIns(
+    simple_gla, simple_gla, gated_delta_rule, gated_delta_rule, causal_conv1d, rms_norm
+)
 
 
 def draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -304,7 +325,7 @@ def pretend(
     functions = (
         *("chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"),
         *("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
-        *("chunk_kda", "causal_conv1d"),
+        *("chunk_kda", "causal_conv1d", "rmsnorm_fn"),
     )
     module = SimpleNamespace(__version__=triton, **{name: name for name in functions})
     monkeypatch.setattr(recurrence, "Device", lambda _: device)
