@@ -15,9 +15,9 @@ from tests.reliability.processes import children, module, torchrun, until
 from tests.reliability.scoreboard.score import Trials, expect
 from tools.chaos import read_metrics
 
-_ITERATIONS = 250  # long enough for an added machine to join in time
+_ITERATIONS = 500  # long enough for an added machine to join, on a busy machine too
 _PATIENCE = 120.0  # seconds
-_QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+_QUICK = "last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=4"
 _NO_FAULT = "none:0:0"
 
 Machine = Callable[[str], AbstractContextManager[int]]
