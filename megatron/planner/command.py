@@ -37,7 +37,14 @@ from megatron.parallel.pipeline.draw import as_text, draw
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Timeline, simulate
 from megatron.planner.machine import DEFAULT, MACHINES, Machine, find_machine, read_machine
-from megatron.planner.prediction import Failures, Grid, Prediction, pipeline_of, predict
+from megatron.planner.prediction import (
+    Failures,
+    Grid,
+    Prediction,
+    pipeline_of,
+    predict,
+    seconds_by_host,
+)
 from megatron.planner.search import PLANNED, Plan, Search, spell, with_teacher
 from megatron.recipes import catalog
 from megatron.recipes.derive import describe_network, network_flags
@@ -49,7 +56,7 @@ _DRAWN = 4  # micro-batches per stage in a drawing, because more are too dense t
 _MOST_DRAWN = 16  # stages of a drawing as text
 _HOUR = 3600.0
 _MOST_RULES = 3  # rules to show if all layouts are refused
-_HOST_BOUND = 0.05  # minimum share of the time spent waiting for the host that is reported
+_HOST_BOUND = 0.05  # minimum share of an update's time between hosts that is reported
 
 
 def build_parser() -> ToolParser:
@@ -170,7 +177,8 @@ def run(options: argparse.Namespace) -> None:
         f"{tried:,} layouts in {took:.1f} s: {dropped}\n"
     )
     print(table(plans, request.gpus))
-    print(reasons(plans, request.gpus))
+    print(reasons(plans))
+    print(on_other_hosts(request, best, network), end="")
     print(f"\n{command(request, best)}\n")
     print(goodput(request, best, options))
     show_timeline(request, best, network, options)
@@ -380,6 +388,7 @@ def predict_given(request: PlanRequest, memory: bool, seconds: bool) -> Plan:
             f"time per update: {found.seconds:.4g} s, {found.tokens_per_second:,.0f} tokens/s per "
             f"GPU, {found.mfu:.1%} MFU\n{shares(found)}"
         )
+        print(on_other_hosts(request, Plan({}, config, found), network), end="")
     return Plan({}, config, found)
 
 
@@ -444,15 +453,10 @@ def table(plans: list[Plan], gpus: int) -> str:
     )
 
 
-def reasons(plans: list[Plan], gpus: int) -> str:
+def reasons(plans: list[Plan]) -> str:
     """Return why the first layout is the fastest, and why the others are slower."""
     best = plans[0].prediction
     lines = [f"\n1 is the fastest. Its time: {shares(best)}."]
-    if best.parts["host"] > _HOST_BOUND * best.seconds:
-        lines.append(
-            "The GPUs wait for the host to launch kernels: try --cuda-graph-impl local (which "
-            "excludes some layouts), or fewer GPUs."
-        )
     for number, plan in enumerate(plans[1:], 2):
         found = plan.prediction
         more = {name: (found.parts[name] - best.parts[name]) / best.seconds for name in best.parts}
@@ -461,6 +465,18 @@ def reasons(plans: list[Plan], gpus: int) -> str:
         slower = found.seconds / best.seconds - 1
         lines.append(f"{number} takes {slower:.1%} more" + (f": {why}" if why else ""))
     return "\n".join(lines)
+
+
+def on_other_hosts(request: PlanRequest, plan: Plan, network: ModelPlan) -> str:
+    """Return how much an update's time depends on the host, as a line, or "" if it does not."""
+    low, high = seconds_by_host(plan.config, network, request.gpus, request.machine)
+    if high - low < _HOST_BOUND * plan.prediction.seconds:
+        return ""
+    return (
+        f"The GPUs wait for the host to launch kernels: {low:.4g} s on the fastest host that was "
+        f"measured, {high:.4g} s on the slowest. Try --cuda-graph-impl local (which excludes some "
+        'layouts), larger micro-batches, or fewer GPUs, or set "launch" in a --machine FILE.\n'
+    )
 
 
 def command(request: PlanRequest, plan: Plan) -> str:

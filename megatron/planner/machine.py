@@ -142,6 +142,9 @@ MACHINES = {
     ),
 }
 DEFAULT = MACHINES["H200"]
+# Launch times of the fastest and the slowest host on which benchmarks ran, relative to
+# `Machine.launch`. Three hosts with the same GPUs needed 25, 35 and 63 us.
+HOST_SPREAD = (0.7, 1.8)
 
 
 def like_device(name: str, memory: float) -> Machine:

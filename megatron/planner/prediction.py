@@ -29,7 +29,7 @@ from megatron.planner.cost import (
     model_passes,
     stage_message,
 )
-from megatron.planner.machine import Machine
+from megatron.planner.machine import HOST_SPREAD, Machine
 from megatron.planner.memory import MemoryEstimate, largest_process
 from megatron.planner.pipeline_balance import Costs, Pipeline
 
@@ -263,6 +263,23 @@ def predict(
         ),
         peak=machine.peak,
     )
+
+
+def seconds_by_host(
+    config: RunConfig, plan: ModelPlan, world_size: int, machine: Machine
+) -> tuple[float, float]:
+    """Return the time of an update on the fastest and on the slowest host that was measured.
+
+    Hosts with the same GPUs differ so much that one number would be wrong where launching kernels
+    limits the speed. A machine whose own launch time was measured has only one host.
+
+    Raises:
+        ConfigError: The layers do not fit the stages, or the micro-batches do not divide the batch.
+    """
+    spread = HOST_SPREAD if machine.launch == Machine.launch else (1.0, 1.0)
+    hosts = [replace(machine, launch=factor * machine.launch) for factor in spread]
+    low, high = (predict(config, plan, world_size, each).seconds for each in hosts)
+    return low, high
 
 
 def pipeline_of(

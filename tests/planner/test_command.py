@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -352,3 +353,30 @@ def test_layers_that_are_split_split_sequences_too():
         is_split = values["parallel.tensor_model_parallel_size"] > 1
         assert values["parallel.sequence_parallel"] is is_split
         assert values["parallel.tp_comm_overlap"] is is_split
+
+
+def test_times_on_other_hosts_are_told_where_the_host_matters(capsys):
+    words = "--gpus 2xH200 --memory --time -- --num-layers 24 --hidden-size 1024 --bf16"
+    words += " --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024"
+    words += " --micro-batch-size 8 --global-batch-size 64"
+    run(_options(*words.split(), "--cuda-graph-impl", "none"))
+    found = re.search(
+        r"wait for the host .*: ([\d.]+) s on the fastest .*, ([\d.]+) s on the slow",
+        capsys.readouterr().out,
+    )
+    assert found is not None
+    # 0.2664 s on the usual host
+    assert float(found[1]) < 0.2
+    assert float(found[2]) > 0.45
+    run(_options(*words.split(), "--cuda-graph-impl", "local"))
+    assert "wait for the host" not in capsys.readouterr().out
+
+
+def test_a_host_that_was_measured_has_no_range(tmp_path, capsys):
+    path = tmp_path / "machine.json"
+    path.write_text('{"launch": 50e-6}')
+    words = f"--gpus 2xH200 --machine {path} --memory --time -- --num-layers 24 --hidden-size 1024"
+    words += " --bf16 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024"
+    words += " --micro-batch-size 8 --global-batch-size 64 --cuda-graph-impl none"
+    run(_options(*words.split()))
+    assert "wait for the host" not in capsys.readouterr().out

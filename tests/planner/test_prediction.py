@@ -14,7 +14,7 @@ from megatron.models.plans import model_plan
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.planner.cost import MESSAGE_LAUNCHES, Setting, layer_passes
 from megatron.planner.machine import MACHINES
-from megatron.planner.prediction import predict, records_passes
+from megatron.planner.prediction import predict, records_passes, seconds_by_host
 from megatron.tokenizer import padded_vocabulary
 from tests.repository import ROOT
 
@@ -35,10 +35,13 @@ _LLAMA = """
 """
 
 
-def predicted(words, gpus, machine="H200", kind="gpt", **rates):
+def planned(words, gpus, kind="gpt"):
     config = parse_config(words, world_size=gpus, architecture=kind).config
-    plan = model_plan(config.model, padded_vocabulary(config))
-    return predict(config, plan, gpus, replace(MACHINES[machine], **rates))
+    return config, model_plan(config.model, padded_vocabulary(config)), gpus
+
+
+def predicted(words, gpus, machine="H200", kind="gpt", **rates):
+    return predict(*planned(words, gpus, kind), replace(MACHINES[machine], **rates))
 
 
 def words_of(model, flags):
@@ -48,12 +51,13 @@ def words_of(model, flags):
 
 
 def _measured(row):
-    """Return the prediction for a row, and the measured seconds."""
+    """Return a row's prediction, its times on two extreme hosts, and the measured time."""
     words = words_of(row["model"], row["flags"])
-    found = predicted(words, row["gpus"], kind=KINDS.get(row["model"], "gpt"))
+    run = planned(words, row["gpus"], KINDS.get(row["model"], "gpt"))
+    found, hosts = predict(*run, MACHINES["H200"]), seconds_by_host(*run, MACHINES["H200"])
     if "milliseconds" in row:
-        return found, row["milliseconds"] / 1000
-    return found, found.tokens / row["tokens_per_second"]
+        return found, hosts, row["milliseconds"] / 1000
+    return found, hosts, found.tokens / row["tokens_per_second"]
 
 
 _SMALL = """
@@ -94,12 +98,14 @@ def test_every_row_is_in_the_documentation():
 def test_time_and_memory_of_what_was_measured(capsys):
     wrong, lines, held_out = [], [], []
     for row in MEASURED["rows"]:
-        found, seconds = _measured(row)
+        found, (low, high), seconds = _measured(row)
         error = found.seconds / seconds - 1
-        if "fitted" not in row:
+        waits = high - low > 0.05 * found.seconds  # for the host
+        if "fitted" not in row and not waits:
             held_out.append(abs(error))
+        is_within = low * (1 - TIME) < seconds < high * (1 + TIME) if waits else abs(error) < TIME
         # A row that is predicted correctly again must leave the list of misses.
-        if (abs(error) > TIME) != ("miss" in row):
+        if is_within == ("miss" in row):
             wrong.append((row["name"], f"{error:+.1%}"))
         gib = found.memory.total / 2**30
         if "gib" in row and abs(gib / row["gib"] - 1) > MEMORY:
@@ -107,14 +113,15 @@ def test_time_and_memory_of_what_was_measured(capsys):
         shown = f"{row['gib']:.1f}, {gib / row['gib'] - 1:+.1%}" if "gib" in row else ""
         lines.append(
             f"| {row['name']} | {row['gpus']} | {1000 * seconds:,.1f} | "
-            f"{1000 * found.seconds:,.1f} | {error:+.1%} | {shown} | "
+            f"{1000 * found.seconds:,.1f} | {error:+.1%} | "
+            f"{f'{1000 * low:,.0f} to {1000 * high:,.0f}' if waits else ''} | {shown} | "
             f"{'fitted' if 'fitted' in row else ''} |"
         )
     with capsys.disabled():
         print("\n" + "\n".join(lines))
     assert not wrong
     assert median(held_out) < 0.03
-    assert sum("miss" in row for row in MEASURED["rows"]) <= 6
+    assert sum("miss" in row for row in MEASURED["rows"]) <= 1
     page = PAGE.read_text()
     missing = [line for line in lines if line not in page]
     assert not missing, "copy the lines that were printed into docs/planner.md"
