@@ -21,6 +21,8 @@ _DELTA = Need(
 _SCALED = Need(
     lambda run: run.model.rope_type in ("yarn", "dynamic"), "--rope-type yarn or dynamic"
 )
+_STILL = Need(lambda run: run.model.no_rope_freq, "--no-rope-freq")
+_TEMPERED = Need(lambda run: run.model.attention_temperature_scale, "--attention-temperature-scale")
 _LONG_ROPE = Need(lambda run: run.model.rope_type == "longrope", "--rope-type longrope")
 # Sizes of latent attention.
 LATENT_FIELDS = (
@@ -103,6 +105,14 @@ class SelfAttentionOptions:
             are then neither interpolated nor scaled (Gemma 3). Default: as in the other layers.
         no_rope_freq: The layers without rotary positions: a number N means every Nth layer, and a
             pattern such as ([0]*3+[1])*6 has a 1 for each of them. Default: none.
+        attention_chunk_size: Cut each document into chunks of this many tokens. In the layers with
+            rotary positions, a token attends only within its chunk (Llama 4). Default: no chunks.
+        attention_temperature_scale: Factor a of the temperature of attention in the layers without
+            rotary positions (Llama 4): the query at position p, from 0, is multiplied by
+            1 + a ln(1 + floor((p + 1) / --attention-temperature-floor)). Default: no such factor.
+        attention_temperature_floor: See --attention-temperature-scale.
+        qk_l2_norm: Divide each head's queries and keys by their root mean square in the layers with
+            rotary positions, without learned weights (Llama 4).
         rope_type: How rotary positions extend beyond the trained context. yarn: low frequencies are
             divided by --rotary-scaling-factor (Peng et al., 2023). longrope: each frequency has its
             own divisor (Phi-3, Phi-4). dynamic: the base grows with sequences that are
@@ -164,6 +174,16 @@ class SelfAttentionOptions:
     attn_logit_softcapping: float | None = flag(None, above=0, only_for=("gpt",))
     window_rotary_base: float | None = flag(None, above=0, requires=_ROTARY, needs=_WINDOW)
     no_rope_freq: str | None = flag(None, requires=_ROTARY)
+    attention_chunk_size: int | None = flag(
+        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_ROTARY, only_for=("gpt",)
+    )
+    attention_temperature_scale: float | None = flag(
+        None, above=0, requires=_STILL, only_for=("gpt",)
+    )
+    attention_temperature_floor: int = flag(
+        8192, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_TEMPERED
+    )
+    qk_l2_norm: bool = flag(False, requires=_ROTARY, only_for=("gpt",))
     rope_type: str = flag(
         "rope", choices=("rope", "yarn", "longrope", "dynamic", "proportional"), requires=_ROTARY
     )

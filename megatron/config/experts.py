@@ -39,6 +39,10 @@ _GATED_TO_TWO = Need(
     lambda run: _GATED.is_met(run) and run.model.moe_router_topk == 2,
     "--moe-router-gating deepspeed --moe-router-topk 2",
 )
+_TO_ONE = Need(
+    lambda run: run.model.num_experts and run.model.moe_router_topk == 1,
+    "--num-experts with --moe-router-topk 1",
+)
 _DROPS = Need(
     lambda run: run.model.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"
 )
@@ -78,6 +82,8 @@ class ExpertOptions:
         moe_router_score_function: Function that turns the router's logits into scores.
         moe_router_pre_softmax: Take the softmax over all experts before choosing the best. Off:
             take it over the chosen experts.
+        moe_apply_probs_on_input: Multiply the input of a token's expert by its score, instead of
+            the output (Llama 4).
         moe_router_num_groups: Number of groups that the experts are divided into. Each token uses
             experts of at most --moe-router-group-topk groups. Default: no groups.
         moe_router_group_topk: Number of groups that a token may use.
@@ -133,6 +139,7 @@ class ExpertOptions:
         "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"), needs=_MIXTURE
     )
     moe_router_pre_softmax: bool = flag(False, needs=_MIXTURE)
+    moe_apply_probs_on_input: bool = flag(False, requires=_TO_ONE)
     moe_router_num_groups: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
     moe_router_group_topk: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
     moe_router_group_score_topk: int | None = flag(

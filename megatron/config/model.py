@@ -93,6 +93,8 @@ class DenseOptions:
         use_rope_scaling: Lower the rotary frequencies as Llama 3.1 does (original context length
             8192).
         rope_scaling_factor: Factor by which --use-rope-scaling divides the lowest frequencies.
+        rope_high_freq_factor: Number of turns within 8192 tokens from which --use-rope-scaling
+            keeps a frequency unchanged (1 in Llama 4).
         make_vocab_size_divisible_by: Pad the vocabulary to a multiple of this times the
             tensor-parallel size.
         normalization: Normalization before each block.
@@ -137,8 +139,9 @@ class DenseOptions:
             there).
         add_qkv_bias: Add biases to queries, keys and values, even with --disable-bias-linear.
         qk_layernorm: Normalize queries and keys with --normalization before the attention scores.
-        qk_layernorm_scope: What --qk-layernorm normalizes together: the channels of a "head"
-            (Qwen3), or the whole "projection", all heads at once (OLMoE).
+        qk_layernorm_scope: What --qk-layernorm normalizes together: the channels of a "head", with
+            the same weights for all heads (Qwen3); those of "each-head", with its own weights
+            (Command R+); or the whole "projection", all heads at once (OLMoE).
         bert_binary_head: Train BERT to predict whether two segments are in order. Off: train on
             masked tokens only, without token types and pooler.
         biencoder_projection_dim: Size of a bi-encoder's vectors. 0: --hidden-size, without a
@@ -200,6 +203,7 @@ class DenseOptions:
     rotary_seq_len_interpolation_factor: float | None = flag(None, at_least=1, needs=_ROTARY)
     use_rope_scaling: bool = flag(False, requires=_ROTARY)
     rope_scaling_factor: float = flag(8.0, above=0, needs=_SCALED)
+    rope_high_freq_factor: float = flag(4.0, unit="turns", at_least=1, needs=_SCALED)
     make_vocab_size_divisible_by: int = flag(128, unit="entries", at_least=1, at_most=MOST_IDS)
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, names="--norm-epsilon --layernorm-epsilon", above=0)
@@ -234,7 +238,9 @@ class DenseOptions:
     )
     add_qkv_bias: bool = flag(False, needs=_UNBIASED)
     qk_layernorm: bool = False
-    qk_layernorm_scope: str = flag("head", choices=("head", "projection"), needs=_QK_NORM)
+    qk_layernorm_scope: str = flag(
+        "head", choices=("head", "each-head", "projection"), needs=_QK_NORM
+    )
     bert_binary_head: bool = flag(True, off="--bert-no-binary-head", only_for=("bert",))
     biencoder_projection_dim: int = flag(0, at_least=0, at_most=MOST_WIDTH, only_for=("ict",))
     biencoder_shared_query_context_model: bool = flag(False, only_for=("ict",))
@@ -448,6 +454,7 @@ ROTARY_SPEED = (
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
+    "rope_high_freq_factor",
     *YARN_FIELDS,
     *LONGROPE_FIELDS,
 )
@@ -485,12 +492,13 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         **dict.fromkeys(LATENT_FIELDS, model.multi_latent_attention),
         **dict.fromkeys(DELTA_FIELDS, model.experimental_attention_variant is not None),
         **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), positions == "rope"),
+        "attention_temperature_floor": model.attention_temperature_scale is not None,
         "window_rotary_base": positions == "rope" and model.window_size is not None,
         "scale_alibi": positions == "alibi",
         "shared_parallel_norm": model.parallel_residual,
         "layernorm_bias": model.normalization == "LayerNorm",
         "add_bias_attention": model.add_bias_linear,
-        "rope_scaling_factor": model.use_rope_scaling,
+        **dict.fromkeys(("rope_scaling_factor", "rope_high_freq_factor"), model.use_rope_scaling),
         # Relative positions cover any distance, and so do states.
         "max_position_embeddings": positions == "learned_absolute"
         or (positions != "relative" and model.has_attention),

@@ -16,12 +16,21 @@ _NOT_WITH_LATENT: Exclusions = {
     "model.softmax_scale": ((None,), "the size of its heads and YaRN decide"),
     "model.qk_layernorm_scope": (("head",), "a whole latent vector is normalized, for all heads"),
     "model.rotary_percent": ((1.0,), "--qk-pos-emb-head-dim is the number of channels that rotate"),
+    "model.attention_chunk_size": ((None,), "it does not support chunks"),
+    "model.attention_temperature_scale": ((None,), "its queries have no temperature"),
+    "model.qk_l2_norm": ((False,), "--qk-layernorm normalizes its latent vectors"),
     "model.lora_rank": ((None,), "its projections do not support adapters"),
     "checkpoint.ckpt_format": (("native",), "latent attention cannot be written in this format"),
 }
 _NOT_WITH_OUTPUT_GATE: Exclusions = {
     "model.multi_latent_attention": ((False,), "latent attention has no gates"),
     "model.lora_rank": ((None,), "adapters of queries would have no gates"),
+}
+_NOT_WITH_CHUNKS: Exclusions = {
+    "model.window_size": ((None,), "a layer has either chunks or a window"),
+}
+_NOT_WITH_L2_NORM: Exclusions = {
+    "model.qk_layernorm": ((False,), "both normalize queries and keys"),
 }
 _NOT_WITH_DELTA: Exclusions = {
     "model.hybrid_layer_pattern": ((None,), "the pattern names the kind of each layer"),
@@ -45,8 +54,13 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
                 yield str(error)
     if model.rope_type == "yarn":
         yield from _yarn(model)
-    if model.attention_output_gate:
-        yield from excluded(config, "--attention-output-gate", _NOT_WITH_OUTPUT_GATE)
+    for shown, is_on, exclusions in (
+        ("--attention-output-gate", model.attention_output_gate, _NOT_WITH_OUTPUT_GATE),
+        ("--attention-chunk-size", model.attention_chunk_size is not None, _NOT_WITH_CHUNKS),
+        ("--qk-l2-norm", model.qk_l2_norm, _NOT_WITH_L2_NORM),
+    ):
+        if is_on:
+            yield from excluded(config, shown, exclusions)
     if model.rope_type == "longrope":
         yield from _long_rope(model)
     if model.rope_type == "dynamic":

@@ -153,6 +153,24 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
             model.rope_type in ("longrope", "dynamic", "proportional"),
         ),
         ("--moe-router-bias", bool(model.num_experts) and model.moe_router_bias),
+        (
+            f"--rope-high-freq-factor {model.rope_high_freq_factor:g}",
+            model.use_rope_scaling and model.rope_high_freq_factor != 4,
+        ),
+        (
+            "--qk-layernorm-scope each-head",
+            model.qk_layernorm and model.qk_layernorm_scope == "each-head",
+        ),
+        # Megatron Core normalizes in all layers.
+        ("--qk-l2-norm with --no-rope-freq", model.qk_l2_norm and model.no_rope_freq is not None),
+        (
+            f"--attention-chunk-size {model.attention_chunk_size}",
+            model.attention_chunk_size is not None,
+        ),
+        (
+            f"--attention-temperature-scale {model.attention_temperature_scale}",
+            model.attention_temperature_scale is not None,
+        ),
     ):
         if on:
             yield name

@@ -125,6 +125,7 @@ def build_engine(
         latent=_latent_sizes(plan),
         batch_invariant=loaded.config.model.batch_invariant_mode,
         has_slopes=has_slopes,
+        chunk_remainder=(loaded.config.model.attention_chunk_size or 0) % options.block_size,
     )
     speculation = options.speculation
     reads_states = speculation is not None and speculation.method == "mtp"

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.attention import AttentionOptions
-from megatron.kernels.paged_attention import Chunks, LatentHeads, PagedAttention, Singles
+from megatron.kernels.cached_sequences import Chunks, Singles
+from megatron.kernels.paged_attention import LatentHeads, PagedAttention
 from megatron.models.attention import Recurrence
 from megatron.models.recurrent_plan import StateSpec
 

@@ -25,7 +25,8 @@ from megatron.inference.cache import CacheMemory, StateRows, StepCache
 from megatron.inference.request import Retrieved
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
 from megatron.inference.scheduler import UNKNOWN, Integers, Row, Sequence, StepPlan
-from megatron.kernels.paged_attention import PART, Chunks, Singles
+from megatron.kernels.cached_sequences import Chunks, Singles
+from megatron.kernels.paged_attention import PART
 from megatron.models.gpt import GPTModel
 from megatron.parallel.adapter_stack import AdapterRows
 from megatron.parallel.collectives import broadcast, gather_to

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -122,6 +122,32 @@ class Segments:
         result: Result = self._shared[key]
         return result
 
+    def within(self, chunk: int) -> Segments:
+        """Return these segments, cut into chunks of this many tokens from the start of each."""
+        if (self.longest or self.shape[1]) <= chunk:
+            return self
+        return self.shared(
+            ("chunks", chunk), lambda: replace(self, ends=self._cut(chunk), longest=chunk)
+        )
+
+    def _cut(self, chunk: int) -> Tensor:
+        """Return the ends of chunks. Their number is an upper bound, so the last may be empty."""
+        starts, stops = self.ends[:-1], self.ends[1:]
+        counts = (stops - starts + chunk - 1) // chunk
+        total = counts.cumsum(0, dtype=torch.int32)
+        most = len(starts) + self.shape[0] * self.shape[1] // chunk
+        number = torch.arange(most, device=starts.device, dtype=torch.int32)
+        segment = torch.searchsorted(total, number, right=True).clamp(max=len(starts) - 1)
+        inside = number - (total - counts)[segment]
+        ends = torch.minimum(starts[segment] + (inside + 1) * chunk, stops[segment])
+        return F.pad(ends, (1, 0))
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The position of each token in its segment, int64 [b, s]."""
+        tokens = torch.arange(self.shape[0] * self.shape[1], device=self.ends.device)
+        return tokens.view(self.shape) - self.ends[number_segments(self.ends, self.shape)]
+
     @cached_property
     def mask(self) -> Tensor:
         """The equivalent mask: bool [b, 1, queries, keys], True where a query may attend."""
@@ -164,6 +190,9 @@ class AttentionOptions(NamedTuple):
             score of an additional key with the value zero. `None` for no sinks.
         slopes: One slope for each query head, [n]. The slope times the distance between query and
             key, in tokens, is subtracted from a score (ALiBi). `None` for no such biases.
+        chunk: The number of tokens in a chunk of a sequence in the cache: a query attends only to
+            keys of its own chunk. `None` for no chunks. It has no effect without a cache, where
+            `Segments` are the chunks.
     """
 
     mask: Mask | None = None
@@ -175,6 +204,7 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     slopes: Tensor | None = None
+    chunk: int | None = None
 
     def is_limited(self, keys: int) -> bool:
         """Return whether the window hides any of this many keys from a query."""

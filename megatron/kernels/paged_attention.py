@@ -13,7 +13,6 @@ prompt is cut.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple, Protocol
 
@@ -32,6 +31,7 @@ from megatron.kernels.attention import (
     leave_to_sinks,
 )
 from megatron.kernels.batch_invariant import attend
+from megatron.kernels.cached_sequences import Chunks, Singles, chunk_starts
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, operator
 from megatron.kernels.plans import WARP, KernelLaunch, Number, PlanError, Pointer, divide_up
 from megatron.kernels.sources import FLOATS, constant, instance
@@ -175,43 +175,6 @@ LARGEST_VECTORS = 32  # of 16 bytes per head, as in the .cu files
 _JOIN_THREADS = 128  # of a block that merges parts of long results
 
 
-@dataclass(frozen=True)
-class Singles:
-    """The u sequences that add one token each. Sequences without tokens pad the batch.
-
-    Attributes:
-        tables: The blocks of each sequence, int32 [u, m]. Entries after a sequence's last block are
-            arbitrary.
-        lengths: The number of tokens of each sequence, including the new one, int32 [u].
-        longest: An upper bound on the lengths.
-        block_size: The number of tokens in a block.
-    """
-
-    tables: Tensor
-    lengths: Tensor
-    longest: int
-    block_size: int
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """The c sequences that add consecutive tokens of their prompts.
-
-    Attributes:
-        starts: The number of each sequence's tokens that are already in the cache.
-        sizes: The number of new tokens of each sequence.
-        ends: Cumulative numbers of new tokens and of all tokens over the sequences, int32 [2, c +
-            1]. Each row begins with 0.
-        slots: The slots of all tokens, sequence by sequence, int64 [l]; `None` if all tokens are
-            new.
-    """
-
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    ends: Tensor
-    slots: Tensor | None
-
-
 class LatentHeads(Protocol):
     """How a layer computes keys and values from cached vectors of w channels.
 
@@ -252,6 +215,7 @@ def choose_paged_attention(
     latent: LatentSizes | None = None,
     batch_invariant: bool = False,
     has_slopes: bool = False,
+    chunk_remainder: int = 0,
 ) -> PagedAttention:
     """Choose the kernels if there is a library that supports the sizes, otherwise PyTorch.
 
@@ -262,12 +226,17 @@ def choose_paged_attention(
         latent: The sizes of latent vectors, if they are cached instead of keys and values.
         batch_invariant: Whether results must be bitwise identical to those of training.
         has_slopes: Whether ALiBi's biases are added to the scores.
+        chunk_remainder: Number of tokens by which a chunk is longer than whole blocks of the cache.
     """
     if batch_invariant:
         return BatchInvariantPaged()
-    if library is None or has_slopes:
-        alibi = "--position-embedding-type alibi: no kernel adds biases"
-        return PagedAttention(alibi if has_slopes else "no fused kernels")
+    if library is None or has_slopes or chunk_remainder:
+        reason = "no fused kernels"
+        if has_slopes:
+            reason = "--position-embedding-type alibi: no kernel adds biases"
+        elif chunk_remainder:
+            reason = "--attention-chunk-size: no kernel divides blocks of the cache"
+        return PagedAttention(reason)
     if latent is not None:
         most = constant("latent_attention.cu", "kMostRank")
         fits = dtype.itemsize == 2 and latent.width % 8 == latent.rank % 8 == 0
@@ -310,7 +279,7 @@ class PagedAttention:
             keys: The cached keys [slots, g, d], including the new ones.
             values: The cached values, in the shape of the keys.
             singles: The sequences.
-            options: The window.
+            options: The window, or the chunks.
 
         Returns:
             The results [u, n, d], which are undefined for sequences without tokens.
@@ -359,14 +328,18 @@ class PagedAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sequences' keys and values [u, g, l, d] and their visibility [u, 1, 1, l].
 
-        l is the length of the longest sequence.
+        l is the length of the longest sequence, or of a chunk.
         """
-        size = singles.block_size
-        blocks = singles.tables[:, : -(-singles.longest // size)].long()
-        within = torch.arange(size, device=keys.device)
-        slots = (blocks.unsqueeze(2) * size + within).flatten(1)[:, : singles.longest]  # [u, l]
+        size, lengths, longest = singles.block_size, singles.lengths[:, None], singles.longest
+        starts = torch.zeros_like(lengths)
+        if options.chunk is not None:
+            starts, longest = chunk_starts(lengths, options.chunk), min(longest, options.chunk)
+        places = torch.arange(longest, device=keys.device)
+        # A chunk may be longer than its sequence.
+        at = (starts + places).clamp(max=singles.tables.shape[1] * size - 1)  # [u, l]
+        slots = singles.tables.gather(1, at // size).long() * size + at % size
         key, value = (x[slots].transpose(1, 2) for x in (keys, values))  # [u, g, l, d]
-        places, lengths = torch.arange(slots.shape[1], device=keys.device), singles.lengths[:, None]
+        lengths = lengths - starts
         seen = places < lengths
         if options.window is not None:
             seen &= places >= lengths - 1 - options.window
@@ -389,7 +362,7 @@ class PagedAttention:
             value: The values of the new tokens, [s, g, d].
             cache: The cached keys and values [slots, g, d], including those of the new tokens.
             chunks: The sequences.
-            options: The window.
+            options: The window, or the chunks.
 
         Returns:
             The results [s, n d].
@@ -450,6 +423,8 @@ class BatchInvariantPaged(PagedAttention):
         options: AttentionOptions,
     ) -> Tensor:
         """Attend with consecutive tokens of prompts, one sequence at a time."""
+        if options.chunk is not None:
+            chunks = chunks.within(options.chunk)
         if chunks.slots is not None:
             key, value = (x[chunks.slots] for x in cache)  # [l, g, d]
         lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
@@ -485,6 +460,8 @@ class FusedPaged(PagedAttention):
         options: AttentionOptions,
     ) -> Tensor:
         """Attend with one query per sequence."""
+        if options.chunk is not None:
+            singles = singles.within(options.chunk)
         return paged_attention(
             self._library,
             *(query, keys, values, singles.tables, singles.lengths),
@@ -607,11 +584,13 @@ def chunk_attention(
         value: The values of the new tokens, [s, g, d].
         cached: The cached keys and values [slots, g, d], including those of the new tokens.
         chunks: The sequences.
-        options: The window.
+        options: The window, or the chunks.
 
     Returns:
         The results [s, n d].
     """
+    if options.chunk is not None:
+        chunks = chunks.within(options.chunk)
     if chunks.slots is not None:
         key, value = (x[chunks.slots] for x in cached)  # [l, g, d]
     misfit = flash_misfit(query.shape[-1], query.dtype, query.device)

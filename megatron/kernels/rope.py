@@ -97,9 +97,33 @@ class _SplitRotate(NamedTuple):
 SPLIT_ROTATE = Kernel.of("split_rotate", _SplitRotate)
 LARGEST_PAIRS = 256  # pairs of vectors per head, as in rope.cu
 _FIRST_CONTEXT = 8192  # tokens of the context that Llama 3.1 was first trained with
-# Frequencies with up to _SLOWED_TURNS turns within it are slowed down; those with at least
-# _KEPT_TURNS are kept.
-_SLOWED_TURNS, _KEPT_TURNS = 1.0, 4.0
+_SLOWED_TURNS = 1.0  # frequencies with at most this many turns within it are slowed down
+
+
+class Scaling(NamedTuple):
+    """Frequencies for a longer context, as in Llama 3.1 (Grattafiori et al., 2024).
+
+    Planes that turn often within the original context distinguish nearby positions and keep their
+    frequency. Planes that turn at most once have their frequency divided, so that distant positions
+    look like known ones. Frequencies in between are interpolated.
+
+    Attributes:
+        factor: The divisor of the lowest frequencies, above 0.
+        kept: Number of turns within the original context from which a frequency is kept, at least
+            1.
+    """
+
+    factor: float
+    kept: float = 4.0
+
+    def slow_down(self, frequency: Tensor) -> Tensor:
+        """Return frequencies [r/2] in radians per token, with the low ones divided."""
+        turns = _FIRST_CONTEXT * frequency / (2 * math.pi)
+        if self.kept == _SLOWED_TURNS:
+            kept = (turns >= self.kept).to(turns.dtype)
+        else:
+            kept = ((turns - _SLOWED_TURNS) / (self.kept - _SLOWED_TURNS)).clamp(0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
 
 
 class Yarn(NamedTuple):
@@ -208,7 +232,7 @@ def rotation_table(
     base: float = 10000.0,
     interpolation: float | None = None,
     planes: int | None = None,
-    scaling: float | None = None,
+    scaling: Scaling | None = None,
     yarn: Yarn | None = None,
     long_rope: LongRope | None = None,
     device: torch.device | None = None,
@@ -225,7 +249,7 @@ def rotation_table(
             2023).
         planes: The number of planes with the highest frequencies that rotate, while the others do
             not; `None` for all.
-        scaling: The factor by which low frequencies are divided, as in Llama 3.1.
+        scaling: Llama 3.1's changes to the frequencies.
         yarn: YaRN's changes to the frequencies.
         long_rope: LongRoPE's divisors of the frequencies.
         device: The device of the table.
@@ -237,7 +261,7 @@ def rotation_table(
     if planes is not None:
         frequency[planes:] = 0
     if scaling is not None:
-        frequency = scale_frequencies(frequency, scaling)
+        frequency = scaling.slow_down(frequency)
     if yarn is not None:
         frequency = yarn.slow_down(frequency, base)
     if long_rope is None:
@@ -249,22 +273,6 @@ def rotation_table(
     table = torch.stack((angle.cos(), angle.sin()))
     scaled = yarn or long_rope
     return (table if scaled is None else table * scaled.concentration).float()
-
-
-def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:
-    """Return frequencies [r/2] for a longer context, as in Llama 3.1 (Grattafiori et al., 2024).
-
-    Planes that turn often within the original context distinguish nearby positions and keep their
-    frequency. Planes that turn less than once have their frequency divided by `factor`, so that
-    distant positions look like known ones. Frequencies in between are interpolated.
-
-    Args:
-        frequency: The frequencies in radians per token.
-        factor: The factor, above 0.
-    """
-    turns = _FIRST_CONTEXT * frequency / (2 * math.pi)
-    kept = ((turns - _SLOWED_TURNS) / (_KEPT_TURNS - _SLOWED_TURNS)).clamp(0, 1)
-    return frequency * (kept + (1 - kept) / factor)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.amax import Handovers
-from megatron.kernels.attention import AttentionOptions, Mask
+from megatron.kernels.attention import AttentionOptions, Mask, Segments
 from megatron.kernels.paged_attention import LatentHeads
 from megatron.kernels.rope import Rotation
 from megatron.models.costs import MicroBatch, WeightSplit, Work
@@ -18,6 +18,7 @@ from megatron.models.norm import Norm, Stream, new_query_norm, normalize_project
 from megatron.models.plan import AttentionPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
+from megatron.parallel.context.split import local_positions, split_sequence
 from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.parameter import Init
 from megatron.parallel.random import split_region
@@ -122,7 +123,7 @@ class AttentionCore(nn.Module):
     ) -> None:
         """Choose the attention function for this context."""
         super().__init__()
-        self.axis = context.layout.tensor
+        self.axis, self.context_ranks = context.layout.tensor, context.layout.context.size
         self.attend = context.kernels.attention.function
         self.plan = plan
         self.layer_number = layer_number
@@ -154,6 +155,8 @@ class AttentionCore(nn.Module):
         Returns:
             [s, b, (n/t) d].
         """
+        if self.plan.chunk is not None:
+            mask = self._in_chunks(query, mask, self.plan.chunk)
         inputs = (query, key, value, mask, sinks)
         if self.recompute and torch.is_grad_enabled():
             out: Tensor = checkpoint(self._attend, *inputs, use_reentrant=False)
@@ -174,7 +177,19 @@ class AttentionCore(nn.Module):
             plan.softcap,
             sinks,
             self.slopes,
+            plan.chunk,
         )
+
+    def _in_chunks(self, query: Tensor, mask: Mask | None, chunk: int) -> Mask | None:
+        """Return the mask in which tokens attend within chunks of this size."""
+        length, samples = len(query) * self.context_ranks, query.shape[1]
+        if length <= chunk:
+            return mask
+        if mask is None:
+            ends = torch.arange(samples + 1, dtype=torch.int32, device=query.device) * length
+            mask = Segments(ends, (samples, length))
+        assert isinstance(mask, Segments), "a GPT's mask is causal, within documents if it has them"
+        return mask.within(chunk)
 
     def _attend(
         self,
@@ -224,7 +239,7 @@ class SelfAttention(nn.Module):
         """Allocate the projections and the normalizations of queries and keys."""
         super().__init__()
         self.plan = plan
-        self.axis = context.layout.tensor
+        self.axis, self.context_axis = context.layout.tensor, context.layout.context
         self.layer_number = layer_number
         self.rotate = context.kernels.rotate
         self.split_rotate = context.kernels.split_rotate
@@ -313,14 +328,18 @@ class SelfAttention(nn.Module):
             pairs = query.unflatten(2, (key.shape[2], 2, -1))  # [s, b, g/t, 2, n/g, d]
             query, gate = pairs[:, :, :, 0].flatten(2, 3), pairs[:, :, :, 1].flatten(2)
         if self.query_norm is not None and self.key_norm is not None:
-            if plan.norms_heads:
+            if plan.norm_scope == "head":
                 _, query = self.query_norm(Stream(query))
                 _, key = self.key_norm(Stream(key))
             else:
                 norms = self.query_norm, self.key_norm
-                query, key = normalize_projections((query, key), norms, self.axis)
+                by_head = plan.norm_scope == "each-head"
+                query, key = normalize_projections((query, key), norms, self.axis, by_head=by_head)
         if rotates_later and rotation is not None:
             query, key = self.rotate(query, rotation), self.rotate(key, rotation)
+        if plan.temperature is not None:
+            factor = plan.temperature.factor(self._positions(query, mask, cache))
+            query = (query * factor[..., None, None]).to(query.dtype)
         if cache is not None:
             context = cache.attend(query, key, value, self.core.options(None, self.sinks))
         else:
@@ -334,6 +353,15 @@ class SelfAttention(nn.Module):
     def bias_to_add(self) -> Tensor | None:
         """Bias [h] to be added in the residual sum; `None` if there is none."""
         return self.output.bias_to_add
+
+    def _positions(self, query: Tensor, mask: Mask | None, cache: KeyValueCache | None) -> Tensor:
+        """Return the position of each query in its document, int64 [s, b or 1]."""
+        if cache is not None:
+            return cache.positions.unsqueeze(1)
+        if isinstance(mask, Segments):
+            return split_sequence(mask.places.t(), self.context_axis, dim=0)
+        length = len(query) * self.context_axis.size
+        return local_positions(length, self.context_axis, query.device).unsqueeze(1)
 
     def _split_heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split [s, b, (n + 2g) d / t] into this rank's heads, and rotate queries and keys.

@@ -42,7 +42,7 @@ class Mixture(nn.Module):
         self._exchange = ExpertExchange(
             context.layout, router.experts, router.chosen, library, context.expert_exchange
         )
-        self._halves = context.halves_experts
+        self._halves, self._weighs_input = context.halves_experts, plan.weighs_input
         self.experts = Experts(plan.expert, plan.router.experts, context)
         self.shared = None if plan.shared is None else MLP(plan.shared, context)
         self.recomputes_shared = "shared_experts" in context.recomputed
@@ -151,6 +151,10 @@ class Mixture(nn.Module):
         With two halves, the second half's tokens are sent while the first half is computed, and the
         first half's outputs are sent while the second half is computed.
         """
+        if self._weighs_input:
+            choices, weights = routing
+            tokens = (tokens * weights).to(tokens.dtype)
+            routing = routing._replace(weights=(choices >= 0).to(weights.dtype))
         halves = 2 if self._halves and self.training else 1
         parts = zip(*(x.tensor_split(halves) for x in (tokens, *routing)), strict=True)
         # Samples for training have the same length on all processes.

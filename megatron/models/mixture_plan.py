@@ -95,6 +95,8 @@ class MixturePlan(SublayerPlan):
         gates_shared: Whether a learned gate multiplies the output of `shared`.
         weighs_shared: Whether each token weighs `shared` against its experts with two learned
             coefficients that add up to 1 (DeepSpeed's residual experts), instead of adding both.
+        weighs_input: Whether a token's weight multiplies the input of its only expert, instead of
+            the output.
     """
 
     kind: str = "mixture"
@@ -103,3 +105,4 @@ class MixturePlan(SublayerPlan):
     shared: MLPPlan | None = None
     gates_shared: bool = False
     weighs_shared: bool = False
+    weighs_input: bool = False

@@ -55,12 +55,16 @@ class Norm(nn.Module):
     def __init__(
         self, plan: NormPlan, width: int, context: BuildContext, *, partial_gradient: bool
     ) -> None:
-        """Allocate the weight, and a bias if the plan has one."""
+        """Allocate the weight and the bias, if the plan has them."""
         super().__init__()
         self.form = choose_add_norm(context.kernels.library)
         self.epsilon, self.offset = plan.epsilon, plan.offset
         new_vector = partial(context.new_parameter, (width,), partial_gradient=partial_gradient)
-        self.weight = new_vector(init=ZEROS if plan.offset else ONES)
+        if plan.weight:
+            self.weight = new_vector(init=ZEROS if plan.offset else ONES)
+        else:
+            ones = torch.ones(width, dtype=context.compute_dtype, device=context.device)
+            self.register_buffer("weight", ones, persistent=False)
         if plan.kind == "LayerNorm" and not plan.bias:
             # The kernels treat a normalization with a bias as a LayerNorm, and one without as an
             # RMSNorm.
@@ -72,7 +76,7 @@ class Norm(nn.Module):
     @staticmethod
     def parameter_count(plan: NormPlan, width: int) -> int:
         """Count the parameters of a normalization over `width` channels."""
-        return 2 * width if plan.bias else width
+        return width * (plan.weight + plan.bias)
 
     def forward(self, stream: Stream, handover: Handover | None = None) -> tuple[Tensor, Tensor]:
         """Return the joined stream [s, b, h] and the normalized stream in the weight's type.
@@ -118,23 +122,25 @@ class Joining(nn.Module):
 def new_query_norm(plan: NormPlan, size: int, context: BuildContext) -> Norm:
     """Build a normalization of queries or keys. Each tensor rank applies it to its own heads.
 
-    Every rank holds all weights, even if all heads are normalized together. There are few weights,
-    and ranks that share a key need the same ones.
+    Every rank holds the weights of all heads, even if these differ. There are few weights, and
+    ranks that share a key need the same ones.
     """
     return Norm(plan, size, context, partial_gradient=context.layout.tensor.size > 1)
 
 
 def normalize_projections(
-    parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm], axis: Axis
+    parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm], axis: Axis, *, by_head: bool
 ) -> list[Tensor]:
-    """Normalize queries over all heads together, and keys over all heads together.
+    """Normalize queries and keys with weights that differ between heads.
 
     Args:
         parts: Queries [s, b, n/t, d] and keys [s, b, g/t (at least 1), d] of this rank.
-        norms: Normalizations over n d and over g d channels.
+        norms: Normalizations with weights for n d and for g d channels.
         axis: The tensor ranks, which hold different heads, in order.
+        by_head: Whether each head is normalized separately. Otherwise all queries are normalized
+            together, and so are all keys.
     """
-    if axis.size == 1:
+    if axis.size == 1 and not by_head:
         return [
             norm(Stream(part.flatten(2)))[1].view_as(part)
             for part, norm in zip(parts, norms, strict=True)
@@ -143,7 +149,9 @@ def normalize_projections(
     # does not depend on the batch.
     dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
 
-    def mean(values: list[Tensor]) -> Tensor:
+    def mean(values: list[Tensor]) -> list[Tensor] | Tensor:
+        if by_head:
+            return [value.mean(3, keepdim=True) for value in values]
         # All ranks have the same number of channels. A key counts once for each rank that holds it.
         local = torch.stack([value.mean((2, 3), keepdim=True) for value in values])
         return copy_to(reduce_from(local, axis), axis) / axis.size  # all ranks use the mean

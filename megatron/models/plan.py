@@ -12,8 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from megatron.config.stages import ModelPart
-from megatron.kernels.rope import DynamicNtk, LongRope, Yarn
+from megatron.kernels.rope import DynamicNtk, LongRope, Scaling, Yarn
 from megatron.parallel.parameter import Init
 
 
@@ -91,12 +94,14 @@ class NormPlan:
         epsilon: Number added to the variance.
         offset: Whether the stored weight is the distance from one (LayerNorm-1p).
         bias: Whether it has a bias. An RMSNorm never has one.
+        weight: Whether it has a weight.
     """
 
     kind: str
     epsilon: float
     offset: bool = False
     bias: bool = False
+    weight: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class RotaryPlan:
         base: Base of the rotary frequencies.
         interpolation: Number by which positions are divided; `None` leaves them unchanged.
         planes: Number of planes with the highest frequencies that rotate; `None` for all.
-        scaling: Factor that divides the lowest frequencies (Llama 3.1); `None` for no scaling.
+        scaling: Llama 3.1's changes to the frequencies; `None` for none.
         yarn: YaRN's changes to the frequencies; `None` for none.
         long_rope: LongRoPE's changes to the frequencies; `None` for none.
         dynamic: Dynamic NTK's changes to the base; `None` for none.
@@ -120,10 +125,27 @@ class RotaryPlan:
     base: float
     interpolation: float | None = None
     planes: int | None = None
-    scaling: float | None = None
+    scaling: Scaling | None = None
     yarn: Yarn | None = None
     long_rope: LongRope | None = None
     dynamic: DynamicNtk | None = None
+
+
+@dataclass(frozen=True)
+class TemperaturePlan:
+    """A factor of queries that grows with their position, as in Llama 4 (Nakanishi, 2025).
+
+    Attributes:
+        scale: Growth of the factor, which is 1 at first.
+        floor: Number of tokens after which it grows.
+    """
+
+    scale: float
+    floor: int
+
+    def factor(self, positions: Tensor) -> Tensor:
+        """Return the factor of the queries at positions, fp32 in the shape of the positions."""
+        return 1 + self.scale * torch.log1p((positions + 1) // self.floor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +191,12 @@ class AttentionPlan(MixerPlan):
         output_gate: Whether a gate that is computed with the query multiplies each head's result.
         qkv_bias: Whether queries, keys and values have biases even if other layers have none.
         qk_norm: Normalization of queries and keys before the scores; `None` for none.
-        norms_heads: Whether `qk_norm` normalizes each head separately, not all heads together.
+        norm_scope: What `qk_norm` normalizes together: the channels of a "head", those of
+            "each-head" with its own weights, or all heads of a "projection".
         rotary: Rotary positions of queries and keys; `None` for none.
         window: Number of earlier tokens that a token attends to; `None` for all.
+        chunk: Number of tokens in a chunk, within which tokens attend; `None` for no chunks.
+        temperature: Factor of queries by their position; `None` for none.
         softcap: Bound of the scores; `None` for none.
         softmax: "vanilla"; or "off-by-one" or "learnable", which add a logit without a value for
             each head, zero or learned.
@@ -188,9 +213,11 @@ class AttentionPlan(MixerPlan):
     output_gate: bool = False
     qkv_bias: bool = False
     qk_norm: NormPlan | None = None
-    norms_heads: bool = True
+    norm_scope: str = "head"
     rotary: RotaryPlan | None = None
     window: int | None = None
+    chunk: int | None = None
+    temperature: TemperaturePlan | None = None
     softcap: float | None = None
     softmax: str = "vanilla"
     alibi: float | None = None
@@ -214,15 +241,18 @@ class AttentionPlan(MixerPlan):
         return 2, max(1, self.kv_heads // tensor), self.head_size  # keys and values
 
     def pairs(self, length: int) -> int:
-        """Count the pairs of tokens in a sequence that are within the window."""
+        """Count the pairs of tokens in a sequence that are within a chunk and the window."""
+        if self.chunk is not None:
+            chunks, rest = divmod(length, self.chunk)
+            return chunks * self.chunk**2 + rest**2
         if self.window is None or self.window >= length:
             return length * length
         return length * length - (length - self.window) ** 2  # only earlier tokens are limited
 
     @property
     def norm_sizes(self) -> tuple[int, int]:
-        """Number of query channels, and of key channels, that `qk_norm` normalizes together."""
-        if self.norms_heads:
+        """Number of query channels, and of key channels, with their own weights in `qk_norm`."""
+        if self.norm_scope == "head":
             return self.head_size, self.head_size
         return self.query, self.kv_heads * self.head_size
 

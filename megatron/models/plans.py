@@ -11,7 +11,7 @@ from megatron.config.experts import layer_experts
 from megatron.config.hybrid import ATTENTION, MAMBA, layer_symbols
 from megatron.config.model import ModelConfig
 from megatron.config.retro import retro_layers
-from megatron.kernels.rope import DynamicNtk, LongRope, Yarn
+from megatron.kernels.rope import DynamicNtk, LongRope, Scaling, Yarn
 from megatron.models.mixture_plan import GatingPlan, MixturePlan, RouterPlan
 from megatron.models.plan import (
     LANGUAGE_MODEL_HEAD,
@@ -36,6 +36,7 @@ from megatron.models.plan import (
     RetrievalPlan,
     RetrieverPlan,
     RotaryPlan,
+    TemperaturePlan,
 )
 from megatron.models.recurrent_plan import GatedDeltaNetPlan, MambaPlan
 
@@ -82,10 +83,12 @@ def layer_plan(
         scale=model.attention_scale,
         output_gate=model.attention_output_gate,
         qkv_bias=model.add_qkv_bias,
-        qk_norm=norm if model.qk_layernorm else None,
-        norms_heads=model.qk_layernorm_scope == "head",
+        qk_norm=query_norm_plan(model, rotates=rotates),
+        norm_scope=model.qk_layernorm_scope,
         rotary=rotary,
         window=window,
+        chunk=model.attention_chunk_size if rotates else None,
+        temperature=None if rotates else temperature_plan(model),
         softcap=model.attn_logit_softcapping,
         softmax=model.softmax_type,
         alibi=alibi_factor(model),
@@ -105,6 +108,8 @@ def layer_plan(
         qk_norm=None,
         rotary=None,
         window=None,
+        chunk=None,
+        temperature=None,
         softmax="vanilla",
         alibi=None,
     )
@@ -184,7 +189,9 @@ def rotary_plan(model: ModelConfig, *, in_window: bool) -> RotaryPlan:
         base=model.rotary_base,
         interpolation=model.rotary_seq_len_interpolation_factor,
         planes=int(model.kv_channels * model.rotary_percent / 2) if is_proportional else None,
-        scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
+        scaling=Scaling(model.rope_scaling_factor, model.rope_high_freq_factor)
+        if model.use_rope_scaling
+        else None,
         yarn=yarn(model) if model.rope_type == "yarn" else None,
         long_rope=long_rope(model) if model.rope_type == "longrope" else None,
         dynamic=dynamic_ntk(model) if model.rope_type == "dynamic" else None,
@@ -314,6 +321,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePla
         shared=replace(expert, inner=shared_size) if shared_size else None,
         gates_shared=model.moe_shared_expert_gate,
         weighs_shared=is_residual,
+        weighs_input=model.moe_apply_probs_on_input,
     )
 
 
@@ -347,6 +355,25 @@ def norm_plan(model: ModelConfig) -> NormPlan:
     """Return the record that all normalizations share."""
     has_bias = model.normalization == "LayerNorm" and model.layernorm_bias
     return NormPlan(model.normalization, model.norm_epsilon, model.apply_layernorm_1p, has_bias)
+
+
+def query_norm_plan(model: ModelConfig, *, rotates: bool) -> NormPlan | None:
+    """Return the record of the normalization of queries and keys, or `None` if there is none.
+
+    Args:
+        model: Resolved network flags.
+        rotates: Whether the layer has rotary positions, in a model that uses them.
+    """
+    if model.qk_l2_norm:
+        return NormPlan("RMSNorm", model.norm_epsilon, weight=False) if rotates else None
+    return norm_plan(model) if model.qk_layernorm else None
+
+
+def temperature_plan(model: ModelConfig) -> TemperaturePlan | None:
+    """Return the record of attention's temperature, or `None` if queries have no such factor."""
+    if model.attention_temperature_scale is None:
+        return None
+    return TemperaturePlan(model.attention_temperature_scale, model.attention_temperature_floor)
 
 
 def embedding_plan(

@@ -56,6 +56,27 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
             f"{ROPE} --rope-type yarn",
             "--rope-type yarn requires --yarn-original-max-position-embeddings",
         ),
+        (
+            f"{ROPE} --attention-chunk-size 8 --window-size 7,0",
+            "--attention-chunk-size cannot be combined with --window-size 7,0: a layer has either",
+        ),
+        ("--attention-chunk-size 8", "--attention-chunk-size 8 requires --position-embedding-type"),
+        (
+            f"{ROPE} --attention-temperature-scale 0.1",
+            "--attention-temperature-scale 0.1 requires --no-rope-freq",
+        ),
+        (
+            f"{ROPE} --no-rope-freq 2 --attention-temperature-floor 8",
+            "--attention-temperature-floor 8 requires --attention-temperature-scale",
+        ),
+        (
+            f"{ROPE} --qk-l2-norm --qk-layernorm",
+            "--qk-l2-norm cannot be combined with --qk-layernorm: both",
+        ),
+        (
+            f"{LATENT} --attention-chunk-size 8",
+            "--attention-chunk-size 8: it does not support chunks",
+        ),
         (f"{YARN} --use-rope-scaling", "--rope-type yarn with --use-rope-scaling"),
         (f"{YARN} --yarn-beta-fast 1", "--yarn-beta-fast 1 is not above --yarn-beta-slow 1"),
         (

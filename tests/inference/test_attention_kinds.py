@@ -31,6 +31,10 @@ LONG_ROPE = (
     "--longrope-original-max-position-embeddings 20 --longrope-short-factor 1 1.1 1.3 1.5 "
     "--longrope-long-factor 1.5 2 3 5 --longrope-attention-factor 1.2"
 )
+_CHUNKS = (
+    "--position-embedding-type rope --no-rope-freq 2 --attention-chunk-size 9 --qk-l2-norm "
+    "--attention-temperature-scale 0.5 --attention-temperature-floor 6 --init-method-std 0.3"
+)
 NETWORKS = {
     "longrope": LONG_ROPE,
     "latent": LATENT,
@@ -45,6 +49,8 @@ NETWORKS = {
     "--window-attn-skip-freq 2 --init-method-std 0.3",
     "alibi, one group": "--position-embedding-type alibi --scale-alibi --parallel-residual "
     "--shared-parallel-norm --group-query-attention --num-query-groups 1 --init-method-std 0.3",
+    "chunks": _CHUNKS,
+    "chunks of blocks": _CHUNKS.replace("size 9", "size 8"),
     "off by one": "--softmax-type off-by-one --init-method-std 0.3",
 }
 
@@ -100,6 +106,27 @@ def test_greedy_tokens_are_those_of_a_model_without_a_cache(network: str) -> Non
             assert answer == without_cache(loaded.model, prompt)
         else:
             assert answer == likeliest(loaded.model, prompt, answer)
+
+
+@pytest.mark.parametrize("size", [9, 8])
+def test_chunks_of_attention_do_not_depend_on_the_steps(size: int) -> None:
+    """In small steps, with drafts, after texts were preempted, and with a shared prefix."""
+    loaded = toy(_CHUNKS.replace("size 9", f"size {size}"))
+    shared = tuple(range(40, 61))
+    asked = [*PROMPTS, shared, (*shared, 3), (*shared[:-1], 9), shared[:12], *PROMPTS]
+    requests = [Request(str(i), prompt, greedy(40)) for i, prompt in enumerate(asked)]
+    ngram = Speculation(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+    expected = None
+    for changes in (
+        {"max_step_tokens": 9},
+        {"speculation": ngram},
+        {"cache_tokens": 160},
+    ):
+        events = drain(build_engine(loaded, Device.cpu(), replace(OPTIONS, **changes)), requests)
+        found = [tokens_of(events[str(i)]) for i in range(len(asked))]
+        if expected is None:
+            expected = [likeliest(loaded.model, *one) for one in zip(asked, found, strict=True)]
+        assert found == expected, changes
 
 
 def test_texts_grow_beyond_the_trained_context() -> None:

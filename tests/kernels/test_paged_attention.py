@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from megatron.device import Device
-from megatron.kernels.attention import AttentionOptions, attention_reference
+from megatron.kernels.attention import AttentionOptions, Segments, attention_reference
+from megatron.kernels.batch_invariant import batch_invariant_attention
+from megatron.kernels.cached_sequences import Chunks, Singles
 from megatron.kernels.paged_attention import (
     PART,
     BatchInvariantPaged,
-    Chunks,
     FusedPaged,
     PagedAttention,
-    Singles,
     choose_paged_attention,
     chunk_attention,
     latent_attention,
@@ -53,6 +53,8 @@ def expected(query, keys, values, singles, options=AttentionOptions()):  # noqa:
     rows = []
     for row, table, length in zip(query, singles.tables, singles.lengths.tolist(), strict=True):
         first = 0 if window is None else max(0, length - 1 - window)
+        if options.chunk is not None:
+            first = (length - 1) // options.chunk * options.chunk
         places = torch.arange(first, length, device=query.device)
         slots = table[places // BLOCK].long() * BLOCK + places % BLOCK
         parts = (row[None], keys[slots], values[slots])
@@ -127,6 +129,53 @@ def test_a_window_hides_earlier_tokens(kernels, dtype, window):
     for paged in (PagedAttention(), FusedPaged(library)):
         found = paged.singles(*tensors, singles, options)
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("chunk", [BLOCK, 10 * BLOCK, PART + BLOCK, 3 * PART])
+def test_a_query_sees_its_chunk(kernels, chunk):
+    library, device = kernels
+    lengths = [1, 5, 40, 41, PART + BLOCK, PART + BLOCK + 1, 2 * PART + 3]
+    tensors, singles = case(lengths, groups=2, per_group=3, size=32, dtype=FP32, device=device)
+    options = AttentionOptions(chunk=chunk)
+    exact = expected(*tensors, singles, options)
+    for paged in (PagedAttention(), BatchInvariantPaged(), FusedPaged(library)):
+        found = paged.singles(*tensors, singles, options)
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=TOLERANCE[FP32])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 39])
+def test_kernels_do_not_divide_blocks(chunk):
+    chosen = choose_paged_attention(object(), 32, FP32, chunk_remainder=chunk % BLOCK)
+    assert "--attention-chunk-size: no kernel divides blocks" in chosen.name
+    tensors, singles = case([1, 5, 7, 40, 78], groups=2, per_group=3, size=32)
+    options = AttentionOptions(chunk=chunk)
+    found = chosen.singles(*tensors, singles, options)
+    exact = expected(*tensors, singles, options)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=TOLERANCE[FP32])
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
+@pytest.mark.parametrize("chunk", [7, 40])
+def test_a_chunk_has_the_bits_of_training(chunk):
+    length = 93
+    parts, keys, values = sequences(
+        [length], groups=2, heads=4, size=16, dtype=torch.float32, device="cpu"
+    )
+    query, key, value, slots = parts[0]
+    whole = Segments(torch.tensor([0, length], dtype=torch.int32), (1, length)).within(chunk)
+    heads = [x.unsqueeze(1) for x in (query, key, value)]
+    training = batch_invariant_attention(*heads, AttentionOptions(whole)).squeeze(1)
+    options = AttentionOptions(chunk=chunk)
+    for last in range(0, length, 5):
+        end = last + 1
+        one = Singles(slots[None, :end].int(), torch.tensor([end], dtype=torch.int32), end, 1)
+        found = BatchInvariantPaged().singles(query[last:end], keys, values, one, options)
+        assert torch.equal(found.flatten(), training[last])
+        start = max(0, last - 11)
+        chunks = chunks_of([start], [end - start], [slots])
+        rows = [x[start:end] for x in (query, key, value)]
+        found = BatchInvariantPaged().chunks(*rows, (keys, values), chunks, options)
+        assert torch.equal(found, training[start:end])
 
 
 SPECIAL = {
@@ -316,6 +365,24 @@ def test_chunks_attend_to_what_is_before_them(window, special):
         out = attention_reference(*wide, options)
         whole.append(out.squeeze(1))
     for cuts in ([(0, 5), (0, 6)], [(5, 6), (2, 6)], [(6, 13), (0, 1)]):
+        found = attend(parts, keys, values, cuts, options)
+        for out, expected_out, (a, b) in zip(found, whole, cuts, strict=True):
+            torch.testing.assert_close(out, expected_out[a:b], rtol=0, atol=1e-6)
+
+
+def test_chunks_of_prompts_attend_within_chunks_of_attention():
+    """Steps cut prompts anywhere; each token still sees its chunk of five tokens, up to itself."""
+    parts, keys, values = sequences(
+        [13, 6], groups=2, heads=4, size=8, dtype=torch.float32, device="cpu"
+    )
+    whole = []
+    for query, key, value, _ in parts:
+        ends = torch.tensor([0, 5, 10, 13, 13]).clamp(max=len(query)).int()
+        wide = [x.unsqueeze(1) for x in (query, key, value)]
+        options = AttentionOptions(Segments(ends, (1, len(query))))
+        whole.append(attention_reference(*wide, options).squeeze(1))
+    options = AttentionOptions(chunk=5)
+    for cuts in ([(0, 5), (0, 6)], [(5, 6), (2, 6)], [(6, 13), (0, 1)], [(0, 13), (0, 6)]):
         found = attend(parts, keys, values, cuts, options)
         for out, expected_out, (a, b) in zip(found, whole, cuts, strict=True):
             torch.testing.assert_close(out, expected_out[a:b], rtol=0, atol=1e-6)

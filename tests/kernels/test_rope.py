@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.rope import DynamicNtk, rotate, rotation_table, scale_frequencies
+from megatron.kernels.rope import DynamicNtk, Scaling, rotate, rotation_table
 
 S, D = 12, 8
 
@@ -58,7 +58,7 @@ def test_16_bit_heads_are_rotated_in_fp32():
 def test_scaling_slows_only_what_turns_seldom_in_the_first_context():
     """Llama 3.1's rule by wavelength: kept below 2048, divided above 8192, interpolated between."""
     wavelength = torch.tensor([8.0, 2047.0, 2048.0, 4096.0, 8192.0, 8193.0, 1e6])
-    scaled = 2 * math.pi / scale_frequencies(2 * math.pi / wavelength, 8.0)
+    scaled = 2 * math.pi / Scaling(8.0).slow_down(2 * math.pi / wavelength)
     kept = (8192 / 4096 - 1) / 3
     mixed = 4096 / (kept + (1 - kept) / 8)
     expected = torch.tensor([8.0, 2047.0, 2048.0, mixed, 8192 * 8.0, 8193 * 8.0, 8e6])
@@ -66,7 +66,9 @@ def test_scaling_slows_only_what_turns_seldom_in_the_first_context():
 
 
 def test_a_scaled_table_is_that_of_scaled_frequencies():
-    plain, scaled = (rotation_table(2, 64, base=5e5, scaling=scaling) for scaling in (None, 8.0))
+    plain, scaled = (
+        rotation_table(2, 64, base=5e5, scaling=scaling) for scaling in (None, Scaling(8.0))
+    )
     first, last = plain.new_tensor(1.0).sin(), math.sin(5e5 ** -(62 / 64) / 8)
     assert scaled[1, 1, 0] == plain[1, 1, 0] == first
     assert scaled[1, 1, 31].item() == pytest.approx(last, rel=1e-6)

@@ -31,6 +31,20 @@ def test_a_mask_of_documents() -> None:
     assert torch.equal(mask[1, 0].cpu(), torch.ones(4, 4).tril().bool())
 
 
+def test_chunks_begin_again_with_each_document() -> None:
+    documents = segments_of([0, 2, 2, 9, 12, 24], 12)
+    assert documents.places.tolist() == [
+        [0, 1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2],
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+    ]
+    chunks = documents.within(3)
+    assert chunks is documents.within(3)
+    assert chunks.longest == 3
+    ends = [*dict.fromkeys(chunks.ends.tolist())]  # without empty ones
+    assert ends == [0, 2, 5, 8, 9, 12, 15, 18, 21, 24]
+    assert documents.within(12) is documents
+
+
 @pytest.mark.parametrize("form", [attention_reference, fused_attention])
 def test_forms_that_take_a_mask_take_documents(form) -> None:
     segments = segments_of([0, 5, 8, 16], 8)

@@ -43,6 +43,16 @@ NETWORKS = {
         "softmax_type": "learnable",
         "softmax_scale": 0.7,
     },
+    "chunks": {
+        **LLAMA,
+        **BASE,
+        "num_query_groups": 4,
+        "attention_chunk_size": 5,
+        "no_rope_freq": "2",
+        "attention_temperature_scale": 0.7,
+        "attention_temperature_floor": 3,
+        "qk_l2_norm": True,
+    },
     "alibi": {**LLAMA, **BASE, "position_embedding_type": "alibi", "window_size": "5,0"},
     "latent sinks": {**LATENT, **BASE, "softmax_type": "learnable"},
 }
@@ -63,6 +73,8 @@ CASES = {
     "alibi and windows a2a": ("alibi", "a2a", None, {"context": 2}),
     "alibi and windows": ("alibi", "p2p", "selective", {"context": 2, "tensor": 2}),
     "windows in some layers": ("windows", "p2p", None, {"context": 4}),
+    "chunks": ("chunks", "p2p", "selective", {"context": 4}),
+    "chunks a2a and tensor": ("chunks", "a2a", None, {"context": 2, "tensor": 2}),
     "latent sinks": ("latent sinks", "p2p", None, {"context": 2}),
     "tensor and a2a": ("groups", "a2a", None, {"context": 2, "tensor": 2}),
 }

@@ -38,7 +38,7 @@ PLAIN = replace(GATED, activation="gelu", gated=False, bias=True)
 ROUTER = RouterPlan(hidden=HIDDEN, init=INIT, experts=EXPERTS, chosen=2)
 
 
-def mixture_plan(expert=GATED, shared=None, gate=False, weighs=False, **router):
+def mixture_plan(expert=GATED, shared=None, gate=False, weighs=False, weighs_input=False, **router):
     return MixturePlan(
         hidden=HIDDEN,
         init=INIT,
@@ -48,6 +48,7 @@ def mixture_plan(expert=GATED, shared=None, gate=False, weighs=False, **router):
         shared=shared,
         gates_shared=gate,
         weighs_shared=weighs,
+        weighs_input=weighs_input,
     )
 
 
@@ -67,6 +68,16 @@ PLANS = {
     "a single expert": mixture_plan(experts=1, chosen=1),
     "dropped": mixture_plan(PLAIN, capacity=0.5),
     "sigmoid": mixture_plan(score="sigmoid", scale=2.5),
+    "weighted inputs": mixture_plan(
+        shared=SHARED,
+        weighs_input=True,
+        chosen=1,
+        score="sigmoid",
+        balancing=(("aux_loss", 0.2),),
+    ),
+    "weighted inputs, dropped": mixture_plan(
+        PLAIN, weighs_input=True, chosen=1, score="sigmoid", capacity=0.5
+    ),
     "losses": mixture_plan(z_loss=0.1, balancing=(("aux_loss", 0.2),)),
 }
 
@@ -113,7 +124,10 @@ def loop(layer, parameters, x):
         total = torch.zeros_like(token)
         for expert, factor in factors.items():
             weights = weights_of(parameters, "experts", expert)
-            total = total + factor * naive.mlp(token, weights, layer.expert)
+            if layer.weighs_input:
+                total = total + naive.mlp(factor * token, weights, layer.expert)
+            else:
+                total = total + factor * naive.mlp(token, weights, layer.expert)
         if layer.shared is not None:
             shared = naive.mlp(token, weights_of(parameters, "shared"), layer.shared)
             if layer.gates_shared:

@@ -45,6 +45,12 @@ GPT_OSS = (
     "--activation-func-clamp-value 0.5 --softmax-type learnable"
 )
 
+LLAMA4 = (
+    f"--moe-router-topk 1 {_SHARED} --moe-router-score-function sigmoid --moe-apply-probs-on-input "
+    "--moe-aux-loss-coeff 1e-2 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--position-embedding-type rope --no-rope-freq 2 --attention-chunk-size 5 --qk-l2-norm "
+    "--attention-temperature-scale 0.5 --attention-temperature-floor 3"
+)
 AHEAD = f"{SOFTMAX} --mtp-num-layers 1 --position-embedding-type rope"
 
 
@@ -170,6 +176,8 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(4, pipeline=2, expert=2, flags=f"{_ZERO3} {_VIRTUAL}"),
     MixtureCase(4, expert=2, flags=f"{_ZERO3} {_FULL}"),
     MixtureCase(4, expert=2, flags=_ZERO3, network=SIGMOID),
+    MixtureCase(4, expert=2, context=2, flags=f"{_HALVES} --zero-stage 1", network=LLAMA4),
+    MixtureCase(4, pipeline=2, tensor=2, expert_tensor=1, flags=f"{_SP} {_FULL}", network=LLAMA4),
     # Tensor parallelism, with experts that are not split.
     MixtureCase(2, expert=2, flags=_HALVES),
     MixtureCase(4, expert=4, flags=f"{_HALVES} --zero-stage 1 {_OVERLAP}"),

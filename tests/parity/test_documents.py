@@ -72,7 +72,18 @@ _ALIBI = (
         network=_ONE_NORM,
     ),
 )
-CASES = (*_SAME_MEANS, *_ALIBI, *(replace(case, network=ROPE) for case in _ROTARY))
+_IN_CHUNKS = (
+    f"{ROPE} --no-rope-freq 2 --attention-chunk-size 3 --attention-temperature-scale 0.5 "
+    "--attention-temperature-floor 2"
+)
+_CHUNKED = (
+    LayoutCase(1, network=_IN_CHUNKS),
+    LayoutCase(
+        4, tensor=2, context=2, flags=f"--cp-comm-type a2a {_FORGETFUL}", network=_IN_CHUNKS
+    ),
+    LayoutCase(2, context=2, network=_IN_CHUNKS),
+)
+CASES = (*_SAME_MEANS, *_ALIBI, *_CHUNKED, *(replace(case, network=ROPE) for case in _ROTARY))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.shown_flags}")

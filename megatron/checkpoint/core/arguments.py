@@ -29,12 +29,10 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "hybrid_override_pattern": (None,),
     "is_hybrid_model": (False,),
     "linear_attention_freq": (None,),
-    "moe_apply_probs_on_input": (False,),
     "moe_latent_size": (None,),
     "mtp_hybrid_override_pattern": (None,),
     "mtp_use_repeated_layer": (False,),
     "multi_latent_attention": (False,),
-    "qk_l2_norm": (False,),
     "rotary_interleaved": (False,),
     "rotary_scaling_factor": (1.0,),
 }
@@ -47,6 +45,8 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
         CheckpointError: The network has a part that our networks lack.
     """
     refuse_unknown(args, _NEUTRAL)
+    if args.get("no_rope_freq") is not None:  # Core normalizes in all layers
+        refuse_unknown(args, {"qk_l2_norm": (None, False)})
     config = legacy_config(args, "gpt")
     model = config["model"]
     if not model.get("mtp_num_layers"):

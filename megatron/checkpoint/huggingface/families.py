@@ -13,6 +13,7 @@ from megatron.checkpoint.huggingface.gpt2 import GPT2
 from megatron.checkpoint.huggingface.gpt_oss import GptOss
 from megatron.checkpoint.huggingface.interleaved import GPTJ, Cohere
 from megatron.checkpoint.huggingface.llama import LlamaLike
+from megatron.checkpoint.huggingface.llama4 import Llama4
 from megatron.checkpoint.huggingface.mamba import Mamba2, NemotronH
 from megatron.checkpoint.huggingface.mixtures import Mixtral, Olmoe, QwenMixture
 from megatron.checkpoint.huggingface.neox import NeoX, StableLm
@@ -55,6 +56,7 @@ FAMILIES: list[Family] = [
     Bloom("bloom", "BloomForCausalLM"),
     Falcon("falcon", "FalconForCausalLM"),
     GptOss("gpt_oss", "GptOssForCausalLM"),
+    Llama4("llama4_text", "Llama4ForCausalLM"),
     DeepSeek("deepseek_v2", "DeepseekV2ForCausalLM"),
     DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", biased=True),
     Mamba2("mamba2", "Mamba2ForCausalLM"),

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
@@ -57,7 +59,7 @@ _DESCRIPTIONS = {
 }
 
 
-def _interleaved(layer: plans.LayerPlan, form: rules.TensorForm) -> rules.TensorForm:
+def interleaved(layer: plans.LayerPlan, form: rules.TensorForm) -> rules.TensorForm:
     """Return the form of queries, keys and values whose channels rotate in pairs.
 
     Args:
@@ -76,6 +78,18 @@ def _interleaved(layer: plans.LayerPlan, form: rules.TensorForm) -> rules.Tensor
             part if index == 2 else rules.by_head(part, order.argsort())
             for index, part in enumerate(form.split(whole))
         ],
+    )
+
+
+def _norm_of_heads(layer: plans.LayerPlan) -> rules.TensorForm:
+    """Return the form of weights that normalize heads, [n, d] in files."""
+    mixer = rules.attention_of(layer)
+    order = torch.arange(mixer.head_size)
+    if mixer.rotary is not None:
+        order = rules.halves(mixer.head_size, range(mixer.rotary.channels))
+    return rules.TensorForm(
+        lambda parts: rules.by_head(parts[0].flatten(), order),
+        lambda whole: [rules.by_head(whole, order.argsort()).unflatten(0, (-1, len(order)))],
     )
 
 
@@ -142,12 +156,14 @@ class GPTJ(rules.Family):
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
         """Return the conversion for a layer's module."""
         form = super().form(layer, module, tensors)
-        return _interleaved(layer, form) if module == "attention.qkv" else form
+        return interleaved(layer, form) if module == "attention.qkv" else form
 
 
 @dataclass(frozen=True)
 class Cohere(LlamaLike):
     """Cohere's Command R: Llama with bias-free LayerNorm and scaled logits.
+
+    Command R+ also normalizes queries and keys, with weights of its own for each head.
 
     Attributes:
         has_windows: Whether most layers have windows, and only these have rotary positions
@@ -157,7 +173,7 @@ class Cohere(LlamaLike):
     rotates_pairs: bool = True
     keys: tuple[rules.Key, ...] = _COHERE_KEYS
     fixed: Mapping[str, Any] = field(
-        default_factory=lambda: {"hidden_act": "silu", "use_qk_norm": False, **_DESCRIPTIONS}
+        default_factory=lambda: {"hidden_act": "silu", **_DESCRIPTIONS}
     )
     old_files: bool = True
     tied: bool = True
@@ -176,6 +192,10 @@ class Cohere(LlamaLike):
             shared_parallel_norm=True,
             logit_scale=settings.number("logit_scale", 0.0625),
         )
+        if self.has_windows:
+            settings.must_be("use_qk_norm", False)
+        elif settings.switch("use_qk_norm", False):
+            model = replace(model, qk_layernorm=True, qk_layernorm_scope="each-head")
         windows = layer_windows(model, model.num_layers)
         if not self.has_windows or None not in windows:
             return model
@@ -194,10 +214,10 @@ class Cohere(LlamaLike):
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
-        windows = write_alternating_windows(model, _WINDOW) if self.has_windows else {}
+        more = {"use_qk_norm": model.qk_layernorm}
         return {
             **super().write(model, vocab),
-            **windows,
+            **(write_alternating_windows(model, _WINDOW) if self.has_windows else more),
             "logit_scale": model.logit_scale or 1.0,
         }
 
@@ -208,4 +228,9 @@ class Cohere(LlamaLike):
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
         """Return the conversion for a layer's module."""
         form = super().form(layer, module, tensors)
-        return _interleaved(layer, form) if module == "attention.qkv" else form
+        match module:
+            case "attention.qkv":
+                return interleaved(layer, form)
+            case "attention.query_norm" | "attention.key_norm":
+                return _norm_of_heads(layer)
+        return form

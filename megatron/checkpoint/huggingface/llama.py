@@ -16,7 +16,6 @@ from megatron.models.plans import yarn
 # The values that --use-rope-scaling uses. No others are supported.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 _SCORE = "score"  # a reward model's head
@@ -216,7 +215,12 @@ def write_rope(model: ModelConfig) -> dict[str, Any] | None:
     """Return the keys that change rotary frequencies, or `None` if they are unchanged."""
     factor = model.rotary_seq_len_interpolation_factor or 1
     if model.use_rope_scaling:
-        return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
+        return {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+            **_LLAMA3,
+        }
     if factor > 1:
         return {"rope_type": "linear", "factor": float(factor)}
     if model.rope_type == "yarn":
@@ -291,7 +295,13 @@ def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[st
         case "3":
             for key, value in _LLAMA3.items():
                 rope.must_be(key, value)
-            flags |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor")}
+            flags |= {
+                "use_rope_scaling": True,
+                "rope_scaling_factor": rope.number("factor"),
+                "rope_high_freq_factor": rope.number("high_freq_factor", 4.0),
+            }
+            if flags["rope_high_freq_factor"] < 1:
+                raise rope.error("high_freq_factor", "must be at least low_freq_factor, 1")
         case "y":
             flags |= _read_yarn(rope, settings)
         case "d":

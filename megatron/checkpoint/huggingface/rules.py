@@ -427,7 +427,8 @@ def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
 
 def norm_shapes(norm: plans.NormPlan, size: int) -> dict[str, Shape]:
     """Return the shapes of a normalization's parameters."""
-    return dict.fromkeys(KINDS if norm.bias else KINDS[:1], (size,))
+    has = {"weight": norm.weight, "bias": norm.bias}
+    return dict.fromkeys((kind for kind in KINDS if has[kind]), (size,))
 
 
 def linear_shapes(outputs: Shape, inputs: int, *, bias: bool = True) -> dict[str, Shape]:

@@ -70,9 +70,12 @@ def notices(model: ModelConfig) -> Iterator[str]:
         ("--no-rope-freq", model.no_rope_freq),
         ("--softmax-type", model.softmax_type if model.softmax_type != "vanilla" else None),
         ("--rope-type", model.rope_type if model.rope_type != "rope" else None),
+        ("--moe-apply-probs-on-input", "" if model.moe_apply_probs_on_input else None),
+        ("--qk-l2-norm", "" if model.qk_l2_norm else None),
     ):
         if value is not None:
-            yield f"{flag} {value}: Megatron-LM 23.08 does not support it; later versions do"
+            shown = f"{flag} {value}".strip()
+            yield f"{shown}: Megatron-LM 23.08 does not support it; later versions do"
     if model.normalization == "RMSNorm":
         with_it = "with --transformer-impl transformer_engine only, its Llama-2 fork without"
         yield f"--normalization RMSNorm: Megatron-LM 23.08 has it {with_it}"

@@ -54,6 +54,7 @@ COHERE: dict[str, Any] = {
     "torch_dtype": "float32",
     "vocab_size": 70,
 }
+COHERE_PLUS: dict[str, Any] = {**COHERE, "use_qk_norm": True}
 COHERE2: dict[str, Any] = {
     **COHERE,
     "architectures": ["Cohere2ForCausalLM"],
@@ -117,6 +118,10 @@ def _cohere_shapes(config: Config) -> Shapes:
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         shapes |= attention_shapes(config, f"{at}.self_attn")
+        if config.get("use_qk_norm"):
+            for kind, name in (("q", "attention"), ("k", "key_value")):
+                heads = config[f"num_{name}_heads"]
+                shapes[f"{at}.self_attn.{kind}_norm.weight"] = (heads, config["head_dim"])
         shapes |= {f"{at}.mlp.{kind}_proj.weight": (inner, hidden) for kind in ("gate", "up")}
         shapes[f"{at}.mlp.down_proj.weight"] = (hidden, inner)
         shapes[f"{at}.input_layernorm.weight"] = (hidden,)
@@ -136,6 +141,9 @@ def _cohere(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
         at = f"model.layers.{layer}"
         normal = norm(x, f"{at}.input_layernorm")
         query, key, value = heads_of(config, w, normal, f"{at}.self_attn")
+        if config.get("use_qk_norm"):
+            query = norm(query, f"{at}.self_attn.q_norm")
+            key = norm(key, f"{at}.self_attn.k_norm")
         if kind != "full_attention":
             query, key = (
                 turn_pairs(part, config["rope_theta"], config["head_dim"]) for part in (query, key)

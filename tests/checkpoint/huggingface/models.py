@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.checkpoint.huggingface import decoders, deepseek, hybrids, interleaved, qwen_next
+from tests.checkpoint.huggingface import decoders, deepseek, hybrids, interleaved, llama4, qwen_next
 
 Tensors = dict[str, Tensor]
 _FAMILIES = {
     **decoders.FAMILIES,
     **hybrids.FAMILIES,
     **interleaved.FAMILIES,
+    **llama4.FAMILIES,
     **qwen_next.FAMILIES,
 }
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 2, 32, 4, 2, 48, 70, 24
@@ -359,6 +360,7 @@ CASES: dict[str, Case] = {
     ),
     "gpt-j": Case(interleaved.GPTJ),
     "cohere": Case(interleaved.COHERE),
+    "cohere plus": Case(interleaved.COHERE_PLUS),
     "cohere 2": Case(interleaved.COHERE2),
     "bloom": Case(_BLOOM),
     "falcon": Case(_FALCON),
@@ -399,6 +401,8 @@ CASES: dict[str, Case] = {
     "deepseek v3 with yarn": Case(
         _like_llama("deepseek_v3", "DeepseekV3", **deepseek.V3, rope_scaling=deepseek.YARN)
     ),
+    "llama 4": Case(llama4.LLAMA4),
+    "llama 4, rotating": Case(llama4.ROTATING),
     "mamba 2": Case(hybrids.MAMBA2),
     "nemotron h": Case(hybrids.NEMOTRON),
     "nemotron h, older file": Case(

@@ -46,7 +46,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
         ("gpt-j", {"rotary_dim": 12}, "rotary_dim 12: must be even and at most 10"),
         ("gpt-j", {"rotary_dim": 5}, "rotary_dim 5: must be even"),
         ("gpt-j", {"activation_function": "relu"}, 'activation_function "relu": supported'),
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm true: only false"),
+        ("cohere 2", {"use_qk_norm": True}, "use_qk_norm true: only false"),
         ("cohere", {"attention_bias": True}, "attention_bias true: only false"),
         ("cohere 2", {"sliding_window": None}, "sliding_window null: must be a number"),
         ("cohere 2", {"use_parallel_block": False}, "use_parallel_block false: only true"),
@@ -69,6 +69,12 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
         ("gpt-oss", {"experts_per_token": 2}, "experts_per_token 2: only 3"),
         ("gpt-oss", {"rope_scaling": None}, "rope_scaling null: is required"),
         ("gpt-oss", {"quantization_config": {}}, "quantization_config: not supported"),
+        ("llama 4", {"num_experts_per_tok": 2}, "num_experts_per_tok 2: only 1"),
+        ("llama 4", {"layer_types": [_FULL, _FULL]}, "only layers with rotary positions"),
+        ("llama 4", {"no_rope_layers": [1]}, "no_rope_layers .1.: has 1 entries for 2 layers"),
+        ("llama 4", {"moe_layers": []}, "moe_layers .*: at least one layer"),
+        ("llama 4", {"attn_temperature_tuning": "no"}, "attn_temperature_tuning .no.: expected"),
+        ("llama 4", {"attention_bias": True}, "attention_bias true: only false"),
         ("mamba 2", {"expand": 2}, "expand 2: times hidden_size is not num_heads"),
         ("mamba 2", {"conv_kernel": 3}, "conv_kernel 3: only 4 is supported"),
         ("mamba 2", {"time_step_limit": [0.01, 1.0]}, "time steps with limits"),
@@ -126,6 +132,7 @@ def test_other_networks_are_refused_by_key(
         ("cohere", "cohere", {"normalization": "RMSNorm"}),
         ("cohere", "cohere", {"parallel_residual": False}),
         ("cohere", "cohere", {"final_logit_softcapping": 9.0}),
+        ("cohere plus", "cohere", {"qk_layernorm_scope": "head"}),
         ("cohere 2", "cohere2", {"no_rope_freq": None}),
         ("neox", "gpt_neox", {"swiglu": True}),
         ("neox", "gpt_neox", {"logit_scale": 2.0}),
@@ -139,6 +146,11 @@ def test_other_networks_are_refused_by_key(
         ("qwen3 next", "qwen3_next", {"attention_output_gate": False}),
         ("qwen3 next", "qwen3_next", {"apply_layernorm_1p": False}),
         ("qwen3 next", "qwen3_next", {"add_qkv_bias": True}),
+        ("llama 4", "llama4_text", {"window_size": "3,0", "attention_chunk_size": None}),
+        ("llama 4", "llama4_text", {"moe_apply_probs_on_input": False}),
+        ("llama 4", "llama4_text", {"moe_router_score_function": "softmax"}),
+        ("llama 4", "llama4_text", {"moe_shared_expert_intermediate_size": None}),
+        ("llama 4", "llama4_text", {"qk_l2_norm": False, "qk_layernorm": True}),
         ("mamba 2", "mamba2", {"hybrid_layer_pattern": "M*"}),
         ("mamba 2", "mamba2", {"position_embedding_type": "learned_absolute"}),
         ("nemotron h, older file", "nemotron_h", {"swiglu": True, "squared_relu": False}),
@@ -175,6 +187,32 @@ _GEMMA_2 = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "vocab_size": 256000,
+}
+_SCOUT = {
+    **CASES["llama 4"].config,
+    "attention_chunk_size": 8192,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "interleave_moe_layer_step": 1,
+    "layer_types": None,
+    "max_position_embeddings": 10485760,
+    "moe_layers": None,
+    "no_rope_layers": [],
+    "num_attention_heads": 40,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "vocab_size": 202048,
 }
 _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gemma-2b": (
@@ -271,6 +309,19 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         34_980_831_232,
     ),
+    "c4ai-command-r-plus": (  # counted from its published sizes
+        {
+            **CASES["cohere plus"].config,
+            "head_dim": None,
+            "hidden_size": 12288,
+            "intermediate_size": 33792,
+            "num_attention_heads": 96,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 256000,
+        },
+        103_810_674_688,
+    ),
     "c4ai-command-r7b-12-2024": (
         {
             **CASES["cohere 2"].config,
@@ -354,6 +405,19 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         79_674_391_296,
     ),
+    "llama-4-scout": (_SCOUT, 107_769_861_120),  # both counted by transformers, without images
+    "llama-4-maverick": (
+        {
+            **_SCOUT,
+            "attn_temperature_tuning": 4,
+            "interleave_moe_layer_step": 2,
+            "max_position_embeddings": 1048576,
+            "num_local_experts": 128,
+            "rope_scaling": None,
+            "use_qk_norm": False,
+        },
+        400_711_848_960,
+    ),
     "gpt-oss-20b": (
         {
             **CASES["gpt-oss"].config,
@@ -393,6 +457,17 @@ def test_gemma_s_layers_have_windows_in_turns_without_layer_types() -> None:
     assert family.read(Settings(without, "config.json")).model.attn_logit_softcapping == 50
 
 
+def test_llama_4_has_all_its_kinds_of_layers_without_their_lists() -> None:
+    model = families()["llama4_text"].read(Settings(_SCOUT, "config.json")).model
+    assert model.no_rope_freq == f"[{','.join(['0,0,0,1'] * 12)}]"
+    assert model.moe_layer_freq == "1"
+    assert (model.attention_chunk_size, model.rope_high_freq_factor) == (8192, 1)
+    in_turns = {**_SCOUT, "interleave_moe_layer_step": 2, "attn_temperature_tuning": False}
+    model = families()["llama4_text"].read(Settings(in_turns, "config.json")).model
+    assert model.moe_layer_freq == f"[{','.join(['0,1'] * 24)}]"
+    assert model.attention_temperature_scale is None
+
+
 @pytest.mark.parametrize(
     ("name", "family", "targets", "message"),
     [
@@ -406,6 +481,8 @@ def test_gemma_s_layers_have_windows_in_turns_without_layer_types() -> None:
         ("neox", "gpt_neox", ("*attention.qkv",), "computes query, key, value at once"),
         ("gpt-j", "gptj", ("*attention.qkv",), "attn.q_proj of a gptj model: its heads' channels"),
         ("cohere 2", "cohere2", ("*attention.qkv",), "its heads' channels have another order"),
+        ("llama 4", "llama4_text", ("*attention.qkv",), "its heads' channels have another order"),
+        ("llama 4", "llama4_text", ("*experts.up",), "PEFT orders the rows of its experts'"),
     ],
 )
 def test_adapters_that_peft_orders_otherwise_are_refused(

@@ -1,0 +1,161 @@
+"""Llama 4, text: attention in chunks, layers without positions, experts with weighted inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+import megatron.models.plan as plans
+from megatron.checkpoint.huggingface import rules
+from megatron.checkpoint.huggingface.gpt_oss import DOWN
+from megatron.checkpoint.huggingface.interleaved import interleaved
+from megatron.checkpoint.huggingface.llama import FULL, LAYER
+from megatron.checkpoint.huggingface.mixtures import Mixtral
+from megatron.checkpoint.huggingface.settings import Settings
+from megatron.config.attention import layer_rotates
+from megatron.config.experts import mixture_layers
+from megatron.config.model import ModelConfig
+
+_CHUNKED = "chunked_attention"  # a value of layer_types
+_SCALE, _FLOOR = 0.1, 8192  # of the temperature
+_MODULES = {
+    "mlp.up": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+    "mlp.down": ("feed_forward.down_proj",),
+    "mlp.router": ("feed_forward.router",),
+    "mlp.experts.up": ("feed_forward.experts.gate_up_proj",),
+    "mlp.experts.down": ("feed_forward.experts.down_proj",),
+    "mlp.shared.up": (
+        "feed_forward.shared_expert.gate_proj",
+        "feed_forward.shared_expert.up_proj",
+    ),
+    "mlp.shared.down": ("feed_forward.shared_expert.down_proj",),
+}
+
+
+def _join_up(parts: Sequence[Tensor]) -> Tensor:
+    """Turn [e, h, 2 f], all gates before all ups, into [e, 2, f, h]."""
+    return parts[0].transpose(1, 2).unflatten(1, (2, -1))
+
+
+def _split_up(whole: Tensor) -> list[Tensor]:
+    return [whole.flatten(1, 2).transpose(1, 2)]
+
+
+_UP = rules.TensorForm(_join_up, _split_up)
+
+
+@dataclass(frozen=True)
+class Llama4(Mixtral):
+    """Llama 4 without its images. Its files hold all experts of a layer in one tensor."""
+
+    mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _MODULES)
+    fixed: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            "hidden_act": "silu",
+            **dict.fromkeys(("attention_bias", "for_llm_compressor"), False),
+        }
+    )
+    head_size: int | None = 128
+    rotary_base: float = 500000.0
+    classifies: bool = False
+    rotates_pairs: bool = True
+    stacks_experts: bool = True
+    whole_names: tuple[str, ...] = ("experts.gate_up_proj", "experts.down_proj")
+
+    def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
+        """Return the network that a config.json describes."""
+        layers, width = flags["num_layers"], flags["ffn_hidden_size"]
+        dense = {**flags, "ffn_hidden_size": settings.size("intermediate_size_mlp", 16384)}
+        model = super().network(settings, dense)
+        if model.moe_router_topk != 1:
+            raise settings.error("num_experts_per_tok", "only 1 is supported")
+        rotates = _read_rotating(settings, layers)
+        chunk = settings.size("attention_chunk_size", 8192)
+        scale, floor = settings.number("attn_scale", _SCALE), settings.size("floor_scale", _FLOOR)
+        tunes = settings.values.get("attn_temperature_tuning", True)
+        if type(tunes) not in (bool, int):
+            raise settings.error("attn_temperature_tuning", "expected true or false")
+        settings.must_be("attn_temperature_tuning", tunes)  # 4 in published files
+        has_chunks = any(rotates) and chunk < model.max_position_embeddings
+        return replace(
+            model,
+            no_rope_freq=None if all(rotates) else _pattern(not one for one in rotates),
+            attention_chunk_size=chunk if has_chunks else None,
+            attention_temperature_scale=scale if tunes and not all(rotates) else None,
+            attention_temperature_floor=floor,
+            qk_l2_norm=settings.switch("use_qk_norm", True),
+            moe_layer_freq=_read_mixtures(settings, layers),
+            moe_ffn_hidden_size=width,
+            moe_shared_expert_intermediate_size=width,
+            moe_router_score_function="sigmoid",
+            moe_apply_probs_on_input=True,
+        )
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """Return a config.json. A dense network becomes a mixture of a single expert."""
+        rotates = layer_rotates(model, model.num_layers)
+        mixtures = mixture_layers(model, model.num_layers) if model.num_experts else ()
+        return {
+            **super().write(model, vocab),
+            "attention_chunk_size": model.attention_chunk_size or model.max_position_embeddings,
+            "attn_scale": model.attention_temperature_scale or _SCALE,
+            "attn_temperature_tuning": model.attention_temperature_scale is not None,
+            "floor_scale": model.attention_temperature_floor,
+            "intermediate_size_mlp": model.ffn_hidden_size,
+            "layer_types": [_CHUNKED if one else FULL for one in rotates],
+            "moe_layers": [layer for layer, is_mixture in enumerate(mixtures) if is_mixture],
+            "no_rope_layers": [int(one) for one in rotates],
+            "use_qk_norm": model.qk_l2_norm,
+        }
+
+    def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        return {**LAYER, **self.mixture}
+
+    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
+        form = super().form(layer, module, tensors)
+        match module:
+            case "attention.qkv":
+                return interleaved(layer, form)
+            case "mlp.experts.up":
+                return _UP
+            case "mlp.experts.down":
+                return DOWN
+        return form
+
+
+def _pattern(chosen: Iterable[bool]) -> str:
+    return f"[{','.join(str(int(one)) for one in chosen)}]"
+
+
+def _read_rotating(settings: Settings, layers: int) -> list[bool]:
+    """Return which layers have rotary positions. These, and no others, have chunks.
+
+    `transformers` calls the list of these layers no_rope_layers.
+    """
+    every = settings.size("no_rope_layer_interval", 4)
+    given = settings.indices("no_rope_layers", 2)
+    if given and len(given) != layers:
+        raise settings.error("no_rope_layers", f"has {len(given)} entries for {layers} layers")
+    rotates = [bool(one) for one in given] or [(i + 1) % every > 0 for i in range(layers)]
+    kinds = [_CHUNKED if one else FULL for one in rotates]
+    if settings.words("layer_types") not in ([], kinds):
+        raise settings.error(
+            "layer_types", "only layers with rotary positions may have chunks, and all of them must"
+        )
+    return rotates
+
+
+def _read_mixtures(settings: Settings, layers: int) -> str:
+    """Return the pattern of the layers that are mixtures of experts."""
+    step = settings.size("interleave_moe_layer_step", 1)
+    chosen = {*range(step - 1, layers, step)}
+    if "moe_layers" in settings.values:
+        chosen = {*settings.indices("moe_layers", layers)}
+    if not chosen:
+        raise settings.error("moe_layers", "at least one layer must be a mixture of experts")
+    return "1" if len(chosen) == layers else _pattern(i in chosen for i in range(layers))

@@ -1,0 +1,93 @@
+"""Records of the sequences that add tokens to a cache in blocks (`paged_attention`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import add
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Singles:
+    """The u sequences that add one token each. Sequences without tokens pad the batch.
+
+    Attributes:
+        tables: The blocks of each sequence, int32 [u, m]. Entries after a sequence's last block are
+            arbitrary.
+        lengths: The number of tokens of each sequence, including the new one, int32 [u].
+        longest: An upper bound on the lengths.
+        block_size: The number of tokens in a block.
+    """
+
+    tables: Tensor
+    lengths: Tensor
+    longest: int
+    block_size: int
+
+    def within(self, chunk: int) -> Singles:
+        """Return the sequences without the tokens before the last chunk of each.
+
+        Args:
+            chunk: The number of tokens in a chunk, a multiple of `block_size`.
+        """
+        if self.longest <= chunk:
+            return self
+        blocks = torch.arange(chunk // self.block_size, device=self.tables.device)
+        starts = chunk_starts(self.lengths, chunk)
+        # A chunk may be longer than its sequence.
+        found = (starts[:, None] // self.block_size + blocks).clamp(max=self.tables.shape[1] - 1)
+        return Singles(self.tables.gather(1, found), self.lengths - starts, chunk, self.block_size)
+
+
+def chunk_starts(lengths: Tensor, chunk: int) -> Tensor:
+    """Return the position at which the last token's chunk begins, in the shape of the lengths."""
+    return (lengths - 1).clamp(min=0) // chunk * chunk
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The c sequences that add consecutive tokens of their prompts.
+
+    Attributes:
+        starts: The number of each sequence's tokens that are already in the cache.
+        sizes: The number of new tokens of each sequence.
+        ends: Cumulative numbers of new tokens and of all tokens over the sequences, int32 [2, c +
+            1]. Each row begins with 0.
+        slots: The slots of all tokens, sequence by sequence, int64 [l]; `None` if all tokens are
+            new.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ends: Tensor
+    slots: Tensor | None
+    _divided: dict[int, Chunks] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def within(self, chunk: int) -> Chunks:
+        """Return each chunk of this many tokens that has new tokens as a sequence of its own.
+
+        All layers use the same chunks, which are therefore computed once.
+        """
+        if chunk not in self._divided:
+            self._divided[chunk] = self._divide(chunk)
+        return self._divided[chunk]
+
+    def _divide(self, chunk: int) -> Chunks:
+        starts, sizes, kept, before = [], [], [], 0
+        for start, size in zip(self.starts, self.sizes, strict=True):
+            first = start // chunk * chunk
+            kept.append(range(before + first, before + start + size))
+            for at in range(first, start + size, chunk):
+                begin = max(start, at)
+                starts.append(begin - at)
+                sizes.append(min(start + size, at + chunk) - begin)
+            before += start + size
+        lengths = [*map(add, starts, sizes)]
+        ends = torch.tensor([[0, *sizes], [0, *lengths]], dtype=torch.int32).cumsum(1)
+        slots = self.slots
+        if slots is not None:
+            slots = torch.cat([slots[part.start : part.stop] for part in kept])
+        ends = ends.int().to(self.ends.device)
+        return Chunks(tuple(starts), tuple(sizes), ends, slots)
