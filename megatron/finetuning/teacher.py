@@ -320,7 +320,7 @@ class _Writer(NamedTuple):
         return tops, digests
 
     def _top(self, logits: Tensor) -> list[dict[str, Tensor]]:
-        """Return the top k of each sample of a micro-batch from its logits [b, s, v/t]."""
+        """Return the most likely tokens of each sample, given a batch of logits [b, s, v/t]."""
         asked = self.config.distillation
         assert asked.logits_save_top_k is not None
         top = top_log_probs(

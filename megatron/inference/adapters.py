@@ -85,7 +85,7 @@ def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[Opened
 
     Raises:
         CheckpointError: A folder has no adapter, or the adapter is damaged, not supported, or
-            trained on another model.
+            trained on a different model.
         ConfigError: There are more tensor ranks than query groups in the base model.
     """
     named = named_adapters(words)
@@ -263,6 +263,6 @@ def _compare(reader: Reader, base: Reader) -> None:
         theirs, ours = reader.read(name, box).float(), base.read(name, box).float()
         if not torch.allclose(theirs, ours, rtol=_ROUNDING, atol=1e-6):
             raise CheckpointError(
-                f"the adapter was trained on another model ({name.removeprefix('model.')} differs "
-                f"from {base.path}): {_REMEDY}"
+                f"the adapter was trained on a different model ({name.removeprefix('model.')} "
+                f"differs from {base.path}): {_REMEDY}"
             )

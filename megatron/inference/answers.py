@@ -289,7 +289,7 @@ class BeamAnswer(Answer):
         self.sequences, self._beams = [], []
         for way in ways:
             sequence = way.sequence
-            # A beam's first continuation keeps its sequence; each further one gets a fork.
+            # A beam's first continuation keeps its sequence; each additional one gets a fork.
             if sequence in self.sequences:
                 sequence = scheduler.fork(sequence, [*prompt, *way.tokens])
             else:

@@ -294,7 +294,7 @@ def build_any_engine(
     Raises:
         CheckpointError: There is no embedding network.
         ConfigError: A flag must be changed.
-        DataError: The working folder of a Retro is damaged or belongs to another model.
+        DataError: The working folder of a Retro is damaged or belongs to a different model.
     """
     model, config = loaded.model, loaded.config
     if not isinstance(model, RetroModel):

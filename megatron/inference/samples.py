@@ -396,7 +396,7 @@ class SampleFile:
         for number, (mine, prompt) in enumerate(zip(self._prompts, prompts, strict=False), 1):
             if mine != prompt:
                 raise StorageError(
-                    f"{self.path}: line {number} is for another prompt: name another file, or "
+                    f"{self.path}: line {number} is for a different prompt: name another file, or "
                     "remove this one"
                 )
         if len(prompts) < self.done:

@@ -37,7 +37,7 @@ _OLDEST_RELEASE = (0, 6)
 _OLDEST_CAPABILITY = (8, 0)
 _SIZES = 16  # heads are a multiple of this, the smallest tile of a product
 _LARGEST_KEY = 256
-_SHORTEST = 64  # tokens; for fewer, the kernels would be tuned again
+_SHORTEST = 64  # tokens; with fewer, the kernels would be tuned again
 _RESET = -64.0  # logarithm of the decay at the start of a document
 _HALF = (torch.float16, torch.bfloat16)
 # Between these releases, Triton computes wrong gradients on Hopper in a kernel that most of the
@@ -162,7 +162,7 @@ class RecurrenceKernels:
             decay: Logarithm of each token's decay, fp32 [s, b, n].
             rate: The rate of each token, 0 to 1, [s, b, n].
             documents: The index of each token's document, [s, b]; `None` for a single document.
-            state: The states before the first token, fp32 [b, n, e, d]; `None` for empty ones.
+            state: The states before the first token, fp32 [b, n, e, d]; `None` means zeros.
 
         Returns:
             The outputs [s, b, n, d] in the type of the values, and the states after the last token,
@@ -337,7 +337,7 @@ def find_recurrence(device: torch.device) -> RecurrenceChoice:
 
 
 def _size_misfit(model: ModelConfig) -> str:
-    """Return which size of a mixer's heads the package is not used for, or "" if there is none."""
+    """Return why the package does not support the sizes of a mixer's heads, or "" if it does."""
     keys, values = {}, {}
     if model.has_mamba:
         keys["--mamba-state-dim"] = model.mamba_state_dim
@@ -353,7 +353,7 @@ def _size_misfit(model: ModelConfig) -> str:
 
 
 def _load(capability: tuple[int, int]) -> tuple[RecurrenceKernels, str]:
-    """Import the package. Return its functions and which of them run, and why.
+    """Import the package. Return its functions, and a description of which of them run and why.
 
     Raises:
         ImportError: The package, or Triton, cannot be imported.
@@ -382,7 +382,7 @@ def _load(capability: tuple[int, int]) -> tuple[RecurrenceKernels, str]:
 
 
 def _by_channel(chunk_kda: _Function) -> _Function:
-    """Return the gated delta rule by a function whose decays differ between key channels."""
+    """Return the gated delta rule, computed by a function with a decay for each key channel."""
 
     def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
         decays = g.unsqueeze(-1).expand(*g.shape, q.shape[-1])

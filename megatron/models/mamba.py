@@ -257,7 +257,7 @@ def scan(
 
     # Pairs of tokens within a chunk: [c, b, g, r, l, l].
     # The logarithm of the decay from token m to token l is the sum of the terms after m, up to l.
-    # The difference of two sums from the chunk's start would be less exact.
+    # The difference of two sums from the chunk's start would be less accurate.
     pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     terms = (steps * rates).movedim(1, 4).unsqueeze(5).expand(*[-1] * 5, chunk)
     logarithms = terms.masked_fill(~pairs.tril(-1), 0).cumsum(4)

@@ -25,7 +25,7 @@ from megatron.parallel.layers import Linear, sum_over_ranks
 from megatron.parallel.layout import Layout
 from megatron.parallel.products import LinearCall, Products
 
-_NOBODYS = -1  # the owner of padding rows
+_NO_OWNER = -1  # the owner of padding rows
 
 
 @dataclass
@@ -78,7 +78,7 @@ def _stack(parts: Sequence[StackedFactors]) -> tuple[Tensor, Tensor, Tensor]:
     ranks = -(-count // GRANULE) * GRANULE  # sizes that `RowByRow` and grouped products support
     a = first.a.new_zeros(*first.a.shape[:-2], ranks, first.a.shape[-1])
     b = first.b.new_zeros(*first.b.shape[:-1], ranks)
-    owners = torch.full((ranks,), _NOBODYS, device=a.device)
+    owners = torch.full((ranks,), _NO_OWNER, device=a.device)
     start = 0
     for part in parts:
         end = start + part.a.shape[-2]

@@ -124,7 +124,7 @@ class PackedWeight(torch.Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, Tensor], None]:
-        """Return what `fully_shard` gathers, a shard's codes and scales (ZeRO stage 3).
+        """Return what `fully_shard` gathers: a shard's codes and scales (ZeRO stage 3).
 
         Args:
             mesh: The processes that share the weight.
@@ -143,7 +143,7 @@ class PackedWeight(torch.Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[PackedWeight, tuple[()]] | None:
-        """Return the whole weight made of gathered codes and scales, which it does not copy.
+        """Return the whole weight, which shares the memory of the gathered codes and scales.
 
         Args:
             gathered: The codes and scales of all rows.

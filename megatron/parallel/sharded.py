@@ -191,8 +191,8 @@ def _check_packed(part: nn.Module, layout: Layout) -> None:
         if isinstance(parameter, PackedWeight) and rows % shards:
             raise ConfigError(
                 f"--zero-stage 3 with --frozen-weights-dtype: the {rows} rows of {name} do not "
-                f"divide evenly over the {shards} processes that share them: use another number "
-                "of processes, or --zero-stage 2"
+                f"divide evenly over the {shards} processes that share them: use a different "
+                "number of processes, or --zero-stage 2"
             )
 
 

@@ -275,7 +275,7 @@ def open_searcher(
     its entries stay on disk, shared by the processes of a machine, if the kind of index allows it.
 
     Raises:
-        DataError: The index is missing, damaged, or belongs to another database.
+        DataError: The index is missing, damaged, or belongs to a different database.
     """
     path = IndexPaths(workdir, index).added
     found = read_index(path, index, mapped=True)
@@ -363,7 +363,7 @@ def query_neighbors(
 
     Raises:
         ConfigError: The number of neighbors to store exceeds the number requested from the index.
-        DataError: The index is missing, damaged, or belongs to another database.
+        DataError: The index is missing, damaged, or belongs to a different database.
         StorageError: A file cannot be written.
     """
     if query.saved > query.queried:

@@ -258,7 +258,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _numbers(split: Any) -> tuple[str, ...]:
-    """Return the numbers of a split, without spaces and trailing zeros."""
+    """Return the numbers of a split, without spaces or trailing zeros."""
     words = [word.strip() for word in str(split).replace("/", ",").split(",")]
     while words and words[-1] in ("0", "0.0", ""):
         words.pop()

@@ -231,7 +231,7 @@ def split_of(documents: int) -> tuple[str, int]:
 
 
 def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Validation:
-    """Measure the documents of `dataset` from number `first` to the last."""
+    """Measure the validation documents, which are those of `dataset` from index `first` on."""
     import numpy as np
     from tokenizers import Tokenizer
 

@@ -171,7 +171,7 @@ def compared(words: Sequence[str]) -> dict[str, Points]:
     """Return the validation losses in the files of LABEL=FILE words, by label.
 
     Raises:
-        ConfigError: A word has another form.
+        ConfigError: A word does not have this form.
         DataError: A file cannot be read, or has no validation loss.
     """
     found = {}

@@ -304,7 +304,7 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
     other = str(tmp_path / "other")
     save_run(build_toy(Layout.single(), f"{NETWORK} --save {other} --seed 5".split()))
     foreign = _refused(other, saved.folders["all"])
-    assert "trained on another model (embedding" in foreign
+    assert "trained on a different model (embedding" in foreign
     assert "serve the model that it was trained on with --load" in foreign
     # Different shapes, from a run and from PEFT's files.
     wide = f"{NETWORK} --hidden-size 48"

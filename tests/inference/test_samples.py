@@ -162,7 +162,7 @@ def test_a_file_of_something_else_is_left_alone(
     source, target = tmp_path / "prompts.txt", tmp_path / "prompts.txt.out"
     source.write_text("w1\n")
     for content, said in (
-        ('{"prompt": "w2", "text": ""}\n', "line 1 is for another prompt"),
+        ('{"prompt": "w2", "text": ""}\n', "line 1 is for a different prompt"),
         ("my notes\n", "line 1 is not a sample"),
         ('{"prompt": "w1"}\n{"prompt": "w1"}\n', "has 2 samples, but only 1 are requested"),
     ):

@@ -211,7 +211,7 @@ def test_lines_of_other_dialogues_are_not_continued(files, api):
     words = _words(files, "knowledge", "knowledge.json", "--api-prompt", "--megatron-api-url", api)
     part = files / "input.txt.out.part.jsonl"
     part.write_text('{"prompt": "another", "text": "x", "length": 1, "finished": true}\n')
-    with pytest.raises(StorageError, match=r"part\.jsonl: line 1 is for another prompt"):
+    with pytest.raises(StorageError, match=r"part\.jsonl: line 1 is for a different prompt"):
         dialogue.run("MSDP-PROMPT", words, Launch())
     prompt = json.dumps(_prompts(*_words(files, "knowledge", "knowledge.json"))[0])
     part.write_text(f'{{"prompt": {prompt}, "text": 5, "length": 1, "finished": true}}\n')

@@ -189,7 +189,7 @@ def test_what_is_read_or_was_written_before_is_not_replaced(imported: Path, tmp_
 
 def test_another_loader_is_named(imported: Path, tmp_path, capsys):
     assert convert("hf", "native", imported, tmp_path / "out") == 4
-    assert "has another format: use --loader native" in capsys.readouterr().err
+    assert "is in a different format: use --loader native" in capsys.readouterr().err
     assert convert("native", "native", tmp_path / "original", tmp_path / "out") == 4
     assert ": it is a Hugging Face folder: use --loader hf" in capsys.readouterr().err
 
@@ -399,7 +399,7 @@ def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -
     )
     capsys.readouterr()
     assert convert("native", "native", tmp_path / "megatron", tmp_path / "again") == 4
-    assert "has another format: use --loader megatron" in capsys.readouterr().err
+    assert "is in a different format: use --loader megatron" in capsys.readouterr().err
 
 
 def test_megatron_core_s_checkpoints_go_to_ours(golden: Path, tmp_path: Path) -> None:

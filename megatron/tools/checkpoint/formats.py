@@ -143,7 +143,8 @@ def load_hf(options: argparse.Namespace) -> SourceModel:
 
 def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> CheckpointError:
     return CheckpointError(
-        f"--loader {options.loader}: {path} has another format: use --loader {LOADER_OF[kind]}"
+        f"--loader {options.loader}: {path} is in a different format: use --loader "
+        f"{LOADER_OF[kind]}"
     )
 
 
