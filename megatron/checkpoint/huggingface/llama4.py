@@ -98,6 +98,7 @@ class Llama4(Mixtral):
         """Return a config.json. A dense network becomes a mixture of a single expert."""
         rotates = layer_rotates(model, model.num_layers)
         mixtures = mixture_layers(model, model.num_layers) if model.num_experts else ()
+        chosen = [layer for layer, is_mixture in enumerate(mixtures) if is_mixture]
         return {
             **super().write(model, vocab),
             "attention_chunk_size": model.attention_chunk_size or model.max_position_embeddings,
@@ -106,8 +107,9 @@ class Llama4(Mixtral):
             "floor_scale": model.attention_temperature_floor,
             "intermediate_size_mlp": model.ffn_hidden_size,
             "layer_types": [_CHUNKED if one else FULL for one in rotates],
-            "moe_layers": [layer for layer, is_mixture in enumerate(mixtures) if is_mixture],
+            "moe_layers": chosen or [*range(model.num_layers)],
             "no_rope_layers": [int(one) for one in rotates],
+            "num_experts_per_tok": 1,
             "use_qk_norm": model.qk_l2_norm,
         }
 

@@ -7,6 +7,7 @@ from megatron.checkpoint.core.arguments import core_arguments, core_config, laye
 from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import not_computed
+from megatron.errors import CheckpointError
 from tests.config.command import parse
 
 MIXTURE = "--num-experts 8 --moe-expert-capacity-factor 1.5"
@@ -41,6 +42,22 @@ def test_windows_are_written_as_core_has_them_and_read_again(frequency, layers):
     assert args.window_attn_skip_freq == layers
     model = ModelConfig(**{**vars(config.model), **core_config(vars(args))["model"]})
     assert layer_windows(model, 4) == layer_windows(config.model, 4)
+
+
+def test_what_llama_4_shares_with_core_is_written_and_read_again():
+    """Core normalizes queries and keys in all layers, or in none."""
+    flags = "--num-layers 4 --position-embedding-type rope --qk-l2-norm"
+    config = parse(f"{flags} {MIXTURE} --moe-router-topk 1 --moe-apply-probs-on-input").config
+    assert not list(not_computed(config.model))
+    meta = {"consumed_train_samples": 0, "iteration": 0}
+    args = vars(core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1))
+    found = core_config(args)["model"]
+    assert found["qk_l2_norm"] is found["moe_apply_probs_on_input"] is True
+    with pytest.raises(CheckpointError, match="qk_l2_norm is True: such networks"):
+        core_config({**args, "no_rope_freq": [0, 0, 0, 1]})
+    mixed = parse(f"{flags} --no-rope-freq 4 --attention-chunk-size 8").config.model
+    refused = ["--qk-l2-norm with --no-rope-freq", "--attention-chunk-size 8"]
+    assert sorted(not_computed(mixed)) == sorted(refused)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,16 @@ def test_what_a_family_cannot_express_is_named(
     assert any(line.startswith(f"{key} is ") for key in changes for line in found), found
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_every_network_is_compared_with_every_family(name: str) -> None:
+    """A family writes the nearest network that it can express, and reads it again."""
+    config = CASES[name].config
+    model = families()[config["model_type"]].read(Settings(config, "config.json")).model
+    for family in families().values():
+        found = misfits(family, model, 70)
+        assert not found or family.name != config["model_type"], found
+
+
 _GEMMA_2 = {
     **CASES["gemma 2"].config,
     "head_dim": 256,
