@@ -66,7 +66,7 @@ class Chunks:
     _divided: dict[int, Chunks] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def within(self, chunk: int) -> Chunks:
-        """Return each chunk of this many tokens that has new tokens as a sequence of its own.
+        """Return the chunks of this many tokens that have new tokens, each as a separate sequence.
 
         All layers use the same chunks, which are therefore computed once.
         """

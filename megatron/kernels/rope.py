@@ -97,7 +97,7 @@ class _SplitRotate(NamedTuple):
 SPLIT_ROTATE = Kernel.of("split_rotate", _SplitRotate)
 LARGEST_PAIRS = 256  # pairs of vectors per head, as in rope.cu
 _FIRST_CONTEXT = 8192  # tokens of the context that Llama 3.1 was first trained with
-_SLOWED_TURNS = 1.0  # frequencies with at most this many turns within it are slowed down
+_SLOWED_TURNS = 1.0  # frequencies with at most this many turns in that context are divided
 
 
 class Scaling(NamedTuple):
