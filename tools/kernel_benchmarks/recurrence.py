@@ -23,11 +23,13 @@ BF16 = torch.bfloat16
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
     """Return all operations of this group. None of them uses the library."""
     choice = find_recurrence(device)
-    reason = "" if choice.kernels is not None else choice.reason
+    kernels = choice.kernels
+    reason = choice.reason if kernels is None else ""
+    scans = kernels is not None and kernels.simple_gla is not None
     return [
-        mamba_scan(device, choice.kernels, reason),
-        gated_delta_rule(device, choice.kernels, reason),
-        convolution(device, choice.kernels, reason),
+        mamba_scan(device, kernels, "" if scans else choice.reason),
+        gated_delta_rule(device, kernels, reason),
+        convolution(device, kernels, reason),
     ]
 
 
