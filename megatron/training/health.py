@@ -33,7 +33,7 @@ from megatron.processes.watchdog import ranks_text
 from megatron.training.timers import ReadyClock
 
 _SECONDS = 0.4  # for each speed of a device
-_REPEATS = 5  # of each message
+_REPEATS = 10  # of each message
 _MOST_CLOCK_SECONDS = 1.0  # between clocks; rendezvous fails at 15 s
 _DISK_BYTES = 16 << 20
 # Ranks of a machine share its disk, and all ranks take part in an all-reduce.
@@ -184,7 +184,7 @@ def _all_reduce_speed(layout: Layout, device: Device) -> float:
 
 
 def _message(device: Device) -> torch.Tensor:
-    return torch.zeros((64 if device.is_gpu else 2) << 18, device=device.torch_device)
+    return torch.zeros((128 if device.is_gpu else 2) << 18, device=device.torch_device)
 
 
 def neighbors(rank: int, ranks: int) -> list[int | None]:
