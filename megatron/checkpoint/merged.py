@@ -17,9 +17,8 @@ from megatron.config.resolve import resolve
 from megatron.config.run import ModelRun, narrow
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError
-from megatron.parallel.adapter import Adapter
+from megatron.parallel.adapter import AdaptedLayer, Adapter
 from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
-from megatron.parallel.layers import Linear
 
 _WEIGHT = ".weight"
 
@@ -75,7 +74,8 @@ def network_in(reader: Reader) -> ModelConfig:
 
 
 def without_adapters(
-    reader: Reader, layers_of: Callable[[ModelConfig, int], Mapping[str, Linear | ExpertLinear]]
+    reader: Reader,
+    layers_of: Callable[[ModelConfig, int], Mapping[str, AdaptedLayer | ExpertLinear]],
 ) -> Reader:
     """Return a checkpoint's reader, with adapters merged into the weights if it has any.
 
@@ -95,7 +95,7 @@ class MergedReader(Reader):
     It has no optimizer states, because those in the files belong to the adapters.
     """
 
-    def __init__(self, reader: Reader, layers: Mapping[str, Linear | ExpertLinear]) -> None:
+    def __init__(self, reader: Reader, layers: Mapping[str, AdaptedLayer | ExpertLinear]) -> None:
         """Wrap a checkpoint.
 
         Args:

@@ -29,7 +29,11 @@ from megatron.parallel.quantized import PackedWeight
 SHOWN = 10  # largest number of problems listed in a message
 _ROWS = 4096  # number of rows read at a time
 _WORDS = "embedding.word.weight"
-_TABLES = (_WORDS, *(f"{tower}.{_WORDS}" for tower in TOWERS), "output.weight", "output.bias")
+_TABLES = (
+    *(_WORDS, *(f"{tower}.{_WORDS}" for tower in TOWERS)),
+    *("output.weight", "output.bias"),
+    *("output.adapter.weight.b", "output.adapter.weight.magnitude"),
+)
 
 
 class HeldTensor(NamedTuple):

@@ -12,6 +12,7 @@ from megatron.config.fields import Need, flag
 if TYPE_CHECKING:
     from megatron.config.model import ModelConfig
 
+ALL_LINEAR = "all-linear"  # PEFT's name for every layer, except the output layer and routers
 FROZEN_BLOCK = 64  # neighboring weights of a row that share a scale (--frozen-weights-dtype)
 _GPT = ("gpt",)
 _KINDS = ("gpt", "bert", "t5")

@@ -93,7 +93,8 @@ class ExpertOptions:
             1.
         moe_router_enable_expert_bias: Choose experts by score plus a bias, which is raised for
             experts with few tokens and lowered for those with many (DeepSeek-V3).
-        moe_router_bias_update_rate: Change of each expert's bias in an iteration.
+        moe_router_bias_update_rate: Change of each expert's bias in an iteration. With --lora-rank,
+            biases do not change, like all weights outside the adapters.
         moe_router_load_balancing_type: Losses that spread tokens evenly over experts: aux_loss over
             a micro-batch, seq_aux_loss over each sequence, global_aux_loss over the micro-batches
             of a global batch so far. sinkhorn: no loss; in training, tokens choose by scores that

@@ -19,12 +19,10 @@ _NOT_WITH_LATENT: Exclusions = {
     "model.attention_chunk_size": ((None,), "it does not support chunks"),
     "model.attention_temperature_scale": ((None,), "its queries have no temperature"),
     "model.qk_l2_norm": ((False,), "--qk-layernorm normalizes its latent vectors"),
-    "model.lora_rank": ((None,), "its projections do not support adapters"),
     "checkpoint.ckpt_format": (("native",), "latent attention cannot be written in this format"),
 }
 _NOT_WITH_OUTPUT_GATE: Exclusions = {
     "model.multi_latent_attention": ((False,), "latent attention has no gates"),
-    "model.lora_rank": ((None,), "adapters of queries would have no gates"),
 }
 _NOT_WITH_CHUNKS: Exclusions = {
     "model.window_size": ((None,), "a layer has either chunks or a window"),
@@ -34,7 +32,6 @@ _NOT_WITH_L2_NORM: Exclusions = {
 }
 _NOT_WITH_DELTA: Exclusions = {
     "model.hybrid_layer_pattern": ((None,), "the pattern names the kind of each layer"),
-    "model.lora_rank": ((None,), "its projections do not support adapters"),
     "model.batch_invariant_mode": (
         (False,),
         "training computes chunks of tokens, and generation computes single tokens",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.adapters import FROZEN_BLOCK
 from megatron.config.fields import near_multiples
+from megatron.config.model import ModelOptions
 from megatron.config.rules_model import mlp_sizes
 from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions, field_at, flatten
@@ -213,8 +214,7 @@ def _packed_weights(config: RunOptions) -> Iterator[str]:
             "or drop the flag"
         )
     model, split = config.model, max(1, config.parallel.tensor_model_parallel_size)
-    heads = (model.num_attention_heads or 0) * (model.kv_channels or 0)
-    widths = [*mlp_sizes(config), ("--num-attention-heads x --kv-channels", heads, split)]
+    widths = [*mlp_sizes(config), *_mixer_inputs(model, split)]
     for name, size, parts in widths:  # a linear layer's input, and the parts that it is cut into
         if size % (FROZEN_BLOCK * parts):
             share = f" on each of {parts} processes" if parts > 1 else ""
@@ -223,6 +223,26 @@ def _packed_weights(config: RunOptions) -> Iterator[str]:
                 f"weights that share a scale: use {near_multiples(size, FROZEN_BLOCK * parts)}, "
                 "fewer tensor-parallel processes, or drop the flag"
             )
+
+
+def _mixer_inputs(model: ModelOptions, split: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, size and number of equal parts of each input of mixers' linear layers.
+
+    The hidden size is not repeated.
+    """
+    heads = model.num_attention_heads or 0
+    if model.multi_latent_attention:
+        yield "--q-lora-rank", model.q_lora_rank or 0, 1
+        yield "--kv-lora-rank", model.kv_lora_rank, 1
+        yield "--num-attention-heads x --v-head-dim", heads * model.v_head_dim, split
+    else:
+        yield "--num-attention-heads x --kv-channels", heads * (model.kv_channels or 0), split
+    if model.experimental_attention_variant is not None:
+        values = model.linear_num_value_heads * model.linear_value_head_dim
+        yield "--linear-num-value-heads x --linear-value-head-dim", values, split
+    if model.mamba_num_heads is not None:
+        inner = model.mamba_num_heads * model.mamba_head_dim
+        yield "--mamba-num-heads x --mamba-head-dim", inner, split
 
 
 def distillation(config: RunOptions, world_size: int) -> Iterator[str]:

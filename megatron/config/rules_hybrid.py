@@ -18,7 +18,6 @@ _NOT_WITH_HYBRID: Exclusions = {
     "checkpoint.ckpt_format": (("native",), "hybrid models cannot be written in this format"),
 }
 _NOT_WITH_MAMBA: Exclusions = {
-    "model.lora_rank": ((None,), "Mamba-2's projections do not support adapters"),
     "model.batch_invariant_mode": ((False,), "Mamba-2's sums depend on the length of a sequence"),
     "model.use_mup": ((False,), "muP has no rules for Mamba-2's decays and time steps"),
     "precision.fp8_format": ((None,), "Mamba-2's projections are not computed in 8 bits"),

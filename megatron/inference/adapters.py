@@ -22,7 +22,7 @@ from megatron.checkpoint.huggingface.files import ADAPTER_CONFIG
 from megatron.checkpoint.huggingface.peft import PeftReader, names_in, network_with, peft_names
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.merged import network_in
-from megatron.checkpoint.reader import NativeReader, Reader, restore
+from megatron.checkpoint.reader import NativeReader, PaddedReader, Reader, restore
 from megatron.config.adapters import ADAPTER_FIELDS, is_adapter_parameter
 from megatron.config.generation import named_adapters
 from megatron.config.model import ModelConfig
@@ -31,7 +31,15 @@ from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import Loaded, open_existing, serving_context
 from megatron.kernels.grouped import choose_grouped_product
-from megatron.models.adapters import adapted_layers, is_target, linear_layers, plan_of
+from megatron.models.adapters import (
+    OUTPUT_LAYER,
+    AdapterTarget,
+    adapted_layers,
+    is_target,
+    linear_layers,
+    plan_of,
+)
+from megatron.models.head import Output
 from megatron.parallel.adapter import WHOLE, Adapter, projections_of
 from megatron.parallel.adapter_stack import (
     AdapterRows,
@@ -39,8 +47,7 @@ from megatron.parallel.adapter_stack import (
     ExpertAdapterStack,
     StackedFactors,
 )
-from megatron.parallel.expert_linear import ExpertAdapter
-from megatron.parallel.layers import Linear
+from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 
 _SHOWN_ROWS = 8  # embedding rows to compare between two base models
 # The two base models may have been rounded to different 16-bit formats.
@@ -138,13 +145,15 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
         own = {name: layers[name] for name in one.files.targets if name in layers}
         plan = replace(plan_of(one.files.model), dropout=0.0)
         for name, linear in own.items():
-            if isinstance(linear, Linear):
-                linear.adapter = Adapter(linear, one.files.targets[name], plan, context, name)
-            else:
+            if isinstance(linear, ExpertLinear):
                 linear.adapter = ExpertAdapter(linear, plan, context)
+            else:
+                linear.adapter = Adapter(linear, one.files.targets[name], plan, context, name)
         state = model_state([loaded.model])
         entries = {name: entry for name, entry in state.items() if is_adapter_parameter(name)}
-        restore(one.files.reader, entries, cast=True)
+        # Adapters of the output layer may have other padding.
+        count, size = loaded.model.plan.embedding.vocabulary, loaded.tokenizer.vocab_size
+        restore(PaddedReader(one.files.reader, rows=count, entries=size), entries, cast=True)
         for name, linear in own.items():
             assert isinstance(linear.adapter, Adapter | ExpertAdapter)
             part = StackedFactors.of(index, linear.adapter, linear.weight)
@@ -158,14 +167,16 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
                 )
     for name, found in parts.items():
         linear = layers[name]
-        if isinstance(linear, Linear):
-            products = context.kernels.new_products()
-            linear.adapter = AdapterStack(linear, found, rows, products, loaded.layout)
-        else:
+        if isinstance(linear, ExpertLinear):
             product = choose_grouped_product(
                 context.device, context.compute_dtype, context.kernels.library
             )
             linear.adapter = ExpertAdapterStack(found, rows, product)
+        else:
+            products, is_output = context.kernels.new_products(), isinstance(linear, Output)
+            linear.adapter = AdapterStack(
+                linear, found, rows, products, loaded.layout, of_outputs=is_output
+            )
     return replace(loaded, adapters=rows)
 
 
@@ -211,13 +222,14 @@ def _open_peft(
     model, stacked = network_with(folder, network, allow_foreign=allow_foreign)
     # Names of experts' tensors depend on which of their weights have adapters.
     names = [
-        name
+        OUTPUT_LAYER if isinstance(layer, Output) else name
         for name, layer in adapted_layers(replace(model, use_dora=False), rows).items()
-        if isinstance(layer, Linear) or any(is_target(name, WHOLE, one) for one in stacked)
+        if not isinstance(layer, ExpertLinear)
+        or any(is_target(AdapterTarget(name, WHOLE), one) for one in stacked)
     ]
     layers = adapted_layers(replace(model, lora_target_modules=tuple(names)), rows)
     try:
-        known = peft_names(model, layers, family_for(network, rows, None))
+        known = peft_names(model, layers, family_for(network, rows, None), rows)
     except CheckpointError as error:
         raise CheckpointError(
             "PEFT's files name modules that this network does not have "

@@ -14,6 +14,7 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -314,7 +315,8 @@ class StepCache:
             slots = self.chunks.slots
             seen = latent[count:] if slots is None else vectors[slots]  # [l, 1, w]
             new, chunks = query[count:], replace(self.chunks, slots=None)
-            key, value = heads.expanded(seen.squeeze(1))
+            tokens = partial(self.chunks.first_tokens, count)
+            key, value = heads.expanded(seen.squeeze(1), tokens)
             parts.append(paged.chunks(new, key, value, (key, value), chunks, options))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.unsqueeze(1)

@@ -232,6 +232,8 @@ class Executor:
         if self.adapters is not None:
             used = np.repeat(_adapters(plan), [row.size for row in plan])
             self.adapters.of_tokens = send(used) if used.any() else None
+            of_outputs = used[np.array(outputs_at, dtype=np.int64)]
+            self.adapters.of_outputs = send(of_outputs) if used.any() else None
         unknown = np.flatnonzero(known == UNKNOWN)
         if len(unknown):
             sources = [source for source in self._sources(plan) if source >= 0]
@@ -395,6 +397,7 @@ class DecodeGraphs:
         known, sources, positions, slots, lengths, adapters, places = self._inputs[:, :count]
         if self._adapters is not None:
             self._adapters.of_tokens = adapters if is_adapted else None
+            self._adapters.of_outputs = self._adapters.of_tokens
         tokens = torch.where(sources >= 0, self._chosen[sources.clamp(min=0)], known)
         cache = StepCache(
             memory=self._memory,

@@ -74,6 +74,16 @@ class Chunks:
             self._divided[chunk] = self._divide(chunk)
         return self._divided[chunk]
 
+    def first_tokens(self, before: int) -> Tensor:
+        """Return, for each of all tokens, the index of its sequence's first new token, int64 [l].
+
+        Args:
+            before: The step's tokens before those of these sequences.
+        """
+        new, known = self.ends.long()
+        total = sum(self.starts) + sum(self.sizes)
+        return (new[:-1] + before).repeat_interleave(known.diff(), output_size=total)
+
     def _divide(self, chunk: int) -> Chunks:
         starts, sizes, kept, before = [], [], [], 0
         for start, size in zip(self.starts, self.sizes, strict=True):

@@ -13,6 +13,8 @@ prompt is cut.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from operator import add
 from typing import NamedTuple, Protocol
 
@@ -187,16 +189,32 @@ class LatentHeads(Protocol):
 
     rank: int
 
-    def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [l, n/t, d] of vectors [l, w]."""
+    def expanded(self, latent: Tensor, tokens: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [l, n/t, d] of vectors [l, w].
+
+        Args:
+            latent: The vectors. Their sequences may have different adapters.
+            tokens: Returns, for each vector, the index of a new token of its sequence, int64 [l].
+        """
         ...
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Map queries of keys, [s, n/t, d], to queries of vectors, [s, n/t, w]."""
+        """Map queries of keys to queries of vectors, [s, n/t, w].
+
+        Args:
+            query: Queries of the step's first tokens, [s, n/t, d].
+        """
         ...
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Map weighted sums of vectors [s, n/t, rank] to weighted sums of values [s, n/t, d]."""
+        """Map weighted sums of vectors to those of values.
+
+        Args:
+            mixed: Sums of vectors for the step's first tokens, [s, n/t, rank].
+
+        Returns:
+            [s, n/t, d].
+        """
         ...
 
 
@@ -407,9 +425,11 @@ class BatchInvariantPaged(PagedAttention):
         """Attend with one query per sequence, computing keys and values as training does."""
         latent, _, seen = self._collected(vectors, vectors[..., :0], singles, options)
         sequences, _, length, _ = latent.shape
+        numbers = torch.arange(sequences, device=latent.device)
+        tokens = partial(numbers.repeat_interleave, length)
         key, value = (
             x.unflatten(0, (sequences, length)).transpose(1, 2)
-            for x in heads.expanded(latent.flatten(0, 2))
+            for x in heads.expanded(latent.flatten(0, 2), tokens)
         )
         return attend(query.unsqueeze(2), key, value, seen, options).squeeze(2)
 

@@ -8,19 +8,25 @@ for one projection of that layer), Hugging Face's names (`k_proj`) and Megatron 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from megatron.config.adapters import ALL_LINEAR
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
 from megatron.models.bert import BertModel
 from megatron.models.gpt import GPTModel
+from megatron.models.head import Output
 from megatron.models.network import Network
 from megatron.models.plans import model_plan
+from megatron.models.recurrence import RecurrentMixer
+from megatron.models.router import Router
 from megatron.models.t5 import T5Model
 from megatron.parallel.adapter import WHOLE, Adapter, AdapterPlan, projections_of
 from megatron.parallel.build import BuildContext
@@ -28,7 +34,8 @@ from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 
-ALL = "all-linear"  # PEFT's name for every layer
+AnyLinear = Linear | ExpertLinear | Output | Router
+OUTPUT_LAYER = "output_layer"  # "output" would also name the output projections of attention
 # The architectures that support adapters.
 NETWORKS: dict[str, type[GPTModel | BertModel | T5Model]] = {
     "gpt": GPTModel,
@@ -50,48 +57,101 @@ _OTHER_NAMES = {
     "mlp.down": ("linear_fc2", "down_proj"),
     "experts.up": ("linear_fc1", "gate_up_proj"),
     "experts.down": ("linear_fc2", "down_proj"),
+    "attention.query_down": ("linear_q_down_proj", "q_a_proj"),
+    "attention.query_up": ("linear_q_up_proj", "linear_q_proj", "q_b_proj", "q_proj"),
+    "attention.latent_down": ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
+    "attention.latent_up": ("linear_kv_up_proj", "kv_b_proj"),
+}
+# These names in mixers with states: Mamba-2 and gated delta nets.
+_OF_RECURRENT = {
+    "attention.input": ("in_proj",),
+    "attention.input.qkvz": ("in_proj_qkvz",),
+    "attention.input.ba": ("in_proj_ba",),
+    "attention.output": ("out_proj",),
+}
+_MODULES = {
+    "attention": ("attention", "self_attn", "self_attention"),
+    "recurrent": ("attention", "linear_attn", "mixer"),
 }
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear | ExpertLinear]]:
+class AdapterTarget(NamedTuple):
+    """A part of a linear layer that may have an adapter of its own.
+
+    Attributes:
+        layer: The global name of the layer.
+        projection: The name of the part.
+        is_recurrent: Whether the layer belongs to a mixer with states.
+        is_optional: Whether only a pattern that names the layer itself selects it, as in PEFT: the
+            output layer or a router.
+    """
+
+    layer: str
+    projection: str
+    is_recurrent: bool = False
+    is_optional: bool = False
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, AnyLinear]]:
     """Yield the name and module of each linear layer that can have an adapter."""
     for name, module in model.named_modules():
-        if isinstance(module, Linear | ExpertLinear) and name.startswith(_STACKS):
+        is_in_layer = isinstance(module, Linear | ExpertLinear | Router) and name.startswith(
+            _STACKS
+        )
+        if is_in_layer or isinstance(module, Output):
             yield name, module
 
 
-def names_of(layer: str, projection: str) -> list[str]:
-    """Return every name of a projection, including the names of its layer."""
-    within, site = layer.rsplit(".", 2)[0], ".".join(layer.rsplit(".", 2)[1:])
-    others = (*_OTHER_NAMES.get(site, ()), *_OTHER_NAMES.get(f"{site}.{projection}", ()))
-    modules = {"attention": ("attention", "self_attn", "self_attention")}
-    between = modules.get(site.partition(".")[0], (site.partition(".")[0],))
+def targets_of(model: nn.Module) -> Iterator[AdapterTarget]:
+    """Yield each part of a model's linear layers that may have an adapter."""
+    for name, layer in linear_layers(model):
+        mixer = model.get_submodule(name.rpartition(".")[0])
+        for projection in projections_of(layer):
+            is_optional = isinstance(layer, Output | Router)
+            yield AdapterTarget(name, projection, isinstance(mixer, RecurrentMixer), is_optional)
+
+
+def names_of(target: AdapterTarget) -> list[str]:
+    """Return every name of a target, including the names of its layer."""
+    layer, projection, is_recurrent, is_optional = target
+    if is_optional:
+        within, _, module = layer.rpartition(".")
+        if module == "output":
+            return [OUTPUT_LAYER, "lm_head"]
+        return [layer, f"{layer}.weight", f"{within}.gate.weight"]
+    within, module, last = layer.rsplit(".", 2)
+    site, table = f"{module}.{last}", _OF_RECURRENT if is_recurrent else _OTHER_NAMES
+    others = (*table.get(site, ()), *table.get(f"{site}.{projection}", ()))
+    between = _MODULES.get("recurrent" if is_recurrent else module, (module,))
     also = [f"{within}.{module}.{name}" for module in between for name in others]
     return [layer, f"{layer}.{projection}", *also]
 
 
-def target_names(projections: Iterable[tuple[str, str]]) -> list[str]:
+def target_names(targets: Iterable[AdapterTarget]) -> list[str]:
     """Return every name that --lora-target-modules accepts, including short names like `q_proj`."""
-    names = [name for one in projections for name in names_of(*one)]
+    names = [name for one in targets for name in names_of(one)]
     return [*names, *{name.rpartition(".")[2] for name in names if "_" in name}]
 
 
-def is_adapted(layer: str, projection: str, patterns: Sequence[str] | None) -> bool:
-    """Return whether a projection of a linear layer has an adapter.
+def is_adapted(target: AdapterTarget, patterns: Sequence[str] | None) -> bool:
+    """Return whether a target has an adapter.
 
     Args:
-        layer: The global name of the linear layer.
-        projection: The projection.
+        target: The target.
         patterns: The value of --lora-target-modules.
     """
-    return patterns is None or any(is_target(layer, projection, each) for each in patterns)
+    return any(is_target(target, each) for each in patterns or (ALL_LINEAR,))
 
 
-def is_target(layer: str, projection: str, pattern: str) -> bool:
-    """Return whether a pattern matches a projection, its layer or a containing module."""
-    names = names_of(layer, projection)
-    forms = (pattern, f"*.{pattern}", f"{pattern}.*")
-    return pattern == ALL or any(
+def is_target(target: AdapterTarget, pattern: str) -> bool:
+    """Return whether a pattern matches a target, its layer or a containing module."""
+    names, forms = names_of(target), [pattern, f"*.{pattern}"]
+    if target.is_optional:
+        if pattern == ALL_LINEAR or "*" in pattern.rpartition(".")[2]:
+            return False
+    else:
+        forms.append(f"{pattern}.*")
+    return pattern == ALL_LINEAR or any(
         fnmatchcase(prefix + name, form)
         for prefix in ("", "model.", "decoder.")
         for name in names
@@ -114,35 +174,59 @@ def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -
         context: The context in which the model was built.
 
     Raises:
-        ConfigError: The flags ask for DoRA or dropout in the adapters of experts.
+        ConfigError: A layer that the flags name supports no adapters, or neither DoRA nor dropout.
     """
     plan, patterns = plan_of(config), config.lora_target_modules
-    for name, linear in list(linear_layers(model)):
-        adapted = [one for one in projections_of(linear) if is_adapted(name, one, patterns)]
-        if not adapted:
-            continue
-        if isinstance(linear, Linear):
-            linear.adapter = Adapter(linear, adapted, plan, context, name)
-            continue
-        if plan.is_dora or plan.dropout:
+    adapted = defaultdict[str, list[str]](list)
+    for target in targets_of(model):
+        if is_adapted(target, patterns):
+            adapted[target.layer].append(target.projection)
+    for name, projections in adapted.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, Linear | ExpertLinear | Output | Router)
+        if isinstance(linear, ExpertLinear | Router) and (plan.is_dora or plan.dropout):
             flag = "--use-dora" if plan.is_dora else f"--lora-dropout {plan.dropout}"
+            what = "experts" if isinstance(linear, ExpertLinear) else "routers"
             raise ConfigError(
-                f"{flag}: adapters of experts do not support this: drop the flag, or name "
+                f"{flag}: adapters of {what} do not support this: drop the flag, or name "
                 "other layers, for example --lora-target-modules linear_qkv linear_proj"
             )
-        linear.adapter = ExpertAdapter(linear, plan, context)
+        if isinstance(linear, Output):
+            _check_output(config, context)
+        if isinstance(linear, ExpertLinear):
+            linear.adapter = ExpertAdapter(linear, plan, context)
+        else:
+            linear.adapter = Adapter(linear, projections, plan, context, name)
+
+
+def _check_output(config: ModelConfig, context: BuildContext) -> None:
+    """Refuse an adapter of the output layer if its matrix or its products do not support one.
+
+    Raises:
+        ConfigError: The output layer is tied to the embedding, or its logits are never whole.
+    """
+    if not config.untie_embeddings_and_output_weights:
+        raise ConfigError(
+            f"--lora-target-modules {OUTPUT_LAYER}: the output layer shares its matrix with the "
+            "word embedding, which the adapter would change too when it is merged: name other "
+            "layers, or use a model with --untie-embeddings-and-output-weights"
+        )
+    precision = context.precision
+    if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "linear":
+        raise ConfigError(
+            f"--lora-target-modules {OUTPUT_LAYER}: --cross-entropy-fusion-impl linear never holds "
+            "the logits that the adapter changes: use --cross-entropy-fusion-impl te, or name "
+            "other layers"
+        )
 
 
 def start_adapters(models: Iterable[nn.Module]) -> None:
     """Initialize DoRA magnitudes from the frozen weights. Collective over tensor ranks."""
     for model in models:
         for _, linear in linear_layers(model):
-            if (
-                isinstance(linear, Linear)
-                and isinstance(linear.adapter, Adapter)
-                and linear.adapter.plan.is_dora
-            ):
-                linear.adapter.start(linear.weight)
+            adapter = linear.adapter
+            if isinstance(adapter, Adapter) and adapter.plan.is_dora:
+                adapter.start(linear.weight)
 
 
 @contextmanager
@@ -177,7 +261,7 @@ def network_without_memory(config: ModelConfig, vocabulary: int) -> Network:
     return model
 
 
-def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, Linear | ExpertLinear]:
+def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, AnyLinear]:
     """Return the adapted linear layers of a whole model by name, built without allocating memory.
 
     Args:

@@ -243,14 +243,15 @@ class SelfAttention(nn.Module):
         self.layer_number = layer_number
         self.rotate = context.kernels.rotate
         self.split_rotate = context.kernels.split_rotate
-        widths = {"query": plan.query, "gate": plan.query if plan.output_gate else 0}
-        widths |= dict.fromkeys(("key", "value"), plan.kv_heads * plan.head_size)
-        held = {name: width for name, width in widths.items() if width}
+        names, both = ("query", "key", "value"), (plan.kv_heads * plan.head_size,) * 2
+        projections = adapted_as = Projections(names, (plan.query, *both), plan.kv_heads)
+        if plan.output_gate:
+            adapted_as = Projections(names, (2 * plan.query, *both), plan.kv_heads)
+            names_with_gate = ("query", "gate", "key", "value")
+            widths = (plan.query, plan.query, *both)
+            projections = Projections(names_with_gate, widths, plan.kv_heads)
         self.qkv = _projection(
-            plan,
-            Projections(tuple(held), tuple(held.values()), plan.kv_heads),
-            context,
-            bias=plan.bias or plan.qkv_bias,
+            plan, projections, context, bias=plan.bias or plan.qkv_bias, adapted_as=adapted_as
         )
         self.core = AttentionCore(
             plan, context, layer_number, recompute=recompute_core, site="attention"
@@ -488,7 +489,12 @@ class CrossAttention(nn.Module):
 
 
 def _projection(
-    plan: AttentionPlan, projections: Projections, context: BuildContext, *, bias: bool
+    plan: AttentionPlan,
+    projections: Projections,
+    context: BuildContext,
+    *,
+    bias: bool,
+    adapted_as: Projections | None = None,
 ) -> Linear:
     """Build the linear layer that maps hidden states to this rank's heads."""
     width = sum(projections.widths)
@@ -500,6 +506,7 @@ def _projection(
         init=plan.init.weight(plan.hidden, width),
         bias=bias,
         projections=projections,
+        adapted_as=adapted_as,
     )
 
 

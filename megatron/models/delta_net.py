@@ -61,6 +61,7 @@ class GatedDeltaNet(RecurrentMixer):
         """Allocate the projections, the convolution and the parameters of the heads."""
         super().__init__(context, layer_number, group=sum(plan.widths) // plan.key_heads)
         self.plan, self.recompute = plan, recompute_core
+        *wide, rates, decays = plan.widths
         self.input = Linear(
             plan.hidden,
             sum(plan.widths),
@@ -71,6 +72,7 @@ class GatedDeltaNet(RecurrentMixer):
             projections=Projections(
                 ("query", "key", "value", "gate", "rate", "decay"), plan.widths, plan.key_heads
             ),
+            adapted_as=Projections(("qkvz", "ba"), (sum(wide), rates + decays), plan.key_heads),
         )
         self.convolution = CausalConvolution(plan.convolved, plan.convolution, context, bias=False)
         of_heads = partial(context.new_parameter, (plan.value_heads,), split_dim=0)

@@ -20,15 +20,14 @@ from megatron.kernels.quantize import FrozenFormat
 from megatron.models.adapters import (
     NETWORKS,
     is_target,
-    linear_layers,
     network_without_memory,
     target_names,
+    targets_of,
 )
 from megatron.models.arithmetic import count_part_parameters
 from megatron.models.costs import WeightSplit
 from megatron.models.multi_token import copies_words
 from megatron.models.plan import ModelPlan
-from megatron.parallel.adapter import projections_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 
@@ -135,11 +134,10 @@ def check_frozen(
         return
     parameters = {name: p for part in parts for name, p in part.named_parameters()}
     names = list(parameters)
-    linears = {name: linear for part in parts for name, linear in linear_layers(part)}
-    projections = [(name, one) for name, layer in linears.items() for one in projections_of(layer)]
+    known = [target for part in parts for target in targets_of(part)]
     targets = config.lora_target_modules or ()
     met = [any(matches(name, pattern) for name in names) for pattern in patterns]
-    met += [any(is_target(*one, pattern) for one in projections) for pattern in targets]
+    met += [any(is_target(one, pattern) for one in known) for pattern in targets]
     found = all_reduce(torch.tensor([*met, False], device=device).int(), layout.world).tolist()
     for pattern, count in zip(patterns, found, strict=False):
         if not count:
@@ -147,7 +145,7 @@ def check_frozen(
             raise ConfigError(f"--freeze {pattern} matches no parameter: try {near}")
     for pattern, count in zip(targets, found[len(patterns) :], strict=False):
         if not count:
-            near = " or ".join(near_names(pattern, target_names(projections)))
+            near = " or ".join(near_names(pattern, target_names(known)))
             raise ConfigError(f"--lora-target-modules {pattern} matches no layer: try {near}")
     is_idle = not any(parameter.requires_grad for parameter in parameters.values())
     idle = torch.tensor([is_idle], device=device).int()

@@ -14,6 +14,8 @@ from megatron.kernels.library import find_library
 from megatron.models.costs import MicroBatch
 from megatron.models.embedding import Embedding, TiedWordEmbedding, vocabulary_matrix
 from megatron.models.plan import ClassifierPlan, OutputPlan
+from megatron.parallel.adapter import Adapter
+from megatron.parallel.adapter_stack import AdapterStack
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Communication, reduce_from
 from megatron.parallel.cross_entropy import (
@@ -21,7 +23,7 @@ from megatron.parallel.cross_entropy import (
     linear_cross_entropy,
     vocabulary_cross_entropy,
 )
-from megatron.parallel.layers import Linear
+from megatron.parallel.layers import Linear, Projections, Split
 from megatron.parallel.linear import around, parallel_linear
 from megatron.parallel.parameter import ZEROS
 from megatron.parallel.products import PLAIN, InFp32, LinearCall
@@ -30,7 +32,8 @@ from megatron.parallel.products import PLAIN, InFp32, LinearCall
 class Output(nn.Module):
     """The output layer, which computes a score for every vocabulary entry, or each token's loss.
 
-    Its matrix [v, h] is the word embedding table, or a separate matrix if they are untied.
+    Its matrix [v, h] is the word embedding table, or a separate matrix if they are untied. Only a
+    separate matrix can have an adapter (`adapter`, as in `Linear`).
 
     Args:
         plan: The record of its sizes.
@@ -60,6 +63,10 @@ class Output(nn.Module):
         # The loss is computed in chunks, so the logits of all tokens are never in memory.
         self.is_chunked = fuses and precision.cross_entropy_fusion_impl == "linear"
         self.products = context.kernels.output_products
+        self.in_features, self.out_features = plan.hidden, plan.vocabulary
+        self.split: Split | None = "column"
+        self.adapted_as: Projections | None = None
+        self.adapter: Adapter | AdapterStack | None = None
         # The tuple keeps the embedding from becoming a child, so its parameter has only one name.
         self._tied: tuple[nn.Module, ...] = ()
         if not plan.tied:
@@ -112,7 +119,11 @@ class Output(nn.Module):
         """
         if self.scale is not None:
             x = x * self.scale
-        call, slot = LinearCall(x, self._matrix(), self.bias), self._gradient.slot
+        low, bias = None, self.bias
+        if self.adapter is not None:
+            x, low = self.adapter.project_down(x)
+            bias = bias if low is None else None  # the adapter adds before the bias
+        call, slot = LinearCall(x, self._matrix(), bias), self._gradient.slot
         if labels is not None and self.is_chunked:
             chunked = linear_cross_entropy(
                 call,
@@ -126,6 +137,9 @@ class Output(nn.Module):
         transport = around(self.communication)
         products = self.products if labels is None else PLAIN
         logits = parallel_linear(call, transport, slot=slot, products=products)
+        if self.adapter is not None and low is not None:
+            logits = self.adapter.add_product(low, logits, self._matrix())
+            logits = logits if self.bias is None else logits + self.bias
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         if labels is None:

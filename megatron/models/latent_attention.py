@@ -10,6 +10,9 @@ result is multiplied by the matrix that computes values. Keys and values are nev
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +29,8 @@ from megatron.models.attention import (
 from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.norm import Norm, Stream, new_norm
 from megatron.models.plan import LatentAttentionPlan
+from megatron.parallel.adapter import WHOLE, Adapter
+from megatron.parallel.adapter_stack import AdapterStack, TokenFactors
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import copy_to, gather_rows_to
 from megatron.parallel.layers import Linear, Projections, Split
@@ -74,6 +79,7 @@ class LatentAttention(nn.Module):
             sum(widths),
             "column",
             Projections(("key", "value"), widths, plan.heads),
+            adapted_as=Projections((WHOLE,), (sum(widths),), plan.heads),
         )
         if plan.qk_norm is not None:
             if plan.query_rank is not None:
@@ -175,23 +181,61 @@ class LatentAttention(nn.Module):
         with self.keeping_output():
             return self.output(context.flatten(2))
 
-    def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [l, n/t, d] of cached vectors [l, rank + rope]."""
+    def expanded(self, latent: Tensor, tokens: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [l, n/t, d] of cached vectors [l, rank + rope].
+
+        Args:
+            latent: The vectors.
+            tokens: Returns, for each vector, the index of a new token of its sequence, int64 [l].
+        """
         vector, shared = latent.unsqueeze(1).split((self.plan.rank, self.plan.rope_size), dim=2)
-        key, value = self._heads(vector, shared.unsqueeze(2))
+        stack = self.latent_up.adapter
+        with stack.reading(tokens) if isinstance(stack, AdapterStack) else nullcontext():
+            key, value = self._heads(vector, shared.unsqueeze(2))
         return key.squeeze(1), value.squeeze(1)
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Map queries [s, n/t, d] to queries of the cached vectors, [s, n/t, rank + rope]."""
+        """Map queries of keys to queries of the cached vectors.
+
+        Args:
+            query: Queries of the step's first tokens, [s, n/t, d].
+
+        Returns:
+            [s, n/t, rank + rope].
+        """
         nope, rope, _ = query.tensor_split((self.plan.nope_size, self.plan.key_size), dim=2)
-        to_key, _ = self._by_head()  # [n/t, nope, rank]
-        return torch.cat((torch.bmm(nope.transpose(0, 1), to_key).transpose(0, 1), rope), dim=2)
+        factors = self._factors(len(query))
+        if factors is not None and factors.ratios is not None:
+            nope = nope * self._by_head(factors.ratios, dim=1)[0]
+        to_key, _ = self._by_head(self._merged())  # [n/t, nope, rank]
+        absorbed = torch.bmm(nope.transpose(0, 1), to_key)  # [n/t, s, rank]
+        if factors is not None:
+            up, _ = self._by_head(factors.b)  # [n/t, nope, ranks]
+            low = torch.bmm(nope.transpose(0, 1), up) * factors.used
+            absorbed = absorbed + low @ factors.a
+        return torch.cat((absorbed.transpose(0, 1), rope), dim=2)
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Map weighted sums of latent vectors [s, n/t, rank] to those of values [s, n/t, d]."""
-        _, to_value = self._by_head()  # [n/t, value_size, rank]
-        out = torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2))
-        return self._padded(out.transpose(0, 1))
+        """Map weighted sums of latent vectors to those of values.
+
+        Args:
+            mixed: Sums of vectors for the step's first tokens, [s, n/t, rank].
+
+        Returns:
+            [s, n/t, d].
+        """
+        _, to_value = self._by_head(self._merged())  # [n/t, value_size, rank]
+        by_head = mixed.transpose(0, 1)
+        out = torch.bmm(by_head, to_value.transpose(1, 2))  # [n/t, s, value_size]
+        factors = self._factors(len(mixed))
+        if factors is not None:
+            _, up = self._by_head(factors.b)  # [n/t, value_size, ranks]
+            low = (by_head @ factors.a.t()) * factors.used
+            out = out + torch.bmm(low, up.transpose(1, 2))
+        out = out.transpose(0, 1)
+        if factors is not None and factors.ratios is not None:
+            out = out * self._by_head(factors.ratios, dim=1)[1]
+        return self._padded(out)
 
     @property
     def bias_to_add(self) -> Tensor | None:
@@ -210,10 +254,21 @@ class LatentAttention(nn.Module):
         key = torch.cat((nope, shared.expand(-1, -1, nope.shape[2], -1)), dim=3)
         return self._padded(key), self._padded(value)
 
-    def _by_head(self) -> tuple[Tensor, Tensor]:
-        """Return the matrices [n/t, .., rank] that compute keys and values from a latent vector."""
-        rows = self.latent_up.weight.unflatten(0, (-1, self.plan.nope_size + self.plan.value_size))
-        return rows[:, : self.plan.nope_size], rows[:, self.plan.nope_size :]
+    def _merged(self) -> Tensor:
+        """Return the matrix that computes keys and values, with a single adapter merged into it."""
+        weight, adapter = self.latent_up.weight, self.latent_up.adapter
+        return adapter.merged(weight).to(weight.dtype) if isinstance(adapter, Adapter) else weight
+
+    def _factors(self, tokens: int) -> TokenFactors | None:
+        """Return the factors that the step's first tokens choose, or `None` if they use none."""
+        stack = self.latent_up.adapter
+        return stack.factors(tokens) if isinstance(stack, AdapterStack) else None
+
+    def _by_head(self, rows: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+        """Split a dimension like `latent_up`'s rows: [n/t, nope, ..] and [n/t, value_size, ..]."""
+        sizes = self.plan.nope_size, self.plan.value_size
+        keys, values = rows.unflatten(dim, (-1, sum(sizes))).split(sizes, dim + 1)
+        return keys, values
 
     def _padded(self, heads: Tensor) -> Tensor:
         """Pad heads to `head_size` with zeros, which change neither scores nor other channels."""
@@ -253,9 +308,17 @@ def _linear(
     outputs: int,
     split: Split | None,
     projections: Projections | None = None,
+    adapted_as: Projections | None = None,
 ) -> Linear:
     """Build a projection. It never has a bias."""
     init = plan.init.weight(inputs, outputs)
     return Linear(
-        inputs, outputs, context, split=split, init=init, bias=False, projections=projections
+        inputs,
+        outputs,
+        context,
+        split=split,
+        init=init,
+        bias=False,
+        projections=projections,
+        adapted_as=adapted_as,
     )

@@ -24,6 +24,7 @@ from megatron.kernels.amax import Handovers
 from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.recurrence import CausalConvolution, RecurrentMixer, own_part
 from megatron.models.recurrent_plan import MambaPlan
+from megatron.parallel.adapter import WHOLE
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.layout import Axis
@@ -69,6 +70,7 @@ class Mamba(RecurrentMixer):
             init=plan.init.weight(plan.hidden, sum(plan.widths)),
             bias=plan.bias,
             projections=Projections(("z", "x", "b", "c", "time_step"), plan.widths, plan.groups),
+            adapted_as=Projections((WHOLE,), (sum(plan.widths),), plan.groups),
         )
         self.convolution = CausalConvolution(plan.convolved, plan.convolution, context)
         of_heads = partial(context.new_parameter, (plan.heads,), split_dim=0)

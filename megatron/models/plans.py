@@ -286,6 +286,10 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePla
     gating = gating_plan(model) if model.moe_router_gating == "deepspeed" else None
     jitter = _JITTER if model.noisy_gate_policy == "Jitter" else 0.0
     shared_size = expert.inner if is_residual else model.moe_shared_expert_intermediate_size
+    bias_rate = None
+    if model.moe_router_enable_expert_bias:
+        # Biases belong to the base model, which does not change when adapters are trained.
+        bias_rate = model.moe_router_bias_update_rate if model.lora_rank is None else 0.0
     return MixturePlan(
         hidden=dense.hidden,
         init=dense.init,
@@ -304,9 +308,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePla
             groups_chosen=model.moe_router_group_topk or 1,
             group_score=model.moe_router_group_score_topk,
             scale=model.moe_router_topk_scaling_factor or 1.0,
-            bias_rate=model.moe_router_bias_update_rate
-            if model.moe_router_enable_expert_bias
-            else None,
+            bias_rate=bias_rate,
             balancing=model.balancing,
             sinkhorn=is_sinkhorn,
             z_loss=model.moe_z_loss_coeff,

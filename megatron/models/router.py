@@ -19,9 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.models.mixture_plan import RouterPlan
+from megatron.parallel.adapter import Adapter
+from megatron.parallel.adapter_stack import AdapterStack
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context.split import split_sequence
+from megatron.parallel.layers import Projections, Split
 from megatron.parallel.parameter import ZEROS, Matrices
 from megatron.parallel.random import uniform
 from megatron.parallel.routing import attach
@@ -46,6 +49,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """A linear layer in fp32 that scores the experts for each token.
 
+    An adapter changes its weight before the product, as in PEFT.
+
     Args:
         plan: The record of the router.
         context: Layout, device and number formats.
@@ -55,6 +60,10 @@ class Router(nn.Module):
         """Allocate the weight, and register the router's losses and counts."""
         super().__init__()
         self.plan, self.layout, self._layer = plan, context.layout, context.layer
+        self.in_features, self.out_features = plan.hidden, plan.experts
+        self.split: Split | None = None
+        self.adapted_as: Projections | None = None
+        self.adapter: Adapter | AdapterStack | None = None
         self.weight = context.new_parameter(
             (plan.experts, plan.hidden),
             init=plan.init.weight(plan.hidden, plan.experts),
@@ -86,9 +95,7 @@ class Router(nn.Module):
         # An fp64 sum rounded to fp32 hardly ever depends on the order of its terms, so generated
         # text does not depend on the batch.
         dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype), bias).float()  # [s, b, experts]
-        logits = logits.flatten(0, 1)
+        logits = self._scores(x.to(dtype)).float().flatten(0, 1)
         counts_losses = self.training and torch.is_grad_enabled()
         if counts_losses and plan.z_loss is not None:
             share = 1 / (self.layout.context.size * self.layout.sequence.size)
@@ -117,6 +124,19 @@ class Router(nn.Module):
         if counts_losses:
             self.state.count(routing.choices)
         return routing
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """Return the scores of tokens [s, b, h] before they are normalized, [s, b, experts]."""
+        weight, adapter = self.weight.to(x.dtype), self.adapter
+        if isinstance(adapter, Adapter):
+            weight = weight + adapter.change(x.dtype)
+        scores = F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+        if isinstance(adapter, AdapterStack):
+            chosen = adapter.factors(len(x))
+            if chosen is not None:
+                low = F.linear(x, chosen.a.to(x.dtype)) * chosen.used.unsqueeze(1)
+                scores = scores + F.linear(low, chosen.b.to(x.dtype))
+        return scores
 
     def _draw(
         self, length: int, sequences: int, device: torch.device, purpose: str, width: int

@@ -6,8 +6,9 @@ With DoRA (Liu et al., 2024), every row of W + scale B A is divided by its norm 
 trained magnitude. The backward pass treats the norm as a constant, as in PEFT.
 
 The weight of a layer may hold several projections (queries, keys and values). Each projection has
-its own A and B, as in PEFT. They are all multiplied together: the A's are stacked, and the B's are
-blocks of a matrix with as many rows as the weight.
+its own A and B, as in PEFT; those that one module of Hugging Face computes share them. They are all
+multiplied together: the A's are stacked, and the B's are blocks of a matrix with as many rows as
+the weight.
 
 With tensor parallelism, a layer split by columns has whole A's and splits its B's like its weight;
 low-rank products are gathered along the sequence. A layer split by rows splits its A's like its
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +32,13 @@ from torch.distributed.tensor import DTensor
 from megatron.parallel.buckets import row_shards
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce, copy_to, gather_rows_to
-from megatron.parallel.layers import Linear, Projections, sum_over_ranks
+from megatron.parallel.layers import Projections, Split, sum_over_ranks
 from megatron.parallel.parameter import ONES, ZEROS, Init, Matrices
 from megatron.parallel.quantized import unpacked
 from megatron.parallel.random import split_region
+
+if TYPE_CHECKING:
+    from megatron.parallel.adapter_stack import AdapterStack
 
 WHOLE = "weight"  # the projection's name in layers with only one
 
@@ -56,6 +60,20 @@ class AdapterPlan:
     is_dora: bool = False
 
 
+@runtime_checkable
+class AdaptedLayer(Protocol):
+    """What an adapter needs to know about the layer to which it adds.
+
+    `Linear` explains the attributes.
+    """
+
+    in_features: int
+    out_features: int
+    split: Split | None
+    adapted_as: Projections | None
+    adapter: Adapter | AdapterStack | None
+
+
 class Factors(nn.Module):
     """The weights of one projection's adapter: a [rank, in], b [out, rank], magnitude [out].
 
@@ -67,7 +85,7 @@ class Factors(nn.Module):
     """
 
     def __init__(
-        self, linear: Linear, out_features: int, plan: AdapterPlan, context: BuildContext
+        self, linear: AdaptedLayer, out_features: int, plan: AdapterPlan, context: BuildContext
     ) -> None:
         """Allocate the weights. B starts at zero, so the layer's outputs do not change at first."""
         super().__init__()
@@ -111,7 +129,7 @@ class Adapter(nn.ModuleDict):
 
     def __init__(
         self,
-        linear: Linear,
+        linear: AdaptedLayer,
         names: Sequence[str],
         plan: AdapterPlan,
         context: BuildContext,
@@ -211,7 +229,7 @@ class Adapter(nn.ModuleDict):
         matrix = weight.flatten(0, -2)
         squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
         lengths = self._over_inputs(squares).sqrt_()
-        for name, part in self._by_projection(lengths).items():
+        for name, part in self.by_projection(lengths).items():
             magnitude = self._factors(name).magnitude if name in self else None
             if isinstance(magnitude, DTensor):
                 mesh, rows = magnitude.device_mesh, part.numel()
@@ -219,6 +237,14 @@ class Adapter(nn.ModuleDict):
                 magnitude.to_local().copy_(own.of(part.flatten()))
             elif magnitude is not None:
                 magnitude.copy_(part.flatten())
+
+    def change(self, dtype: torch.dtype) -> Tensor:
+        """Return what is added to the weight [out, in], without DoRA.
+
+        Args:
+            dtype: The number format to compute it in.
+        """
+        return self.plan.scale * (self._joined_b().to(dtype) @ self._joined_a().to(dtype))
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
@@ -278,7 +304,7 @@ class Adapter(nn.ModuleDict):
             blocks.append(F.pad(by_group, (before, after)))
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
-    def _by_projection(self, rows: Tensor) -> dict[str, Tensor]:
+    def by_projection(self, rows: Tensor) -> dict[str, Tensor]:
         """Split a vector with one element per row into views [groups, rows], one per projection."""
         parts = rows.view(self.groups, -1).split(list(self.rows.values()), dim=1)
         return dict(zip(self.rows, parts, strict=True))
@@ -286,7 +312,7 @@ class Adapter(nn.ModuleDict):
     def _magnitudes(self, lengths: Tensor) -> Tensor:
         """Return each row's trained magnitude [out], or its current norm if it has no adapter."""
         parts = []
-        for name, part in self._by_projection(lengths).items():
+        for name, part in self.by_projection(lengths).items():
             if name in self:
                 magnitude = self._factors(name).magnitude
                 assert magnitude is not None
@@ -314,13 +340,13 @@ class Adapter(nn.ModuleDict):
         return all_reduce(x, self.layout.tensor) if self.split == "row" else x
 
 
-def projections_of(linear: nn.Module) -> tuple[str, ...]:
+def projections_of(linear: object) -> tuple[str, ...]:
     """Return the names of a layer's projections. A layer of experts has only one projection."""
-    return _projections(linear).names if isinstance(linear, Linear) else (WHOLE,)
+    return _projections(linear).names if isinstance(linear, AdaptedLayer) else (WHOLE,)
 
 
-def _projections(linear: Linear) -> Projections:
-    return linear.projections or Projections((WHOLE,), (linear.out_features,))
+def _projections(linear: AdaptedLayer) -> Projections:
+    return linear.adapted_as or Projections((WHOLE,), (linear.out_features,))
 
 
 class _AdaptedProduct(torch.autograd.Function):

@@ -11,17 +11,19 @@ record the products.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.kernels.grouped import GroupedProduct, Grouping
 from megatron.kernels.row_product import GRANULE
-from megatron.parallel.adapter import Adapter
+from megatron.parallel.adapter import AdaptedLayer, Adapter
 from megatron.parallel.expert_linear import ExpertAdapter
-from megatron.parallel.layers import Linear, sum_over_ranks
+from megatron.parallel.layers import sum_over_ranks
 from megatron.parallel.layout import Layout
 from megatron.parallel.products import LinearCall, Products
 
@@ -36,10 +38,12 @@ class AdapterRows:
         names: The names of the adapters.
         of_tokens: The adapter of each token, int64 [s], counted from 1; 0 is the base model. `None`
             means that no token has an adapter, and layers compute nothing for them.
+        of_outputs: The same of the tokens whose logits are computed, int64 [k].
     """
 
     names: tuple[str, ...]
     of_tokens: Tensor | None = None
+    of_outputs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,22 @@ def _stack(parts: Sequence[StackedFactors]) -> tuple[Tensor, Tensor, Tensor]:
     return a, b, owners
 
 
+class TokenFactors(NamedTuple):
+    """The factors of all adapters of a layer, and those that each token uses.
+
+    Attributes:
+        a: All A's [ranks, in].
+        b: All B's, multiplied by their adapters' scales [out, ranks].
+        used: 1 for the ranks of the token's adapter, otherwise 0: [s, ranks].
+        ratios: DoRA's factor for each row of the weight, [s, out]; `None` without DoRA.
+    """
+
+    a: Tensor
+    b: Tensor
+    used: Tensor
+    ratios: Tensor | None
+
+
 class AdapterStack(nn.Module):
     """The adapters of a linear layer in inference. Each token uses one of them or none.
 
@@ -96,6 +116,7 @@ class AdapterStack(nn.Module):
         rows: The adapters of the tokens.
         products: The products to multiply with.
         layout: The grid of processes as this process sees it.
+        of_outputs: Whether the layer computes only the tokens whose logits are needed.
     """
 
     a: Tensor
@@ -105,15 +126,17 @@ class AdapterStack(nn.Module):
 
     def __init__(
         self,
-        linear: Linear,
+        linear: AdaptedLayer,
         parts: Sequence[StackedFactors],
         rows: AdapterRows,
         products: Products,
         layout: Layout,
+        *,
+        of_outputs: bool = False,
     ) -> None:
         """Copy all A's into one tensor and all B's into another."""
         super().__init__()
-        self._rows, self._products = rows, products
+        self._rows, self._products, self._of_outputs = rows, products, of_outputs
         self._sums_over = layout if linear.split == "row" and layout.tensor.size > 1 else None
         a, b, owners = _stack(parts)
         self.register_buffer("a", a, persistent=False)
@@ -126,6 +149,40 @@ class AdapterStack(nn.Module):
                 if part.ratio is not None:
                     ratios[part.index] = part.ratio
         self.register_buffer("ratios", ratios, persistent=False)
+
+    @property
+    def _chosen(self) -> Tensor | None:
+        """The adapter of each token that the layer computes."""
+        return self._rows.of_outputs if self._of_outputs else self._rows.of_tokens
+
+    @contextmanager
+    def reading(self, tokens: Callable[[], Tensor]) -> Iterator[None]:
+        """Choose the adapters of rows that are not the step's tokens, inside the context.
+
+        Args:
+            tokens: Returns the index of a token with each row's adapter, int64 [rows].
+        """
+        of_tokens = self._rows.of_tokens
+        if of_tokens is not None:
+            self._rows.of_tokens = of_tokens[tokens()]
+        try:
+            yield
+        finally:
+            self._rows.of_tokens = of_tokens
+
+    def factors(self, count: int) -> TokenFactors | None:
+        """Return the factors and which of them each token uses, or `None` if no token uses any.
+
+        Args:
+            count: The number of tokens, the first of the step.
+        """
+        if self._chosen is None:
+            return None
+        chosen = self._chosen[:count]
+        used = (chosen[:, None] == self.owners).to(self.a.dtype)
+        return TokenFactors(
+            self.a, self.b, used, None if self.ratios is None else self.ratios[chosen]
+        )
 
     def product(self, x: Tensor, weight: Tensor) -> None:
         """Return `None`: the adapters' products are separate from the frozen weight's."""
@@ -140,13 +197,13 @@ class AdapterStack(nn.Module):
             The input, and the low-rank product [s, b, ranks] with zeros for the adapters that a
             token does not use, or `None` if no token uses an adapter.
         """
-        of_tokens = self._rows.of_tokens
-        if of_tokens is None:
+        chosen = self._chosen
+        if chosen is None:
             return x, None
         low, _ = self._products.forward(LinearCall(x, self.a, training=False))
         if self._sums_over is not None:
             low = sum_over_ranks(low, self._sums_over)
-        return x, torch.where(of_tokens[:, None, None] == self.owners, low, 0)
+        return x, torch.where(chosen[:, None, None] == self.owners, low, 0)
 
     def add_product(self, low: Tensor, out: Tensor, weight: Tensor) -> Tensor:
         """Add the adapters' outputs to the frozen weight's output.
@@ -160,7 +217,7 @@ class AdapterStack(nn.Module):
         out = out.add_(up)
         if self.ratios is None:
             return out
-        return out * self.ratios[self._rows.of_tokens][:, None]
+        return out * self.ratios[self._chosen][:, None]
 
 
 class ExpertAdapterStack(nn.Module):

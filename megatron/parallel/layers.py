@@ -68,6 +68,9 @@ class Linear(nn.Module):
         bias: Whether the layer has a bias.
         adds_bias: Whether the layer adds the bias. Otherwise the caller adds `bias_to_add`.
         projections: The projections that make up the output, if there are several.
+        adapted_as: The parts of the output that have an adapter each, if these are not the
+            projections. Each joins neighboring projections, which one module of Hugging Face
+            computes.
 
     Attributes:
         adapter: An adapter that adds to the frozen weight's output, or a stack of adapters, one of
@@ -85,12 +88,14 @@ class Linear(nn.Module):
         bias: bool = True,
         adds_bias: bool = True,
         projections: Projections | None = None,
+        adapted_as: Projections | None = None,
     ) -> None:
         """Allocate this rank's part and record it in the context's registry."""
         super().__init__()
         self.adds_bias = adds_bias
         self.in_features, self.out_features = in_features, out_features
         self.split, self.projections = split, projections
+        self.adapted_as = projections if adapted_as is None else adapted_as
         self.adapter: Adapter | AdapterStack | None = None
         layout = context.layout
         is_divided = layout.sequence.size > 1

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron.errors import ConfigError
+from megatron.parallel.adapter import Adapter
 from megatron.parallel.buckets import Span, row_shards, runs
 from megatron.parallel.collectives import add_over_ranks, all_gather_single, reduce_scatter_single
 from megatron.parallel.fp8 import Fp8Products
@@ -286,9 +287,12 @@ def _merge_leading_dimensions(part: nn.Module) -> None:
 def _layers(part: nn.Module) -> Iterable[nn.Module]:
     """Yield the layers of the part, which are the modules in its module lists and dicts.
 
-    Layers inside a layer (Retro's encoder of neighbors) are gathered together with it.
+    Layers inside a layer (Retro's encoder of neighbors) are gathered together with it. The adapter
+    of an output layer is gathered with the output layer's own weight.
     """
     for child in part.children():
+        if isinstance(child, Adapter):
+            continue
         if isinstance(child, nn.ModuleDict):
             yield from child.values()
         elif isinstance(child, nn.ModuleList):

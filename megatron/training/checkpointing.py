@@ -578,8 +578,9 @@ def _load_adapter(run: Run, folder: Path, new_parts: tuple[str, ...]) -> tuple[s
     trust, model = run.config.checkpoint.allow_foreign_checkpoints, run.config.model
     vocabulary = run.plan.embedding.vocabulary
     family = family_for(plain_network(model), vocabulary, None)
-    names = peft_names(model, adapted_layers(model, vocabulary), family)
-    reader = PeftReader(folder, model, names, allow_foreign=trust)
+    names = peft_names(model, adapted_layers(model, vocabulary), family, vocabulary)
+    files = PeftReader(folder, model, names, allow_foreign=trust)
+    reader = PaddedReader(files, rows=vocabulary, entries=run.tokenizer.vocab_size)
     state = _weights_state(run, is_copy=False)
     restore(reader, {name: state[name] for name in state.keys() & reader.names()}, cast=True)
     has_head = any(name.startswith(_SCORE) for name in reader.names())

@@ -81,7 +81,6 @@ def test_patterns_are_read_and_never_run() -> None:
         ("--hybrid-layer-pattern M* --parallel-residual", "a layer has only one part"),
         ("--hybrid-layer-pattern M* --save x --ckpt-format torch_dist", "in this format"),
         ("--hybrid-layer-pattern M* --bf16 --fp8-format hybrid", "not computed in 8 bits"),
-        ("--hybrid-layer-pattern M* --lora-rank 2 --load x --finetune", "do not support adapters"),
         (
             "--hybrid-layer-pattern M* --mamba-num-heads 6 --mamba-num-groups 4",
             "--mamba-num-heads 6 is not divisible by --mamba-num-groups 4",

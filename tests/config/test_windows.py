@@ -139,7 +139,6 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
             f"{LATENT} --attention-output-gate",
             "--attention-output-gate cannot be combined with --multi-latent-attention",
         ),
-        ("--attention-output-gate --lora-rank 2", "--attention-output-gate cannot be combined"),
         (
             "--attention-output-gate --ckpt-format legacy --save a",
             "--attention-output-gate: Megatron-LM 23.08",
@@ -150,7 +149,6 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         (f"{DELTA} --linear-attention-freq [1]", "--linear-attention-freq [1]: it names 1 layers"),
         (f"{DELTA} --linear-num-value-heads 9", "--linear-num-value-heads 9 is not a multiple of"),
         (f"{DELTA} --hybrid-layer-pattern M-", "cannot be combined with --hybrid-layer-pattern M-"),
-        (f"{DELTA} --lora-rank 2", "gated_delta_net cannot be combined with --lora-rank 2"),
         (f"{DELTA} --batch-invariant-mode", "cannot be combined with --batch-invariant-mode"),
         (f"{DELTA} --ckpt-format torch_dist", "cannot be combined with --ckpt-format torch_dist"),
         (f"{DELTA} --ckpt-format legacy", "cannot be combined with --ckpt-format legacy"),

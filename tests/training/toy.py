@@ -14,6 +14,7 @@ from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
 from megatron.training.callbacks.scalars import RunStart
+from megatron.training.checkpointing import network_of
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.recipe import Recipe
@@ -114,7 +115,7 @@ def build_toy(
     lengths = {"--train-samples", "--train-iters", "--train-tokens", "--lr-wsd-branch-from"}
     words += [] if lengths & set(words) else ["--train-iters", "6"]
     words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
-    parsed = parse_config(words, world_size=size, architecture=kind)
+    parsed = parse_config(words, world_size=size, architecture=kind, read_checkpoint=network_of)
     return build_run(parsed.config, RECIPES[kind], device, layout)
 
 

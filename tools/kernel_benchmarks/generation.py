@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.attention import AttentionOptions
+from megatron.kernels.cached_sequences import Singles
 from megatron.kernels.library import KernelLibrary
-from megatron.kernels.paged_attention import FusedPaged, PagedAttention, Singles
+from megatron.kernels.paged_attention import FusedPaged, PagedAttention
 from megatron.kernels.row_product import RowProduct, choose_row_product
 from tools.kernel_benchmarks.operation import Inputs, Operation
 

@@ -98,7 +98,6 @@ class GPTJ(rules.Family):
     """GPT-J. Its MLP and its output layer have biases, but its attention has none."""
 
     prefix: str = "transformer."
-    rotates_pairs: bool = True
     keys: tuple[rules.Key, ...] = _J_KEYS
     # Causal masks and rotary positions, in older files.
     derived: str = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
@@ -170,7 +169,6 @@ class Cohere(LlamaLike):
             (Command R7B, Command A).
     """
 
-    rotates_pairs: bool = True
     keys: tuple[rules.Key, ...] = _COHERE_KEYS
     fixed: Mapping[str, Any] = field(
         default_factory=lambda: {"hidden_act": "silu", **_DESCRIPTIONS}

@@ -61,7 +61,6 @@ class Llama4(Mixtral):
     head_size: int | None = 128
     rotary_base: float = 500000.0
     classifies: bool = False
-    rotates_pairs: bool = True
     stacks_experts: bool = True
     whole_names: tuple[str, ...] = ("experts.gate_up_proj", "experts.down_proj")
 

@@ -191,6 +191,7 @@ class Mamba2(rules.Family):
 class NemotronH(Mamba2):
     """Nemotron-H, whose layers are Mamba-2, attention without positions, MLPs or mixtures."""
 
+    module_prefix: str | None = "model."
     keys: tuple[rules.Key, ...] = (
         rules.Key("hidden_size", "hidden_size"),
         rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),

@@ -2,9 +2,9 @@
 
 PEFT names an adapter's tensors after the module of `transformers` that it adapts. It gives an
 adapter to each of queries, keys, values, gate and up, as we do, so each of its tensors corresponds
-to one of ours. The adapters of a mixture's experts are stacked in two matrices
-(`target_parameters`): A [experts rank, in], B [out, rank experts]. The head of a reward model is
-trained in full alongside the adapters, and is in the same file (`modules_to_save`).
+to one of ours, whose rows may be in another order. The adapters of a mixture's experts are stacked
+in two matrices (`target_parameters`): A [experts rank, in], B [out, rank experts]. The head of a
+reward model is trained in full alongside the adapters, and is in the same file (`modules_to_save`).
 """
 
 from __future__ import annotations
@@ -16,28 +16,83 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from megatron.checkpoint.entries import DTYPES, Box, LazyTensor
 from megatron.checkpoint.huggingface.files import ADAPTER, ADAPTER_CONFIG, inside
-from megatron.checkpoint.huggingface.rules import Family
+from megatron.checkpoint.huggingface.rules import (
+    SAME,
+    STACKED,
+    TRANSPOSED,
+    Family,
+    ParameterRule,
+)
 from megatron.checkpoint.huggingface.settings import read_json
 from megatron.checkpoint.mapped import MappedFile
-from megatron.checkpoint.reader import HeldTensor, Reader
-from megatron.config.adapters import lora_flags, plain_network
+from megatron.checkpoint.reader import HeldTensor, Reader, is_vocabulary_table
+from megatron.config.adapters import ALL_LINEAR, lora_flags, plain_network
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
-from megatron.parallel.adapter import Adapter, projections_of
+from megatron.parallel.adapter import AdaptedLayer, Adapter, projections_of
 from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
-from megatron.parallel.layers import Linear
 
-PeftNames = Mapping[str, tuple[str, HeldTensor]]  # by our name
+
+class PeftTensor(NamedTuple):
+    """A tensor of an adapter in PEFT's files.
+
+    Attributes:
+        name: PEFT's name.
+        held: Our shape and type of it.
+        order: The row of the module's weight that each of our rows is, int64 [out], if
+            `transformers` orders the rows differently; otherwise `None`.
+    """
+
+    name: str
+    held: HeldTensor
+    order: torch.Tensor | None = None
+
+    def to_peft(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
+        """Return our tensor in PEFT's form.
+
+        Args:
+            tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
+            kind: "a", "b" or "magnitude".
+        """
+        if self.order is not None and kind != "a":
+            tensor = tensor[self.order.argsort()]
+        if not _is_stacked(tensor.shape):
+            return tensor
+        if kind == "a":
+            return tensor.flatten(0, 1)
+        return tensor.flatten(1, -2).permute(1, 2, 0).flatten(1).contiguous()
+
+    def from_peft(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
+        """Return PEFT's tensor in our form.
+
+        Args:
+            tensor: The tensor.
+            kind: "a", "b" or "magnitude".
+        """
+        shape = self.held.shape
+        if self.order is not None and kind != "a":
+            tensor = tensor[self.order]
+        if not _is_stacked(shape):
+            return tensor
+        if kind != "a":
+            experts, *_, rank = shape
+            tensor = tensor.view(-1, rank, experts).permute(2, 0, 1)
+        return tensor.reshape(shape)
+
+
+PeftNames = Mapping[str, PeftTensor]  # by our name
 
 _LAYER = re.compile(r".*?layers\.\d+\.")
 _EXPERTS = "mlp.experts"  # the module of transformers 5 in which all experts share a weight
 _PREFIX = "base_model.model."
+_ROUTER = ".router.adapter."  # in our names; in transformers 5, most routers are not linear layers
+_ROUTERS = ("gate.weight", "router.weight")  # the ends of their names in `transformers`
 _HEAD = "score"  # the head of a reward model, both here and in PEFT
 _UNUSED_HEADS = ("classifier",)  # PEFT adds it to modules_to_save, for other models
 _SUFFIXES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -60,9 +115,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 def peft_names(
-    model: ModelConfig, layers: Mapping[str, Linear | ExpertLinear], family: Family
+    model: ModelConfig, layers: Mapping[str, AdaptedLayer | ExpertLinear], family: Family, rows: int
 ) -> PeftNames:
-    """Return PEFT's name and the shape of each tensor of our adapters, by our name.
+    """Return PEFT's name, shape and order of each tensor of our adapters, by our name.
 
     A reward model's head is one of them.
 
@@ -70,15 +125,17 @@ def peft_names(
         model: The network with adapters.
         layers: Its layers that have adapters, by name.
         family: The family whose modules PEFT's names refer to.
+        rows: Rows of the word embedding.
 
     Raises:
         CheckpointError: A module of the family computes several of our projections.
     """
-    found: dict[str, tuple[str, HeldTensor]] = {}
+    found: dict[str, PeftTensor] = {}
+    rules = {rule.name: rule for rule in family.rules(plain_network(model), rows)}
     for ours, modules in family.names(plain_network(model)):
         if ours == _HEAD and model.reward_head:
             held = HeldTensor((1, model.hidden_size), torch.float32)
-            found[f"model.{_HEAD}.weight"] = (f"{_PREFIX}{_HEAD}.weight", held)
+            found[f"model.{_HEAD}.weight"] = PeftTensor(f"{_PREFIX}{_HEAD}.weight", held)
         linear = layers.get(ours)
         if linear is None or not isinstance(linear.adapter, Adapter | ExpertAdapter):
             continue
@@ -96,22 +153,46 @@ def peft_names(
                 "but here each of them has its own adapter: convert the merged weights with "
                 "--saver hf"
             )
-        if family.rotates_pairs and any(name in linear.adapter for name in ("query", "key")):
-            raise CheckpointError(
-                f"{theirs[0]} of a {family.name} model: its heads' channels have another order, "
-                "and so have PEFT's adapters of queries and keys: convert the merged weights with "
-                "--saver hf"
-            )
+        orders = _row_orders(linear.adapter, rules[f"model.{ours}.weight"])
         for projection, module in zip(projections, theirs, strict=True):
             if projection in linear.adapter:
                 for kind, parameter in linear.adapter[projection].named_parameters():
                     held = HeldTensor(tuple(parameter.shape), parameter.dtype)
+                    theirs_of = f"{_PREFIX}{_module(module, family)}.{_SUFFIXES[kind]}"
                     name = f"model.{ours}.adapter.{projection}.{kind}"
-                    found[name] = (f"{_PREFIX}{module}.{_SUFFIXES[kind]}", held)
+                    found[name] = PeftTensor(theirs_of, held, orders.get(projection))
     return found
 
 
-def _experts_module(ours: str, theirs: str, layers: Mapping[str, Linear | ExpertLinear]) -> str:
+def _module(name: str, family: Family) -> str:
+    """Return the name in `transformers` of a module of a family's files."""
+    if family.module_prefix is None or not name.startswith(family.prefix):
+        return name
+    return f"{family.module_prefix}{name.removeprefix(family.prefix)}"
+
+
+def _row_orders(adapter: Adapter | ExpertAdapter, rule: ParameterRule) -> dict[str, torch.Tensor]:
+    """Return the order of each projection's rows (`PeftTensor`) if `transformers` has another one.
+
+    Args:
+        adapter: The adapter of a layer, each of whose projections is a module of `transformers`.
+        rule: The rule that makes the layer's weight from the weights of these modules.
+    """
+    if isinstance(adapter, ExpertAdapter) or rule.form in (SAME, STACKED, TRANSPOSED):
+        return {}
+    sizes = [shape[0] for shape in rule.shapes()]
+    numbers = torch.arange(sum(sizes)).unsqueeze(1).split(sizes)
+    by_projection = adapter.by_projection(rule.form.join(numbers).flatten())
+    orders = {
+        name: rows.flatten() - first
+        for (name, rows), (first, *_) in zip(by_projection.items(), numbers, strict=True)
+    }
+    return {name: rows for name, rows in orders.items() if (rows.diff() != 1).any()}
+
+
+def _experts_module(
+    ours: str, theirs: str, layers: Mapping[str, AdaptedLayer | ExpertLinear]
+) -> str:
     """Return the name under which PEFT adapts a weight of all experts.
 
     PEFT wraps the module of the experts once for each weight, the last one outermost.
@@ -132,23 +213,10 @@ def _is_stacked(shape: Sequence[int]) -> bool:
     return len(shape) > 2
 
 
-def to_peft(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return an adapter's tensor in PEFT's form.
-
-    Args:
-        tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
-        kind: "a" or "b".
-    """
-    if not _is_stacked(tensor.shape):
-        return tensor
-    if kind == "a":
-        return tensor.flatten(0, 1)
-    return tensor.flatten(1, -2).permute(1, 2, 0).flatten(1).contiguous()
-
-
-def _peft_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _peft_shape(ours: str, tensor: PeftTensor) -> tuple[int, ...]:
     """Return the shape that PEFT's tensor has."""
-    return tuple(to_peft(torch.empty(shape, device="meta"), _kind_of(name)).shape)
+    whole = torch.empty(tensor.held.shape, device="meta")
+    return tuple(tensor._replace(order=None).to_peft(whole, _kind_of(ours)).shape)
 
 
 def _kind_of(name: str) -> str:
@@ -201,22 +269,25 @@ class PeftReader(Reader):
         self._remedy = _remedy(said) if remedy is None else remedy
         self._file = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign)
         theirs = self._file.header()
-        ours = {name: ours for ours, (name, _) in names.items()}
-        self._check_settings(said, model, {name for name in theirs if name not in ours})
+        ours = {tensor.name: ours for ours, tensor in names.items()}
+        # PEFT also writes the frozen weight of an adapted output layer.
+        known = {*ours, f"{_PREFIX}lm_head.base_layer.weight"}
+        self._check_settings(said, model, {name for name in theirs if name not in known})
         missing = sorted(ours.keys() - theirs.keys())
         if missing:
             raise CheckpointError(f"{path / ADAPTER}: {missing[0]} is missing: {self._remedy}")
-        self._places = {ours[name]: place for name, place in theirs.items()}
-        self.held = {
-            name: HeldTensor(names[name][1].shape, DTYPES[place.dtype])
-            for name, place in self._places.items()
-        }
-        for name, (_, wanted) in names.items():
-            found, expected = self._places[name].shape, _peft_shape(name, wanted.shape)
+        self._places = {ours[name]: place for name, place in theirs.items() if name in ours}
+        self.held, self._names = {}, names
+        for name, wanted in names.items():
+            place, shape = self._places[name], wanted.held.shape
+            found, expected = place.shape, _peft_shape(name, wanted)
+            if is_vocabulary_table(name) and found[:1] < expected[:1]:  # ours has padding
+                expected = shape = (*found[:1], *expected[1:])
+            self.held[name] = HeldTensor(shape, DTYPES[place.dtype])
             if found != expected:
                 shapes = f"{list(found)}, but it is {list(expected)} here"
                 raise CheckpointError(
-                    f"{path / ADAPTER}: {names[name][0]} has shape {shapes}: the adapter is for "
+                    f"{path / ADAPTER}: {wanted.name} has shape {shapes}: the adapter is for "
                     "a different network: load that network with --load"
                 )
         self.meta = {"config": {}}
@@ -245,12 +316,8 @@ class PeftReader(Reader):
             )
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        shape = self.held[name].shape
-        whole = self._file.tensor(self._places[name])
-        if _is_stacked(shape) and _kind_of(name) != "a":
-            experts, *_, rank = shape
-            whole = whole.view(-1, rank, experts).permute(2, 0, 1)
-        whole = whole.reshape(shape)
+        theirs = self._file.tensor(self._places[name])
+        whole = self._names[name].from_peft(theirs, _kind_of(name))
         return whole[wanted.within(Box.whole(tuple(whole.shape)))]
 
 
@@ -308,6 +375,11 @@ def network_with(
             f"{path / ADAPTER_CONFIG}: use_dora with target_parameters is not supported: merge the "
             "adapter with merge_and_unload of peft"
         )
+    targets = [ALL_LINEAR]
+    if "lm_head" in {name.rpartition(".")[2] for name in said.get("target_modules") or ()}:
+        targets.append("lm_head")
+    if any(str(name).endswith(_ROUTERS) for name in stacked):
+        targets.append("router")
     rank, alpha = said.get("r", 8), said.get("lora_alpha", 8)
     for key, value, kinds in (("r", rank, (int,)), ("lora_alpha", alpha, (int, float))):
         if type(value) not in kinds or not 0 < value < math.inf:
@@ -319,6 +391,7 @@ def network_with(
         model,
         lora_rank=rank,
         lora_alpha=float(alpha),
+        lora_target_modules=tuple(targets),
         use_rslora=said.get("use_rslora") is True,
         use_dora=said.get("use_dora") is True,
     )
@@ -334,7 +407,7 @@ def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> Pe
         allow_foreign: Accept files owned by other users.
     """
     theirs = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign).header()
-    held = {ours.rpartition(".")[0] for ours, (name, _) in names.items() if name in theirs}
+    held = {ours.rpartition(".")[0] for ours, one in names.items() if one.name in theirs}
     return {ours: found for ours, found in names.items() if ours.rpartition(".")[0] in held}
 
 
@@ -344,7 +417,9 @@ def _remedy(said: dict[str, Any]) -> str:
     for key in ("target_modules", "target_parameters"):
         targets = said.get(key)
         targets = targets if isinstance(targets, list) else [targets]
-        shown |= {one.rpartition(".")[2] for one in targets if isinstance(one, str)}
+        names = (one.removesuffix(".weight") for one in targets if isinstance(one, str))
+        ends = {one.rpartition(".")[2] for one in names}
+        shown |= {"router" if end == "gate" and "parameters" in key else end for end in ends}
     flags = lora_flags(
         rank=said.get("r", 8),
         alpha=said.get("lora_alpha", 8),
@@ -373,16 +448,14 @@ class AdapterExport:
     def tensors(self) -> dict[str, LazyTensor]:
         """Return the tensors by name. Each is read only when it is written."""
         return {
-            theirs: LazyTensor(
-                _peft_shape(ours, held.shape),
-                self.reader.held[ours].dtype,
-                partial(self._read, ours),
+            tensor.name: LazyTensor(
+                _peft_shape(ours, tensor), self.reader.held[ours].dtype, partial(self._read, ours)
             )
-            for ours, (theirs, held) in self.names.items()
+            for ours, tensor in self.names.items()
         }
 
     def _read(self, ours: str) -> torch.Tensor:
-        return to_peft(self.reader.read(ours), _kind_of(ours))
+        return self.names[ours].to_peft(self.reader.read(ours), _kind_of(ours))
 
     def config(self, base: str | None) -> dict[str, Any]:
         """Return the content of adapter_config.json.
@@ -400,26 +473,30 @@ class AdapterExport:
             "lora_dropout": model.lora_dropout,
             "use_rslora": model.use_rslora,
             "use_dora": model.use_dora,
-            "target_modules": self._targets(stacked=False),
-            "target_parameters": self._targets(stacked=True),
+            "target_modules": self._targets(of_parameters=False),
+            "target_parameters": self._targets(of_parameters=True),
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
             "modules_to_save": [_HEAD] if model.reward_head else None,
         }
 
-    def _targets(self, *, stacked: bool) -> list[str] | None:
+    def _targets(self, *, of_parameters: bool) -> list[str] | None:
         """Return the suffixes of adapted modules' names, or whole names if layers differ.
 
         Args:
-            stacked: Whether to name weights of experts instead of modules.
+            of_parameters: Whether to name weights of experts and routers instead of modules.
         """
         by_end = defaultdict(set)
-        for ours, (theirs, held) in self.names.items():
-            if ".adapter." in ours and _is_stacked(held.shape) == stacked:
-                name = theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]
+        for ours, tensor in self.names.items():
+            is_router = _ROUTER in ours
+            is_parameter = is_router or _is_stacked(tensor.held.shape)
+            if ".adapter." in ours and is_parameter == of_parameters:
+                name = tensor.name.removeprefix(_PREFIX).rpartition(".lora_")[0]
                 end = name.rpartition(".")[2]
-                if stacked:
+                if is_router:
+                    name, end = f"{name}.weight", f"{end}.weight"
+                elif of_parameters:
                     weight = "gate_up_proj" if ".up.adapter." in ours else "down_proj"
                     end = f"experts.{weight}"
                     name = f"{name.removesuffix('.base_layer')}.{weight}"

@@ -240,6 +240,8 @@ class Family(ABC):
         name: The `model_type` in config.json.
         language_model: The `transformers` class of the language model.
         prefix: Prefix of all tensor names except the head's. Some files leave it out.
+        module_prefix: Prefix of the modules in `transformers`, if it differs from that of the
+            tensors in files. PEFT uses it.
         tied_head: Name of the output's weight, under which files may repeat the word embeddings.
         head_follows_files: Whether the output has its own weight if the files hold one that differs
             from the word embeddings, even if config.json calls the two tied.
@@ -253,14 +255,13 @@ class Family(ABC):
             and rotary frequencies. They are not read.
         head_activates: Whether the head has its own activation function, chosen by --openai-gelu.
         stacks_experts: Whether one tensor holds all experts of a layer.
-        rotates_pairs: Whether channels 2i and 2i + 1 of a head rotate together in the files, whose
-            queries and keys are then ordered differently.
         whole_names: Suffixes of the names of tensors that are not a module's weight or bias.
     """
 
     name: str
     language_model: str
     prefix: str = ""
+    module_prefix: str | None = None
     tied_head: str = "lm_head.weight"
     head_follows_files: bool = False
     word_copies: tuple[str, ...] = ()
@@ -271,7 +272,6 @@ class Family(ABC):
     derived: str = ""
     head_activates: bool = False
     stacks_experts: bool = False
-    rotates_pairs: bool = False
     whole_names: tuple[str, ...] = ()
 
     def architecture(self, pieces: frozenset[str]) -> str:

@@ -500,9 +500,10 @@ def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) ->
             "written only for a gpt: use --saver hf, which merges the adapters"
         )
     wanted = options.model_family or source.family
-    family = family_for(plain_network(model), source.rows, wanted)
-    layers = adapted_layers(model, source.rows)
-    export = AdapterExport(source.reader, model, peft_names(model, layers, family))
+    rows = options.true_vocab_size or source.rows
+    family = family_for(plain_network(model), rows, wanted)
+    names = peft_names(model, adapted_layers(model, rows), family, rows)
+    export = AdapterExport(PaddedReader(source.reader, rows=rows, entries=rows), model, names)
     base = None if source.companions is None else str(source.companions)
     config = {files.ADAPTER_CONFIG: files.json_bytes(export.config(base))}
     write_folder(options.save_dir, export, config, max_shard_bytes=sys.maxsize, check=check)

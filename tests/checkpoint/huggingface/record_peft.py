@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
+
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 
 KINDS = {
     "lora": {},
@@ -30,7 +33,38 @@ MIXTURES = {
     },
     "qwen3_moe": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
 }
+# Models of `models.CASES`, from which `written_base` writes the same folders anywhere. PEFT refuses
+# `out_proj` of Mamba-2.
+FAMILIES = {
+    "deepseek_v3": (
+        "deepseek v3",
+        {
+            "target_modules": [
+                *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "lm_head"),
+            ],
+            "target_parameters": ["gate.weight"],
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek v2, greedy",
+        {"target_modules": ["q_proj", "kv_b_proj"], "use_dora": True},
+    ),
+    "qwen3_next": (
+        "qwen3 next",
+        {
+            "target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"],
+            "use_rslora": True,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron h",
+        {"target_modules": ["in_proj", "q_proj", "lm_head"], "use_dora": True},
+    ),
+    "cohere2": ("cohere 2", {"target_modules": ["q_proj", "k_proj"], "use_dora": True}),
+}
 VOCAB = 32
+# Kernels of grouped products need wider experts.
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def main(out: Path) -> None:
@@ -58,10 +92,13 @@ def main(out: Path) -> None:
     write_base(qwen, out / "base_qwen3_moe")
     versions = {"peft": peft.__version__, "transformers": transformers.__version__}
     record = {"versions": versions, "tokens": tokens.tolist()}
-    for kind, options in (KINDS | MIXTURES).items():
+    families = {kind: options for kind, (_, options) in FAMILIES.items()}
+    for kind, options in (KINDS | MIXTURES | families).items():
         torch.manual_seed(1)
         folder = out / (f"base_{kind}" if kind in MIXTURES else "base")
-        base = transformers.AutoModelForCausalLM.from_pretrained(folder).float()
+        if kind in FAMILIES:
+            folder = written_base(kind, Path(tempfile.mkdtemp()))
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER).float()
         settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
         model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, **settings))
         with torch.no_grad():
@@ -70,8 +107,11 @@ def main(out: Path) -> None:
                     parameter.normal_(0, 0.1)
                 if "magnitude" in name:
                     parameter.mul_(1.2)
-        model.peft_config["default"].base_model_name_or_path = None  # a path on this machine
         model.save_pretrained(out / kind)
+        file = out / kind / "adapter_config.json"
+        saved = json.loads(file.read_text())
+        saved["base_model_name_or_path"] = None  # a path on this machine
+        file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
         (out / kind / "README.md").unlink()
         record[kind] = computed(model, tokens)
     (out / "record.json").write_text(json.dumps(record) + "\n")
@@ -88,6 +128,12 @@ def computed(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
         if parameter.grad is not None
     }
     return {"loss": loss.item(), "logits": logits[:, ::4].tolist(), "gradients": gradients}
+
+
+def written_base(kind: str, folder: Path) -> Path:
+    """Write the base model of an adapter among `FAMILIES`."""
+    case = CASES[FAMILIES[kind][0]]
+    return write_folder(folder, case.config, tensors_of(case))
 
 
 def write_base(config: Any, folder: Path) -> None:

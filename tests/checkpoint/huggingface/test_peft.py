@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from megatron.checkpoint.huggingface.families import families
-from megatron.checkpoint.huggingface.peft import peft_names, to_peft
+from megatron.checkpoint.huggingface.peft import peft_names
 from megatron.device import Device
 from megatron.errors import EXIT_OK, CheckpointError
 from megatron.inference.load import load_gpt
@@ -23,7 +23,7 @@ from megatron.tools.checkpoint import util
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
-from tests.checkpoint.huggingface.record_peft import computed
+from tests.checkpoint.huggingface.record_peft import EAGER, FAMILIES, computed, written_base
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
 
@@ -37,6 +37,13 @@ KINDS = {
     "some": "--lora-target-modules q_proj v_proj up_proj",
     "mixtral": "--lora-target-modules *.attention experts.up experts.down",
     "qwen3_moe": "--lora-target-modules q_proj gate_up_proj",
+    "deepseek_v3": """--lora-target-modules q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj
+        lm_head gate.weight""",
+    "deepseek_v2": "--lora-target-modules q_proj kv_b_proj --use-dora",
+    "qwen3_next": """--lora-target-modules q_proj in_proj_qkvz in_proj_ba out_proj
+        --use-rslora""",
+    "nemotron_h": "--lora-target-modules in_proj q_proj lm_head --use-dora",
+    "cohere2": "--lora-target-modules q_proj k_proj --use-dora",
 }
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
 MIXTURES = {
@@ -52,12 +59,31 @@ NETWORK = """
 """
 
 
+# The table of these models has two rows of padding here, which their files do not have.
+_FROM_FILES = """
+    --use-checkpoint-args --seq-length 12 --hidden-dropout 0 --attention-dropout 0
+    --vocab-size 69 --make-vocab-size-divisible-by 8
+"""
+_BASES = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bases(tmp_path_factory):
+    for kind in FAMILIES:
+        _BASES[kind] = written_base(kind, tmp_path_factory.mktemp(kind))
+
+
 def _base(kind):
-    return HERE / (f"base_{kind}" if kind in MIXTURES else "base")
+    return _BASES.get(kind) or HERE / (f"base_{kind}" if kind in MIXTURES else "base")
 
 
 def _network(kind):
-    return f"{NETWORK} {MIXTURES.get(kind, '')}"
+    return _FROM_FILES if kind in FAMILIES else f"{NETWORK} {MIXTURES.get(kind, '')}"
+
+
+def _rows(kind):
+    """Return the number of rows of the word embedding in the base model's files."""
+    return len(RECORD[kind]["logits"][0][0])
 
 
 def _words(kind, more=""):
@@ -68,19 +94,22 @@ def _words(kind, more=""):
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_loss_and_gradients_are_pefts(kind):
     run = build_toy(Layout.single(), _words(kind))
-    logits = run.parts[0](TOKENS)
+    logits = run.parts[0](TOKENS)[..., : _rows(kind)]
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
     loss.backward()
     expected = RECORD[kind]
     torch.testing.assert_close(logits[:, ::4], torch.tensor(expected["logits"]), rtol=0, atol=1e-5)
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-5)
     gradients = {f"model.{n}": p.grad for n, p in run.named_parameters() if p.requires_grad}
-    layers = adapted_layers(run.config.model, 32)
-    names = peft_names(run.config.model, layers, families()[kind if kind in MIXTURES else "llama"])
+    rows = run.plan.embedding.vocabulary
+    layers = adapted_layers(run.config.model, rows)
+    family = families()[kind if kind in MIXTURES or kind in FAMILIES else "llama"]
+    names = peft_names(run.config.model, layers, family, rows)
     assert gradients.keys() == names.keys()
-    for ours, (theirs, _) in names.items():
-        key = theirs if theirs.endswith(".weight") else f"{theirs}.weight"
-        found = to_peft(gradients[ours], ours.rpartition(".")[2]).flatten()
+    for ours, tensor in names.items():
+        key = tensor.name if tensor.name.endswith(".weight") else f"{tensor.name}.weight"
+        gradient = tensor.to_peft(gradients[ours], ours.rpartition(".")[2])
+        found = (gradient[: _rows(kind)] if "lm_head" in key else gradient).flatten()
         wanted = torch.tensor(expected["gradients"][key])
         torch.testing.assert_close(found[:: found.numel() // 8], wanted, rtol=1e-5, atol=1e-5)
 
@@ -89,7 +118,7 @@ def test_logits_loss_and_gradients_are_pefts(kind):
 def test_the_record_is_what_peft_computes(kind):
     peft = pytest.importorskip("peft", reason="needs the extra [parity]")
     transformers = pytest.importorskip("transformers")
-    base = transformers.AutoModelForCausalLM.from_pretrained(_base(kind))
+    base = transformers.AutoModelForCausalLM.from_pretrained(_base(kind), **EAGER)
     model = peft.PeftModel.from_pretrained(base, HERE / kind, is_trainable=True)
     found, expected = computed(model, TOKENS), RECORD[kind]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
@@ -104,7 +133,7 @@ def _losses(layout, words):
     return recorder.values("lm loss")
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "mixtral"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "mixtral", "deepseek_v3", "qwen3_next"])
 def test_every_rank_loads_its_part(kind):
     flags = _words(kind, more="--train-iters 3")
     (losses,) = run_distributed(1, _losses, flags)
@@ -128,19 +157,20 @@ def trained(request, tmp_path):
 
 def test_an_adapter_comes_out_as_it_went_in(trained, tmp_path):
     kind, checkpoint = trained
-    _convert("peft", checkpoint, tmp_path / "peft")
+    _convert("peft", checkpoint, tmp_path / "peft", "--true-vocab-size", str(_rows(kind)))
     ours = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     theirs = load_file(HERE / kind / "adapter_model.safetensors")
+    theirs.pop("base_model.model.lm_head.base_layer.weight", None)  # the base model has it
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in theirs)
     written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     original = json.loads((HERE / kind / "adapter_config.json").read_text())
+    both = written, original
     for key in written.keys() - {"target_modules", "target_parameters"}:
         assert written[key] == original[key], key
-    experts = set(original["target_parameters"] or ())
-    assert set(written["target_parameters"] or ()) == experts
-    ends = {name.rpartition(".")[2] for name in original["target_modules"]}
-    assert set(written["target_modules"]) == ends
+    for key, count in (("target_modules", 1), ("target_parameters", 2)):
+        ends = ({tuple(name.split(".")[-count:]) for name in said[key] or ()} for said in both)
+        assert next(ends) == next(ends), key
 
 
 def test_merged_weights_compute_the_same(trained, tmp_path):
@@ -153,20 +183,22 @@ def test_merged_weights_compute_the_same(trained, tmp_path):
     wanted = torch.tensor(RECORD[kind]["logits"])
     for model in (served.model, exported.parts[0]):
         with torch.no_grad():
-            torch.testing.assert_close(model(TOKENS)[:, ::4], wanted, rtol=0, atol=1e-5)
+            found = model(TOKENS)[:, ::4, : _rows(kind)]
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_peft_loads_ours(trained, tmp_path):
     peft = pytest.importorskip("peft", reason="needs the extra [parity]")
     transformers = pytest.importorskip("transformers")
     kind, checkpoint = trained
-    _convert("peft", checkpoint, tmp_path / "peft")
-    _convert("hf", checkpoint, tmp_path / "hf")
+    vocabulary = ("--true-vocab-size", str(_rows(kind)))
+    _convert("peft", checkpoint, tmp_path / "peft", *vocabulary)
+    _convert("hf", checkpoint, tmp_path / "hf", *vocabulary)
     wanted = torch.tensor(RECORD[kind]["logits"])
     model_class = transformers.AutoModelForCausalLM
-    base = model_class.from_pretrained(_base(kind))
+    base = model_class.from_pretrained(_base(kind), **EAGER)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
-    merged = model_class.from_pretrained(tmp_path / "hf")
+    merged = model_class.from_pretrained(tmp_path / "hf", **EAGER)
     for model in (adapted, merged):
         with torch.no_grad():
             found = model.eval()(TOKENS).logits[:, ::4]
