@@ -102,8 +102,7 @@ def build_engine(
         device: Device that the model is on.
         options: Options of the engine.
         copy: Ranks of this copy of the model, stage by stage, if there are several data-parallel
-            copies. Each copy has its own engine. `None` means that all ranks together hold a
-            single copy.
+            copies, each with its own engine. `None` means that all ranks hold a single copy.
         channel: The connection to the neighboring stages; `None` creates one.
 
     Raises:
