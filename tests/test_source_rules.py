@@ -104,9 +104,14 @@ def test_no_global_statements() -> None:
     assert not found
 
 
-def _imports(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) of every absolute import, including those under TYPE_CHECKING."""
-    for node in ast.walk(tree(file)):
+def _imports(file: Path, *, at_start: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield (line, module) of every absolute import, including those under TYPE_CHECKING.
+
+    Args:
+        file: The file.
+        at_start: Leave out imports inside functions and conditions.
+    """
+    for node in tree(file).body if at_start else ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -126,6 +131,21 @@ def test_imports_go_one_way(room: str) -> None:
                 continue
             if parts[1] in rooms - allowed:
                 found.append(f"{name(file)}:{line} imports {module}")
+    assert not found
+
+
+def test_what_imports_slowly_is_imported_where_it_is_used() -> None:
+    """DTensor, and what is built on it, would take every process half a second."""
+    slow = {f"torch.distributed.{one}" for one in ("tensor", "fsdp", "checkpoint")}
+    slow |= {"megatron.parallel.sharded", "megatron.checkpoint.core.writer"}
+    users = {"megatron/parallel/sharded.py", "megatron/checkpoint/core/writer.py"}
+    found = {
+        f"{name(file)}:{line} imports {module}"
+        for file in _source()
+        if name(file) not in users and not name(file).startswith("megatron/tools/checkpoint/")
+        for line, module in _imports(file, at_start=True)
+        if any(f"{module}.".startswith(f"{one}.") for one in slow)
+    }
     assert not found
 
 
