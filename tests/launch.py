@@ -63,10 +63,11 @@ def run_script(
 def run_command(
     words: Sequence[str], environment: Mapping[str, str], *, seconds: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ...`, or our launcher on this machine (see `run_ranks`)."""
+    """Run `python ...`, or a launcher on this machine (see `run_ranks`)."""
     program, *started = words
-    assert program == "python", program
-    if started[:2] == ["-m", "megatron.processes.torchrun"]:
+    assert program in ("python", sys.executable), program
+    launchers = ("megatron.processes.torchrun", "torch.distributed.run")
+    if started[0] == "-m" and started[1] in launchers:
         launched = started[2:]
     elif started[0].endswith("tools/torchrun.py"):
         launched = started[1:]

@@ -2,10 +2,9 @@
 
 import json
 import math
+import os
 import re
 import shlex
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from megatron.errors import ConfigError, DataError, UserError
 from megatron.planner.command import build_parser, command, describe, read_request, run
 from megatron.planner.machine import MACHINES, read_machine
 from megatron.planner.search import Search, layouts, spell
+from tests.launch import run_ranks
 from tests.repository import ROOT
 
 SMALL = (
@@ -76,9 +76,8 @@ def test_printed_commands_start():
         plans = [plan for plan in search.best(40) if "PP" in describe(plan.config, 4)]
         line = command(request, plans[0]).partition("pretrain_gpt.py ")[2]
         dry = ["--dry-run", "--dry-run-world-size", "4"]
-        start = [sys.executable, "pretrain_gpt.py", *shlex.split(line), *dry]
-        done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        done = run_ranks([str(ROOT / "pretrain_gpt.py"), *shlex.split(line), *dry], os.environ)
+        assert done.returncode == 0, done.stdout
         assert "PP 2" in done.stdout or "PP 4" in done.stdout
 
 

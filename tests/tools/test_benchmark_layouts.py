@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 from megatron.config.parser import parse_config
 from megatron.planner.command import build_parser as plan_parser
 from megatron.planner.command import run as run_planner
+from tests.launch import run_command
 from tools.benchmark_layouts import build_parser, choose, data_flags, main, run
 from tools.layouts.measure import RunFailedError, error_line, launch, measure, read_measurement
 from tools.layouts.models import BenchmarkLayout, models
@@ -19,6 +21,17 @@ from tools.layouts.table import Measurement, Row, as_markdown, loss_difference, 
 MOCK = data_flags(build_parser().read(["--model", "toy"]))
 TOY = [*models()["toy"].flags.split(), *MOCK, "--micro-batch-size", "2"]
 MEASURED = Measurement((4.0, 2.0), (1.5, 1.25), 12.5, 4000.0, 45.25, 10.5, 10.0, 0.25, 0.2)
+
+
+@pytest.fixture
+def _in_forks(monkeypatch):
+    """Let layouts train in forks of this process, where everything is imported."""
+
+    def run_to_end(command, *, timeout, **environment):
+        done = run_command(command, {**os.environ, **environment}, seconds=timeout)
+        return [(0.0, line) for line in done.stdout.splitlines()], done.returncode
+
+    monkeypatch.setattr("tools.layouts.measure.run_to_end", run_to_end)
 
 
 @pytest.mark.parametrize("model", sorted(models()))
@@ -31,6 +44,7 @@ def test_every_layout_is_valid(model):
     assert len({layout.name for layout in entry.layouts}) == len(entry.layouts)
 
 
+@pytest.mark.usefixtures("_in_forks")
 def test_runs_layouts_one_after_another(tmp_path, capsys):
     out, lines = tmp_path / "table.md", tmp_path / "runs.jsonl"
     words = ["--model", "toy", "--processes", "2", "--train-iters", "3", "--pipeline-bubble"]
@@ -64,6 +78,7 @@ def test_a_refused_layout_says_why_in_its_row():
     assert "--tensor-model-parallel-size 3" in as_markdown([row])
 
 
+@pytest.mark.usefixtures("_in_forks")
 def test_a_run_that_fails_leaves_its_error_line(tmp_path):
     row = _measure(["--load", str(tmp_path), "--exit-on-missing-checkpoint"])
     assert row.failed
@@ -129,6 +144,7 @@ def _plan(path, *words):
     return path
 
 
+@pytest.mark.usefixtures("_in_forks")
 def test_planned_layouts_are_measured_beside_their_predictions(tmp_path, capsys):
     plan = _plan(tmp_path / "plan.jsonl", "--- ")
     given = _plan(tmp_path / "given.jsonl", "--memory --time --- --context-parallel-size 2",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +29,7 @@ from megatron.training.find_lr import (
     test_command as command_of,
 )
 from tests.config.command import command
+from tests.launch import run_command
 from tests.repository import ROOT
 
 _RATES = [10 ** (-6 + 6 * step / 119) for step in range(120)]
@@ -203,9 +206,11 @@ def test_a_command_is_tested(
 ) -> None:
     monkeypatch.chdir(ROOT)
     launch = []
-    if processes > 1:
+    if processes > 1:  # in forks
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         launch += ["--nproc-per-node", str(processes)]
+        forked = SimpleNamespace(run=lambda words, check: run_command(words, os.environ))
+        monkeypatch.setattr("megatron.training.find_lr.subprocess", forked)
     options = build_parser().read(
         ["--output", str(tmp_path), "--max-lr", "10", "--iterations", "45", "--", *launch, *_TOY]
     )
