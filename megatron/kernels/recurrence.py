@@ -401,14 +401,13 @@ def _load(capability: tuple[int, int]) -> tuple[RecurrenceKernels, str]:
     return kernels, f"{reason}; tuned at first use, which takes minutes"
 
 
-def _by_channel(chunk_kda: _Function) -> _Function:
-    """Return the gated delta rule, computed by a function with a decay for each key channel."""
+def _by_channel(function: _Function) -> _Function:
+    """Return a function with a decay for each head, given one with a decay for each key channel."""
 
-    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-        decays = g.unsqueeze(-1).expand(*g.shape, q.shape[-1])
-        return chunk_kda(q, k, v, decays, beta, **options)
+    def by_head(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, **options: Any) -> Any:
+        return function(q, k, v, g=g.unsqueeze(-1).expand(*g.shape, q.shape[-1]), **options)
 
-    return rule
+    return by_head
 
 
 def _numbers(release: str) -> tuple[int, ...]:
