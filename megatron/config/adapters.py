@@ -37,7 +37,8 @@ class AdapterOptions:
         lora_dropout: Dropout on the inputs of adapters.
         lora_target_modules: Patterns of the names of linear layers that get adapters, such as
             `q_proj`, `layers.*.mlp` or `linear_qkv`. Default: all linear layers of attention and
-            MLPs.
+            MLPs. The output layer and routers get one only if `output_layer` and `router` are
+            among the patterns.
         frozen_weights_dtype: Store the frozen weights of linear layers in 8 bits (fp8) or 4 bits
             (nf4) and train adapters (QLoRA). Matrix products convert them to the format of all
             other weights.

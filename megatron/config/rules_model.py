@@ -40,7 +40,6 @@ _NOT_WITH_SINKHORN: Exclusions = {
     "model.moe_router_enable_expert_bias": ((False,), "both balance the choice of experts"),
 }
 _NOT_WITH_MULTI_TOKEN: Exclusions = {
-    "model.lora_rank": ((None,), "its layers do not support adapters"),
     "preferences.preference_loss": ((None,), "it is a loss of whole answers"),
     "model.position_embedding_type": (
         ("rope", "none"),

@@ -32,7 +32,6 @@ def test_each_loss_is_weighed_by_its_share_of_the_factor():
         ("--mtp-loss-scaling-factor 0.3", "requires --mtp-num-layers"),
         ("--mtp-num-layers 0", "--mtp-num-layers 0"),
         ("--mtp-num-layers 1 --position-embedding-type learned_absolute", "are rope or none"),
-        ("--mtp-num-layers 1 --lora-rank 2 --load x --finetune", "cannot be combined with --lora"),
         ("--mtp-num-layers 1 --teacher-load x", "cannot be combined with distillation"),
         ("--mtp-num-layers 1 --ckpt-format legacy --save x", "target of --ckpt-format legacy"),
         ("--mtp-num-layers 1 --mtp-use-repeated-layer", "its own layer"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,12 +21,15 @@ from megatron.inference.request import Request, Token
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import save_run
 from megatron.training.run import Run
+from tests.checkpoint.huggingface.record_peft import written_base
 from tests.distributed import run_distributed
-from tests.inference.toy import drain, greedy, prompts
+from tests.inference.toy import drain, greedy, prompt_of, prompts
+from tests.repository import ROOT
 from tests.training.test_adapters_of_mixers import NETWORKS
 from tests.training.toy import build_toy
 
 CPU = Device.cpu()
+PEFT = ROOT / "tests" / "checkpoint" / "huggingface" / "peft"
 _ALSO = "--max-position-embeddings 64 --init-method-std 0.2 --save-interval 1 --train-iters 1"
 _EVERY = "--lora-rank 4 --lora-target-modules all-linear output_layer"
 # Two adapters of different ranks, layers and kinds.
@@ -148,6 +152,31 @@ def test_tensor_parallel_ranks_say_the_same(root: Path) -> None:
     for found in run_distributed(2, _found_in, saved, tensor=2):
         for network, answers in found.items():
             _assert_same(answers, _alone(root, network))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "nemotron_h"])
+def test_files_that_peft_wrote_say_what_peft_says(kind: str, tmp_path: Path) -> None:
+    record = json.loads((PEFT / "record.json").read_text())
+    base = str(written_base(kind, tmp_path))
+    rows = len(record[kind]["logits"][0][0])
+    words = ["--load", base, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(rows - 1)]
+    config = parse_generation(words, 1, Program(name="serve")).config
+    loaded = load_gpt(base, CPU, config=config)
+    opened = open_adapters([f"{kind}={PEFT / kind}"], config)
+    engine = build_engine(add_to(loaded, opened, CPU), CPU, SMALL)
+    scored = greedy(0, prompt_logprobs=True, top_logprobs=rows)
+    requests = [
+        Request(f"{adapter} {row}", tuple(tokens), scored, adapter)
+        for row, tokens in enumerate(record["tokens"])
+        for adapter in range(2)
+    ]
+    found = drain(engine, requests)
+    for row, logits in enumerate(record[kind]["logits"]):
+        tops = prompt_of(found[f"1 {row}"]).top[::4]  # the positions that are recorded
+        expected = torch.tensor(logits).log_softmax(-1).tolist()
+        for top, scores in zip(tops, expected, strict=True):
+            assert [score for _, score in sorted(top)] == pytest.approx(scores, abs=1e-5)
+        assert prompt_of(found[f"0 {row}"]).top[::4] != tops
 
 
 @pytest.mark.parametrize("frozen", ["", "--bf16", "--frozen-weights-dtype nf4"])

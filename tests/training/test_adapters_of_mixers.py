@@ -10,6 +10,7 @@ from megatron.errors import ConfigError
 from megatron.inference.load import open_existing
 from megatron.models.adapters import count_adapters
 from megatron.parallel.layout import Layout
+from megatron.parallel.quantized import PackedWeight
 from megatron.planner.memory import estimate_memory
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, fingerprint, train_toy
@@ -138,6 +139,49 @@ def test_runs_are_resumed_and_their_adapters_merged(network, tmp_path):
             module.adapter = None
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), adapted, rtol=0, atol=1e-5)
+
+
+def test_layers_of_multi_token_prediction_are_frozen():
+    words = f"{NETWORKS['latent']} --mtp-num-layers 1 {ADAPTERS['latent']}".split()
+    begun = build_toy(Layout.single(), words)
+    before = {name: p.detach().clone() for name, p in begun.named_parameters()}
+    _, run = train_toy(Layout.single(), words)
+    changed = {n for n, p in run.named_parameters() if not p.equal(before[n])}
+    assert changed == {n for n in before if is_adapter_parameter(n)}
+    assert any(name.startswith("mtp.0.") for name in before)
+    assert not any(name.startswith("mtp.0.") for name in changed)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_frozen_weights_of_every_mixer_are_packed(network):
+    sizes = "--kv-lora-rank 64 --q-lora-rank 64 --v-head-dim 16 --linear-value-head-dim 16"
+    pairs = (pair for pair in sizes.split(" --") if pair.split()[0].strip("-") in NETWORKS[network])
+    packed = "--hidden-size 64 --ffn-hidden-size 128 --bf16 --frozen-weights-dtype nf4"
+    more = " ".join(f"--{pair.removeprefix('--')}" for pair in pairs)
+    words = f"{NETWORKS[network]} {packed} {more} {ADAPTERS[network]}".split()
+    recorder, run = train_toy(Layout.single(), words)
+    held = {
+        n.removesuffix(".weight") for n, p in run.named_parameters() if isinstance(p, PackedWeight)
+    }
+    adapted = {name.partition(".adapter")[0] for name in _adapted(run)}
+    assert {name for name in adapted - held if "router" not in name} == {"output"}
+    losses = recorder.values("lm loss")
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("network", "told"),
+    [
+        ("latent", "--kv-lora-rank 20 is not a multiple of 64"),
+        ("delta", "--linear-num-value-heads x --linear-value-head-dim 56 is not a multiple"),
+        ("mamba", "--mamba-num-heads x --mamba-head-dim 96 is not a multiple of 64"),
+    ],
+)
+def test_packed_inputs_are_multiples_of_a_block(network, told):
+    words = f"{NETWORKS[network]} --lora-rank 2 --frozen-weights-dtype nf4".split()
+    words += ["--mamba-num-heads", "12"] * (network == "mamba")
+    with pytest.raises(ConfigError, match=told):
+        build_toy(Layout.single(), words)
 
 
 @pytest.mark.parametrize(

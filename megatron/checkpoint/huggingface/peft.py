@@ -160,7 +160,7 @@ def peft_names(
                     held = HeldTensor(tuple(parameter.shape), parameter.dtype)
                     theirs_of = f"{_PREFIX}{_module(module, family)}.{_SUFFIXES[kind]}"
                     name = f"model.{ours}.adapter.{projection}.{kind}"
-                    found[name] = PeftTensor(theirs_of, held, orders.get(projection))
+                    found.setdefault(name, PeftTensor(theirs_of, held, orders.get(projection)))
     return found
 
 

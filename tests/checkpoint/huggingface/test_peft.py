@@ -5,6 +5,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron.checkpoint.huggingface.families import families
 from megatron.checkpoint.huggingface.peft import peft_names
+from megatron.checkpoint.huggingface.settings import Settings
 from megatron.device import Device
 from megatron.errors import EXIT_OK, CheckpointError
 from megatron.inference.load import load_gpt
@@ -126,6 +128,21 @@ def test_the_record_is_what_peft_computes(kind):
     assert found["gradients"].keys() == expected["gradients"].keys()
     for name, theirs in expected["gradients"].items():
         assert found["gradients"][name] == pytest.approx(theirs, rel=1e-5, abs=1e-6), name
+
+
+def test_an_output_layer_that_files_repeat_has_the_name_of_the_models_own():
+    family = families()["deepseek_v3"]
+    model = family.read(Settings(CASES["deepseek v3"].config, "config.json")).model
+    model = replace(
+        model, mtp_num_layers=1, lora_rank=2, lora_target_modules=("lm_head", "kv_b_proj")
+    )
+    names = {
+        tensor.name for tensor in peft_names(model, adapted_layers(model, 70), family, 70).values()
+    }
+    modules = {"lm_head", *(f"model.layers.{layer}.self_attn.kv_b_proj" for layer in range(2))}
+    assert names == {
+        f"base_model.model.{module}.lora_{kind}.weight" for module in modules for kind in "AB"
+    }
 
 
 def _losses(layout, words):
