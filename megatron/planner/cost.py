@@ -157,15 +157,15 @@ class Setting:
     tensor_link: Link
     context_link: Link
     expert_link: Link
-    fp8: bool = False
-    fp8_weights: bool = False
-    overlaps: bool = False
-    ring: bool = True
-    gathers: bool = False
-    flash: bool = False
-    receives: bool = False
-    graphs: bool = False
-    frozen: str | None = None
+    fp8: bool
+    fp8_weights: bool
+    overlaps: bool
+    ring: bool
+    gathers: bool
+    flash: bool
+    receives: bool
+    graphs: bool
+    frozen: str | None
 
     @classmethod
     def of(cls, config: RunConfig, machine: Machine, texts: int = 1) -> Setting:

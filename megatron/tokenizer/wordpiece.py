@@ -31,7 +31,7 @@ _WHITE = str.maketrans(" \n", _SPACE + _NEWLINE)
 _YUAN_SPECIAL = {name: f"<{name}>" for name in ("sep", "pad", "mask", "eod")}
 _YUAN_SPECIAL |= {"bos": "<s>", "eos": "</s>"}
 _YUAN_REQUIRED = (_YUAN_UNKNOWN, "<pad>", "<eod>", _SPACE, _NEWLINE)
-_WORDS = 1 << 16  # the number of words whose ids are cached
+_CACHED_WORDS = 1 << 16  # the number of words whose ids are cached
 
 
 class WordPieceTokenizer(Tokenizer):
@@ -120,7 +120,7 @@ class EncDecTokenizer(Tokenizer):
         self._space = vocab[_SPACE]
         self._is_latin = [not _has_chinese(entry) and entry != _SPACE for entry in vocab]
         # Words repeat, and looking up a word takes a twentieth of the time needed to match it.
-        self._ids_of = lru_cache(_WORDS)(self._match)
+        self._ids_of = lru_cache(_CACHED_WORDS)(self._match)
         special = {name: vocab[entry] for name, entry in _YUAN_SPECIAL.items() if entry in vocab}
         count = next(i for i in range(len(vocab) + 1) if f"<s_{i}>" not in vocab)
         sentinels = [vocab[f"<s_{i}>"] for i in range(count)]

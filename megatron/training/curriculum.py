@@ -52,9 +52,7 @@ class Growing:
 
     def at(self, update: int) -> int:
         """Return the sequence length of an update."""
-        if update >= self.steps:
-            return self.longest
-        done = (update / self.steps) ** (1.0 / self.degree)
+        done = min(update / self.steps, 1.0) ** (1.0 / self.degree)
         length = math.floor(done * (self.longest - self.shortest) + self.shortest)
         least = -(-self.shortest // self.multiple) * self.multiple
         return min(max(length - length % self.multiple, least), self.longest)

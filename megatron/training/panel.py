@@ -159,8 +159,10 @@ def size_rows(
     if lengths is not None:
         growth = [("curriculum", f"{lengths.describe()}; the rest of a sample is not read")]
     causal = {layer.mixer.causal for layer in plan.layers if layer.mixer is not None}
-    attention = "half of causal attention counted" if True in causal else "all of attention counted"
-    attention = "the decoder's " * (len(causal) > 1) + attention
+    attention = "all of attention counted"
+    if True in causal:
+        whose = "the decoder's " if len(causal) > 1 else ""
+        attention = f"half of {whose}causal attention counted"
     parameters, active = count_parameters(plan), count_active_parameters(plan)
     used = f", of which a token uses {active:,}" if active < parameters else ""
     evenly = ", if all experts get the same number of tokens" if used else ""

@@ -169,3 +169,20 @@ def test_matrices_that_just_fill_a_chunk_share_it(monkeypatch):
     axis = Axis(size=1, rank=0, ranks=(0,))
     places = [MatrixPlace(_spec((8, 4)), None, axis) for _ in range(5)]
     assert muon._chunks(places) == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"), [("medium", "highest"), ("high", "high"), ("highest", "highest")]
+)
+def test_products_have_the_precision_that_is_asked_for(asked, used, monkeypatch):
+    seen, plain = [], torch.baddbmm
+
+    def watched(*arguments, **options):
+        seen.append(torch.get_float32_matmul_precision())
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(torch, "baddbmm", watched)
+    before = torch.get_float32_matmul_precision()
+    orthogonalize(torch.eye(3)[None], COEFFICIENTS["simple"], 2, precision=asked)
+    assert set(seen) == {used}
+    assert torch.get_float32_matmul_precision() == before

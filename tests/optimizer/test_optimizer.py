@@ -353,3 +353,15 @@ def test_training_is_the_same_for_every_data_parallel_size():
             torch.testing.assert_close(
                 torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-6
             )
+
+
+@pytest.mark.parametrize(("limit", "is_applied"), [(5.0, True), (4.999, False)])
+def test_the_largest_norm_with_which_an_update_is_applied(limit, is_applied):
+    named = _parameters()
+    optimizer = _optimizer(named)
+    values = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    values["norm.weight"][:2] = torch.tensor([3.0, 4.0])
+    _set_gradients(optimizer, named, values)
+    result = step(optimizer, 0.1, 0.0, norm_limit=limit)
+    assert (result.grad_norm, result.applied) == (5.0, is_applied)
+    assert result.found_spike is not is_applied

@@ -123,6 +123,19 @@ def test_lengths_in_iterations_samples_and_fractions():
     assert sampled.weight_decay.length == 555
 
 
+def test_lengths_in_tokens():
+    """A sample has 16 tokens, and a global batch 10 samples."""
+    warmup = {"lr_warmup_tokens": 320}
+    for training, tokens in (
+        ({"train_iters": 100}, 16_000),
+        ({"train_samples": 555}, 555 * 16),
+        ({"train_tokens": 5000}, 5000),
+    ):
+        found = _schedules(warmup, training=training)
+        rate = found.learning_rate
+        assert (rate.warmup, rate.decay, found.weight_decay.length) == (320, tokens, tokens)
+
+
 def test_learning_rates_of_the_golden_run(golden):
     run = json.loads((golden / "gpt_fp32" / "run.json").read_text())
     args = run["args"]

@@ -10,10 +10,11 @@ import pytest
 
 from megatron.config import parse_config
 from megatron.errors import ConfigError
+from megatron.models.plan import HeadSpec
 from megatron.models.plans import model_plan
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.planner.cost import MESSAGE_LAUNCHES, Setting, layer_passes
-from megatron.planner.machine import MACHINES
+from megatron.planner.machine import MACHINES, Link
 from megatron.planner.prediction import predict, records_passes, seconds_by_host
 from megatron.tokenizer import padded_vocabulary
 from tests.repository import ROOT
@@ -323,3 +324,35 @@ def test_frozen_weights_need_neither_gradients_nor_updates():
     full, adapters = found
     assert adapters.stage.products == pytest.approx(full.stage.products * 2 / 3, rel=0.01)
     assert adapters.optimizer < 0.02 * full.optimizer
+
+
+def test_every_sequence_of_a_sample_counts():
+    words = [*_SMALL.split(), "--global-batch-size", "4"]
+    config = parse_config(words, world_size=1, architecture="bert").config
+    one, four = (
+        predict(
+            config, model_plan(config.model, 50304, HeadSpec(1, sequences=n)), 1, MACHINES["H200"]
+        )
+        for n in (1, 4)
+    )
+    assert four.tokens == 4 * one.tokens == 16 * config.data.seq_length
+
+
+def _stage3(gpus, micro_batches, **rates):
+    flags = f"--zero-stage 3 --micro-batch-size 4 --global-batch-size {4 * gpus * micro_batches}"
+    return predicted([*SMALL, *flags.split()], gpus, **rates)
+
+
+def test_messages_of_stage_3_overlap_with_all_passes():
+    """With half the bandwidth, messages take twice as long, and passes hide as much as before."""
+    fast, slow = (_stage3(2, 3, link=Link(bandwidth, 0.0)) for bandwidth in (2e9, 1e9))
+    hidden = slow.gradients - 2 * fast.gradients
+    # Gathers overlap with all passes, and sums with backward passes, which take 2/3 of the time.
+    assert hidden == pytest.approx(5 / 3 * fast.stage.total, rel=0.1)
+
+
+def test_stage_3_copies_weights_for_every_micro_batch():
+    instant = Link(1e30, 0.0)  # copies remain
+    once, twice = (_stage3(4, micro_batches, link=instant) for micro_batches in (1, 2))
+    assert 0 < 2 * once.gradients == pytest.approx(twice.gradients)
+    assert _stage3(2, 1, link=instant).gradients > once.gradients  # larger shards

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from megatron import command
 from megatron.processes.ending import ExitRequest
+from megatron.processes.process import run_process
 from tests.repository import ROOT
 
 
@@ -86,3 +88,14 @@ def test_a_file_that_appears_is_a_request(tmp_path, monkeypatch):
     (tmp_path / "stop").unlink()
     assert request.wanted
     assert request.code == 0
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_work_that_has_begun_can_clean_up_after_ctrl_c():
+    signal.signal(signal.SIGINT, command._end)  # as imports are guarded
+
+    def work(_):
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        raise KeyboardInterrupt
+
+    assert run_process([], work) == 130

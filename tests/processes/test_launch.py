@@ -2,6 +2,7 @@
 
 import os
 import signal
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
@@ -74,6 +75,11 @@ def test_processes_that_do_not_know_where_to_meet(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(ConfigError, match=f"MASTER_PORT is {port}: .* from 1 to 65535"):
             check_meeting_place(4)
+
+
+def test_nobody_waits_for_processes_that_cannot_meet():
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2, but MASTER_ADDR and MASTER_PORT must"):
+        groups.job_store(Launch(0, 2), timedelta(seconds=1))
 
 
 @pytest.mark.parametrize("step", [{}, {"SLURM_STEP_NUM_TASKS": "4"}])

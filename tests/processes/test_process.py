@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.device import Device
 from megatron.errors import ConfigError, HangError
 from megatron.kernels.library import LibraryChoice
 from megatron.parallel.layout import Layout
+from megatron.processes import process
 from megatron.processes.groups import DeviceReport, problems_of
 from megatron.processes.launch import Launch
 from megatron.processes.process import expect_same_kernels, processes
@@ -44,6 +46,40 @@ def test_fused_kernels_are_for_all_processes_or_none() -> None:
     assert everywhere == nowhere == ""
     assert one.startswith("rank 1 of 3 cannot use the fused kernels")
     assert two.startswith("ranks 0, 2 of 3")
+
+
+def _refusal(layout: Layout) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "find_library", lambda _: PLAIN if layout.world.rank else FUSED)
+        patch.setattr(process, "process_group", lambda *_: nullcontext(layout))
+        try:
+            with processes(parse("").config, Launch()):
+                return ""
+        except ConfigError as error:
+            return str(error)
+
+
+def test_processes_with_different_kernels_do_not_begin() -> None:
+    for said in run_distributed(2, _refusal):
+        assert said.startswith("rank 1 of 2 cannot use the fused kernels")
+
+
+def test_a_deterministic_run_lets_pytorch_choose_no_other_algorithm(monkeypatch) -> None:
+    chosen = []
+
+    def pick(_: int) -> None:
+        chosen.append(torch.are_deterministic_algorithms_enabled())
+
+    monkeypatch.setattr("megatron.processes.process.Device.pick", pick)
+    monkeypatch.setattr("megatron.processes.process.prepare", lambda *_, **__: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        for words in ("", "--deterministic-mode"):
+            with pytest.raises(AttributeError), processes(parse(words).config, Launch()):
+                pass
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert chosen == [False, True]
 
 
 def test_what_a_device_has_nothing_for_is_refused_before_the_processes_meet(monkeypatch) -> None:

@@ -144,6 +144,7 @@ def test_a_file_of_one_s_own_is_a_recipe(tmp_path: Path) -> None:
     recipe = catalog.find(str(tmp_path / "mine.yaml"))
     assert (recipe.name, recipe.about, recipe.layouts) == ("mine", {"title": "mine"}, ())
     assert recipe.values == {"model.num_layers": 3}
+    assert recipe.size == 0  # the file does not give it
 
 
 @pytest.mark.parametrize(

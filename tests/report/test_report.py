@@ -15,6 +15,7 @@ from megatron.command import run_command
 from megatron.report.__main__ import build_parser, run
 from megatron.report.charts import make_charts, reduce_curve
 from megatron.report.history import Curve, History
+from megatron.report.page import summarize
 from megatron.report.sources import open_runs
 
 
@@ -228,6 +229,18 @@ def test_events_and_settings_are_shown(tmp_path):
     assert dict(run["summary"])["iterations"] == "6 of 20"
     assert run["state"] == "ended: training is complete"
     assert run["tokensPerSample"] == 16
+
+
+def test_a_summary_has_the_last_value_of_each_loss(tmp_path):
+    losses = {1: (3.0, 7.5), 2: (2.5, 8.25)}
+    records = [
+        record(i, **{"lm loss": loss, "lm loss validation": held_out, "loss-scale": 64.0})
+        for i, (loss, held_out) in losses.items()
+    ]
+    summary = dict(summarize(read_run(write_run(tmp_path / "run", records))))
+    assert summary["lm loss"] == "2.5000"
+    assert summary["lm loss validation"] == "8.2500 (lowest 7.5000)"
+    assert "loss-scale" not in summary
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from megatron.config.fields import fields_of
 from megatron.config.retro_preprocessing import RETRO_SECTIONS, STAGES, RetroPreprocessing
+from megatron.data.indexed import IndexedDataset
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
@@ -26,7 +28,7 @@ from megatron.retro.database import merged_file
 from tests.data.corpus import write_vocabulary
 from tests.distributed import run_distributed, start_method
 from tests.repository import ROOT
-from tests.retro.corpus import write_dataset
+from tests.retro.corpus import options, write_dataset
 
 WIDTH = 8
 
@@ -205,6 +207,33 @@ def test_the_panel_says_what_it_will_take(
         if row != "MB free":
             assert row in shown
     assert re.search("Megatron-LM's bugs +fixed", shown)
+
+
+def test_the_disk_space_of_each_stage(tmp_path: Path) -> None:
+    from megatron.retro.estimate import plan_amounts
+
+    prefix = write_dataset(tmp_path / "d", [range(1, 17), range(1, 9), range(1, 4)])
+    asked = options(tmp_path, prefix, ntrain=3)
+    index = replace(asked.index, retro_index_nfeats=4, retro_index_str="Flat")
+    amounts = plan_amounts(replace(asked, index=index), [IndexedDataset(prefix)], queries=5)
+    database, training, adding, query = amounts.values()
+    chunks, documents = 2 + 1 + 1, 3
+    assert database == (chunks, 36 * chunks + 40 * documents + 20 * 3, 0)
+    vectors = 2 * 3 * 4 * 4  # two copies of 3 vectors with 4 fp32 numbers
+    assert (training.chunks, training.size + training.passing) == (3, vectors)
+    codes = chunks * 4 * 4
+    assert (adding.chunks, adding.size + adding.passing) == (chunks, 2 * codes + 8 * chunks)
+    assert query == (5, 5 * 8 * index.retro_query_num_neighbors_save, 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(999_940_000, "999.9 MB"), (10**9, "1.0 GB"), (10**12, "1.0 TB"), (25 * 10**14, "2,500.0 TB")],
+)
+def test_sizes_are_readable(size: int, text: str) -> None:
+    from megatron.retro.estimate import _size
+
+    assert _size(size) == text
 
 
 def test_a_disk_that_is_too_small_is_told(

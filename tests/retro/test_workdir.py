@@ -107,6 +107,13 @@ def test_a_folder_made_from_other_files_is_refused(
         check_folder(tmp_path, asked, origin)
 
 
+@pytest.mark.parametrize("split", ["90,8,2,0", "90/8/2", " 90, 8,2"])
+def test_a_split_may_be_written_in_another_way(
+    tmp_path: Path, asked: RetroPreprocessing, split: str
+) -> None:
+    check_folder(tmp_path, changed(asked, retro_gpt_split=split), ORIGIN)
+
+
 def test_all_differences_are_named_at_once(tmp_path: Path, asked: RetroPreprocessing) -> None:
     other = changed(asked, retro_gpt_seed=5, retro_gpt_seq_length=64, retro_block_size=3)
     with pytest.raises(DataError) as caught:

@@ -202,3 +202,10 @@ def test_a_time_limit_in_seconds() -> None:
     """Kubernetes takes the limit in seconds."""
     text = job_file("kubernetes", "--time", "01:02:03", "--image", "x", *COMMAND)
     assert "activeDeadlineSeconds: 3723" in text
+
+
+def test_a_node_may_have_a_single_process() -> None:
+    words = ["--gpus-per-node", "4", *COMMAND]
+    assert "--processes-per-node 0: must be" in _problems("--processes-per-node", "0", *words)
+    one, each = (job_file("slurm", *more, *words) for more in (["--processes-per-node", "1"], []))
+    assert one != each

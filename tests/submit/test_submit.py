@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.submit import command
 from tests.reliability.processes import until
 from tests.repository import ROOT
 from tests.submit.descriptions import COMMAND
@@ -59,3 +60,19 @@ def test_a_missing_program_is_named(target: list[str], program: str, tmp_path: P
     assert done.returncode == 9
     assert f"--submit: {program} is not installed here" in done.stderr
     assert (tmp_path / "job file.sh").exists()
+
+
+@pytest.mark.parametrize("workdir", [None, "project"])
+def test_slurm_finds_a_folder_for_its_output(
+    workdir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cancels a job without a word if there is none."""
+    started: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(command.os, "execvp", lambda _, words: started.append(words))
+    place = [] if workdir is None else ["--workdir", str(tmp_path / workdir)]
+    words = ["--to", "slurm", "--logs", "my-logs", *place, "--output", "job.sh", "--submit"]
+    command.run(command.build_parser().read([*words, *COMMAND]))
+    assert started == [["sbatch", "job.sh"]]
+    assert (tmp_path / (workdir or ".") / "my-logs").is_dir()

@@ -77,6 +77,28 @@ def test_wrong_lines_are_named(tmp_path, task, content, message):
         read_glue(task, str(path))
 
 
+@pytest.mark.parametrize(
+    ("task", "line", "label"),
+    [
+        ("MNLI", "0|31193|31193n|gov|( a )|( b )|( A )|( B )|One.|Two.|neutral|neutral", 2),
+        ("MNLI", "0|3|3n|gov|(a)|(b)|(A)|(B)|One.|Two.|x|x|x|x|x|entailment", 1),
+        ("QQP", "404289|789800|789801|One.|Two.|1", 1),
+        ("SST-2", "One.|1", 1),
+        ("CoLA", "gj04|0|*|One.", 0),
+        ("MRPC", "1|1089874|1089925|One.|Two.", 1),
+        ("QNLI", "0|One.|Two.|not_entailment", 1),
+        ("RTE", "0|One.|Two.|entailment", 0),
+        ("WNLI", "0|One.|Two.|1", 1),
+    ],
+)
+def test_the_columns_of_each_task(tmp_path, task, line, label):
+    path = tmp_path / "dev.tsv"
+    path.write_text(line.replace("|", "\t") + "\n")
+    (example,) = read_glue(task, str(path))
+    second = "Two." if "Two." in line else None
+    assert (example.texts, example.label) == ((("One.", second),), label)
+
+
 @pytest.mark.parametrize("titles", ["", _TITLES])
 def test_numbers_with_and_without_titles(tmp_path, titles):
     path = tmp_path / "dev.tsv"

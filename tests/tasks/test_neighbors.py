@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ import torch.nn.functional as F
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.inference.load import load_gpt
-from megatron.inference.score import windows
+from megatron.inference.score import Sample, windows
 from megatron.parallel.layout import Layout
 from megatron.retro.dataset import NoNeighbors
 from megatron.retro.retriever import open_retriever
-from megatron.tasks import language_model
+from megatron.tasks import language_model, neighbors
+from megatron.tasks.language_model import Prepared
 from megatron.tasks.neighbors import validation_samples
 from tests.distributed import run_distributed
 from tests.tasks.toy import evaluate, save_toy
@@ -36,6 +38,29 @@ class Rows:
 
 def test_no_chunk_has_neighbors():
     assert NoNeighbors(Rows()).rows(1, 3).tolist() == [[-1, -1], [-1, -1]]
+
+
+def test_every_whole_chunk_of_a_text_gets_neighbors(monkeypatch):
+    class Retriever:
+        texts = "their texts"
+
+        def find(self, chunks):
+            return chunks[:, :2] * 10
+
+    monkeypatch.setattr(neighbors, "open_retriever", lambda *_: Retriever())
+    model = SimpleNamespace(chunk_length=4, retro_num_neighbors=2)
+    loaded = SimpleNamespace(
+        config=SimpleNamespace(model=model), layout=Layout.single(), tokenizer=None
+    )
+    samples = [Sample(range(start, start + length), 1) for start, length in ((0, 10), (20, 6))]
+    prepared = Prepared(samples, lambda _: {}, "two texts", {})
+    scored = neighbors._with_neighbors(prepared, loaded, Device.cpu(), None)
+    assert scored.rows == [(0, 2), (2, 3)]
+    assert scored.table.rows(0, 3).tolist() == [[0, 10], [40, 50], [200, 210]]
+    assert scored.data == "two texts, 3 chunks with 2 neighbors"
+    short = Prepared([Sample(range(4), 1)], lambda _: {}, "a text", {})
+    with pytest.raises(DataError, match="none of the texts has a whole chunk of 4 tokens"):
+        neighbors._with_neighbors(short, loaded, Device.cpu(), None)
 
 
 @pytest.fixture

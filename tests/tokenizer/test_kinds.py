@@ -284,6 +284,23 @@ def test_tiktoken_rank_file(tmp_path):
     assert (gpt2.bos, gpt2.eod, gpt2.vocab_size) == (259, 260, 261)
 
 
+def test_special_tokens_of_files_that_are_known_by_name(tmp_path):
+    found = {}
+    for name in ("r50k_base", "cl100k_base"):
+        model = write_ranks(tmp_path / f"{name}.tiktoken", byte_ranks())
+        tokenizer = build("TikTokenizer", tokenizer_model=model)
+        found[name] = (dict(tokenizer.special_texts), tokenizer.eod, tokenizer.vocab_size)
+    assert found["r50k_base"] == ({"<|endoftext|>": 50256}, 50256, 50257)
+    of_cl100k = {
+        "<|endoftext|>": 100257,
+        "<|fim_prefix|>": 100258,
+        "<|fim_middle|>": 100259,
+        "<|fim_suffix|>": 100260,
+        "<|endofprompt|>": 100276,
+    }
+    assert found["cl100k_base"] == (of_cl100k, 100257, 100277)
+
+
 def test_tiktoken_equals_gpt2_bpe(shared_data, tmp_path):
     from megatron.tokenizer.fast_bpe import byte_of_character
 

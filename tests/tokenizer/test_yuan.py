@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -79,6 +80,17 @@ def test_pieces(small, text, entries, spelled):
     assert [tokenizer.inv_vocab[i] for i in ids] == entries.split()
     assert tokenizer.detokenize(ids) == spelled
     assert tokenizer.additional_special_tokens_ids == [17, 18]
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [("a b", "a b"), (" a b ", "\u2582 a b \u2582"), (" ", "\u2582"), ("中 a", "中 \u2582 a")],
+)
+def test_only_spaces_between_words_are_dropped(small, text, entries, monkeypatch):
+    """A stand-in for jieba splits the text at spaces."""
+    monkeypatch.setattr(wordpiece, "_segmenter", lambda: lambda text: re.findall(r"\s|\S+", text))
+    tokenizer = build("EncDecTokenizer", vocab_file=small)
+    assert [tokenizer.inv_vocab[i] for i in tokenizer.tokenize(text)] == entries.split()
 
 
 def test_a_missing_library_is_named(small, monkeypatch):

@@ -28,6 +28,22 @@ def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monke
     assert "NOT CHECKED: transformers is not installed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("change", ["one more", "one less"])
+def test_tensors_must_be_exactly_those_of_transformers(change: str, tmp_path: Path) -> None:
+    case = CASES["llama"]
+    tensors = tensors_of(case)
+    folder = write_folder(tmp_path / "a", case.config, tensors)
+    reader = HFReader(folder)
+    assert verify.their_model(reader) is not None
+    if change == "one more":
+        write_folder(folder, case.config, tensors | {"model.odd": torch.zeros(2)})
+    else:
+        del tensors["model.norm.weight"]
+        write_folder(folder, case.config, tensors)
+    with pytest.raises(CheckpointError, match=r"model\.(odd|norm\.weight)"):
+        verify.their_model(reader)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_kill_while_it_is_verified_leaves_no_name(tmp_path: Path, monkeypatch) -> None:
     folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))

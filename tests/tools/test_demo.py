@@ -48,3 +48,14 @@ def test_tests_of_the_standard_library_are_left_out_at_any_depth(tmp_path, monke
         found = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").open()]
         expected = [[s for s in t.split("\n") if s] if in_lines else t for t in kept.values()]
         assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("loss", [2.0, 6.0])
+def test_the_report_says_where_things_are(loss, tmp_path, capsys):
+    validation = demo.Validation(entropy=5.0, bytes_per_token=2.0, texts=["a"])
+    demo.report(KINDS["gpt"], tmp_path, validation, loss, 61.0)
+    told = capsys.readouterr().out
+    assert f"validation loss  {loss:.3f} nats per token" in told
+    assert f"Checkpoint     {tmp_path}/checkpoints\n" in told
+    assert f"--load {tmp_path}/checkpoints\n" in told
+    assert ("Train it longer" in told) == (loss > validation.entropy)

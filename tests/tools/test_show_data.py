@@ -84,6 +84,14 @@ def test_a_gpt_s_sample_shows_where_documents_end(vocabulary, tmp_path, capsys):
     assert document > 0
 
 
+def test_only_the_split_that_is_shown_is_built(vocabulary, tmp_path, capsys):
+    words = ["--data-path", write_gpt(tmp_path / "gpt"), "--seq-length", "2", "--split", "2,1,1"]
+    text = shown(capsys, *words, *vocabulary, "--show", "samples", "--count", "1")
+    assert text.startswith("sample 0")
+    (index,) = (tmp_path / "index-cache").glob("*.dsc")
+    assert "train" in index.read_text()
+
+
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_samples_of_sentences(kind, vocabulary, tmp_path, capsys):
     prefix = str(write_sentences(tmp_path / "sentences"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
+from matplotlib import rc_context
 
 from megatron.errors import ConfigError, StorageError
 from tests.repository import ROOT
@@ -38,6 +40,17 @@ def test_draws_a_picture(tmp_path) -> None:
     words = ["--schedule", "interleaved", "--stages", "2", "--virtual-stages", "2"]
     main([*words, "--micro-batches", "4", "--output", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_names_what_its_colors_mean(tmp_path) -> None:
+    picture = tmp_path / "schedule.svg"
+    words = ["--stages", "2", "--micro-batches", "2", "--schedule", "zero-bubble"]
+    with rc_context({"svg.fonttype": "none"}):  # texts stay texts
+        main([*words, "--output", str(picture)])
+    texts = re.findall("<text[^>]*>([^<]+)</text>", picture.read_text())
+    legend = ["forward", "backward, inputs", "backward, weights", "waiting"]
+    assert [text for text in texts if text in legend] == legend
+    assert {"stage 0", "stage 1", "time"} <= set(texts)
 
 
 def test_weights_are_a_part_of_backward() -> None:

@@ -215,3 +215,11 @@ def test_mistakes_of_the_other_forms(tmp_path, capsys, words, message):
     assert re.search(message, error)
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_rare_characters_of_a_large_alphabet_are_unknown(tmp_path):
+    characters = [chr(0x4E00 + i) for i in range(1003)]
+    source = write(tmp_path / "in.jsonl", " ".join(characters * 2), " ".join(characters[3:]))
+    assert train(source, tmp_path / "out", "--kind", "wordpiece", "--vocab-size", "2005") == 0
+    entries = (tmp_path / "out" / "vocab.txt").read_text().split()
+    assert {entry for entry in entries if len(entry) == 1} == {*characters[3:]}

@@ -1,6 +1,7 @@
 """The pipeline's bubble, measured with imposed stage times, matches the prediction."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
+from megatron.training.callbacks import profiling
 from megatron.training.callbacks.profiling import bubble_line
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.recorded_passes import DirectForward
@@ -135,3 +137,43 @@ def test_without_a_pipeline_there_is_nothing_to_measure():
 
 def test_a_single_process_has_no_clock():
     assert build_toy(Layout.single()).operation_clock is None
+
+
+def test_a_line_every_log_interval_has_the_mean_since_the_last(monkeypatch, capsys):
+    class Values:
+        """A writer that keeps the values of each iteration."""
+
+        def __init__(self):
+            self.found = {}
+
+        def write(self, scalars, iteration, samples):
+            self.found[iteration, samples] = scalars["pipeline-bubble"]
+
+    def bubble(stages, _):
+        return Bubble(stages.item() / 10, 0.2, 1.0, 1.0)
+
+    monkeypatch.setattr(profiling, "compare_with_prediction", bubble)
+    monkeypatch.setattr(profiling, "schedule_of", lambda *_: None)
+    progress = SimpleNamespace(iteration=0, consumed_samples=0)
+    clock = SimpleNamespace(read=lambda _: torch.tensor(float(progress.iteration)))
+    run = SimpleNamespace(
+        parts=[None],
+        layout=Layout.single(),
+        is_log_rank=True,
+        progress=progress,
+        config=SimpleNamespace(logging=SimpleNamespace(log_interval=2)),
+    )
+    callback = profiling.PipelineBubble(clock, [values := Values()])
+    lines = []
+    for progress.iteration in range(1, 6):
+        progress.consumed_samples = 10 * progress.iteration
+        callback.after_step(run, SimpleNamespace(ordinary=[True]), None)
+        lines.append(capsys.readouterr().out)
+    assert [line[:36] for line in lines] == [
+        "",
+        " pipeline bubble | measured: 15.00% ",
+        "",
+        " pipeline bubble | measured: 35.00% ",
+        "",
+    ]
+    assert values.found == pytest.approx({(i, 10 * i): i / 10 for i in range(1, 6)})

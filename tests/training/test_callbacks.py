@@ -138,6 +138,7 @@ def test_json_lines_have_time_speed_and_one_last_validation(tmp_path):
     assert begun - 1 <= times[0] <= times[-1] <= time.time() + 1
     assert times == sorted(times)
     steps = [record for record in records if "lm loss" in record]
+    assert not any("end of training" in record for record in steps)
     assert all(0 < record["tokens-per-second-per-gpu"] < 1e9 for record in steps)
     validations = [record for record in records if "lm loss validation" in record]
     assert [record["iteration"] for record in validations] == [3, 6, 6]

@@ -31,7 +31,7 @@ def test_a_killed_run_resumes_from_its_fast_state(kind: str, tmp_path: Path) -> 
         assert f"at iteration {iteration} (read in" in ended.output or not iteration
         return ended.output
 
-    resumed(0, ends_at=3)
+    assert resumed(0, ends_at=3).count("first non-persistent checkpoint: ") == 1
     assert sorted(path.name for path in fast.iterdir()) == ["iter_0000001", "iter_0000002"]
     assert f"loaded checkpoint from {fast}/iter_0000002" in resumed(2)
     resumed(5)

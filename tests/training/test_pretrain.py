@@ -5,14 +5,16 @@ import re
 
 import pytest
 
-from megatron.config import yaml_file
+from megatron.config import parse_config, yaml_file
 from megatron.config.run import Findings
 from megatron.errors import ConfigError
+from megatron.models.plans import model_plan
 from megatron.processes import process
+from megatron.training.panel import size_rows
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
 from tests.data.corpus import write_corpus
-from tests.training.toy import TOY
+from tests.training.toy import OF_KIND, TOY
 
 FLAGS = [*TOY, "--train-iters", "4", "--no-exit-signal-handler"]
 
@@ -28,6 +30,21 @@ def test_a_run_saves_its_resolved_configuration(tmp_path, capsys):
     again = main(GPTRecipe(), ["--config", str(tmp_path / "config.yaml"), "--dry-run"])
     assert again == 0
     assert "validation loss at the end of training for test data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "counted"),
+    [
+        ("gpt", "half of causal attention counted"),
+        ("bert", "all of attention counted"),
+        ("t5", "half of the decoder's causal attention counted"),
+    ],
+)
+def test_the_panel_tells_how_attention_is_counted(kind, counted):
+    words = [*TOY, "--train-iters", "1", *OF_KIND.get(kind, [])]
+    config = parse_config(words, world_size=1, architecture=kind).config
+    rows = dict(size_rows(config, 1, model_plan(config.model, 104)))
+    assert rows["model FLOPs per token"].endswith(f" GFLOP ({counted})")
 
 
 def test_a_blend_in_a_file_is_that_of_the_command_line(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from megatron.parallel.layout import Layout
 from megatron.training import timers
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.checkpoints import advice, best_interval
+from megatron.training.checkpointing import meta_of
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.timers import SaveClock
 from tests.distributed import run_distributed
@@ -176,3 +177,11 @@ def test_advice_is_one_line_with_its_assumption():
 
 def test_a_run_that_ends_before_the_first_such_save_gets_no_advice():
     assert advice(cost=12.0, step=2.0, processes=8, hours=24.0, left=719) is None
+
+
+def test_a_checkpoint_names_the_run_that_saved_it(tmp_path):
+    """Another start of the run continues its useful time, and finds its other checkpoints."""
+    run = build_toy(Layout.single(), [*EVERY_TWO, "--save", str(tmp_path)])
+    assert run.record.run
+    assert meta_of(run)["run"] == run.record.run
+    assert meta_of(build_toy(Layout.single()))["run"] is None

@@ -141,3 +141,12 @@ def test_scheduling_needs_no_torch() -> None:
     probe = "import sys; import megatron.parallel.pipeline.simulate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_chunks_of_a_single_stage_follow_one_another() -> None:
+    one, two = (Operation(kind, 0, 0) for kind in ("forward", "backward"))
+    first, second = (Operation(kind, 0, 1) for kind in ("forward", "backward"))
+    assert check(((one, first, second, two),)) == (2,)
+    for wrong in ((first, one, second, two), (one, first, two, second)):
+        with pytest.raises(ScheduleError, match="comes before the chunk it depends on"):
+            check((wrong,))
