@@ -219,9 +219,9 @@ def losses_ahead(
 ) -> dict[str, Tensor]:
     """Return the loss of the next token and of each depth of multi-token prediction.
 
-    The losses of the depths are logged, so their values are not weighted. Their gradients are, by
-    --mtp-loss-scaling-factor / --mtp-num-layers. With --calculate-per-token-loss every label of the
-    batch then has the same weight, as in Megatron Core.
+    The losses of the depths are logged, so their values are not weighted. Their gradients are
+    weighted by --mtp-loss-scaling-factor / --mtp-num-layers. With --calculate-per-token-loss every
+    label of the batch then has the same weight, as in Megatron Core.
 
     Args:
         sums: The sums of the losses over labels that count, [1 + depths].

@@ -297,7 +297,7 @@ def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_pa
     ],
     ids=name,
 )
-def test_checkpoint_path_is_honoured(script: Path, tmp_path: Path) -> None:
+def test_checkpoint_path_is_used(script: Path, tmp_path: Path) -> None:
     """As in Megatron's own scripts, checkpoints are saved to it and loaded from it."""
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)

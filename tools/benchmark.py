@@ -6,7 +6,8 @@ r"""Measure pretraining: the real entry script with data loading, optimizer and 
     python tools/benchmark.py --workload S --compare HEAD~1
 
 It prints speed, memory, start-up time, a breakdown of a step, and the limits of this machine at the
-workload's shapes. It writes the same as JSON to --output. Words after -- go to pretrain_gpt.py.
+workload's shapes. It writes the same as JSON to --output. Flags after -- are passed to
+pretrain_gpt.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ r"""Measure training on packed documents that are kept apart, compared with whol
 Both ways train on the same corpus, whose documents have a given mean length and are packed into
 long sequences. In one, each token attends to its whole sequence. The other keeps documents apart
 (`--reset-attention-mask --reset-position-ids`), which needs less arithmetic. Runs of both
-alternate. Words after -- go to pretrain_gpt.py.
+alternate. Flags after -- are passed to
+pretrain_gpt.py.
 """
 
 from __future__ import annotations

@@ -456,7 +456,7 @@ def run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     save = Path(flag_value(command, "--save"))
     if flag_value(command, "--load") != str(save):
-        raise ConfigError(f"--load must be --save {save}, so that the run resumes itself")
+        raise ConfigError(f"--load must name the --save folder, {save}, from which the run resumes")
     metrics = Path(flag_value(command, "--metrics-jsonl"))
     plan = Plan(command, options.faults, options.mtbf, 3600 * options.hours, save, options.log)
     outcome = run_under_faults(plan, options.seed)

@@ -69,7 +69,7 @@ The others add the flags of their row, with micro-batches as small as the number
 requires.
 
 """
-_OF_MIXTURES = """
+_MIXTURE_SECTION = """
 ## Mixtures of experts
 
 The same comparison for a toy mixture with 8 experts in the last three of its four layers. `expert`
@@ -130,12 +130,12 @@ def page(
         norm=NORM_TOLERANCE,
         command=_command([*TOY, *LayoutCase(1).words()]),
     )
-    of_mixtures = _OF_MIXTURES.format(command=_command([*TOY, *MixtureCase(1).words]))
+    mixture_section = _MIXTURE_SECTION.format(command=_command([*TOY, *MixtureCase(1).words]))
     return "".join(
         [
             heading,
             _table(cells(case, difference, where) for case, difference in rows),
-            of_mixtures,
+            mixture_section,
             _table(mixture_cells(case, found, where) for case, found in mixtures),
         ]
     )

@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
         opened = [open_shard(path) for path in shards]
         narrow = np.uint16 if opened[0].ids.dtype.itemsize <= 2 else np.int32
         dtype = np.dtype(narrow) if options.vocab_size is None else best_dtype(options.vocab_size)
-        _write(options, options.output_prefix, dtype, _of_shards(opened, options.eod_id))
+        _write(options, options.output_prefix, dtype, _shard_documents(opened, options.eod_id))
         return
     if len(options.input) > 1:
         raise ConfigError(
@@ -149,7 +149,7 @@ def _part_bounds(documents: int, options: argparse.Namespace) -> list[int]:
     return [documents * i // parts for i in range(parts + 1)]
 
 
-def _of_shards(shards: Sequence[Shard], eod: int | None) -> Iterator[DocumentTokens]:
+def _shard_documents(shards: Sequence[Shard], eod: int | None) -> Iterator[DocumentTokens]:
     """Yield the documents of shards, several short ones at a time."""
     import numpy as np
 

@@ -133,13 +133,13 @@ def run_old_name(script: str) -> NoReturn:
     name = Path(script).resolve().relative_to(ROOT).as_posix()
     old, words = OLD_NAMES[name], sys.argv[1:]
     if {"-h", "--help"} & set(words):
-        is_now = f"is gone: {old.remedy}"
+        is_now = f"was removed: {old.remedy}"
         if old.now:
             is_now = f"runs {old.now}; `python {old.now} --help` lists its flags"
         print(f"usage: {name} [flags of {old.era}]\n\n{name} is an old name that {is_now}.")
         sys.exit(0)
     if not old.now:
-        say_on_stderr(f"error: {name} ({old.era}) is gone: {old.remedy}")
+        say_on_stderr(f"error: {name} ({old.era}) was removed: {old.remedy}")
         sys.exit(ConfigError.exit_code)
     rank = int(os.environ.get("RANK") or 0)
     if old.once and rank > 0:

@@ -184,8 +184,8 @@ def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
     Raises:
         ScheduleError: A schedule is wrong. The error is about the first one.
     """
-    # multiprocessing.Pool is not used, because it ends its workers by SIGTERM and then waits,
-    # forever if a worker has a handler for that signal.
+    # multiprocessing.Pool is not used, because it ends its workers with SIGTERM and then waits for
+    # them, which takes forever if a worker has a handler for that signal.
     with ProcessPoolExecutor() as pool:
         every = layouts(stages, chunks, micro_batches)
         counts = list(pool.map(_check_one, every, chunksize=16))

@@ -227,8 +227,8 @@ class LazyTensor(torch.Tensor):
 
         Args:
             cls: This class.
-            shape: The shape.
-            dtype: The type.
+            shape: The shape of the values.
+            dtype: The dtype of the values.
             read: Function that returns the values.
             parts: Function that reads and returns the values part by part, in row-major order.
                 Default: in one part.

@@ -173,7 +173,7 @@ def _check_iteration(found: find.FoundCheckpoint, reader: Reader, file: str) -> 
     if reader.iteration != found.iteration and found.path.name.startswith(
         ("iter_", find.DEEPSPEED)
     ):
-        raise CheckpointError(f"{file} is of iteration {reader.iteration}")
+        raise CheckpointError(f"{file} is for iteration {reader.iteration}")
 
 
 def open_root(

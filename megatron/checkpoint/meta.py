@@ -182,4 +182,4 @@ def _check_schedule(meta: Meta, written_as: str) -> None:
         style, known = schedule.get(key), field_at(field).info.choices or ()
         if style is not None and style not in known:
             what = f"meta.schedule.{key} is {style!r:.80}"
-            raise CheckpointError(f"{what}, which is none of {', '.join(known)}")
+            raise CheckpointError(f"{what} instead of one of {', '.join(known)}")

@@ -86,7 +86,9 @@ def parse_header(data: bytes) -> dict[str, Placement]:
         ValueError: The bytes are not a header, or a name occurs twice in it.
     """
     if len(data) < 8 or int.from_bytes(data[:8], "little") != len(data) - 8:
-        raise ValueError("not a safetensors header: its length is not the length that it states")
+        raise ValueError(
+            "not a safetensors header: its length differs from the length that it states"
+        )
 
     def without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)

@@ -129,7 +129,7 @@ def check_owner(path: Path, status: os.stat_result, *, allow_foreign: bool) -> N
         return
     if status.st_uid not in (0, os.geteuid()):
         remedy = f"copy it, or {_ALLOW} if you trust that user"
-        raise CheckpointError(f"{path}: owned by another user (number {status.st_uid}): {remedy}")
+        raise CheckpointError(f"{path}: owned by another user (uid {status.st_uid}): {remedy}")
     if status.st_mode & stat.S_IWOTH:
         remedy = f"chmod o-w once you know that it is sound, or {_ALLOW}"
         raise CheckpointError(f"{path}: all users may write to it: {remedy}")

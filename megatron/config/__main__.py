@@ -65,7 +65,7 @@ def _supported() -> Iterator[str]:
         rows = [
             (
                 _spellings(field),
-                "honoured in meaning" if field.info.notice else "supported",
+                "accepted, no effect" if field.info.notice else "supported",
                 default_text(field),
                 _meaning(field),
             )
@@ -89,8 +89,8 @@ def _meaning(field: Field) -> str:
 
 
 def _known() -> Iterator[str]:
-    yield "### Honoured in meaning: there is nothing to do\n"
-    yield from _table(("Flags", "Why"), _families(other_flags().honoured))
+    yield "### Accepted without effect\n"
+    yield from _table(("Flags", "Why"), _families(other_flags().accepted))
     yield "### Refused by name\n"
     yield "A value equal to Megatron's default is accepted.\n"
     yield from _table(("Flags", "Answer"), _families(other_flags().refused))

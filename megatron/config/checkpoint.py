@@ -38,7 +38,7 @@ def _non_persistent_type(text: str) -> str:
     return text
 
 
-# Conditions on which the flags below depend.
+# Conditions for the flags below, used as their `needs` or `requires`.
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
 _SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
 _OFTEN = Need(

@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.batch_size,
     rules_training.batch_size_ramp,
     rules_training.length,
-    rules_training.left_out,
+    rules_training.skipped_iterations,
     rules_reliability.faults,
     rules_reliability.rerun,
     rules_reliability.non_persistent,

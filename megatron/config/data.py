@@ -55,7 +55,7 @@ def is_number(word: str) -> bool:
     return True
 
 
-# Conditions that the flags below need or require.
+# Conditions for the flags below, used as their `needs` or `requires`.
 _TIKTOKEN = Need(
     lambda run: run.tokenizer.tokenizer_type == "TikTokenizer",
     "--tokenizer-type TikTokenizer",

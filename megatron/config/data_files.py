@@ -26,7 +26,7 @@ DATA_FILES: Mapping[str, tuple[str, ...]] = {
 _REMEDY = {
     _WHOLE: "give a text file with the values of --data-path, separated by whitespace",
     _EACH: 'give a JSON file such as {"train": ["0.3", "A", "0.7", "B"], "valid": "C", '
-    '"test": null}, where null is no data',
+    '"test": null}, where null means no data',
 }
 # Settings that follow from the arguments of Retro's working folder, with the arguments' names and
 # types.

@@ -3,7 +3,7 @@
 `deepspeed_keys.json` lists DeepSpeed's keys, grouped by how they are answered:
 
     translated      the flags that a key sets, for the documentation; `_settings` does it
-    honoured        keys that change nothing here, with the reason and DeepSpeed's default
+    accepted        keys that change nothing here, with the reason and DeepSpeed's default
     refused         keys for what is not supported, with what to do instead and DeepSpeed's default
 
 DeepSpeed's defaults, "auto" and null have no effect, nor does a part of the file whose "enabled" is
@@ -144,7 +144,7 @@ def key_table() -> KeyTable:
     content = json.loads(_FILE.read_text(encoding="utf-8"))
     answers = {
         key: KeyAnswer(family["reason"], default, part == "refused")
-        for part in ("honoured", "refused")
+        for part in ("accepted", "refused")
         for family in content[part]
         for key, default in family["keys"].items()
     }

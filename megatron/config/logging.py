@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
-# Conditions that the flags below need or require.
+# Conditions for the flags below, used as their `needs` or `requires`.
 _RECORDS = Need(
     lambda run: (
         run.logging.tensorboard_dir or run.logging.wandb_project or run.logging.metrics_jsonl

@@ -22,7 +22,7 @@ ARCHITECTURES = ("gpt", "bert", "t5", "retro", "ict")
 _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
 
 
-# Conditions that the flags below need or require.
+# Conditions for the flags below, used as their `needs` or `requires`.
 _GROUPED = Need(lambda run: run.model.group_query_attention, "--group-query-attention")
 _ROTARY = Need(
     lambda run: run.model.position_embedding_type == "rope",
@@ -64,8 +64,8 @@ class DenseOptions:
 
     Attributes:
         architecture: Network architecture, set by the script that trains it.
-        reward_head: Whether the model gives each token a reward instead of scores for the
-            vocabulary, set by --preference-loss bradley-terry.
+        reward_head: Whether the model gives each token a reward instead of logits, set by
+            --preference-loss bradley-terry.
         num_layers: Number of transformer layers. Default: those of --hybrid-layer-pattern.
         decoder_num_layers: Number of layers of the T5 decoder. Default: --num-layers.
         hidden_size: Width of the residual stream.
@@ -126,9 +126,9 @@ class DenseOptions:
         scale_embeddings: Multiply word embeddings by the square root of --hidden-size (Gemma).
         embed_layernorm: Normalize word embeddings (BLOOM).
         lm_head_bias: Add a bias for every vocabulary entry in the output layer of a GPT (GPT-J).
-        logit_scale: Factor of the scores for the vocabulary (Cohere). Default: 1.
-        final_logit_softcapping: Bound c of the scores for the vocabulary, which become
-            c x tanh(score / c) (Gemma 2). Default: no bound.
+        logit_scale: Factor applied to the logits (Cohere). Default: 1.
+        final_logit_softcapping: Bound c of the logits, which become c x tanh(logit / c) (Gemma 2).
+            Default: no bound.
         scale_decoder_outputs: Divide the input of the T5 output layer by the square root of
             --hidden-size (original T5).
         add_output_bias: Add a bias for every vocabulary entry in the T5 output layer.
@@ -260,7 +260,7 @@ class DenseOptions:
 
     @property
     def activation(self) -> str:
-        """Name of the MLP's activation, a function of `kernels.activation`.
+        """Name of the MLP's activation function, which is defined in `kernels.activation`.
 
         Flags are tried in Megatron's order of precedence. Megatron's default, the fused bias-GeLU,
         is the tanh form. Without fusion, and therefore without biases, Megatron uses the exact
@@ -295,11 +295,12 @@ class WidthOptions:
             wide one.
         mup_base_hidden_size: --hidden-size of the narrow model for which the learning rate and
             initial weights were tuned. Default: --hidden-size itself.
-        mup_embedding_mult: Factor of the word embeddings.
-        mup_output_mult: Factor of the logits. 1 means --mup-base-hidden-size / --hidden-size.
+        mup_embedding_mult: Factor applied to the word embeddings.
+        mup_output_mult: Factor applied to the logits. 1 means --mup-base-hidden-size /
+            --hidden-size.
         mup_base_head_dim: --kv-channels of the narrow model, in which attention scores then have
             their usual scale. Default: 1.
-        mup_attn_scale_power: Power p of --kv-channels in the factor of the attention scores, the
+        mup_attn_scale_power: Power p in the factor that is applied to the attention scores, the
             square root of --mup-base-head-dim divided by --kv-channels ** p.
     """
 
@@ -348,14 +349,14 @@ class ModelConfig(ModelOptions):
 
     @property
     def attention_scale(self) -> float | None:
-        """Factor of the attention scores; `None` means 1 / sqrt(kv_channels)."""
+        """Factor applied to the attention scores; `None` means 1 / sqrt(kv_channels)."""
         if not self.use_mup:
             return self.softmax_scale
         return (self.mup_base_head_dim or 1.0) ** 0.5 / self.kv_channels**self.mup_attn_scale_power
 
     @property
     def logit_factor(self) -> float | None:
-        """Factor of the logits, muP's included; `None` means 1."""
+        """Factor applied to the logits, including muP's; `None` means 1."""
         if not self.use_mup:
             return self.logit_scale
         factor = self.mup_output_mult if self.mup_output_mult != 1 else 1 / self.width_ratio
@@ -467,7 +468,7 @@ _OF_HEADS = (
     "softmax_scale",
     "softmax_type",
 )
-_OF_MLPS = (  # and of experts
+_MLP_FIELDS = (  # and of experts
     *("ffn_hidden_size", "openai_gelu", "squared_relu", "relu", "swiglu", "geglu", "quick_geglu"),
     *("glu_linear_offset", "activation_func_clamp_value"),
 )
@@ -506,7 +507,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         "untie_embeddings_and_output_weights": not model.reward_head,
         **dict.fromkeys(_OF_HEADS, model.has_attention),
         **dict.fromkeys(MAMBA_FIELDS, model.has_mamba),
-        **dict.fromkeys(_OF_MLPS, model.has_mlps),
+        **dict.fromkeys(_MLP_FIELDS, model.has_mlps),
         "add_bias_linear": model.has_attention or model.has_mlps,
     }
     return not has_effect.get(name, True)

@@ -8,7 +8,7 @@ from megatron.config.fields import Need, flag
 from megatron.config.training import OF_TOKENS, TrainingOptions
 
 FORMAT_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
-# Conditions that the flags below need or require.
+# Conditions for the flags below, used as their `needs` or `requires`.
 _ADAM = Need(
     lambda run: run.optimizer.optimizer in ("adam", "muon"), "--optimizer adam or --optimizer muon"
 )

@@ -3,7 +3,7 @@
 `other_flags.json` holds them, grouped by how they are answered:
 
     refused         Megatron's flags for what is not supported, with what to do instead
-    honoured        Megatron's flags that change nothing here, with the reason
+    accepted        Megatron's flags that change nothing here, with the reason
     translated      flags of older versions, translated into today's flags
     implied         today's flags for the defaults of a program, if its flags were translated
                     and the flag `with` is given
@@ -11,7 +11,7 @@
     other_programs  other programs' names for Megatron's flags
     of_commands     flags of `megatron pretrain` and similar commands, which scripts do not take
 
-An entry of `refused` or `honoured` says which values its flag takes:
+An entry of `refused` or `accepted` says which values its flag takes:
 
     --name            nothing: a switch
     --[no-]name       nothing: a switch whose opposite is what Megatron does by default
@@ -107,7 +107,7 @@ class OtherFlags:
     """The contents of the file, with one attribute for each part."""
 
     refused: tuple[Field, ...]
-    honoured: tuple[Field, ...]
+    accepted: tuple[Field, ...]
     translated: tuple[OldFlag, ...]
     implied: Mapping[str, Mapping[str, Any]]
     gone: tuple[GoneFlag, ...]
@@ -117,25 +117,25 @@ class OtherFlags:
     @property
     def answered(self) -> tuple[Field, ...]:
         """All of Megatron's flags that are refused by name or accepted without effect."""
-        return (*self.refused, *self.honoured)
+        return (*self.refused, *self.accepted)
 
 
 @functools.cache
 def other_flags() -> OtherFlags:
     """Return the contents of the file, which is read once."""
     content = json.loads(_FILE.read_text(encoding="utf-8"))
-    refused, honoured = (
+    refused, accepted = (
         tuple(
             flag
             for family in content[part]
             for entry in family["flags"]
             for flag in read_entry(entry, family["reason"])
         )
-        for part in ("refused", "honoured")
+        for part in ("refused", "accepted")
     )
     return OtherFlags(
         refused,
-        honoured,
+        accepted,
         translated=tuple(OldFlag(**old) for old in content["translated"]),
         implied=content["implied"],
         gone=tuple(
@@ -203,7 +203,7 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
         entry = old.get(given.name)
         if lost is not None:
             shown = f"{lost.name} {lost.value}" if lost.value else lost.name
-            found.problems.append(f"{shown} is gone (last seen {lost.era}): {lost.remedy}")
+            found.problems.append(f"{shown} was removed (last seen in {lost.era}): {lost.remedy}")
         elif entry is None:
             result.append(given)
         elif entry.program and entry.program[1] not in own:
@@ -231,7 +231,10 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
 
 
 def _without_single_expert(flags: list[Given], found: Findings) -> list[Given]:
-    """Return a line of Megatron-DeepSpeed, where a single expert means a dense network."""
+    """Drop the flags of experts if --num-experts is 1.
+
+    In Megatron-DeepSpeed, this means a dense network.
+    """
     experts = [flag for flag in flags if flag.name == "--num-experts"]
     if not experts or set(experts[-1].values) != {"1"}:
         return flags

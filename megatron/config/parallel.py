@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from megatron.config.fields import MAX_LAYERS, Need, flag
 
-# Conditions that flags need or require.
+# Conditions for the flags below, used as their `needs` or `requires`.
 _SHARES_SEQUENCES = Need(
     lambda run: run.parallel.context_parallel_size > 1,
-    "--context-parallel-size: no process shares a sequence",
+    "--context-parallel-size: sequences are not split",
 )
 _FULL = Need(
     lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"

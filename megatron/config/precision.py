@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# Conditions that flags need or require.
+# Conditions for the flags below, used as their `needs` or `requires`.
 _DYNAMIC_SCALE = Need(
     lambda run: run.precision.fp16 and run.precision.loss_scale is None,
     "--fp16 and its dynamic loss scale",

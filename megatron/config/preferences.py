@@ -10,22 +10,22 @@ from megatron.config.fields import Need, flag
 WITH_REFERENCE = ("dpo", "ipo", "hinge", "robust", "kto")
 WITHOUT_REFERENCE = ("simpo", "orpo")
 # The loss of a reward model, which scores answers instead of generating them.
-OF_REWARDS = "bradley-terry"
+REWARD_LOSS = "bradley-terry"
 _SFT = Need(lambda run: run.finetuning.sft, "--sft")
 _OF_BETA = Need(
-    lambda run: run.preferences.preference_loss not in (None, OF_REWARDS),
-    f"a --preference-loss other than {OF_REWARDS}",
+    lambda run: run.preferences.preference_loss not in (None, REWARD_LOSS),
+    f"a --preference-loss other than {REWARD_LOSS}",
 )
-_OF_REWARDS = Need(
-    lambda run: run.preferences.trains_reward_model, f"--preference-loss {OF_REWARDS}"
+_REWARD_MODEL = Need(
+    lambda run: run.preferences.trains_reward_model, f"--preference-loss {REWARD_LOSS}"
 )
 _SMOOTHED = ("dpo", "robust", "simpo")
-_OF_SMOOTHING = Need(
+_SMOOTHING = Need(
     lambda run: run.preferences.preference_loss in _SMOOTHED,
     "--preference-loss dpo, robust or simpo",
 )
-_OF_SIMPO = Need(lambda run: run.preferences.preference_loss == "simpo", "--preference-loss simpo")
-_OF_KTO = Need(lambda run: run.preferences.trains_on_labels, "--preference-loss kto")
+_SIMPO = Need(lambda run: run.preferences.preference_loss == "simpo", "--preference-loss simpo")
+_KTO = Need(lambda run: run.preferences.trains_on_labels, "--preference-loss kto")
 _OF_REFERENCE = Need(
     lambda run: run.preferences.needs_reference, "--preference-loss dpo, ipo, hinge, robust or kto"
 )
@@ -51,8 +51,8 @@ class PreferenceConfig:
             Give the rarer kind of answers the higher weight.
         kto_undesirable_weight: Weight of undesirable answers in the kto loss (TRL's
             undesirable_weight).
-        center_rewards_coefficient: Factor of the squared sum of a pair's rewards, added to the loss
-            of a reward model so that rewards are 0 on average (TRL's
+        center_rewards_coefficient: Coefficient of the squared sum of a pair's rewards, which is
+            added to the loss of a reward model so that rewards are 0 on average (TRL's
             center_rewards_coefficient; 0.01 is usual).
         reference_log_probs: File that keeps the log-probabilities that the reference model, which
             has the run's initial weights, gives to all answers. They are computed if the file is
@@ -62,18 +62,18 @@ class PreferenceConfig:
 
     preference_loss: str | None = flag(
         None,
-        choices=(*WITH_REFERENCE, *WITHOUT_REFERENCE, OF_REWARDS),
+        choices=(*WITH_REFERENCE, *WITHOUT_REFERENCE, REWARD_LOSS),
         requires=_SFT,
         only_for=("gpt",),
     )
     preference_beta: float = flag(0.1, above=0, needs=_OF_BETA)
     preference_label_smoothing: float = flag(
-        0.0, unit="0 to 0.5", at_least=0, below=0.5, needs=_OF_SMOOTHING
+        0.0, unit="0 to 0.5", at_least=0, below=0.5, needs=_SMOOTHING
     )
-    simpo_gamma: float = flag(0.5, needs=_OF_SIMPO)
-    kto_desirable_weight: float = flag(1.0, at_least=0, needs=_OF_KTO)
-    kto_undesirable_weight: float = flag(1.0, at_least=0, needs=_OF_KTO)
-    center_rewards_coefficient: float = flag(0.0, at_least=0, needs=_OF_REWARDS)
+    simpo_gamma: float = flag(0.5, needs=_SIMPO)
+    kto_desirable_weight: float = flag(1.0, at_least=0, needs=_KTO)
+    kto_undesirable_weight: float = flag(1.0, at_least=0, needs=_KTO)
+    center_rewards_coefficient: float = flag(0.0, at_least=0, needs=_REWARD_MODEL)
     reference_log_probs: str | None = flag(None, unit="file", needs=_OF_REFERENCE)
 
     @property
@@ -89,4 +89,4 @@ class PreferenceConfig:
     @property
     def trains_reward_model(self) -> bool:
         """Whether the model learns to give rewards, with its own head."""
-        return self.preference_loss == OF_REWARDS
+        return self.preference_loss == REWARD_LOSS

@@ -112,8 +112,8 @@ class ReliabilityConfig:
     """Tests of the machines, restarts and faults.
 
     Attributes:
-        health_check: Test products, memory, links, the disk of --save, clocks and versions of all
-            ranks before training, print a table, and name ranks that stand out.
+        health_check: Test matrix products, memory, links, the disk of --save, clocks and versions
+            of all ranks before training, print a table, and name ranks that stand out.
         gpu_sniff_test_interval: Iterations between repetitions of --health-check during training.
             Default: none.
         rerun_mode: validate_results computes an update a second time if its loss or gradients are
@@ -122,7 +122,7 @@ class ReliabilityConfig:
             reports how much the losses differ.
         flight_recorder_dump_path: Folder to which a run that hangs writes every rank's state and
             stacks, for megatron health --hang. On GPUs, PyTorch's flight recorder adds the pending
-            collectives. Default: hang in --save, without the recorder.
+            collectives. Default: the folder hang in --save, without the recorder.
         flight_recorder_trace_buffer_size: With --flight-recorder-dump-path, number of collectives
             that the flight recorder keeps.
         on_crash_loop: Action when torchrun or SLURM restarts a run that has failed twice in the

@@ -38,15 +38,15 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
         filled["checkpoint.load"] = config.checkpoint.save
     if config.preferences.trains_reward_model:
         filled["model.reward_head"] = True
-    filled |= _of_pattern(config)
+    filled |= _values_from_pattern(config)
     return with_values(config, filled)
 
 
-def _of_pattern(config: RunOptions) -> dict[str, Any]:
-    """Return the values that the symbols of a hybrid pattern give to other flags.
+def _values_from_pattern(config: RunOptions) -> dict[str, Any]:
+    """Return the values of flags that follow from the symbols of a hybrid pattern.
 
     The bars of a pattern are moved to the flag for the pipeline's layout, so that the network's
-    settings are the same in every layout. A single stage needs none.
+    settings are the same in every layout. With a single stage, the bars are dropped.
     """
     model, parallel = config.model, config.parallel
     symbols = layer_symbols(model.hybrid_layer_pattern)

@@ -144,7 +144,7 @@ def _long_rope(model: ModelOptions) -> Iterator[str]:
             "the model was trained with"
         )
     yield from _slowed_twice(model)
-    size = _turning_channels(model)
+    size = _rotary_channels(model)
     for name in ("short", "long"):
         count = len(getattr(model, f"longrope_{name}_factor"))
         if size and count != size // 2:
@@ -159,7 +159,7 @@ def _dynamic(model: ModelOptions) -> Iterator[str]:
     if model.architecture != "gpt":
         yield f"{shown} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
     yield from _slowed_twice(model)
-    size = _turning_channels(model)
+    size = _rotary_channels(model)
     if size == 2:
         yield f"{shown}: its base is undefined if only 2 channels rotate: rotate more of them"
 
@@ -178,7 +178,7 @@ def _yarn(model: ModelOptions) -> Iterator[str]:
         )
 
 
-def _turning_channels(model: ModelOptions) -> int:
+def _rotary_channels(model: ModelOptions) -> int:
     """Return how many channels of a head rotate; 0 if the size of a head is not known."""
     if model.multi_latent_attention:
         return model.qk_pos_emb_head_dim

@@ -30,7 +30,7 @@ def _given(data: DataOptions) -> dict[str, tuple[str, ...]]:
     return {field: given for field, given in words.items() if given is not None}
 
 
-def _spelt(data: DataOptions, field: str) -> str:
+def _flag_source(data: DataOptions, field: str) -> str:
     """Return the source of the words that name corpora: a flag, or a flag and its file."""
     flag, file = "--data-args-path", data.data_args_path
     if field != "data_path":
@@ -41,8 +41,8 @@ def _spelt(data: DataOptions, field: str) -> str:
 def sources(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the choice of corpora."""
     data, given = config.data, _given(config.data)
-    whole = [_spelt(data, field) for field in given if field == "data_path"]
-    own = list(dict.fromkeys(_spelt(data, field) for field in given if field != "data_path"))
+    whole = [_flag_source(data, field) for field in given if field == "data_path"]
+    own = list(dict.fromkeys(_flag_source(data, field) for field in given if field != "data_path"))
     # Retro reads the corpus of its working folder, which another rule requires.
     if not whole and not own and not data.mock_data and config.model.architecture != "retro":
         yield "no corpus: give --data-path PREFIX, or --mock-data to train on generated tokens"
@@ -65,7 +65,7 @@ def blends(config: RunOptions, world_size: int) -> Iterator[str]:
     """
     data = config.data
     for field, words in _given(data).items():
-        name = _spelt(data, field)
+        name = _flag_source(data, field)
         if field != "data_path" and data.per_split_data_args_path:
             name = f"{name}: {field.partition('_')[0]!r}"
         if not words:

@@ -23,7 +23,7 @@ _NOT_WITH_SFT = {
 }
 
 
-# Flags that prevent the model in training from generating, with the values that do not.
+# Flags that rule out generating text during training, except with these values.
 _NOT_WITH_SAMPLES: Exclusions = {
     "parallel.sequence_parallel": (
         (False,),
@@ -65,7 +65,7 @@ def batch_invariance(config: RunOptions, world_size: int) -> Iterator[str]:
         yield from excluded(config, "--batch-invariant-mode", _NOT_BATCH_INVARIANT)
 
 
-# Additional flags that prevent a model from training on its own answers.
+# Additional flags that rule out training on a model's own answers, except with these values.
 _NOT_WITH_ROLLOUTS: Exclusions = {
     **_NOT_WITH_SAMPLES,
     "parallel.pipeline_model_parallel_size": ((1,), "answers are not scored on pipeline stages"),
@@ -77,7 +77,7 @@ _NOT_WITH_ROLLOUTS: Exclusions = {
 }
 
 
-# Flags that prevent the training of a reward model, with the values that do not.
+# Flags that rule out training a reward model, except with these values.
 _NOT_WITH_REWARDS: Exclusions = {
     "finetuning.sample_prompts": ((None,), "a reward model writes no text"),
     "checkpoint.ckpt_format": (("native",), "Megatron's formats have no name for its head"),
@@ -111,8 +111,8 @@ def conversations(config: RunOptions, world_size: int) -> Iterator[str]:
     values = flatten(config)
     for path, (only, reason) in _NOT_WITH_SFT.items():
         if values[path] not in (only, None):
-            spelt = field_at(path).spell(values[path])
-            yield f"--sft cannot be combined with {spelt}: {reason}: drop one of them"
+            shown = field_at(path).spell(values[path])
+            yield f"--sft cannot be combined with {shown}: {reason}: drop one of them"
     training = config.training
     if config.finetuning.train_epochs is not None and (
         training.has_count or training.train_tokens is not None

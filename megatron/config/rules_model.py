@@ -1,4 +1,4 @@
-"""Rules for required flags, for the network, apart from attention, and for its number formats."""
+"""Rules for required flags, for the network except attention, and for number formats."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _lengths_in_tokens(config: RunOptions) -> Iterator[str]:
         )
 
 
-def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
+def skipped_iterations(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in --iterations-to-skip."""
     below = [number for number in config.training.iterations_to_skip or () if number < 0]
     if below:

@@ -166,6 +166,6 @@ def evaluations_until(config: RunOptions, iteration: int) -> int:
     No evaluation takes place at iterations that --iterations-to-skip leaves out.
     """
     interval = config.evaluation.eval_interval
-    left_out = {number + 1 for number in config.training.iterations_to_skip or ()}
-    missed = sum(number <= iteration and number % interval == 0 for number in left_out)
+    skipped = {number + 1 for number in config.training.iterations_to_skip or ()}
+    missed = sum(number <= iteration and number % interval == 0 for number in skipped)
     return max(0, iteration) // interval - missed

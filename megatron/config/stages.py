@@ -21,7 +21,7 @@ LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_DEALING = (*_VIRTUAL, *_ENDS, *_COUNTED)  # flags that distribute layers by number
+_DISTRIBUTING = (*_VIRTUAL, *_ENDS, *_COUNTED)  # flags that distribute layers by number
 _SIZES = ("num_layers", "decoder_num_layers", "pipeline_model_parallel_size", *_VIRTUAL, *_ENDS)
 _UNSET = ParallelOptions()
 Parallel = TypeVar("Parallel", bound=ParallelOptions)
@@ -113,12 +113,12 @@ def plan_parts(
 
 def distributing_flags(config: ParallelOptions) -> list[str]:
     """Return the given flags that distribute layers by number, which exclude a layout string."""
-    return _shown(config, _DEALING)
+    return _shown(config, _DISTRIBUTING)
 
 
 def with_layout(config: Parallel, text: str) -> Parallel:
     """Return the flags with a layout string instead of other flags that distribute layers."""
-    unset = {name: getattr(_UNSET, name) for name in _DEALING}
+    unset = {name: getattr(_UNSET, name) for name in _DISTRIBUTING}
     return replace(config, pipeline_model_parallel_layout=text, **unset)
 
 
@@ -232,9 +232,9 @@ def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> Non
     filled = [bool(part.layers) or part.embedding or part.head for part in parts]
     idle = " and ".join(str(k) for k in range(stages) if not any(filled[k::stages]))
     if idle:
-        dealt = " and ".join(_shown(config, (*_ENDS, "pipeline_model_parallel_layout")))
+        given = " and ".join(_shown(config, (*_ENDS, "pipeline_model_parallel_layout")))
         raise ConfigError(
-            f"{dealt}: stage {idle} (counted from 0) of --pipeline-model-parallel-size {stages} "
+            f"{given}: stage {idle} (counted from 0) of --pipeline-model-parallel-size {stages} "
             "would have no layers, embedding or loss: give it some, or use fewer stages"
         )
 

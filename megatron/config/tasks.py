@@ -82,8 +82,8 @@ class DialogueConfig:
         out_seq_length: Maximum number of tokens to write for a dialogue.
         api_prompt: Ask the server at --megatron-api-url instead of loading a model.
         megatron_api_url: Address of a text generation server, such as http://localhost:5000/api.
-        guess_file: What a model wrote, one line for each dialogue.
-        answer_file: What it should have written, one line for each dialogue.
+        guess_file: File of the texts that a model wrote, one line for each dialogue.
+        answer_file: File of the expected texts, one line for each dialogue.
     """
 
     prompt_type: str | None = flag(None, choices=("knowledge", "response"))

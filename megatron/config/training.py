@@ -9,7 +9,7 @@ from megatron.config.fields import MOST_WIDTH, Need, flag
 # Networks whose training may be measured in tokens, because all samples have the same length.
 OF_TOKENS = ("gpt", "bert", "retro")
 
-# Conditions that flags need or require.
+# Conditions for the flags below, used as their `needs` or `requires`.
 _COUNTED = Need(
     lambda run: (
         run.model.architecture not in ("gpt", "retro")

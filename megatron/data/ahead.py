@@ -32,15 +32,15 @@ def batches_ahead(
     if documents is not None and eod is not None:
         mask = mask * (batch.tokens != eod)  # the next token begins another document
     for _ in range(depths):
-        here = TokenBatch(*(_moved(x) for x in here))
-        mask = _moved(mask)
+        here = TokenBatch(*(_shifted(x) for x in here))
+        mask = _shifted(mask)
         weights = mask
         if documents is not None and there is not None:
-            there = _moved(there, -1)
+            there = _shifted(there, -1)
             weights = mask * (there == documents)
         yield here._replace(loss_mask=weights)
 
 
-def _moved(x: Tensor, last: int = 0) -> Tensor:
+def _shifted(x: Tensor, last: int = 0) -> Tensor:
     """Shift `[b, s]` by one place to the left, and fill the end with `last`."""
     return F.pad(x[:, 1:], (0, 1), value=last)

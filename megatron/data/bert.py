@@ -165,5 +165,5 @@ def build_bert_datasets(
         return TFRecordDataset(part.data, part.bounds, part.num_samples, recorded)
 
     return build_sentence_datasets(
-        request, plan, tokenizer, SpecialIds.of_bert, build, build_from_tfrecords
+        request, plan, tokenizer, SpecialIds.for_bert, build, build_from_tfrecords
     )

@@ -28,7 +28,7 @@ from megatron.data.datasets import (
     Datasets,
     build_datasets,
 )
-from megatron.data.packing import Packing, one_each, pack
+from megatron.data.packing import Packing, one_per_row, pack
 from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample, SampleDataset
 from megatron.errors import ConfigError
 from megatron.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ def build_packed_datasets(
     def build_part(part: DatasetPart) -> PackedDataset:
         examples: TokenizedExamples = part.data.examples
         lengths = examples.lengths[slice(*part.bounds)]
-        packing = (pack if packs else one_each)(lengths, seq_length)
+        packing = (pack if packs else one_per_row)(lengths, seq_length)
         first = part.bounds[0]
         return PackedDataset(examples, first, packing, part.num_samples, request.seed, filler)
 

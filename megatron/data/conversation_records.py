@@ -159,7 +159,7 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
     return [_completed(prompt, _messages(record, key), record, key) for key in answers]
 
 
-def read_labelled(record: Record) -> list[tuple[Example, bool]]:
+def read_labeled(record: Record) -> list[tuple[Example, bool]]:
     """Return the answers in a record, and for each whether it is desirable.
 
     A preference has two: the chosen answer is desirable, and the rejected one is not.

@@ -35,7 +35,7 @@ from megatron.data.conversation_records import (
     format_of,
     parse_record,
     read_examples,
-    read_labelled,
+    read_labeled,
 )
 from megatron.data.preprocess import choose_workers, map_in_order
 from megatron.data.text_input import BadLine, TextBlock, find_inputs, parquet_columns, read_blocks
@@ -231,8 +231,8 @@ class ConversationEncoder:
         record, preferences = parse_record(line), self.options.preferences
         labels: list[bool] = []
         if self.options.labels:
-            labelled = read_labelled(record)
-            examples, labels = [one for one, _ in labelled], [label for _, label in labelled]
+            labeled = read_labeled(record)
+            examples, labels = [one for one, _ in labeled], [label for _, label in labeled]
         else:
             examples = read_examples(record, preferences=preferences)
         encoded = [self._encode(example) for example in examples]

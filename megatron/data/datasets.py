@@ -58,8 +58,9 @@ class DataRequest(NamedTuple):
             and prints the warnings.
         barrier: A function that waits until every process has called it. It is called once.
         unit: The number of samples in a unit of --blend-schedule: the global batch size, or 1.
-        blends_one: Whether a single dataset also counts as a blend, with half a percent of extra
-            samples, as in Megatron-LM if it has a weight. This changes the order of samples.
+        blends_one: Whether to treat a single dataset as a blend, with half a percent of extra
+            samples, as Megatron-LM does if the dataset has a weight. This changes the order of
+            samples.
     """
 
     data: DataConfig
@@ -466,7 +467,7 @@ def _build_split(
                 "drop the dataset, or change --split"
             )
         phases = [phase for phase in asked if phase.start < num_samples]
-    counts = samples_of_each(phases, num_samples)
+    counts = samples_per_dataset(phases, num_samples)
     datasets = [
         build(split, member, count, index)
         for index, (member, count) in enumerate(zip(kept, counts, strict=True))
@@ -497,7 +498,7 @@ def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
     return shares / shares.sum()
 
 
-def samples_of_each(phases: Sequence[BlendPhase], num_samples: int) -> list[int]:
+def samples_per_dataset(phases: Sequence[BlendPhase], num_samples: int) -> list[int]:
     """Return the number of samples to prepare from each dataset: its share plus half a percent.
 
     A dataset is never a whole sample ahead of its share. It may gain a fraction of a sample in each

@@ -307,7 +307,7 @@ def build_ict_datasets(
     data = request.data
     room, fewest = seq_length - _ADDED_TOKENS, 1 if retriever.use_one_sent_docs else 2
     is_mock = data.mock_data
-    ids = SpecialIds.generated(tokenizer.vocab_size) if is_mock else SpecialIds.of_bert(tokenizer)
+    ids = SpecialIds.generated(tokenizer.vocab_size) if is_mock else SpecialIds.for_bert(tokenizer)
     options = ICTOptions(seq_length, retriever.query_in_block_prob, request.seed)
 
     def build_part(part: DatasetPart) -> ICTDataset:

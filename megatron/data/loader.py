@@ -221,7 +221,7 @@ def lost_workers() -> Iterator[None]:
 
 
 class _LoadingProcess(context.ForkProcess):
-    """A data loading process that ends when it is told to, and quietly if memory is short."""
+    """A data loading process that exits when told to, and without a message if memory is short."""
 
     def start(self) -> None:
         """Fork with SIGTERM blocked, so that `_leave_signals_to_parent` can wait for the signal.

@@ -94,7 +94,7 @@ class LogitsHeader:
         return folder / f"logits-{first:012d}.safetensors"
 
 
-_FLAGS_OF_SAMPLES = {  # the names of the fields of `settings_of_samples` in messages
+_SETTING_FLAGS = {  # the names of the fields of `sample_settings` in messages
     "seed": "--seed",
     "seq_length": "--seq-length",
     "tokenizer": "the tokenizer",
@@ -104,7 +104,7 @@ _FLAGS_OF_SAMPLES = {  # the names of the fields of `settings_of_samples` in mes
 }
 
 
-def settings_of_samples(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def sample_settings(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the header fields that must be equal in the writing and the reading run."""
     data = config.data
     return {
@@ -128,7 +128,7 @@ def new_header(
         samples: The number of training samples.
         teacher: The teacher's checkpoint.
     """
-    asked, settings = config.distillation, settings_of_samples(config, tokenizer)
+    asked, settings = config.distillation, sample_settings(config, tokenizer)
     assert asked.logits_save_top_k is not None, "a rule asks for it"
     top_k = min(asked.logits_save_top_k, tokenizer.vocab_size)
     return LogitsHeader(
@@ -393,8 +393,8 @@ def with_logits(
     folder = Path(asked.logits_load_dir)
     header = read_header(folder, "--logits-load-dir")
     differing = [
-        f"{_FLAGS_OF_SAMPLES[name]} was {getattr(header, name)}, now {value}"
-        for name, value in settings_of_samples(config, tokenizer).items()
+        f"{_SETTING_FLAGS[name]} was {getattr(header, name)}, now {value}"
+        for name, value in sample_settings(config, tokenizer).items()
         if getattr(header, name) != value
     ]
     if differing:

@@ -47,7 +47,7 @@ class SpecialIds(NamedTuple):
     encoder_end: tuple[int, ...] = ()
 
     @staticmethod
-    def of_bert(tokenizer: Tokenizer) -> SpecialIds:
+    def for_bert(tokenizer: Tokenizer) -> SpecialIds:
         """Find the special ids of `tokenizer` for BERT samples.
 
         Raises:
@@ -60,7 +60,7 @@ class SpecialIds(NamedTuple):
         return SpecialIds(tokenizer.vocab_size, continues, pad, cls, sep, mask)
 
     @staticmethod
-    def of_t5(tokenizer: Tokenizer) -> SpecialIds:
+    def for_t5(tokenizer: Tokenizer) -> SpecialIds:
         """Find the special ids of `tokenizer` for T5 samples, preferably T5's own.
 
         Raises:
@@ -77,7 +77,7 @@ class SpecialIds(NamedTuple):
             size = tokenizer.vocab_size
             ids = SpecialIds(size, np.zeros(size, bool), tokenizer.pad)
         else:
-            ids = SpecialIds.of_bert(tokenizer)
+            ids = SpecialIds.for_bert(tokenizer)
         bos, eos, end = tokenizer.decoder_start, tokenizer.eos, tuple(tokenizer.encoder_end)
         return ids._replace(bos=bos, eos=eos, sentinels=sentinels, encoder_end=end)
 

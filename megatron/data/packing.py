@@ -119,7 +119,7 @@ def pack(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing
     return Packing(sizes, seq_length, places, rows)
 
 
-def one_each(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing:
+def one_per_row(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing:
     """Give each example a separate row. The arguments are the same as for `pack`."""
     sizes = _checked(lengths, seq_length)
     return Packing(sizes, seq_length, np.arange(len(sizes)), len(sizes))

@@ -29,7 +29,7 @@ from megatron.data.datasets import (
     Datasets,
     build_datasets,
 )
-from megatron.data.packing import Packing, one_each, pack
+from megatron.data.packing import Packing, one_per_row, pack
 from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample, SampleDataset
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
@@ -311,7 +311,7 @@ def build_preference_datasets(
 
     def build_part(part: DatasetPart) -> PreferenceDataset:
         totals = part.data.limits[slice(*part.bounds)].sum(axis=1)
-        packing = (pack if options.packing else one_each)(totals, seq_length)
+        packing = (pack if options.packing else one_per_row)(totals, seq_length)
         place = (part.data, part.bounds[0], packing, part.num_samples, request.seed)
         return PreferenceDataset(*place, filler)
 

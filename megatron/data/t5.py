@@ -85,7 +85,7 @@ class T5Dataset(SentenceSamples):
             if room < 0 or len(runs) == len(self.ids.sentinels):
                 break
             runs.append(run)
-        left, taken_out = take_out(text, sorted(runs), self.ids.sentinels)
+        left, taken_out = replace_runs(text, sorted(runs), self.ids.sentinels)
         encoder = [*left, *self.ids.encoder_end]
         in_decoder = np.ones(len(taken_out) + 1)
         return {
@@ -98,7 +98,7 @@ class T5Dataset(SentenceSamples):
         }
 
 
-def take_out(
+def replace_runs(
     text: NDArray[np.int64], runs: list[list[int]], sentinels: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
     """Replace each run by a sentinel; return the new text, and the runs preceded by sentinels."""
@@ -133,4 +133,4 @@ def build_t5_datasets(
     flag = "--encoder-seq-length"
     plan = plan_sentences(request, flag, encoder_seq_length, _RESERVED_TOKENS)
     build = partial(T5Dataset, options=options)
-    return build_sentence_datasets(request, plan, tokenizer, SpecialIds.of_t5, build)
+    return build_sentence_datasets(request, plan, tokenizer, SpecialIds.for_t5, build)

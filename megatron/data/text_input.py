@@ -342,7 +342,7 @@ def _plain_blocks(
             if size > longest:
                 file.seek(start)
                 data = file.read(size)
-                yield from _last_line_apart(
+                yield from _split_off_last_line(
                     TextBlock(path, start, size, start + size, data), longest
                 )
                 _finish_line(file, data)
@@ -362,11 +362,11 @@ def _streamed_blocks(path: str, longest: int, block_bytes: int) -> Iterator[Text
                 data = data.removeprefix(BYTE_ORDER_MARK)
             done = raw.tell() if raw.seekable() else 0
             block = TextBlock(path, offset + size - len(data), len(data), done, data)
-            yield from _last_line_apart(block, longest)
+            yield from _split_off_last_line(block, longest)
             offset += size + _finish_line(file, data)
 
 
-def _last_line_apart(block: TextBlock, longest: int) -> Iterator[TextBlock]:
+def _split_off_last_line(block: TextBlock, longest: int) -> Iterator[TextBlock]:
     """Yield the block, but separate its last line if that line may be too long."""
     data = block.data
     assert data is not None

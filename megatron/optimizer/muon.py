@@ -60,7 +60,7 @@ class Muon:
         split_qkv: Whether the projections in one weight (queries, keys, values) are orthogonalized
             separately.
         scale_mode: How the scale depends on the matrix's size; see `scale_of`.
-        extra_scale: A factor of every scale.
+        extra_scale: A factor applied to every scale.
         steps: The number of Newton-Schulz iterations.
         coefficients: The name of their coefficients.
         precision: Their number format.
@@ -124,7 +124,7 @@ class Muon:
             copy_weights(tensors.weights, tensors.copies)
 
     def scale_of(self, rows: int, columns: int) -> float:
-        """Return the factor of the orthogonalized update of a matrix."""
+        """Return the factor applied to a matrix's orthogonalized update."""
         square = {
             "spectral": max(rows, columns),
             "unit_rms_norm": rows / columns,
@@ -272,7 +272,7 @@ class _Kind:
     Attributes:
         rows: Their rows on this process.
         columns: Their columns on this process.
-        scale: The factor of their orthogonalized updates.
+        scale: The factor applied to their orthogonalized updates.
         split_dim: The dimension that `axis` divides; `None` if matrices are whole here.
         axis: The processes that orthogonalize a matrix together; `None` if each works alone.
     """

@@ -310,7 +310,7 @@ class Optimizer:
     ) -> None:
         """Allocate masters and states for the parameters that this process updates."""
         assert (weights is not None) == gradients.is_sharded, (
-            "give weights exactly if gradients are sharded"
+            "pass weights if and only if gradients are sharded"
         )
         self.gradients = gradients
         self._clip = config.clip_grad
@@ -481,19 +481,19 @@ class Optimizer:
         if self._shared_weights is not None:
             self._shared_weights.wait()
 
-    def reload_masters(self, *, of_16_bits: bool = True) -> None:
-        """Copy loaded weights to their fp32 copies.
+    def reload_masters(self, *, include_16_bit: bool = True) -> None:
+        """Copy loaded weights to their fp32 masters or copies.
 
         Args:
-            of_16_bits: Whether to overwrite the masters of 16-bit weights too. False if the masters
-                themselves were loaded.
+            include_16_bit: Whether to overwrite the masters of 16-bit weights too. False if the
+                masters themselves were loaded.
         """
         if self._shared_weights is not None:
             self._shared_weights.forget()
         with torch.no_grad():
             for own in self._owned:
                 for part, weight, dtype in zip(own.parts, own.weights, own.formats, strict=True):
-                    if dtype == torch.float32 or of_16_bits:
+                    if dtype == torch.float32 or include_16_bit:
                         if isinstance(weight, PackedTensor):
                             weight.store(part.to(dtype))
                         else:

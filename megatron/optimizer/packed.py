@@ -30,7 +30,7 @@ from megatron.config.optimizer import STATE_BLOCK as BLOCK
 from megatron.kernels.adam import AdamNumbers, AdamTensors, adam_reference, copy_weights
 
 _PIECE = 2**22  # elements decoded at a time, which bounds the temporary memory
-_FRACTION, _BIAS = 23, 127  # of fp32
+_FRACTION, _BIAS = 23, 127  # fp32's fraction bits and exponent bias
 _WORD = 0xFFFFFFFF
 
 
@@ -40,7 +40,7 @@ class StateFormat:
 
     Attributes:
         dtype: The type of the codes.
-        bits: The bits of a code's fraction.
+        bits: The number of fraction bits in a code.
         saved: The smallest type that holds every decoded value exactly, for checkpoints.
         normal: The smallest normal number of the codes; 0 for bf16, which has fp32's exponents.
         top: The power of two that the largest code of a block does not exceed; `None` if blocks

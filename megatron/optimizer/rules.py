@@ -38,7 +38,7 @@ class AdamW:
         beta1: The decay rate b1.
         beta2: The decay rate b2.
         eps: The number added to the square root.
-        rate: A factor of the learning rate.
+        rate: A factor applied to the learning rate.
     """
 
     beta1: float
@@ -142,7 +142,7 @@ def _muon(c: OptimizerConfig) -> RuleChoice:
 
 
 def _adam(c: OptimizerConfig) -> RuleChoice:
-    """Return AdamW, with each parameter's factor of the learning rate (muP).
+    """Return AdamW, with a learning-rate factor for each parameter (muP).
 
     Gradients shrink with the width as the learning rate does. Epsilon is scaled along with them, so
     that its effect stays the same.

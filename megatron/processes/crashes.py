@@ -16,7 +16,7 @@ from megatron.errors import CrashLoopError
 from megatron.processes.watchdog import Verdict
 
 FILE = "crashes.json"
-_KEPT = 20  # the most failures that the file holds
+_KEPT = 20  # maximum number of failures in the file
 _MAX_BYTES = 2**20
 
 

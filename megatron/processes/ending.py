@@ -153,7 +153,7 @@ class ExitRequest:
         return self._signal is not None
 
     def log_is_unread(self) -> None:
-        """Request an exit because the reader of this process's log has gone."""
+        """Request an exit because nobody reads this process's log any more."""
         self._is_unread = True
 
     @property

@@ -93,7 +93,7 @@ def process_group(
     with ExitStack() as at_end:
         try:
             store = _meet(launch, timeout)
-            attempt = _of_this_attempt(store, launch)
+            attempt = _store_of_attempt(store, launch)
             refuse_together(attempt, launch, device, unmet)
             own_connection = dist.TCPStore(
                 store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout
@@ -153,7 +153,7 @@ def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
     """
     if launch.world_size == 1:
         return dist.HashStore()
-    return dist.PrefixStore("job", _of_this_attempt(_meet(launch, timeout), launch))
+    return dist.PrefixStore("job", _store_of_attempt(_meet(launch, timeout), launch))
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
@@ -162,7 +162,7 @@ def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
     return next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
 
 
-def _of_this_attempt(store: dist.Store, launch: Launch) -> dist.Store:
+def _store_of_attempt(store: dist.Store, launch: Launch) -> dist.Store:
     """Return a part of the store that no earlier attempt has written to.
 
     When torchrun restarts the processes, it keeps its store, which still holds the addresses of the

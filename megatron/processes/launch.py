@@ -237,7 +237,7 @@ def _is_restarted(launch: Launch) -> bool:
     return launch.restart_count < whole_number("TORCHELASTIC_MAX_RESTARTS", 0)
 
 
-def placed(launch: Launch, local_rank: int | None) -> Launch:
+def with_local_rank(launch: Launch, local_rank: int | None) -> Launch:
     """Return the launch with `--local_rank` as its local rank, unless the launcher gave one."""
     if local_rank is None or launch.local_rank or LOCAL_RANK_ENV in os.environ:
         return launch
@@ -281,7 +281,7 @@ def prepare(launch: Launch, *, deterministic: bool) -> None:
     if launch.is_on_several_machines:
         # By default gloo uses the address that the machine's name resolves to. It is often the
         # loopback address, which no other machine can reach.
-        interface = _interface_towards(os.environ.get("MASTER_ADDR", ""))
+        interface = _interface_to(os.environ.get("MASTER_ADDR", ""))
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # One hardware queue keeps kernels in launch order, so that communication launched before a
@@ -295,7 +295,7 @@ def prepare(launch: Launch, *, deterministic: bool) -> None:
         os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
-def _interface_towards(host: str) -> str | None:
+def _interface_to(host: str) -> str | None:
     """Return the network interface that reaches `host`, or `None` if none can be determined."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect((host, 9))  # sends nothing, only chooses a route

@@ -25,10 +25,10 @@ from megatron.processes.hang_files import HangFiles
 from megatron.processes.launch import (
     Launch,
     bare_task,
-    placed,
     prepare,
     read_launch,
     record_collectives,
+    with_local_rank,
 )
 from megatron.processes.watchdog import ranks_text
 
@@ -93,7 +93,7 @@ def processes(
         HangError: The processes did not all connect in time.
         SystemExit: A process failed and has printed the reason.
     """
-    launch = placed(launch, config.parallel.local_rank)
+    launch = with_local_rank(launch, config.parallel.local_rank)
     prepare(launch, deterministic=config.training.deterministic_mode)
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)

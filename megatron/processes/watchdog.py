@@ -352,13 +352,15 @@ class Watchdog:
         self._claim = _Claim(code, reason, about_another)
         self._wake.set()
         ends = time.monotonic() + seconds
-        while time.monotonic() < ends and not self._is_mute and not self._known.wait(BEAT / 4):
+        while (
+            time.monotonic() < ends and not self._store_is_silent and not self._known.wait(BEAT / 4)
+        ):
             continue
         return (self._verdict, self._has_won) if self._verdict is not None else (own, True)
 
     def delay_exit(self) -> None:
         """Delay the exit of rank 0 if the store may end with it or with its launcher."""
-        if self._rank == 0 and not self._is_mute and not self._launch.store_stays:
+        if self._rank == 0 and not self._store_is_silent and not self._launch.store_stays:
             time.sleep(_LINGER)
 
     def _talk(self) -> None:
@@ -512,22 +514,22 @@ class Watchdog:
         on the store's machine.
         """
         now, due = time.monotonic(), self._due
-        progress, is_mute = self._journal.progress, self._is_mute
-        # Nobody can explain a hang to this process once the store is mute.
-        if due is not None and (now >= due.time or (self._is_hanging and is_mute)):
+        progress, store_is_silent = self._journal.progress, self._store_is_silent
+        # Once the store stops answering, no other process can tell this one why the run hangs.
+        if due is not None and (now >= due.time or (self._is_hanging and store_is_silent)):
             self._leave(due.code, due.text)
         waits = self._journal.device_is_behind or self._main_is_in(*_OUTPUT) or self._wait()
-        if progress != self._progress or not (waits or is_mute):
+        if progress != self._progress or not (waits or store_is_silent):
             self._progress, self._since = progress, now
         elif due is None and now - self._since >= self._seconds:
-            patience = 0.0 if is_mute else _PATIENCE
+            patience = 0.0 if store_is_silent else _PATIENCE
             self.end_within(patience, HangError.exit_code, None)  # even if the report fails
             self.end_within(patience, HangError.exit_code, self._own_view())
             self._is_hanging = True
             self._wake.set()
 
     @property
-    def _is_mute(self) -> bool:
+    def _store_is_silent(self) -> bool:
         """Whether the store has not answered for some seconds, or no longer exists."""
         return time.monotonic() - self._answered > GRACE
 

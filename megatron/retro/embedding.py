@@ -272,7 +272,7 @@ class MegatronEmbedder(Embedder):
             )
         self.width, self.max_length = model.plan.hidden, options.max_length
         self._model, self._tokenizer, self._masking = model, tokenizer, options.masking
-        self._ids = SpecialIds.of_bert(tokenizer)
+        self._ids = SpecialIds.for_bert(tokenizer)
         self._filler = self._ids.pad
 
     def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:

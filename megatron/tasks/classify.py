@@ -17,7 +17,9 @@ from megatron.tasks.target import Target
 from megatron.tasks.texts import read_text
 from megatron.tokenizer import Tokenizer
 
-_MOST_WRONG = 0.01  # the fraction of lines that may be broken, because QQP's own file has some
+_MAX_BROKEN_LINES = (
+    0.01  # the fraction of lines that may be broken, because QQP's own file has some
+)
 _LETTERS = "ABCD"
 
 
@@ -102,7 +104,7 @@ def read_glue(task: str, path: str, flag: str = "--valid-data") -> list[Example]
             len(cells) in columns.counts and any(map(str.isalpha, cells[columns.label]))
         ):
             wrong.append(f"{path}, line {number}: {problem}")
-    if wrong and len(wrong) > _MOST_WRONG * len(examples):
+    if wrong and len(wrong) > _MAX_BROKEN_LINES * len(examples):
         raise DataError(
             f"--task {task}: {wrong[0]} ({len(wrong):,} broken lines in total): give a file in the "
             "format of this task"
@@ -193,7 +195,7 @@ def _tidy(text: str) -> str:
     return " ".join(text.split())
 
 
-_MOST_OF_CHOICE = 128  # token limit for a question with an answer, as in Megatron-LM
+_MAX_CHOICE_TOKENS = 128  # token limit for a question with an answer, as in Megatron-LM
 
 
 class TextSamples:
@@ -220,7 +222,7 @@ class TextSamples:
     def __getitem__(self, i: int) -> Sample:
         """Return a sample."""
         example = self.examples[i]
-        limit = _MOST_OF_CHOICE if len(example.texts) > 1 else None
+        limit = _MAX_CHOICE_TOKENS if len(example.texts) > 1 else None
         rows = [self._row(first, second, limit) for first, second in example.texts]
         text, types, padding = (np.stack(column) for column in zip(*rows, strict=True))
         return {
@@ -286,7 +288,7 @@ class Epochs:
         return sample
 
 
-class _OfLength:
+class _FixedLength:
     def __init__(self, dataset: SampleDataset, length: int) -> None:
         self._dataset = dataset
         self._length = length
@@ -295,7 +297,7 @@ class _OfLength:
         return self._length
 
 
-class Padded(_OfLength):
+class Padded(_FixedLength):
     """A dataset padded to `length` by repetitions of its first sample, each with its own `id`.
 
     Args:
@@ -309,7 +311,7 @@ class Padded(_OfLength):
         return {**sample, "id": i}
 
 
-class Repeated(_OfLength):
+class Repeated(_FixedLength):
     """A dataset repeated up to `length`, for the validation loss between epochs."""
 
     def __getitem__(self, i: int) -> Sample:

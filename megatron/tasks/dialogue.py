@@ -56,7 +56,7 @@ _MEASURING = ("guess_file", "answer_file")
 _PROMPTING = ("prompt_type", "prompt_file", "sample_input_file")  # required
 _EXAMPLES = DialogueConfig().num_prompt_examples
 _TURN_ENDS = " [SEP] "
-_AT_A_TIME = 256  # prompts between two progress messages, for each copy of the model
+_PROGRESS_INTERVAL = 256  # prompts between two progress messages, for each copy of the model
 _API_SECONDS = 600
 _PUNCTUATION = re.compile(r'[!"#$%&()*+,-./:;<=>?@\[\]\\^`{|}~_\']')
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -207,7 +207,7 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, part: SampleFile 
         )
     generator = Generator(loaded, device)
     progress = TaskProgress(shown=layout.world.rank == 0, log_interval=1)
-    step = _AT_A_TIME * layout.data.size
+    step = _PROGRESS_INTERVAL * layout.data.size
     for first in range(0, len(requests), step):
         texts = generator.generate(requests[first : first + step])
         if part is not None:

@@ -95,15 +95,15 @@ def find_task(arguments: Sequence[str]) -> str:
     """
     known = [name for kind in OPTIONS for field in fields_of(kind) for name in field.names]
     asked: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
-    misspelt: list[str] = []
+    misspelled: list[str] = []
     for flag in split(arguments):
         if nearest(flag.name, known) == "--task" and flag.name != "--task":
-            misspelt.append(f"unknown flag {flag.name}: did you mean --task?")
+            misspelled.append(f"unknown flag {flag.name}: did you mean --task?")
         for now in translate([flag], Findings(), known):
             if now.name == "--task" and now.values:
                 asked[flag.name] = (str(flag), now.values[0])
     if not asked:
-        raise ConfigError([*misspelt, f"--task is required: give one of {', '.join(TASKS)}"])
+        raise ConfigError([*misspelled, f"--task is required: give one of {', '.join(TASKS)}"])
     shown, names = zip(*asked.values(), strict=True)
     if len(set(names)) > 1:
         raise ConfigError(f"{' and '.join(shown)} name different tasks: give only one of them")

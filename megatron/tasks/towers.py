@@ -65,7 +65,7 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 from megatron.training.run import Run
 
 _READ = 1 << 20  # characters
-_AT_A_TIME = 64  # the number of passages that are embedded together in evaluations
+_EMBED_BATCH = 64  # the number of passages that are embedded together in evaluations
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class TowersRecipe:
 
 
 def score_scale(config: RunConfig) -> float:
-    """Return the factor of the scores, which depends on --retriever-score-scaling."""
+    """Return the factor applied to scores, which depends on --retriever-score-scaling."""
     return config.model.hidden_size**-0.5 if config.retriever.retriever_score_scaling else 1.0
 
 
@@ -422,8 +422,8 @@ def _embed(
 ) -> Tensor:
     """Return the vectors of texts, fp32 `[n, e]`."""
     parts = []
-    for first in range(0, len(texts), _AT_A_TIME):
-        some = texts[first : first + _AT_A_TIME]
+    for first in range(0, len(texts), _EMBED_BATCH):
+        some = texts[first : first + _EMBED_BATCH]
         tokens, mask = (
             torch.from_numpy(part).to(run.device.torch_device)
             for part in rows.stacked(some, len(some))

@@ -86,11 +86,11 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: 
 
 
 def vocabulary_multiple(rows: int) -> int:
-    """Return the --make-vocab-size-divisible-by that keeps the number of rows of an embedding.
+    """Return the --make-vocab-size-divisible-by that preserves an embedding's number of rows.
 
     Additional rows would take part in the softmax. A Hugging Face folder does not say how many
-    entries its tokenizer has: if its rows look padded, all of them count, otherwise there is no
-    padding.
+    entries its tokenizer has. If the number of rows looks padded, every row counts as an entry.
+    Otherwise, there is no padding.
 
     Args:
         rows: Rows of the word embedding.

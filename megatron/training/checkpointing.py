@@ -498,7 +498,7 @@ def _updated_state(
 
 def _continue_updates(run: Run, reader: Reader) -> None:
     """Make the optimizer continue with the loaded tensors and its saved counters."""
-    run.optimizer.reload_masters(of_16_bits=False)
+    run.optimizer.reload_masters(include_16_bit=False)
     run.optimizer.load_scalars(reader.meta["optimizer"])
     run.amax_history.after_loading()
     if run.spikes is not None and reader.meta.get("spikes"):

@@ -267,11 +267,11 @@ def test_a_header_gives_each_tensor_one_place():
         ),
         (
             lambda m: m.update(schedule={"num_steps": 4, "lr_decay_style": "polynomial"}),
-            "meta.schedule.lr_decay_style is 'polynomial', which is none of constant, linear",
+            "meta.schedule.lr_decay_style is 'polynomial' instead of one of constant, linear",
         ),
         (
             lambda m: m.update(schedule={"num_steps": 4, "wd_incr_style": "x"}),
-            "meta.schedule.wd_incr_style is 'x', which is none of ",
+            "meta.schedule.wd_incr_style is 'x' instead of one of ",
         ),
         (lambda m: m.update(notices="x"), "meta.notices: "),
         (lambda m: m.update(legacy_args={"data_path": 1}), "meta.legacy_args.data_path"),

@@ -112,7 +112,7 @@ def test_what_everybody_may_write_to_is_refused(two, capsys, name):
 def test_what_another_user_owns_is_refused(two, capsys, name):
     os.chown(two / name, OTHER, OTHER)
     assert assert_loads(two.parent, [1]) == 1
-    assert f"owned by another user (number {OTHER})" in capsys.readouterr().err
+    assert f"owned by another user (uid {OTHER})" in capsys.readouterr().err
     assert assert_loads(two.parent, [2], allow_foreign=True) == 2
 
 

@@ -19,7 +19,7 @@ from megatron.config.run import sections
 from tests.config.command import parse, problems
 from tests.repository import ROOT
 
-REFUSED, HONOURED = other_flags().refused, other_flags().honoured
+REFUSED, ACCEPTED = other_flags().refused, other_flags().accepted
 OTHER_NAMES = other_flags().other_programs
 _FILE = Path(__file__).with_name("megatron_core_flags.json")
 _FLAGS: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ _FIELDS: dict[str, Field] = {
     for field in fields_of(config_type)
     for name in (*field.names, *field.off_names)
 }
-_KNOWN = {flag.name: flag for flag in (*REFUSED, *HONOURED)}
+_KNOWN = {flag.name: flag for flag in (*REFUSED, *ACCEPTED)}
 _OLD = {flag.name for flag in (*other_flags().translated, *other_flags().gone)}
 
 # Intentional differences, with the reason.
@@ -113,11 +113,11 @@ def test_all_refused_flags_at_once_are_answered_by_name_in_one_message() -> None
         assert line.startswith(f"{' '.join(_given(flag, _other_value(flag)))}: {flag.help}")
 
 
-def test_all_honoured_flags_at_once_get_a_note_each() -> None:
-    words = [word for flag in HONOURED for word in _given(flag, _other_value(flag))]
+def test_all_accepted_flags_at_once_get_a_note_each() -> None:
+    words = [word for flag in ACCEPTED for word in _given(flag, _other_value(flag))]
     notices = parse(*words).notices
-    assert len(notices) == len(HONOURED)
-    for flag, line in zip(HONOURED, notices, strict=True):
+    assert len(notices) == len(ACCEPTED)
+    for flag, line in zip(ACCEPTED, notices, strict=True):
         assert line.startswith(flag.name)
         assert line.endswith(f": {flag.help}")
 
@@ -292,7 +292,7 @@ _LATER_REFUSED = {
     "--moe-latent-size 8": "this kind of expert",
     "--moe-expert-rank-capacity-factor 2": "this kind of expert",
 }
-_LATER_HONOURED = (
+_LATER_ACCEPTED = (
     "--no-bias-swiglu-fusion",
     "--overlap-p2p-communication-warmup-flush",
     "--no-align-grad-reduce",
@@ -310,7 +310,7 @@ def test_a_later_flag_for_speed_is_refused_with_the_remedy(words: str) -> None:
     assert _LATER_REFUSED[words] in line
 
 
-@pytest.mark.parametrize("word", _LATER_HONOURED)
+@pytest.mark.parametrize("word", _LATER_ACCEPTED)
 def test_a_later_flag_for_what_is_always_so_is_taken(word: str) -> None:
     (line,) = parse(word).notices
     assert line.startswith(f"{word}: ")

@@ -18,7 +18,7 @@ _EACH = '{"train": ["0.3", "A", "0.7", "B"], "valid": "C", "test": null}'
 _TEXT_REMEDY = "give a text file with the values of --data-path, separated by whitespace"
 _JSON_REMEDY = (
     'give a JSON file such as {"train": ["0.3", "A", "0.7", "B"], "valid": "C", "test": null}, '
-    "where null is no data"
+    "where null means no data"
 )
 
 

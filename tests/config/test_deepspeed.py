@@ -626,7 +626,10 @@ def test_ulysses() -> None:
             "--checkpoint-in-cpu: inputs of recomputed layers are never offloaded: use ",
         ),
         ("--remote-device cpu", "--remote-device cpu: weights are never offloaded: use "),
-        ("--profile pt", "--profile pt is gone (last seen Megatron-DeepSpeed): use --profile "),
+        (
+            "--profile pt",
+            "--profile pt was removed (last seen in Megatron-DeepSpeed): use --profile ",
+        ),
         ("--deepscale", "--deepscale: DeepSpeed has dropped this name: use "),
         ("--deepspeed ds.json", "'ds.json' does not belong to a flag: drop it"),
         (

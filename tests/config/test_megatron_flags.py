@@ -13,7 +13,7 @@ from megatron.config.other_flags import other_flags
 from megatron.config.run import flatten, sections
 from tests.config.command import parse, problems
 
-REFUSED, HONOURED = other_flags().refused, other_flags().honoured
+REFUSED, ACCEPTED = other_flags().refused, other_flags().accepted
 OLD_FLAGS, GONE_FLAGS = other_flags().translated, other_flags().gone
 _FILE = Path(__file__).with_name("megatron_flags.json")
 _FLAGS: list[dict[str, Any]] = [
@@ -25,7 +25,7 @@ _FIELDS: dict[str, tuple[str, Field]] = {
     for field in fields_of(config_type)
     for name in (*field.names, *field.off_names)
 }
-_KNOWN = {flag.name: flag for flag in (*REFUSED, *HONOURED)}
+_KNOWN = {flag.name: flag for flag in (*REFUSED, *ACCEPTED)}
 _OLD = {flag.name: flag for flag in OLD_FLAGS}
 
 # Defaults that differ from Megatron's on purpose, with the reason.
@@ -289,7 +289,7 @@ def _check_old(flag: dict[str, Any]) -> None:
 
 def test_no_flag_is_read_twice() -> None:
     assert set(_KNOWN).isdisjoint(_FIELDS)
-    assert len(_KNOWN) == len(REFUSED) + len(HONOURED)
+    assert len(_KNOWN) == len(REFUSED) + len(ACCEPTED)
     gone = {flag.name for flag in GONE_FLAGS if flag.value is None}
     assert set(_KNOWN).isdisjoint({*_OLD, *gone})
     fields = [field.name for config_type in sections().values() for field in fields_of(config_type)]

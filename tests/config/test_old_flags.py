@@ -145,7 +145,7 @@ def test_flags_of_another_program_are_refused_with_its_name(words: str) -> None:
 def test_what_nothing_stands_for_is_refused_with_the_remedy(flag: Any) -> None:
     lines = problems(flag.name, flag.value or "3")
     shown = f"{flag.name} {flag.value}" if flag.value else flag.name
-    assert lines == [f"{shown} is gone (last seen {flag.era}): {flag.remedy}"]
+    assert lines == [f"{shown} was removed (last seen in {flag.era}): {flag.remedy}"]
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_every_old_flag_is_tried_here() -> None:
         "--val-data-path",
         "--vocab",
     }
-    honoured = {flag.name for flag in other_flags().honoured}
-    assert {flag.name for flag in OLD_FLAGS} == (tried | with_a_companion) - honoured
+    accepted = {flag.name for flag in other_flags().accepted}
+    assert {flag.name for flag in OLD_FLAGS} == (tried | with_a_companion) - accepted
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ _REMEDY = re.compile(r"\b(use|drop|give|save memory with|record passes with|name
 
 def test_the_file_has_its_parts() -> None:
     assert list(_CONTENT) == [
-        *("refused", "honoured", "translated", "implied", "gone", "other_programs", "of_commands")
+        *("refused", "accepted", "translated", "implied", "gone", "other_programs", "of_commands")
     ]
-    for part in ("refused", "honoured"):
+    for part in ("refused", "accepted"):
         assert all(set(family) == {"reason", "flags"} for family in _CONTENT[part])
     for old in _CONTENT["translated"]:
         assert (
@@ -44,7 +44,7 @@ def test_the_file_has_its_parts() -> None:
 
 
 def test_every_entry_is_well_formed() -> None:
-    for part in ("refused", "honoured"):
+    for part in ("refused", "accepted"):
         for family in _CONTENT[part]:
             for entry in family["flags"]:
                 for flag in read_entry(entry, family["reason"]):

@@ -39,7 +39,7 @@ def test_every_flag_of_a_release_is_known(release: str) -> None:
     assert set(_RELEASES[release]) - known == set()
 
 
-@pytest.mark.parametrize("part", ["refused", "honoured"])
+@pytest.mark.parametrize("part", ["refused", "accepted"])
 def test_no_flag_without_a_field_is_ignored(part: str) -> None:
     """Anything but Megatron's default leads to a line that begins with the flag."""
     flags = getattr(other_flags(), part)

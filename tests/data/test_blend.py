@@ -18,7 +18,7 @@ from megatron.data.datasets import (
     build_phases,
     normalize,
     parse_blend_schedule,
-    samples_of_each,
+    samples_per_dataset,
 )
 from megatron.data.mock import MockDataset
 from megatron.errors import ConfigError
@@ -82,7 +82,7 @@ def test_wrong_guesses_are_mended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_members_hold_what_the_run_takes(num_samples: int) -> None:
     for seed in range(20):
         weights = np.random.RandomState(seed).dirichlet(np.ones(9)).tolist()
-        counts = samples_of_each([BlendPhase(0, tuple(weights))], num_samples)
+        counts = samples_per_dataset([BlendPhase(0, tuple(weights))], num_samples)
         index = build_blend_index(normalize(weights), sum(counts))
         used = np.bincount(index.datasets[:num_samples], minlength=9)
         assert (used <= counts).all()
@@ -100,7 +100,7 @@ def test_phases_are_blends_that_continue_in_each_dataset() -> None:
     for member in range(3):
         own = index.samples[index.datasets == member]
         assert own.tolist() == list(range(len(own)))
-    assert samples_of_each(phases, 100) == [61, 26, 16]  # 60, 25 and 15, and half a percent
+    assert samples_per_dataset(phases, 100) == [61, 26, 16]  # 60, 25 and 15, and half a percent
     assert build_phases(phases[:1], 50).datasets.tolist() == (
         build_blend_index(normalize([3, 1, 0]), 50).datasets.tolist()
     )
@@ -119,7 +119,7 @@ def test_many_phases_leave_no_dataset_short() -> None:
     for _ in range(100):
         weights = [tuple(random.randint(1, 5, 3).tolist()) for _ in range(6)]
         phases = [BlendPhase(7 * i, shares) for i, shares in enumerate(weights)]
-        counts = samples_of_each(phases, 45)
+        counts = samples_per_dataset(phases, 45)
         used = np.bincount(build_phases(phases, sum(counts)).datasets[:45], minlength=3)
         assert (used <= counts).all()
 

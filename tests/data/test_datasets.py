@@ -123,7 +123,7 @@ def test_no_data_is_refused() -> None:
         build(DataConfig(seq_length=16))
 
 
-def test_a_missing_path_is_named_with_its_neighbours(tmp_path: Path) -> None:
+def test_a_missing_path_is_named_with_its_neighbors(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus_text_document")
     with pytest.raises(DataError, match=r"corpus does not|corpus_text_document"):
         build(DataConfig(seq_length=16, data_path=(str(tmp_path / "corpus"),)))

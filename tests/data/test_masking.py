@@ -29,7 +29,7 @@ def _ids(tmp_path_factory: pytest.TempPathFactory) -> SpecialIds:
             tokenizer_type="BertWordPieceLowerCase", vocab_file=str(path), vocab_extra_ids=3
         )
     )
-    return SpecialIds.of_t5(tokenizer)
+    return SpecialIds.for_t5(tokenizer)
 
 
 def test_special_ids_are_the_tokenizers(ids: SpecialIds) -> None:
@@ -41,7 +41,7 @@ def test_special_ids_are_the_tokenizers(ids: SpecialIds) -> None:
 def test_a_tokenizer_without_a_mask_is_refused() -> None:
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9))
     with pytest.raises(ConfigError, match="BertWordPieceLowerCase"):
-        SpecialIds.of_bert(tokenizer)
+        SpecialIds.for_bert(tokenizer)
 
 
 def test_a_bert_needs_no_begin_and_end(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_bert_needs_no_begin_and_end(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
     kind = "HuggingFaceTokenizer"
     flags = TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(tmp_path))
-    ids = SpecialIds.of_bert(build_tokenizer(flags))
+    ids = SpecialIds.for_bert(build_tokenizer(flags))
     assert (ids.pad, ids.cls, ids.sep, ids.mask) == (0, 1, 2, 3)
     assert ids.continues.tolist() == [False] * 5 + [True]
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from megatron.data.packing import one_each, pack
+from megatron.data.packing import one_per_row, pack
 
 
 def _plain(lengths: list[int], seq_length: int) -> list[int]:
@@ -49,7 +49,7 @@ def test_every_epoch_holds_each_example_once_and_differs() -> None:
 
 
 def test_without_packing_each_example_has_a_row() -> None:
-    packing = one_each([3, 5, 1], 8)
+    packing = one_per_row([3, 5, 1], 8)
     plan = packing.epoch(0, 0)
     assert packing.rows == 3
     assert sorted(len(plan.row(row)) for row in range(3)) == [1, 1, 1]

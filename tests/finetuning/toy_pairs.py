@@ -11,7 +11,7 @@ import numpy as np
 from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.data.conversations import TokenizedExamples
-from megatron.data.packing import one_each, pack
+from megatron.data.packing import one_per_row, pack
 from megatron.data.preferences import FittedAnswers, FittedPairs, PreferenceDataset
 from megatron.finetuning.kto import KTORecipe
 from megatron.finetuning.preferences import PreferenceRecipe, RewardRecipe
@@ -63,7 +63,7 @@ def rows_of_one_pair(
 ) -> list[int]:
     """Return the pairs in the order of training with --no-packing."""
     source = fitted(examples, 32, "error")
-    packing = one_each(source.limits.sum(axis=1), 32)
+    packing = one_per_row(source.limits.sum(axis=1), 32)
     dataset = PreferenceDataset(source, 0, packing, count, SEED, 0)
     return [int(number) for i in range(count) for number in dataset.row(i)]
 
@@ -82,7 +82,7 @@ class ToyPreferences(PreferenceRecipe):
     ) -> Splits:
         length = config.data.seq_length
         source = self.source(length)
-        how = pack if config.finetuning.packing else one_each
+        how = pack if config.finetuning.packing else one_per_row
         packing = how(source.limits.sum(axis=1), length)
         seed = config.training.seed
         return PreferenceDataset(source, 0, packing, samples[0], seed, 0), None, None

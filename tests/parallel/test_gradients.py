@@ -96,7 +96,7 @@ def test_mixed_dtypes_and_frozen_parameters():
     buffer.reduce()  # alone, there is nothing to communicate
 
 
-def test_views_merge_neighbours():
+def test_views_merge_neighbors():
     model = _model()
     buffer = _buffer(model)
     first, second, third, last = model.parameters()

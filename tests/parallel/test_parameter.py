@@ -95,8 +95,8 @@ def test_normal_distribution():
     assert abs(values.mean().item()) < 4 / math.sqrt(count)
     assert abs(values.var().item() - 1) < 4 * math.sqrt(2 / count)
     assert abs((values**4).mean().item() - 3) < 4 * math.sqrt(96 / count)
-    neighbours = (values[:-1] * values[1:]).mean().item()
-    assert abs(neighbours) < 4 / math.sqrt(count)
+    neighbors = (values[:-1] * values[1:]).mean().item()
+    assert abs(neighbors) < 4 / math.sqrt(count)
     inside = (values.abs() < 1).double().mean().item()
     assert inside == pytest.approx(math.erf(1 / math.sqrt(2)), abs=0.003)
 

@@ -217,7 +217,7 @@ def test_each_text_of_a_sample_is_a_sequence():
     assert four == largest_process(of_one, model_plan(config.model, 104, HeadSpec(1)), 1)
 
 
-def test_what_neighbours_write_into_is_counted():
+def test_what_neighbors_write_into_is_counted():
     flags = ("--bf16", "--tensor-model-parallel-size", "2", "--sequence-parallel")
     without = _estimate(*flags, world_size=2)
     estimate = _estimate(*flags, "--tp-comm-overlap", world_size=2)

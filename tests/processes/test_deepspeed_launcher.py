@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.environment import local_world_size
-from megatron.processes.launch import Launch, placed, read_launch
+from megatron.processes.launch import Launch, read_launch, with_local_rank
 from tests.launch import run_ranks
 from tests.ports import free_port
 from tests.repository import ROOT
@@ -46,7 +46,7 @@ def test_its_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert read_launch() == Launch(5, 8, 1, 4)
-    assert placed(read_launch(), 1).machine == range(4, 8)
+    assert with_local_rank(read_launch(), 1).machine == range(4, 8)
     assert local_world_size() == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # torchrun's variable has priority
     assert local_world_size() == 2

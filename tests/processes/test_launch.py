@@ -15,9 +15,9 @@ from megatron.processes.launch import (
     Launch,
     bare_task,
     check_meeting_place,
-    placed,
     read_launch,
     tell_saved,
+    with_local_rank,
 )
 from megatron.processes.process import processes, run_process
 from tests.config.command import parse
@@ -34,10 +34,10 @@ def _alone(monkeypatch):
 
 
 def test_the_flag_places_a_process_where_the_launcher_does_not(monkeypatch):
-    assert placed(Launch(rank=5, world_size=8), 1) == Launch(5, 8, 1)
-    assert placed(Launch(rank=5, world_size=8), None) == Launch(5, 8)
+    assert with_local_rank(Launch(rank=5, world_size=8), 1) == Launch(5, 8, 1)
+    assert with_local_rank(Launch(rank=5, world_size=8), None) == Launch(5, 8)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert placed(read_launch(), 1).local_rank == 3
+    assert with_local_rank(read_launch(), 1).local_rank == 3
 
 
 @pytest.mark.parametrize("by_flag", [False, True])
@@ -48,9 +48,9 @@ def test_processes_meet_also_where_nobody_tells_how_many_a_machine_has(monkeypat
         monkeypatch.setenv("RANK", str(rank))
         if not by_flag:
             monkeypatch.setenv("LOCAL_RANK", str(rank))
-        launches.append(placed(read_launch(), rank if by_flag else None))
+        launches.append(with_local_rank(read_launch(), rank if by_flag else None))
     # All share one store, and each is among the ranks of its machine.
-    assert [groups._of_this_attempt(store, launch) is store for launch in launches] == [True] * 2
+    assert [groups._store_of_attempt(store, launch) is store for launch in launches] == [True] * 2
     assert [launch.machine for launch in launches] == [range(1), range(2)]
 
 

@@ -48,7 +48,7 @@ def test_zero_shot_evaluation(tmp_path):
 
 
 def _data(task, folder):
-    """Write eight labelled samples of a task."""
+    """Write eight labeled samples of a task."""
     if task == "RACE":
         article = {
             "article": " ".join(WORDS[:5]),

@@ -8,7 +8,14 @@ import random
 import pytest
 
 from megatron.errors import DataError
-from tools.bench.breakdown import PARTS, Kernel, break_down, classify, read_breakdown, share_out
+from tools.bench.breakdown import (
+    PARTS,
+    Kernel,
+    break_down,
+    classify,
+    read_breakdown,
+    attribute_time,
+)
 
 
 def _event(kind, name, start, length, **args):
@@ -96,7 +103,7 @@ def test_any_overlap_adds_up(seed) -> None:
         start = generator.uniform(0, 1000)
         end = min(1000.0, start + generator.expovariate(0.1))
         kernels.append(Kernel("k", generator.choice(PARTS[:-1]), start, end))
-    given, hidden = share_out(kernels, 0.0, 1000.0)
+    given, hidden = attribute_time(kernels, 0.0, 1000.0)
     assert sum(given.values()) == pytest.approx(1000.0)
     assert all(value >= 0 for value in given.values())
     # Each instant of a part is either assigned to it or hidden; together they make its union.

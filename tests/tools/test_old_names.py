@@ -217,7 +217,7 @@ def test_what_has_no_successor_says_so_in_one_line(name):
     finished = subprocess.run(words, capture_output=True, text=True, check=False)
     assert finished.returncode == 9
     (line,) = finished.stderr.splitlines()
-    assert line == f"error: {name} ({OLD_NAMES[name].era}) is gone: {OLD_NAMES[name].remedy}"
+    assert line == f"error: {name} ({OLD_NAMES[name].era}) was removed: {OLD_NAMES[name].remedy}"
 
 
 @pytest.mark.parametrize("name", OLD_NAMES)

@@ -50,7 +50,7 @@ _BPE = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v.json", "--mer
             ["error: --vocab-file v.json: No such file or directory; give a readable file"],
         ),
     ],
-    ids=["misspelt", "nothing", "data", "vocabulary"],
+    ids=["misspelled", "nothing", "data", "vocabulary"],
 )  # fmt: skip
 def test_two_processes_tell_it_once(words: list[str], code: int, lines: list[str]) -> None:
     done = run_ranks([str(ROOT / "pretrain_gpt.py"), *words], dict(os.environ), 2)

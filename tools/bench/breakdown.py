@@ -133,7 +133,7 @@ def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdo
         if k.end > begin and k.start < end
     ]
     scale = 1e-6 / steps
-    given, hidden = share_out(inside, begin, end)
+    given, hidden = attribute_time(inside, begin, end)
     return Breakdown(
         step=(end - begin) * scale,
         parts={part: given[part] * scale for part in PARTS},
@@ -183,7 +183,7 @@ def _iteration_starts(events: Iterable[Mapping[str, Any]]) -> list[float]:
     return []
 
 
-def share_out(
+def attribute_time(
     kernels: Iterable[Kernel], begin: float, end: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Attribute the time from `begin` to `end` to parts.

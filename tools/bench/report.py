@@ -88,7 +88,7 @@ def run_line(name: str, number: int, measured: Measured, tokens: float) -> str:
     """Describe one finished run in a line. `tokens` is the number per step and GPU."""
     return (
         f"{name} run {number}: tokens/s per GPU best {tokens / measured.best:,.0f}, "
-        f"median {tokens / measured.median:,.0f}, by the clock {tokens / measured.mean:,.0f}; "
+        f"median {tokens / measured.median:,.0f}, by wall clock {tokens / measured.mean:,.0f}; "
         f"launch to iteration 1 {measured.first_iteration:.1f} s; "
         f"loss {measured.first_loss:.3f} to {measured.last_loss:.3f}"
     )
@@ -166,7 +166,7 @@ def _describe_result(facts: Facts, result: Result) -> str:
         ("best run", numbers["best_run"]),
         ("median run", numbers["median_run"]),
         ("best iteration", numbers["best_iteration"]),
-        ("by the clock", numbers["clock"]),
+        ("by wall clock", numbers["clock"]),
     ]
     derived = [facts.derived(seconds) for _, seconds in columns]
     rows = [(f"{result.name}, {len(result.runs)} run(s)", *(name for name, _ in columns))]

@@ -50,7 +50,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 
 
 def causal(device: torch.device, s: int, b: int) -> Operation:
-    """Return causal attention, as in a GPT, with every kernel that supports it."""
+    """Define causal attention, as in a GPT, with every kernel that supports it."""
     return _attention(
         "causal attention",
         device,
@@ -64,7 +64,7 @@ def causal(device: torch.device, s: int, b: int) -> Operation:
 def flash_package(
     device: torch.device, sizes: tuple[int, int, int, int], groups: int, *, causal: bool
 ) -> Operation:
-    """Return FlashAttention 4 in its own memory order, and PyTorch's kernels in the same order."""
+    """Define FlashAttention 4 in its own memory order, and PyTorch's kernels in the same order."""
     s, b, _, _ = sizes
 
     def by_package(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def flash_package(
 
 
 def padded(device: torch.device) -> Operation:
-    """Return BERT-large's attention with dropout: masked, unmasked, and in segments."""
+    """Define BERT-large's attention with dropout: masked, unmasked, and in segments."""
     s, b = 512, 64
     padding = torch.ones(b, 1, 1, s, dtype=torch.bool, device=device)
     ends = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=device)
@@ -108,7 +108,7 @@ def padded(device: torch.device) -> Operation:
 
 
 def biased(device: torch.device, sizes: tuple[int, int, int, int]) -> Operation:
-    """Return the attention of T5's encoder, whose scores have a learned position bias."""
+    """Define the attention of T5's encoder, whose scores have a learned position bias."""
     s, b, n, _ = sizes
 
     def ours(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def biased(device: torch.device, sizes: tuple[int, int, int, int]) -> Operation:
 
 
 def softmax(device: torch.device, sizes: tuple[int, int, int, int], *, causal: bool) -> Operation:
-    """Return the softmax of scores [b, n, s, s] that --no-masked-softmax-fusion uses."""
+    """Define the softmax of scores [b, n, s, s] that --no-masked-softmax-fusion uses."""
     b, _, s, _ = sizes
     mask = None if causal else torch.rand(b, 1, s, s, device=device) < 0.9  # True: may attend
     form = partial(masked_softmax, mask=mask, causal=causal, factor=0.5, dtype=BF16)
@@ -146,7 +146,7 @@ def softmax(device: torch.device, sizes: tuple[int, int, int, int], *, causal: b
 
 
 def packed_documents(device: torch.device, b: int, document: int) -> Operation:
-    """Return attention within documents of equal length in samples of 4096 tokens."""
+    """Define attention within documents of equal length in samples of 4096 tokens."""
     s = 4096
     ends = torch.arange(0, b * s + 1, document, dtype=torch.int32, device=device)
     segments = Segments(ends, (b, s))
@@ -174,7 +174,7 @@ def _attention(
     groups: int | None = None,
     in_order: bool = False,
 ) -> Operation:
-    """Return an attention operation.
+    """Define an attention operation.
 
     Args:
         name: Name of the operation.

@@ -37,7 +37,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 def paged_attention(
     library: KernelLibrary, device: torch.device, sequences: int, length: int
 ) -> Operation:
-    """Return the attention of one new token per sequence over its KV cache."""
+    """Define the attention of one new token per sequence over its KV cache."""
     blocks = length // BLOCK
     tables = torch.randperm(sequences * blocks, device=device, dtype=torch.int32)
     lengths = torch.full((sequences,), length, device=device, dtype=torch.int32)
@@ -66,7 +66,7 @@ def paged_attention(
 def row_product(
     multiply: RowProduct | None, device: torch.device, rows: int, outer: int, inner: int
 ) -> Operation:
-    """Return a matrix product in which each row is bitwise independent of the other rows."""
+    """Define a matrix product in which each row is bitwise independent of the other rows."""
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         assert multiply is not None, "`missing` has checked this"

@@ -46,7 +46,7 @@ def add_norm(
     bias: bool,
     stream: torch.dtype = BF16,
 ) -> Operation:
-    """Return residual + delta with its LayerNorm (if it has a bias) or RMSNorm."""
+    """Define residual + delta with its LayerNorm (if it has a bias) or RMSNorm."""
 
     def draw() -> Inputs:
         return [
@@ -84,7 +84,7 @@ def _with_epsilon(function: norm.AddNorm, *inputs: Tensor) -> tuple[Tensor, Tens
 def activate(
     library: KernelLibrary, device: torch.device, name: str, rows: int, columns: int, *, bias: bool
 ) -> Operation:
-    """Return an activation function with its bias."""
+    """Define an activation function with its bias."""
     plain = getattr(activation, name)
     parts = 2 if name == "swiglu" else 1
 
@@ -107,7 +107,7 @@ def activate(
 def split_rotate(
     library: KernelLibrary, device: torch.device, s: int, b: int, *, groups: int, per_group: int
 ) -> Operation:
-    """Return the split of a fused projection into rotated heads. Eager keeps values as a view."""
+    """Define the split of a fused projection into rotated heads. Eager keeps values as a view."""
     d = 128
     table = rope.rotation_table(s, d, device=device)[:, :, None, None]
     rotation = (table[0], table[1])
@@ -133,7 +133,7 @@ def split_rotate(
 def bias_dropout_add(
     library: KernelLibrary, device: torch.device, rows: int, hidden: int, *, bias: bool
 ) -> Operation:
-    """Return residual + dropout(x + bias)."""
+    """Define residual + dropout(x + bias)."""
 
     def draw() -> Inputs:
         def tensor(*size: int) -> Tensor:

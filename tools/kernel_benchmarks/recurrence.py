@@ -34,7 +34,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 
 
 def mamba_scan(device: torch.device, kernels: RecurrenceKernels | None, reason: str) -> Operation:
-    """Return Mamba-2's scan for a hidden size of 2048."""
+    """Define Mamba-2's scan for a hidden size of 2048."""
     s, b, g, r, p, n = 4096, 1, 8, 8, 64, 128
 
     def draw() -> list[Tensor]:
@@ -73,7 +73,7 @@ def mamba_scan(device: torch.device, kernels: RecurrenceKernels | None, reason: 
 def gated_delta_rule(
     device: torch.device, kernels: RecurrenceKernels | None, reason: str
 ) -> Operation:
-    """Return the gated delta rule for a hidden size of 2048."""
+    """Define the gated delta rule for a hidden size of 2048."""
     s, b, m, n, e, d = 4096, 1, 16, 32, 128, 128
 
     def draw() -> list[Tensor]:
@@ -109,7 +109,7 @@ def gated_delta_rule(
 
 
 def convolution(device: torch.device, kernels: RecurrenceKernels | None, reason: str) -> Operation:
-    """Return the causal convolution before Mamba-2's scan."""
+    """Define the causal convolution before Mamba-2's scan."""
     s, b, channels, taps = 4096, 1, 6144, 4
     layer = CausalConvolution(channels, taps, BuildContext(Layout.single(), device, dtype=BF16))
     torch.nn.init.normal_(layer.weight, std=0.5)

@@ -48,7 +48,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 
 
 def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size: int) -> Operation:
-    """Return the loss of 16-bit logits. The backward pass writes new memory, at the same cost."""
+    """Define the loss of 16-bit logits. The backward pass writes new memory, at the same cost."""
 
     def draw() -> Inputs:
         logits = 2 * torch.randn(rows, size, device=device, dtype=BF16)
@@ -77,7 +77,7 @@ def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size:
 def chunked_cross_entropy(
     library: KernelLibrary | None, device: torch.device, tokens: int, hidden: int, size: int
 ) -> Operation:
-    """Return the output head with a chunked loss. Its forward pass also computes gradients."""
+    """Define the output head with a chunked loss. Its forward pass also computes gradients."""
 
     def draw() -> Inputs:
         return [
@@ -115,7 +115,7 @@ def chunked_cross_entropy(
 
 
 def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
-    """Return AdamW with fp32 states and bf16 weights in 64 tensors: 30 bytes per parameter."""
+    """Define AdamW with fp32 states and bf16 weights in 64 tensors: 30 bytes per parameter."""
 
     def draw() -> Inputs:
         return [
@@ -177,7 +177,7 @@ class _Prepared:
 
 
 def tensor_sums(library: KernelLibrary, device: torch.device, size: int) -> Operation:
-    """Return the squared norm and the count of nonzero elements of fp32 gradients."""
+    """Define the squared norm and the count of nonzero elements of fp32 gradients."""
 
     def eager(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.square().sum(), x.count_nonzero()
@@ -200,7 +200,7 @@ def tensor_sums(library: KernelLibrary, device: torch.device, size: int) -> Oper
 def embedding_gradient(
     library: KernelLibrary, device: torch.device, count: int, hidden: int, rows: int
 ) -> Operation:
-    """Return the addition of embedding gradients to an fp32 buffer, including sorting of tokens."""
+    """Define the addition of embedding gradients to an fp32 buffer, including sorting of tokens."""
 
     def draw() -> Inputs:
         return [
@@ -237,7 +237,7 @@ def embedding_gradient(
 
 
 def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int) -> Operation:
-    """Return the weight gradient's matrix product, `into += grad^T x`, with an fp32 `into`."""
+    """Define the weight gradient's matrix product, `into += grad^T x`, with an fp32 `into`."""
 
     def draw() -> Inputs:
         return [
@@ -263,7 +263,7 @@ def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int)
 
 
 def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> Operation:
-    """Return the transpose of a matrix in 8 bits."""
+    """Define the transpose of a matrix in 8 bits."""
     inverse = torch.ones([], device=device)
 
     def form(casts: Fp8Casts, x: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int
 
 
 def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> list[Operation]:
-    """Return the casts to FP8.
+    """Define the casts to FP8.
 
     With current scaling, a cast follows the amax. With delayed scaling, both happen together.
     """

@@ -142,7 +142,7 @@ def place_of(name: str) -> OurName | None:
         return OurName(prefix, f"mtp.{int(depth[1])}.{ours}", suffix, gate_dim=gate_dim)
     match = _LAYER.fullmatch(parameter)
     if match is None or match[2] not in _LAYERS:
-        raise CheckpointError(f"parameter {name[:200]}: it is not a part of our networks")
+        raise CheckpointError(f"parameter {name[:200]} does not exist in our networks")
     ours = _LAYERS[match[2]]
     gate_dim = _gate_dim(ours)
     return OurName(prefix, ours, suffix, int(match[1] or 0), match[1] is None, gate_dim)

@@ -159,7 +159,7 @@ def _kind_of(path: Path) -> tuple[str, list[int]]:
         match = pattern.fullmatch(path.name)
         if match:
             return kind, [int(one or 0) for one in match.groups()]
-    raise CheckpointError(f"{path}: not a file that DeepSpeed since 0.7 writes")
+    raise CheckpointError(f"{path}: not a file that DeepSpeed 0.7 or later writes")
 
 
 def open_file(path: Path, *, allow_foreign: bool = False) -> StateFile:

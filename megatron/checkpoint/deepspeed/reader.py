@@ -166,7 +166,7 @@ class DeepSpeedReader(Reader):
             if held.dtype not in _DTYPES.values():
                 raise CheckpointError(f"{self.path}: {name} is {held}")
             if name.endswith(".attention.qkv.weight") and held.shape[0] % (heads + 2 * groups):
-                kinds = f"{heads} heads and {groups} groups of key and value"
+                kinds = f"{heads} heads and {groups} key-value groups"
                 raise CheckpointError(
                     f"{self.path}: {name} is {held}, which does not match {kinds}"
                 )
@@ -450,7 +450,7 @@ class DeepSpeedReader(Reader):
         found = {key: values.get(key) for key in known} if isinstance(values, dict) else {}
         if not found or not all(type(one) in (int, float) for one in found.values()):
             self._notices.append(
-                "the loss scale has another format and starts from its initial value"
+                "the loss scale has a different format, so it starts from its initial value"
             )
             return {}
         counts = {key: int(value or 0) for key, value in found.items()}

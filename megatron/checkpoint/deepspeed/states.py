@@ -37,8 +37,8 @@ class Value(NamedTuple):
     """A parameter or a state of one model-parallel rank, as windows into files.
 
     Attributes:
-        shape: The shape.
-        dtype: The type in which it is read.
+        shape: The shape of the parameter or state.
+        dtype: The dtype in which it is read.
         parts: The windows that hold its elements, in order. Additional elements are padding.
             Without any windows, all elements are zero.
     """
@@ -148,7 +148,7 @@ def _states_of(
         raise CheckpointError(f"{file.zip.path}: a group of the base optimizer has no parameters")
     numbers = list(itertools.chain.from_iterable(one or () for one in members))
     if len(numbers) != groups or not all(type(one) is int for one in numbers):
-        raise CheckpointError(f"{file.zip.path}: the base optimizer has other groups")
+        raise CheckpointError(f"{file.zip.path}: the base optimizer has different groups")
     steps += _steps_of_groups(file, state, listed)
     return [state.get(number) for number in numbers]
 

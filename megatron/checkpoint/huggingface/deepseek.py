@@ -50,16 +50,16 @@ _AHEAD = {
 }
 
 
-def turned(size: int, turning: int) -> rules.TensorForm:
+def partly_rotated(size: int, rotated: int) -> rules.TensorForm:
     """Return the form of a projection in which the last channels of each head rotate.
 
-    Hugging Face rotates channels 2i and 2i + 1 together, whereas we rotate i and i + turning / 2.
+    Hugging Face rotates channels 2i and 2i + 1 together, whereas we rotate i and i + rotated / 2.
 
     Args:
         size: Rows of each head.
-        turning: The number of rows at the end of each head that rotate.
+        rotated: The number of rows at the end of each head that rotate.
     """
-    order = rules.halves(size, range(size - turning, size))
+    order = rules.halves(size, range(size - rotated, size))
     return rules.TensorForm(
         lambda parts: rules.by_head(parts[0], order),
         lambda whole: [rules.by_head(whole, order.argsort())],
@@ -263,9 +263,9 @@ class DeepSeek(Mixtral):
         mixer = layer.mixer
         if isinstance(mixer, plans.LatentAttentionPlan):
             if module == "attention.query_up":
-                return turned(mixer.key_size, mixer.rope_size)
+                return partly_rotated(mixer.key_size, mixer.rope_size)
             if module == "attention.latent_down":
-                return turned(mixer.rank + mixer.rope_size, mixer.rope_size)
+                return partly_rotated(mixer.rank + mixer.rope_size, mixer.rope_size)
         return super().form(layer, module, tensors)
 
 

@@ -162,7 +162,7 @@ class GPTJ(rules.Family):
 class Cohere(LlamaLike):
     """Cohere's Command R: Llama with bias-free LayerNorm and scaled logits.
 
-    Command R+ also normalizes queries and keys, with weights of its own for each head.
+    Command R+ also normalizes queries and keys, with separate weights for each head.
 
     Attributes:
         has_windows: Whether most layers have windows, and only these have rotary positions

@@ -1,4 +1,4 @@
-"""Llama 4, text: attention in chunks, layers without positions, experts with weighted inputs."""
+"""Llama 4's text models: attention in chunks, layers without positions, weighted expert inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
 
 _CHUNKED = "chunked_attention"  # a value of layer_types
-_SCALE, _FLOOR = 0.1, 8192  # of the temperature
+_SCALE, _FLOOR = 0.1, 8192  # the settings of the attention temperature
 _MODULES = {
     "mlp.up": ("feed_forward.gate_proj", "feed_forward.up_proj"),
     "mlp.down": ("feed_forward.down_proj",),
@@ -49,7 +49,7 @@ _UP = rules.TensorForm(_join_up, _split_up)
 
 @dataclass(frozen=True)
 class Llama4(Mixtral):
-    """Llama 4 without its images. Its files hold all experts of a layer in one tensor."""
+    """Llama 4 without image inputs. Its files hold all experts of a layer in one tensor."""
 
     mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _MODULES)
     fixed: Mapping[str, Any] = field(

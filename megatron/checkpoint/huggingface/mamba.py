@@ -20,7 +20,7 @@ from megatron.models.recurrent_plan import MambaPlan
 
 _CONVOLUTION = 4  # tokens, as in Megatron Core
 _POSITIONS = 8192  # longest sequence of a model without attention, whose files give none
-_MOST_IN_ALL = 1 << 18  # experts of all layers
+_MAX_TOTAL_EXPERTS = 1 << 18  # experts of all layers
 _PREFIX = "backbone."
 # Keys of both families that describe training, or how the same result is computed.
 _WITHOUT_EFFECT = (
@@ -269,7 +269,7 @@ _OF_NEMOTRON = (
     ),
     *("mtp_layers_block_type", "num_logits_to_keep", "use_mamba_kernels"),
 )
-_OF_MIXTURES = (
+_MIXTURE_KEYS = (
     *(
         "moe_intermediate_size",
         "moe_shared_expert_intermediate_size",
@@ -330,14 +330,14 @@ def _read_pattern(settings: Settings) -> str:
 def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
     """Return the flags of the mixtures, which are those of DeepSeek-V3 without gates."""
     if MIXTURE not in pattern:
-        for key in (*_OF_MIXTURES, "moe_latent_size"):
+        for key in (*_MIXTURE_KEYS, "moe_latent_size"):
             settings.must_be(key, settings.values.get(key))
         return {}
     if "moe_latent_size" in settings.values:
         raise settings.error("moe_latent_size", "experts on projected inputs are not supported")
     settings.must_be("norm_topk_prob", True)
     settings.must_be("n_shared_experts", settings.values.get("n_shared_experts"))
-    most = min(MOST_EXPERTS, _MOST_IN_ALL // len(pattern))
+    most = min(MOST_EXPERTS, _MAX_TOTAL_EXPERTS // len(pattern))
     experts = settings.size("n_routed_experts", 8, most)
     chosen = settings.size("num_experts_per_tok", 2, experts)
     if chosen < 2:

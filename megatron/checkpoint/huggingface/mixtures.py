@@ -11,7 +11,7 @@ from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.experts import MOST_EXPERTS, mixture_layers
 from megatron.config.model import ModelConfig
 
-_MOST_IN_ALL = 1 << 18  # experts of all layers; the largest models have about twenty thousand
+_MAX_TOTAL_EXPERTS = 1 << 18  # experts of all layers; the largest models have about twenty thousand
 _MIXTRAL = {
     "mlp.router": ("block_sparse_moe.gate",),
     "mlp.experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
@@ -47,7 +47,7 @@ class Mixtral(LlamaLike):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         dense = super().network(settings, flags)
-        most = min(MOST_EXPERTS, _MOST_IN_ALL // dense.num_layers)
+        most = min(MOST_EXPERTS, _MAX_TOTAL_EXPERTS // dense.num_layers)
         is_other = self.other_count in settings.values and self.count not in settings.values
         experts = settings.size(self.other_count if is_other else self.count, None, most)
         for either in (self.count, self.other_count):

@@ -149,7 +149,7 @@ def peft_names(
             theirs = (_experts_module(ours, theirs[0], layers),)
         if len(theirs) != len(projections):
             raise CheckpointError(
-                f"{theirs[0]} of a {family.name} model computes {', '.join(projections)} at once, "
+                f"{theirs[0]} of a {family.name} model computes {', '.join(projections)} together, "
                 "but here each of them has its own adapter: convert the merged weights with "
                 "--saver hf"
             )
@@ -199,7 +199,7 @@ def _experts_module(
 
     Args:
         ours: Our name of the layer.
-        theirs: The module of its first tensor in files.
+        theirs: The Hugging Face module of its first tensor.
         layers: The layers that have adapters.
     """
     match = _LAYER.match(theirs)

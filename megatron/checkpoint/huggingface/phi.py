@@ -38,8 +38,8 @@ def joined_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
     )
 
 
-def _strength(factor: float, original: int) -> float:
-    """Return the factor of queries and keys for a config.json that does not give it.
+def _attention_factor(factor: float, original: int) -> float:
+    """Return the factor applied to queries and keys if config.json does not give one.
 
     Args:
         factor: The extended context divided by the trained one.
@@ -58,7 +58,7 @@ def _read_long_rope(rope: Settings, settings: Settings, share: float) -> dict[st
     """
     positions = settings.size("max_position_embeddings")
     original = rope.size(_TRAINED, settings.size(_TRAINED, positions))
-    strength = _strength(rope.number("factor", positions / original), original)
+    strength = _attention_factor(rope.number("factor", positions / original), original)
     size = settings.size("hidden_size") // settings.size("num_attention_heads")
     planes = int(settings.size("head_dim", size) * share) // 2
     for key in ("rope_type", "type"):
@@ -116,7 +116,7 @@ class Phi(LlamaLike):
             scaling = keys["rope_scaling"]
             scaling["short_factor"] = list(model.longrope_short_factor)
             scaling["long_factor"] = list(model.longrope_long_factor)
-            strength = _strength(model.max_position_embeddings / original, original)
+            strength = _attention_factor(model.max_position_embeddings / original, original)
             if model.longrope_attention_factor != strength:
                 scaling["attention_factor"] = model.longrope_attention_factor
         return {

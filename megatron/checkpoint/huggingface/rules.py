@@ -71,22 +71,22 @@ def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> Ten
     return TensorForm(join, split)
 
 
-def halves(size: int, turning: range) -> Tensor:
+def halves(size: int, rotated: range) -> Tensor:
     """Return the order of a head's channels that brings pairs of channels into two halves.
 
     Some families rotate channels 2i and 2i + 1 together, whereas we rotate i and i + r/2.
 
     Args:
         size: The number of channels.
-        turning: The channels that rotate; r is their number.
+        rotated: The channels that rotate; r is their number.
     """
     order = torch.arange(size)
-    order[turning.start : turning.stop] = torch.tensor(turning).view(-1, 2).t().flatten()
+    order[rotated.start : rotated.stop] = torch.tensor(rotated).view(-1, 2).t().flatten()
     return order
 
 
 def by_head(part: Tensor, order: Tensor) -> Tensor:
-    """Return a projection's rows in another order within each head.
+    """Return a projection with its rows reordered within each head.
 
     Args:
         part: Rows of all heads, [n d, ...].
@@ -111,8 +111,8 @@ class ParameterRule:
     """A rule for making one of our parameters.
 
     Attributes:
-        name: Our name.
-        shape: Our shape.
+        name: Our name for the parameter.
+        shape: The shape of our parameter.
         theirs: Names of their tensors that make up the parameter, expert by expert.
         form: The conversion between their tensors and our parameter, or one expert's part of it.
         piece: The piece of the model that the parameter belongs to if a folder may lack that piece

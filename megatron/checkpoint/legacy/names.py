@@ -159,7 +159,7 @@ def architecture_of(models: Iterable[Any]) -> str:
         keys |= set(language) if isinstance(language, dict) else set()
     if "decoder" in keys:
         return "t5"
-    if any(_crossing(_flatten_nested(tree)) for tree in trees if not is_core(tree)):
+    if any(_cross_attention_paths(_flatten_nested(tree)) for tree in trees if not is_core(tree)):
         return "retro"
     return "bert" if keys & {"lm_head", "pooler"} else "gpt"
 
@@ -190,7 +190,7 @@ def list_parameters(
         return parameters
     is_flat = is_core(model)
     leaves = list(_flatten(model, "") if is_flat else _flatten_nested(model))
-    crossing = _crossing(leaves)
+    crossing = _cross_attention_paths(leaves)
     for path, value in leaves:
         # Some entries are derived from the flags: fp8 scales, rotary frequencies.
         if path.endswith(("_extra_state", "inv_freq")):
@@ -268,7 +268,7 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
         yield from _flatten(value, f"{path}.{key}" if path else key, depth + 1)
 
 
-def _crossing(leaves: Iterable[tuple[str, Any]]) -> set[str]:
+def _cross_attention_paths(leaves: Iterable[tuple[str, Any]]) -> set[str]:
     """Return the path of each layer with cross-attention."""
     matches = (_CROSSING.match(path) for path, _ in leaves)
     return {match[1] for match in matches if match}
@@ -287,7 +287,8 @@ def our_name(
     Args:
         path: Megatron's name.
         first: The index of the stage's first layer in each stack.
-        has_decoder: Whether the network is a T5, with a stack of encoder and one of decoder layers.
+        has_decoder: Whether the network is a T5, with a stack of encoder layers and one of decoder
+            layers.
         is_first: Whether the file belongs to the first stage.
         crossing: The paths of the layers with cross-attention.
 

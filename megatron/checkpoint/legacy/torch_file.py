@@ -387,7 +387,7 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
             continue
         match = _RANK_FOLDER.fullmatch(folder.name)
         if match is None:
-            raise CheckpointError(f"{folder}: the name is not the name of a rank's folder")
+            raise CheckpointError(f"{folder}: not the name of a rank's folder")
         opened = _open(old if old.exists() else folder / MODEL_FILE, allow_foreign)
         rank, *others = (int(number) for number in match.groups() if number is not None)
         args = opened[1].get("args")

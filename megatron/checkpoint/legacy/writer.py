@@ -77,8 +77,8 @@ def notices(model: ModelConfig) -> Iterator[str]:
             shown = f"{flag} {value}".strip()
             yield f"{shown}: Megatron-LM 23.08 does not support it; later versions do"
     if model.normalization == "RMSNorm":
-        with_it = "with --transformer-impl transformer_engine only, its Llama-2 fork without"
-        yield f"--normalization RMSNorm: Megatron-LM 23.08 has it {with_it}"
+        needs = "only with --transformer-impl transformer_engine; its Llama-2 fork always does"
+        yield f"--normalization RMSNorm: Megatron-LM 23.08 supports it {needs}"
 
 
 def megatron_rows(vocabulary: int, config: ModelRun) -> int:

@@ -10,7 +10,7 @@ from megatron.parallel.pipeline.schedule import OperationKind
 from megatron.parallel.pipeline.simulate import Interval, Timeline
 
 # Light for the first chunk, darker for each later chunk.
-_COLOURS: dict[OperationKind, tuple[str, str]] = {
+_COLORS: dict[OperationKind, tuple[str, str]] = {
     "forward": ("#a6cee3", "#1f78b4"),
     "backward": ("#b2df8a", "#33a02c"),
     "backward_input": ("#b2df8a", "#33a02c"),
@@ -100,22 +100,22 @@ def draw(timeline: Timeline, title: str, chunks: int, output: Path) -> None:
 def _shade(kind: OperationKind, chunk: int, chunks: int) -> tuple[float, float, float]:
     from matplotlib.colors import to_rgb
 
-    light, dark = (to_rgb(colour) for colour in _COLOURS[kind])
+    light, dark = (to_rgb(color) for color in _COLORS[kind])
     share = chunk / max(chunks - 1, 1)
     red, green, blue = (a + (b - a) * share for a, b in zip(light, dark, strict=True))
     return red, green, blue
 
 
 def _box(
-    axes: Any, stage: int, span: Interval, colour: tuple[float, float, float], per_inch: float
+    axes: Any, stage: int, span: Interval, color: tuple[float, float, float], per_inch: float
 ) -> None:
     width = span.end - span.start
     axes.barh(
-        stage, width, left=span.start, height=0.86, color=colour, edgecolor="white", linewidth=0.6
+        stage, width, left=span.start, height=0.86, color=color, edgecolor="white", linewidth=0.6
     )
     label = str(span.operation.micro_batch)
     if width * per_inch > 0.09 * len(label):
-        is_dark = sum(colour) < 1.5
+        is_dark = sum(color) < 1.5
         axes.text(
             span.start + width / 2,
             stage,

@@ -264,7 +264,7 @@ def test_a_dynamic_loss_scale_is_taken_over(natives, tmp_path, kind):
     reader = open_checkpoint(tmp_path)
     assert reader.meta["optimizer"]["loss_scale"] == expected
     told = (
-        "the loss scale has another format and starts from its initial value"
+        "the loss scale has a different format, so it starts from its initial value"
         in reader.meta["notices"]
     )
     assert told == (kind == "static")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.checkpoint.huggingface.deepseek import turned
+from megatron.checkpoint.huggingface.deepseek import partly_rotated
 from megatron.checkpoint.huggingface.families import families, family_for, misfits
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.huggingface.settings import Settings
@@ -64,7 +64,7 @@ def test_other_networks_are_refused_by_key(
 
 
 def test_rotating_channels_keep_their_partners() -> None:
-    form = turned(5, 4)
+    form = partly_rotated(5, 4)
     theirs = torch.arange(10.0).unsqueeze(1)
     ours = form.join([theirs])
     assert ours.flatten().tolist() == [0, 1, 3, 2, 4, 5, 6, 8, 7, 9]
