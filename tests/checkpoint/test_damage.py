@@ -69,7 +69,7 @@ def test_a_shard_of_another_iteration_is_refused(tmp_path):
 def test_a_folder_under_another_iterations_name_is_refused(tmp_path):
     save_state(tmp_path, 1)
     (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000009")
-    with pytest.raises(CheckpointError, match="of iteration 1"):
+    with pytest.raises(CheckpointError, match="for iteration 1"):
         open_checkpoint(tmp_path)
 
 

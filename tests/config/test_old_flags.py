@@ -152,7 +152,7 @@ def test_what_nothing_stands_for_is_refused_with_the_remedy(flag: Any) -> None:
     "flag", ["--lazy-loader", "--save-optim", "--loose-json", "--fp32-embedding"]
 )
 def test_gone_switches_take_no_value(flag: str) -> None:
-    assert problems(flag)[0].startswith(f"{flag} is gone")
+    assert problems(flag)[0].startswith(f"{flag} was removed")
 
 
 def test_every_old_flag_is_tried_here() -> None:
@@ -203,7 +203,7 @@ def test_a_2019_script_is_answered_line_by_line() -> None:
         "--tokenizer-model-type bert-large-uncased --cache-dir cache --epochs 1 "
         "--max-preds-per-seq 80 --lr-decay-style exponential"
     )
-    assert len([line for line in lines if " is gone " in line]) == 7
+    assert len([line for line in lines if " was removed " in line]) == 7
 
 
 def test_model_parallel_size_is_the_tensor_parallel_size() -> None:

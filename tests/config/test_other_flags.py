@@ -131,4 +131,4 @@ def test_the_remedy_of_2019s_corpora_names_todays_flag() -> None:
 def test_an_old_style_of_decay_is_refused_and_todays_is_not() -> None:
     assert parse("--lr-decay-style cosine").notices == ()
     (line,) = problems("--lr-decay-style exponential")
-    assert line.startswith("--lr-decay-style exponential is gone")
+    assert line.startswith("--lr-decay-style exponential was removed")

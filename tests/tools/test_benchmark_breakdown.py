@@ -11,10 +11,10 @@ from megatron.errors import DataError
 from tools.bench.breakdown import (
     PARTS,
     Kernel,
+    attribute_time,
     break_down,
     classify,
     read_breakdown,
-    attribute_time,
 )
 
 

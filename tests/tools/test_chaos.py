@@ -86,7 +86,7 @@ def test_an_older_or_damaged_checkpoint_is_told(tmp_path: Path) -> None:
         (["--faults", "clock", "--", "x"], "--faults clock: only root can set the clock"),
         (["--faults", "kil", "--", "x"], "--faults kil: choose from kill, stop"),
         (["--", "python", "x.py", "--save", "a"], "the command has no --load: add it"),
-        (["--", "x", "--save", "a", "--load=b"], "--load must be --save a"),
+        (["--", "x", "--save", "a", "--load=b"], "--load must name the --save folder, a"),
     ],
 )
 def test_a_command_that_cannot_be_judged_is_refused(

@@ -122,8 +122,8 @@ def _belongs_to(out: Path, dump: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         if marker.exists() and marker.read_text(encoding="utf-8").strip() != str(dump.absolute()):
             raise ConfigError(
-                f"--out {out} was made from a different dump, which is gone ({marker}): give "
-                "another folder, or remove this one"
+                f"--out {out} was made from a different dump, which no longer exists ({marker}): "
+                "give another folder, or remove this one"
             )
         durable.replace_file(marker, f"{dump.absolute()}\n".encode())
 

@@ -132,7 +132,7 @@ def _unclosed(wikitext: str) -> int:
 
 
 def _apostrophes(run: re.Match[str]) -> str:
-    """Return the apostrophes of a run that are text: 2, 3 or 5 are style, 4 are one and bold."""
+    """Return the apostrophes of a run that are text: none of 2, 3 or 5, and one of 4."""
     length = len(run.group())
     return "'" if length == 4 else "'" * (length - 5)
 

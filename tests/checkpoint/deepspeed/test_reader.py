@@ -312,5 +312,5 @@ def test_latest_names_the_folder(natives, tmp_path):
 def test_a_folder_of_another_iteration_is_refused(natives, tmp_path):
     folder = to_deepspeed(open_checkpoint(natives("GPT-2")), tmp_path, Form())
     folder.rename(tmp_path / "global_step7")
-    with pytest.raises(CheckpointError, match="of iteration 2"):
+    with pytest.raises(CheckpointError, match="for iteration 2"):
         open_checkpoint(tmp_path)

@@ -93,7 +93,7 @@ def test_a_folder_is_of_one_dump(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (out / "dump.txt").write_text("/gone/eowiki-20260101-pages-articles.xml.bz2\n")
     source = write_dump(tmp_path / "a.xml.bz2", [page(1, "A", "a")])
     assert _make(out, str(source)) == ConfigError.exit_code
-    assert "was made from a different dump, which is gone" in capsys.readouterr().err
+    assert "was made from a different dump, which no longer" in capsys.readouterr().err
     assert _make(out, str(source), "--tokenizer-model", "none.json") == ConfigError.exit_code
     assert "--tokenizer-model none.json: there is no such file" in capsys.readouterr().err
 
