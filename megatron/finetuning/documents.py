@@ -63,7 +63,7 @@ def document_sums(losses: Tensor, trained: Tensor, ends: Tensor, axis: Axis) -> 
 
     Args:
         losses: The loss of each label on this context rank, [b, s/C].
-        trained: 1 for labels that count, otherwise 0, of whole rows, [b, s].
+        trained: 1 for labels that count, otherwise 0, for whole rows, [b, s].
         ends: 0, then the end of each segment, counted over the tokens of all rows, [k + 1].
         axis: The context axis, of C ranks.
     """

@@ -117,7 +117,7 @@ def pair_losses(
 
 
 def smoothed(margin: Tensor, smoothing: float) -> Tensor:
-    """Return -log sigmoid(margin), or its mean if some labels are wrong.
+    """Return -log sigmoid(margin), or its expectation if a share `smoothing` of labels is wrong.
 
     Direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and, with smoothing,
     conservative DPO (Mitchell, 2023). With a target margin subtracted, it is SimPO (Meng et al.,
@@ -127,7 +127,7 @@ def smoothed(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def robust(margin: Tensor, smoothing: float) -> Tensor:
-    """Return the unbiased estimate of DPO's loss if some labels are wrong.
+    """Return an unbiased estimate of DPO's loss if a share `smoothing` of labels is wrong.
 
     Chowdhury et al., 2024, arXiv:2403.00409.
     """

@@ -89,7 +89,7 @@ class Executor:
             any other step.
         vocab_size: Number of vocabulary entries that can be chosen. Any other entries are padding.
         adapters: The model's adapters, or `None` if it has none.
-        earlier: The parts of this process that run before `model`.
+        earlier: The model parts on this process that run before `model`.
         keeps_states: Whether to keep the hidden states of each step, from which the model's
             multi-token prediction layers make drafts.
 
@@ -197,8 +197,8 @@ class Executor:
     def inputs(self, plan: StepPlan, outputs: Many[tuple[int, int]]) -> tuple[Tensor, StepCache]:
         """Return the token ids [1, s], and the step's view of the cache.
 
-        Each token of a sequence with drafts is treated like a separate sequence. It uses the same
-        kernel, and so has the same bits, as in steps without drafts.
+        Each token of a sequence with drafts is treated like a separate sequence. It therefore uses
+        the same kernel as in steps without drafts, and its results are bitwise identical.
 
         Args:
             plan: The step.
@@ -280,7 +280,7 @@ def _adapters(rows: Many[Row]) -> Integers:
 
 
 def _places(rows: Many[Row]) -> Integers:
-    """Return the place of each row's states."""
+    """Return the index of each row's states among those of all running sequences."""
     return np.fromiter((row.sequence.place for row in rows), np.int64, len(rows))
 
 

@@ -198,7 +198,7 @@ class MultiTokenDrafter:
     def _run(
         self, depth: int, windows: Many[_DepthWindow], guesses: dict[Sequence, list[int]]
     ) -> list[_DepthWindow]:
-        """Compute a depth at its windows, and add its guess to each sequence's guesses.
+        """Run one depth on its windows, and append its guess to each sequence's guesses.
 
         Returns:
             The windows with the depth's own hidden states, in the order in which they were given.

@@ -269,7 +269,7 @@ def activation_forward(
         library: Compiled kernels.
         x: [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
-        kind: The value in `KINDS` for the formula.
+        kind: The formula, as a value of `KINDS`.
         handovers: The places for the amaxes of the result and, in the backward pass, of the
             gradient of x.
 
@@ -300,7 +300,7 @@ def activation_backward(
         grad: Gradient of the result, [..., f].
         x: The input of `activation_forward`.
         bias: The bias of `activation_forward`, or `None`.
-        kind: The value in `KINDS` for the formula.
+        kind: The formula, as a value of `KINDS`.
         handover: The place for the amax of x's gradient.
 
     Returns:

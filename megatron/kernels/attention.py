@@ -131,7 +131,7 @@ class Segments:
         )
 
     def _cut(self, chunk: int) -> Tensor:
-        """Return the ends of chunks. Their number is an upper bound, so the last may be empty."""
+        """Return the ends of all chunks. Their number is an upper bound; unused ones are empty."""
         starts, stops = self.ends[:-1], self.ends[1:]
         counts = (stops - starts + chunk - 1) // chunk
         total = counts.cumsum(0, dtype=torch.int32)

@@ -286,7 +286,7 @@ def join(compiled: Sequence[bytes]) -> bytes:
 
 
 def split(content: bytes) -> tuple[list[bytes], Mapping[str, tuple[int, str]]]:
-    """Return the codes in a library, and each kernel's code index and compiled name."""
+    """Return the binaries in a library, and each kernel's binary (by index) and compiled name."""
     head, _, rest = content.partition(b"\n")
     index = json.loads(head)
     codes, start = [], 0

@@ -256,10 +256,11 @@ def choose_fp8_casts(library: KernelLibrary | None, zeros: Zeros | None = None) 
 class Fp8Casts:
     """Casts in plain PyTorch.
 
-    Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2. If `found`,
-    fp32 [], is given, it is raised to the largest magnitude of x, with nan as the largest value of
-    all. Values that are not finite then become nan. Otherwise inf would become a finite number,
-    because the scale comes from another tensor.
+    Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2.
+
+    If the scale comes from another tensor, `found`, fp32 [], is given. It becomes the maximum of
+    its old value and the largest magnitude of x, where nan counts as the largest. Values that are
+    not finite become nan, because clamping would turn inf into a finite number.
     """
 
     def amax(self, x: Tensor) -> Tensor:
@@ -393,13 +394,13 @@ def _sizes(x: Tensor) -> tuple[int, int, int]:
 
 @operator("result")
 def fp8_amax(library: KernelLibrary, x: Tensor, result: Tensor) -> None:
-    """Raise `result` to the largest magnitude of x."""
+    """Replace `result` by the largest magnitude of x, if that is larger."""
     library.launch(AMAX, x, result, x.numel(), DTYPE_CODES[x.dtype])
 
 
 @operator("of_rows", "of_columns")
 def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
-    """Raise `of_rows` [.., m, 1] and `of_columns` [.., k, 1] to the largest magnitudes of x."""
+    """Replace `of_rows` [.., m, 1] and `of_columns` [.., k, 1] by larger magnitudes found in x."""
     library.launch(AMAX_BOTH, x, of_rows, of_columns, *_sizes(x), DTYPE_CODES[x.dtype])
 
 
@@ -435,7 +436,7 @@ def fp8_cast_transpose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return x and its transpose in 8 bits, and their inverse scales.
 
-    Without `amax_columns`, the first scale is for both, and the second is `None`.
+    Without `amax_columns`, the first scale applies to both, and the second is `None`.
     """
     values, turned = torch.empty_like(x, dtype=fp8), x.new_empty(x.mT.shape, dtype=fp8)
     inverse = torch.empty_like(amax)

@@ -450,7 +450,7 @@ class Fp8GroupedProduct(GroupedProduct):
         self._weight = None
 
     def _multiply(self, rows: Tensor, factors: Fp8, ends: Tensor) -> Tensor:
-        """Multiply each expert's rows [n, a] by its factor [experts, b, a], transposed."""
+        """Multiply each expert's rows, of [n, a], by its transposed matrix, of [experts, b, a]."""
         left = self._casts.cast_rows(rows, E4M3)
         if not Device(rows.device).is_gpu:
             factor = factors.dequantized().mT

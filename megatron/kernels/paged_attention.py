@@ -269,7 +269,7 @@ def choose_paged_attention(
 
 
 class PagedAttention:
-    """Attention over a cache, and writes to the cache, in plain PyTorch.
+    """A plain PyTorch implementation of attention over a cache, and of writing to the cache.
 
     Attributes:
         name: The name for the start-up panel, with the reason if there is a choice.

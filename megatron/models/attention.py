@@ -78,7 +78,7 @@ class KeyValueCache(Protocol):
         Args:
             query: [s, 1, n/t, d].
             latent: The vectors from which keys and values are computed, [s, 1, w].
-            heads: How they are computed.
+            heads: The layer that computes keys and values from them.
             options: The layer number, the scale of the scores, and how they become weights.
 
         Returns:
@@ -221,7 +221,7 @@ class SelfAttention(nn.Module):
     all ranks and takes its own query heads, with their gates, and their group's key and value.
 
     Args:
-        plan: The record of its sizes.
+        plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
         recompute_core: Whether to recompute the core in the backward pass instead of keeping its
@@ -412,7 +412,7 @@ class CrossAttention(nn.Module):
     rank holds whole heads.
 
     Args:
-        plan: The record of its sizes; every head has its own key and value.
+        plan: The plan of this layer, in which every head has its own key and value.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
         recompute_core: Whether to recompute the core in the backward pass instead of keeping its

@@ -73,7 +73,8 @@ class BiEncoderModel(nn.Module):
     Args:
         plan: The whole network. Its `towers` says how many there are.
         context: Layout, device, kernels and number formats.
-        part: The whole model, which is never cut into stages; `None` means the same.
+        part: Must be the whole model, because towers are not split into pipeline stages; `None`
+            means the same.
         recompute: Activations to recompute in the backward pass; `None` keeps all of them.
     """
 
@@ -96,12 +97,12 @@ class BiEncoderModel(nn.Module):
 
     @property
     def queries(self) -> TextEncoder:
-        """The tower of the queries."""
+        """The tower that encodes queries."""
         return self._tower(0)
 
     @property
     def contexts(self) -> TextEncoder:
-        """The tower of the contexts."""
+        """The tower that encodes contexts."""
         return self._tower(-1)
 
     def forward(

@@ -43,7 +43,7 @@ class GatedDeltaNet(RecurrentMixer):
     and values) are ordered by key head too.
 
     Args:
-        plan: The record of its sizes.
+        plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
         recompute_core: Whether to recompute everything between the projections in the backward pass

@@ -46,7 +46,7 @@ class Embedding(nn.Module):
     """The sum of the plan's word, position and token type embeddings, with dropout.
 
     Args:
-        plan: The record of its sizes.
+        plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
     """
 

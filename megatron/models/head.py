@@ -36,7 +36,7 @@ class Output(nn.Module):
     separate matrix can have an adapter (`adapter`, as in `Linear`).
 
     Args:
-        plan: The record of its sizes.
+        plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
         embedding: Embedding of this part of the model. It may be `None` only if the matrix is
             untied.

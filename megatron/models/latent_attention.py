@@ -45,7 +45,7 @@ class LatentAttention(nn.Module):
     come before those that do.
 
     Args:
-        plan: The record of its sizes.
+        plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
         recompute_core: Whether to recompute the core in the backward pass instead of keeping its
@@ -260,7 +260,7 @@ class LatentAttention(nn.Module):
         return adapter.merged(weight).to(weight.dtype) if isinstance(adapter, Adapter) else weight
 
     def _factors(self, tokens: int) -> TokenFactors | None:
-        """Return the factors that the step's first tokens choose, or `None` if they use none."""
+        """Return the adapter factors of the step's first tokens; `None` if they use no adapter."""
         stack = self.latent_up.adapter
         return stack.factors(tokens) if isinstance(stack, AdapterStack) else None
 

@@ -44,7 +44,7 @@ class Mamba(RecurrentMixer):
     ordered by group too.
 
     Args:
-        plan: The record of its sizes.
+        plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
         recompute_core: Whether to recompute the scan in the backward pass instead of keeping its

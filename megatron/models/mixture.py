@@ -28,7 +28,7 @@ class Mixture(nn.Module):
     """A mixture of experts in place of a layer's MLP.
 
     Args:
-        plan: The record of its sizes.
+        plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
     """
 

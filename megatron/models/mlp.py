@@ -15,7 +15,7 @@ class MLP(nn.Module):
     """A dense MLP from h to f and back. In a gated MLP the first projection computes gate and up.
 
     Args:
-        plan: The record of its sizes.
+        plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
     """
 

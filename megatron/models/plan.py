@@ -233,7 +233,7 @@ class AttentionPlan(MixerPlan):
         return ((1 + self.output_gate) * self.heads + 2 * self.kv_heads) * self.head_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
-        """Return how many tensors, vectors per tensor, and channels are cached for a token.
+        """Return the numbers of tensors, vectors in each, and channels in each, cached for a token.
 
         Args:
             tensor: The tensor-parallel size.

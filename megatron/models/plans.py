@@ -328,7 +328,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePla
 
 
 def gating_plan(model: ModelConfig) -> GatingPlan:
-    """Return the record of DeepSpeed's gating."""
+    """Return the plan of DeepSpeed's gating."""
     draws_second = model.moe_router_topk == 2 and model.moe_top2_2nd_expert_sampling
     return GatingPlan(
         samples=draws_second or model.noisy_gate_policy == "RSample",

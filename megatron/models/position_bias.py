@@ -62,7 +62,7 @@ class PositionBias(SharedTable):
     the stack's first layer holds the original, and `parallel.tied` keeps the copies equal to it.
 
     Args:
-        plan: The record of its sizes.
+        plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
         both_ways: Whether the table belongs to an encoder. A decoder's bias includes the causal
             mask.

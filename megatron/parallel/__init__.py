@@ -11,7 +11,7 @@
     parameter            the part of a tensor that a parameter holds, and its initial values
     buckets              the plan of flat buffers (data only)
     gradients, weights   carry out that plan: average gradients, gather weights
-    sharded              ZeRO stage 3, which replaces the two
+    sharded              ZeRO stage 3, which replaces gradients and weights
     tied                 parameters shared by several pipeline stages
     pipeline             schedules as data, and their execution
     context              attention over split sequences

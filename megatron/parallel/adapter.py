@@ -6,9 +6,9 @@ With DoRA (Liu et al., 2024), every row of W + scale B A is divided by its norm 
 trained magnitude. The backward pass treats the norm as a constant, as in PEFT.
 
 The weight of a layer may hold several projections (queries, keys and values). Each projection has
-its own A and B, as in PEFT; those that one module of Hugging Face computes share them. They are all
-multiplied together: the A's are stacked, and the B's are blocks of a matrix with as many rows as
-the weight.
+its own A and B, as in PEFT, but projections that a single Hugging Face module computes share one A
+and one B. All are multiplied together: the A's are stacked, and the B's are blocks of a matrix with
+as many rows as the weight.
 
 With tensor parallelism, a layer split by columns has whole A's and splits its B's like its weight;
 low-rank products are gathered along the sequence. A layer split by rows splits its A's like its

@@ -65,7 +65,7 @@ class StackedFactors:
 
     @classmethod
     def of(cls, index: int, adapter: Adapter | ExpertAdapter, weight: Tensor) -> StackedFactors:
-        """Return the factors of an adapter. Collective with DoRA.
+        """Return the factors of an adapter. With DoRA, this is collective.
 
         Args:
             index: The adapter, counted from 1.

@@ -255,8 +255,8 @@ def _find(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
     """Find ids [n, k] among this rank's `real` entries, whose ids begin with `first`.
 
     Returns:
-        The place of each id [n, k], `real` if another rank holds it, and whether each entry is
-        among the ids [n, real].
+        The index of each id among the entries, [n, k], which is `real` if another rank holds the
+        id; and whether each entry is one of its row's ids, [n, real].
     """
     places = torch.where((ids >= first) & (ids < first + real), ids - first, real)
     hits = torch.zeros(len(ids), real + 1, dtype=torch.bool, device=ids.device)

@@ -126,9 +126,9 @@ SLOTS = 3
 class Ledger:
     """A record of each use's slot, and of whether all ranks are known to have freed it.
 
-    Uses are numbered from 0, and use k takes slot k modulo `slots`. When rows for use k
-    arrive from another rank, that rank has closed all uses that this rank had closed when it sent
-    its own rows for k.
+    Uses are numbered from 0, and use k takes slot k modulo `slots`. All ranks open and close uses
+    in the same order. When a rank sends its rows for use k, it has therefore closed the same
+    earlier uses as this rank had when it sent its own rows for k.
     """
 
     def __init__(self, slots: int) -> None:

@@ -89,7 +89,7 @@ LayerSlots = Mapping[Role, AmaxSlot]
 
 
 class AmaxHistory:
-    """The slots of all layers of this process, in three buffers.
+    """The amaxes of past updates for all layers of this process, from which scales are derived.
 
     Args:
         layers: The names of the layers. No other process may use them for different layers.

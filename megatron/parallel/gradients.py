@@ -488,10 +488,10 @@ class GradientBuffer:
         self._reducer.note_rest()
 
     def take_prints(self) -> list[Tensor]:
-        """Return one number for each bucket of gradients since the last call, for this rank alone.
+        """Return a number for each gradient bucket that this rank has filled since the last call.
 
-        The first call returns nothing, and starts the record. Each number is a sum of squares, fp32
-        []. It does not include what other ranks add to a bucket.
+        The first call returns nothing, and starts the record. Each number is the sum of squares of
+        this rank's own gradients, before those of other ranks are added: fp32 [].
         """
         taken, self._reducer.prints = self._reducer.prints or [], []
         return taken

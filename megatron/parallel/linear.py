@@ -67,7 +67,7 @@ class WeightWork(Protocol):
     """A weight gradient that has not been computed yet."""
 
     def start(self) -> None:
-        """Start gathering missing factors."""
+        """Start gathering the factors of the product that this rank does not hold completely."""
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
         """Write the gradient to `into` [rows, columns], or add it there."""
@@ -162,7 +162,7 @@ class Wanted(NamedTuple):
     Attributes:
         input: Whether the input's gradient is needed.
         weight: Whether the weight's gradient is needed.
-        later: Whether the weight's product is deferred.
+        later: Whether the product for the weight's gradient is deferred.
     """
 
     input: bool

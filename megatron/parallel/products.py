@@ -145,7 +145,12 @@ class Products:
         return (rows.clone() if copy else rows,)
 
     def keep(self, weight: Kept, factor: Kept) -> Kept:
-        """Return the tensors that `forward` keeps: weight (second form) and prepared input."""
+        """Return the tensors to keep for backward, as `forward` does.
+
+        Args:
+            weight: The second form of the weight (`weight_factors`).
+            factor: The input in the form that the output's product uses (`prepare_input`).
+        """
         return weight
 
     def multiply_rows(self, factors: RowFactors, rows: Tensor, into: Tensor) -> None:

@@ -82,7 +82,7 @@ class SymmetricExchange:
         return _SymmetricUse(self, rows)
 
     def note_end(self, transfer: Transfer) -> None:
-        """Record that the work queued so far includes a use that ends with this message."""
+        """Record that all work of a use has been queued. `transfer` is the use's last message."""
         end = torch.Event(self.device)
         end.record(torch.accelerator.current_stream(self.device))
         self._ends.append((end, transfer))

@@ -236,7 +236,7 @@ class Fp8Weights:
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Cast this process's shard after an update. Collective with current scaling."""
+        """Cast this process's shard after an update. Under current scaling, this is collective."""
         amaxes = self._amaxes()
         self._inverses.copy_(inverses_of(amaxes, self._fp8))
         each = amaxes.unbind()

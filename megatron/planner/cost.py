@@ -91,7 +91,7 @@ class Seconds(NamedTuple):
         return sum(self)
 
     def plus(self, *others: Seconds) -> Seconds:
-        """Return the sum with other times."""
+        """Return the sum of this time and others."""
         return Seconds(*map(sum, zip(self, *others, strict=True)))
 
     def times(self, factor: float) -> Seconds:
@@ -289,7 +289,13 @@ def _attention(part: SublayerPlan, setting: Setting) -> float:
 
 
 def _casts(part: SublayerPlan, setting: Setting, side: int) -> float:
-    """Return the time to cast the products' inputs (side 1) or gradients (side 0) to 8 bits."""
+    """Return the time to cast tensors of the products to 8 bits.
+
+    Args:
+        part: The sublayer.
+        setting: Its setting.
+        side: 1 for the inputs, 0 for the gradients of the outputs.
+    """
     if not setting.fp8:
         return 0.0
     batch = setting.batch

@@ -153,7 +153,8 @@ def largest_expert_message(config: RunConfig, plan: ModelPlan, layout: Layout) -
     """Return the size in bytes of the largest message between ranks that divide experts.
 
     If every rank sends all its tokens to all others, a message holds their hidden states. The size
-    is 0 if ranks send only the tokens that need the others' experts, or halve micro-batches.
+    is 0 if ranks send only the tokens that need the others' experts, or if micro-batches are halved
+    to overlap their messages (--overlap-moe-expert-parallel-comm).
 
     Args:
         config: The run's configuration.
@@ -171,7 +172,7 @@ def largest_expert_message(config: RunConfig, plan: ModelPlan, layout: Layout) -
 
 
 def exchange_bytes(config: RunConfig, plan: ModelPlan, layout: Layout) -> int:
-    """Return the bytes that a process keeps for the messages of other GPUs of its machine."""
+    """Return the bytes that a process reserves for messages from other GPUs of its machine."""
     expert = layout.expert.size * largest_expert_message(config, plan, layout)
     if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
         return SLOTS * expert

@@ -49,7 +49,7 @@ class Durations(NamedTuple):
         return cls(passes.forward.total, passes.inputs.total, passes.weights.total)
 
     def at_least(self, host: float) -> Durations:
-        """Return the times if the host needs at least `host` for all launches."""
+        """Return these times, lengthened until their sum is at least `host`, the time to launch."""
         late = max(0.0, host - sum(self))
         return Durations(self.forward + late / 3, self.inputs + late * 2 / 3, self.weights)
 

@@ -385,7 +385,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def spell(values: Values, start: RunOptions) -> list[str]:
-    """Return the values that differ from those of a run as flags."""
+    """Return, as flags, the values that differ from those of `start`."""
     known = flatten(start)
     changed = [(path, value) for path, value in values.items() if value != known[path]]
     sharded = values.get("parallel.use_distributed_optimizer")

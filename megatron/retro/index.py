@@ -198,7 +198,7 @@ def train_index(
         world: The processes that share the work.
 
     Raises:
-        ConfigError: faiss does not know the string, or the vectors have a different width.
+        ConfigError: faiss does not accept the index string, or the vectors have a different width.
         DataError: The existing index does not match, or there are too few vectors.
         StorageError: A file cannot be written.
     """

@@ -15,7 +15,7 @@ The modules, in the order in which a run uses them:
     find_lr        finds a learning rate by short training
     checkpointing  saves the state of a run and restores it
     fast_state     the run's identity, and the newest checkpoint, non-persistent or not
-    branches       starts a run as a branch of another one, which ends with a decay
+    branches       starts a run that branches off another one for its final decay
     from_bert      starts a bi-encoder from a BERT
 
 `recipe` defines what a `pretrain_*.py` supplies. `megatron.processes` starts and ends processes.

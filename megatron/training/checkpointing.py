@@ -611,7 +611,7 @@ def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
 
 
 def _check_tokenizer(run: Run, reader: Reader) -> None:
-    """Refuse a different tokenizer, or warn with --finetune: each row's meaning changes."""
+    """Refuse a tokenizer that changes what embedding rows mean; with --finetune, only warn."""
     saved, ours = reader.meta.get("tokenizer"), run.tokenizer.fingerprint()
     if not saved or saved == ours:
         return

@@ -99,7 +99,7 @@ def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
 
 
 def is_likelihood(name: str) -> bool:
-    """Return whether a language model's loss of this name has a perplexity."""
+    """Return whether exp(loss) is a perplexity, for a language model's loss of this name."""
     return not name.startswith(DIVERGENCE)
 
 

@@ -165,7 +165,7 @@ class Run(ParallelModel):
 
     @property
     def finished(self) -> bool:
-        """Whether all requested training is done; a last partial batch is left out."""
+        """Whether all requested training is done. A last partial batch is not used."""
         training, progress = self.config.training, self.progress
         tokens, samples = training.train_tokens, training.train_samples
         if tokens is not None and progress.consumed_tokens >= tokens:

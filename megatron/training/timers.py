@@ -156,7 +156,7 @@ class SectionClock:
         return [*SECTIONS, *self.axes, "update"]
 
     def enter(self, timer: str) -> str | None:
-        """Begin the section of a timer, if it has one, and return the one to go back to."""
+        """Begin the section of a timer, if it has one, and return the section to resume later."""
         outer, section = self._section, _SECTION_OF.get(timer)
         # Evaluation also loads data, outside of an update's passes.
         if section is not None and (outer is not None or section != "loading"):
@@ -261,7 +261,7 @@ class OperationClock:
 
     Args:
         device: The device whose queue is timed.
-        layout: The run's layout, over which all processes start together.
+        layout: The run's layout. All of its processes wait for each other before an update.
     """
 
     def __init__(self, device: Device, layout: Layout) -> None:

@@ -51,7 +51,7 @@ class ResponseForm:
 
 
 def _completion(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
-    """Return a completion's text, with its tokens in four lists. A part has the same form."""
+    """Return a completion's text, with its tokens in four lists. Streamed parts look the same."""
     if not logprobs:
         return {"text": piece.text, "logprobs": None}
     lists = {

@@ -27,19 +27,19 @@ class GarbageCollection(Callback):
     """
 
     def on_start(self, run: Run) -> None:
-        """Collect once and turn off automatic collection."""
+        """Collect garbage once, and turn off automatic collection."""
         gc.collect()
         gc.freeze()  # the objects that exist now stay for the whole run
         gc.disable()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Collect every `--manual-gc-interval` iterations."""
+        """Collect garbage every `--manual-gc-interval` iterations."""
         interval = run.config.training.manual_gc_interval
         if interval and run.progress.iteration % interval == 0:
             gc.collect()
 
     def on_end(self, run: Run, leave: Leave | None) -> None:
-        """Turn automatic collection on again."""
+        """Turn automatic garbage collection on again."""
         gc.unfreeze()
         gc.enable()
 
