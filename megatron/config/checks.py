@@ -91,6 +91,7 @@ RULES: tuple[Rule, ...] = (
     rules_attention.delta_net,
     rules_model.multi_token,
     rules_hybrid.hybrid,
+    rules_hybrid.parallel_mamba,
     rules_model.experts,
     rules_model.expert_groups,
     rules_model.gating,

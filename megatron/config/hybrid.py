@@ -15,9 +15,19 @@ SYMBOLS = {
     MIXTURE: "a mixture of experts",
 }
 # Sizes of Mamba-2.
-MAMBA_FIELDS = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+MAMBA_FIELDS = (
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+    "mamba_norm",
+)
 _STAGE, _PREDICTION = "|", "/"
-_HYBRID = Need(lambda run: run.model.hybrid_layer_pattern, "--hybrid-layer-pattern")
+_HYBRID = Need(
+    lambda run: run.model.hybrid_layer_pattern or run.model.parallel_mamba,
+    "--hybrid-layer-pattern or --parallel-mamba",
+)
+_PARALLEL = Need(lambda run: run.model.parallel_mamba, "--parallel-mamba")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +38,24 @@ class HybridOptions:
         hybrid_layer_pattern: The layers of a hybrid model, one symbol each: M Mamba-2, * attention,
             - an MLP, E a mixture of experts. Each layer has only this part and its normalization. A
             | begins the next pipeline part. Default: every layer has attention and an MLP.
+        parallel_mamba: Add a Mamba-2 mixer beside the attention of every layer. Both read the same
+            input, and both outputs are added to the residual (Falcon-H1).
         mamba_state_dim: Size of the vectors B and C of Mamba-2: the number of values that its state
             holds for each channel.
         mamba_head_dim: Channels of a Mamba-2 head.
         mamba_num_groups: Number of groups of Mamba-2 heads. The heads of a group share B and C.
         mamba_num_heads: Number of Mamba-2 heads. Default: 2 x --hidden-size / --mamba-head-dim.
+        mamba_norm: Normalize the output of Mamba-2 before its output projection.
+        embedding_multiplier: Factor of the word embeddings, with --parallel-mamba.
+        key_multiplier: Factor of the keys of attention beside Mamba-2.
+        attention_input_multiplier: Factor of the input of attention beside Mamba-2.
+        attention_output_multiplier: Factor of the output of attention beside Mamba-2.
+        mamba_input_multiplier: Factor of the input of Mamba-2 beside attention.
+        mamba_multipliers: Five more factors of what Mamba-2 beside attention computes from its
+            input: of its gate, of x, B and C, and of its time steps.
+        mamba_output_multiplier: Factor of the output of Mamba-2 beside attention.
+        mlp_multipliers: Two factors, of the gate and of the output of the MLP, with
+            --parallel-mamba.
     """
 
     hybrid_layer_pattern: str | None = flag(
@@ -42,6 +65,16 @@ class HybridOptions:
     mamba_head_dim: int = flag(64, unit="channels", at_least=1, at_most=MOST_WIDTH, needs=_HYBRID)
     mamba_num_groups: int = flag(8, unit="groups", at_least=1, at_most=2**16, needs=_HYBRID)
     mamba_num_heads: int | None = flag(None, unit="heads", at_least=1, at_most=2**16, needs=_HYBRID)
+    parallel_mamba: bool = flag(False, only_for=("gpt",))
+    mamba_norm: bool = flag(True, off="--disable-mamba-norm", requires=_HYBRID)
+    embedding_multiplier: float = flag(1.0, above=0, requires=_PARALLEL)
+    key_multiplier: float = flag(1.0, above=0, requires=_PARALLEL)
+    attention_input_multiplier: float = flag(1.0, above=0, requires=_PARALLEL)
+    attention_output_multiplier: float = flag(1.0, above=0, requires=_PARALLEL)
+    mamba_input_multiplier: float = flag(1.0, above=0, requires=_PARALLEL)
+    mamba_multipliers: tuple[float, ...] = flag((1.0,) * 5, above=0, requires=_PARALLEL)
+    mamba_output_multiplier: float = flag(1.0, above=0, requires=_PARALLEL)
+    mlp_multipliers: tuple[float, ...] = flag((1.0,) * 2, above=0, requires=_PARALLEL)
 
     @property
     def has_attention(self) -> bool:
@@ -56,8 +89,8 @@ class HybridOptions:
 
     @property
     def has_mamba(self) -> bool:
-        """Whether the model has Mamba-2 layers."""
-        return self.hybrid_layer_pattern is not None and MAMBA in self.hybrid_layer_pattern
+        """Whether the model has Mamba-2 mixers."""
+        return self.parallel_mamba or MAMBA in (self.hybrid_layer_pattern or "")
 
 
 def pattern_parts(pattern: str) -> list[str]:

@@ -22,6 +22,36 @@ _NOT_WITH_MAMBA: Exclusions = {
     "model.use_mup": ((False,), "muP has no rules for Mamba-2's decays and time steps"),
     "precision.fp8_format": ((None,), "Mamba-2's projections are not computed in 8 bits"),
 }
+_NOT_WITH_PARALLEL: Exclusions = {
+    "model.lora_rank": ((None,), "its layers do not support adapters"),
+    "model.hybrid_layer_pattern": ((None,), "the pattern names the kind of each layer"),
+    "model.add_bias_linear": ((False,), "its linear layers have no biases"),
+    "model.add_qkv_bias": ((False,), "its linear layers have no biases"),
+    "model.num_experts": ((None,), "its layers have no mixtures of experts"),
+    "model.parallel_residual": ((False,), "its MLP follows its mixers"),
+    "model.mtp_num_layers": ((None,), "layers with states predict one token"),
+    "model.qk_layernorm": ((False,), "--key-multiplier is a part of the scale of scores"),
+    "model.qk_l2_norm": ((False,), "--key-multiplier is a part of the scale of scores"),
+    "model.attention_output_gate": ((False,), "attention has no gates there"),
+    "model.multi_latent_attention": ((False,), "latent attention has no Mamba-2 beside it"),
+    "model.experimental_attention_variant": ((None,), "every layer has attention"),
+    "checkpoint.ckpt_format": (("native",), "such layers cannot be written in this format"),
+}
+
+
+def parallel_mamba(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that does not fit Mamba-2 beside attention."""
+    model = config.model
+    if not model.parallel_mamba:
+        return
+    shown = "--parallel-mamba"
+    yield from excluded(config, shown, _NOT_WITH_PARALLEL)
+    yield from excluded(config, shown, _NOT_WITH_MAMBA)
+    yield from _mamba(config)
+    for name, count in (("mamba_multipliers", 5), ("mlp_multipliers", 2)):
+        given = len(getattr(model, name))
+        if given != count:
+            yield f"--{name.replace('_', '-')} has {given} numbers: give {count}"
 
 
 def hybrid(config: RunOptions, world_size: int) -> Iterator[str]:

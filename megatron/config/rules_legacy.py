@@ -147,6 +147,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
             f"--hybrid-layer-pattern {model.hybrid_layer_pattern}",
             model.hybrid_layer_pattern is not None,
         ),
+        ("--parallel-mamba", model.parallel_mamba),
         ("--embed-layernorm", model.embed_layernorm),
         (
             f"--rope-type {model.rope_type}",

@@ -35,7 +35,7 @@ from megatron.models.plan import (
     ModelPlan,
     multi_token_plan,
 )
-from megatron.models.recurrent_plan import RecurrentPlan, StateSpec
+from megatron.models.recurrent_plan import ParallelMambaPlan, RecurrentPlan, StateSpec
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
@@ -317,6 +317,8 @@ def make_cache(
     for index, mixer in mixers.items():
         if isinstance(mixer, AttentionPlan):
             shapes[index] = mixer.cached(layout.tensor.size)
+            if isinstance(mixer, ParallelMambaPlan):
+                states[index] = mixer.mamba.states(layout.tensor.size)
         elif isinstance(mixer, RecurrentPlan):
             states[index] = mixer.states(layout.tensor.size)
         else:

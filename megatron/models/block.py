@@ -22,7 +22,7 @@ from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCac
 from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.delta_net import GatedDeltaNet
 from megatron.models.latent_attention import LatentAttention
-from megatron.models.mamba import Mamba
+from megatron.models.mamba import AttentionWithMamba, Mamba
 from megatron.models.mixture import Mixture
 from megatron.models.mlp import MLP
 from megatron.models.norm import Joining, Norm, Stream, new_norm
@@ -74,6 +74,7 @@ MIXERS: dict[str, Any] = {
     "chunked_cross_attention": ChunkedCrossAttention,
     "neighbor_cross_attention": NeighborCrossAttention,
     "mamba": Mamba,
+    "parallel_mamba": AttentionWithMamba,
     "gated_delta_net": GatedDeltaNet,
 }
 # An MLP is constructed with (plan, context) and called with x. Otherwise it is like a mixer.

@@ -20,10 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels.amax import Handovers
+from megatron.kernels.amax import NO_HANDOVERS, Handovers
+from megatron.kernels.attention import Mask
+from megatron.kernels.rope import Rotation
+from megatron.models.attention import KeyValueCache, SelfAttention
 from megatron.models.costs import MicroBatch, WeightSplit, Work
 from megatron.models.recurrence import CausalConvolution, RecurrentMixer, own_part
-from megatron.models.recurrent_plan import MambaPlan
+from megatron.models.recurrent_plan import MambaPlan, ParallelMambaPlan
 from megatron.parallel.adapter import WHOLE
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
@@ -77,7 +80,18 @@ class Mamba(RecurrentMixer):
         self.decay = of_heads(init=Init("log_uniform", *_DECAY))
         self.skip = of_heads(init=ONES)
         self.time_step = of_heads(init=Init("time_step", *_TIME_STEP))
-        self.norm = context.new_parameter((plan.inner,), init=ONES, split_dim=0)
+        self.norm = None
+        if plan.normalizes:
+            self.norm = context.new_parameter((plan.inner,), init=ONES, split_dim=0)
+        factors: Tensor | None = None  # of a group's projections
+        if plan.factors:
+            each = [
+                torch.full((width // plan.groups,), factor, device=context.device)
+                for width, factor in zip(plan.widths, plan.factors, strict=True)
+            ]
+            factors = torch.cat(each)
+        self.register_buffer("factors", factors, persistent=False)
+        self.factors: Tensor | None
         self.output = Linear(
             plan.inner,
             plan.hidden,
@@ -100,7 +114,8 @@ class Mamba(RecurrentMixer):
     @staticmethod
     def vectors(plan: MambaPlan, split: WeightSplit) -> int:
         """Count the parameters of convolution, heads, normalization and biases on one process."""
-        count = plan.convolved * (plan.convolution + 1) + 3 * plan.heads + plan.inner
+        count = plan.convolved * (plan.convolution + 1) + 3 * plan.heads
+        count += plan.inner if plan.normalizes else 0
         count += sum(plan.widths) if plan.bias else 0
         return count // split.tensor + (plan.hidden if plan.bias else 0)
 
@@ -155,6 +170,8 @@ class Mamba(RecurrentMixer):
             The normalized outputs [s, b, g, r p] in the type of `projected`, and new states.
         """
         plan, groups = self.plan, projected.shape[2]
+        if self.factors is not None:
+            projected = (projected * self.factors).to(projected.dtype)
         inner, _, vector, _, heads = (width // plan.groups for width in plan.widths)
         gate, channels, steps = projected.split((inner, inner + 2 * vector, heads), dim=3)
         part = partial(own_part, axis=axis)
@@ -192,6 +209,9 @@ class Mamba(RecurrentMixer):
                 out, after = checkpoint(core, x, steps, -decay.exp(), *kept, use_reentrant=False)
             else:
                 out, after = core(x, steps, -decay.exp(), *kept)
+        if self.norm is None:
+            out = (out.float() + x * skip.unsqueeze(-1)).flatten(3) * F.silu(gate.float())
+            return out.to(projected.dtype), (last, after.flatten(1, 2))
         weight = self.norm[part(len(self.norm))].view(groups, inner)
         if kernels is not None and len(x) > 1:
             # One pass over memory for the sum, and one for gate and normalization.
@@ -201,6 +221,69 @@ class Mamba(RecurrentMixer):
         out = (out + x * skip.unsqueeze(-1)).flatten(3) * F.silu(gate.float())
         normal = out * (out.square().mean(3, keepdim=True) + plan.epsilon).rsqrt()
         return (normal * weight.float()).to(projected.dtype), (last, after.flatten(1, 2))
+
+
+class AttentionWithMamba(SelfAttention):
+    """Self-attention and Mamba-2 that read the same input, and the weighted sum of their outputs.
+
+    The linear layers have no biases, so `bias_to_add` is `None`.
+
+    Args:
+        plan: The record of its sizes.
+        context: Layout, device, kernels and number formats.
+        layer_number: Index of the layer in the model, from 1.
+        recompute_core: Whether to recompute the attention core and the scan in the backward pass
+            instead of keeping their intermediates.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelMambaPlan,
+        context: BuildContext,
+        layer_number: int,
+        *,
+        recompute_core: bool = False,
+    ) -> None:
+        """Build both mixers."""
+        super().__init__(plan, context, layer_number, recompute_core=recompute_core)
+        self.mamba = Mamba(plan.mamba, context, layer_number, recompute_core=recompute_core)
+        self.output_factors = plan.attention_factor, plan.mamba_factor
+        self.handovers = NO_HANDOVERS
+
+    @staticmethod
+    def matrices(plan: ParallelMambaPlan, split: WeightSplit) -> list[tuple[int, int]]:  # type: ignore[override]
+        """Return (outputs, inputs) of each weight matrix on one process."""
+        return SelfAttention.matrices(plan, split) + Mamba.matrices(plan.mamba, split)
+
+    @staticmethod
+    def vectors(plan: ParallelMambaPlan, split: WeightSplit) -> int:  # type: ignore[override]
+        """Count all other parameters on one process."""
+        return SelfAttention.vectors(plan, split) + Mamba.vectors(plan.mamba, split)
+
+    @staticmethod
+    def work(plan: ParallelMambaPlan, length: int, encoder_length: int) -> Work:  # type: ignore[override]
+        """Count the operations of both mixers."""
+        products, scores = SelfAttention.work(plan, length, encoder_length)
+        of_mamba = Mamba.work(plan.mamba, length, encoder_length)
+        return Work(products + of_mamba.products, scores + of_mamba.scores)
+
+    @staticmethod
+    def activation_bytes(plan: ParallelMambaPlan, batch: MicroBatch) -> int:  # type: ignore[override]
+        """Count the bytes that both mixers keep for the backward pass."""
+        of_mamba = Mamba.activation_bytes(plan.mamba, batch)
+        return SelfAttention.activation_bytes(plan, batch) + of_mamba
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Compute both mixers, with the arguments and the shape of `SelfAttention.forward`."""
+        of_attention, of_mamba = self.output_factors
+        attended = super().forward(x, mask, rotation, cache)
+        return attended * of_attention + self.mamba(x, mask, rotation, cache) * of_mamba
 
 
 def step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megatron.kernels.amax import Handovers
@@ -49,6 +50,11 @@ class MLP(nn.Module):
             offset=plan.offset,
         )
         self.handovers = Handovers(up.forward, down.backward)
+        self.factor, factors = plan.factor, None
+        if plan.gate_factor != 1:
+            factors = torch.tensor([[plan.gate_factor], [1.0]], device=context.device)
+        self.register_buffer("factors", factors, persistent=False)  # of gate and up
+        self.factors: Tensor | None
 
     @staticmethod
     def matrices(plan: MLPPlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -73,7 +79,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. The caller adds `bias_to_add`."""
-        return self.down(self.activation(self.up(x), self.up.bias_to_add))
+        before = self.up(x)
+        if self.factors is not None:
+            before = (before.unflatten(-1, (2, -1)) * self.factors).flatten(-2).to(before.dtype)
+        out: Tensor = self.down(self.activation(before, self.up.bias_to_add))
+        return out if self.factor == 1 else out * self.factor
 
     @property
     def bias_to_add(self) -> Tensor | None:

@@ -334,6 +334,8 @@ class MLPPlan(SublayerPlan):
         gated: Whether the first matrix has two parts, gate and up.
         clamp: Largest value of the gate, and largest magnitude of up; `None` for no limit.
         offset: Number added to up.
+        gate_factor: Factor of the gate.
+        factor: Factor of the output.
     """
 
     kind: str = "dense"
@@ -342,6 +344,8 @@ class MLPPlan(SublayerPlan):
     gated: bool = False
     clamp: float | None = None
     offset: float = 0.0
+    gate_factor: float = 1.0
+    factor: float = 1.0
 
     @property
     def up(self) -> int:

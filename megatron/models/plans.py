@@ -38,7 +38,7 @@ from megatron.models.plan import (
     RotaryPlan,
     TemperaturePlan,
 )
-from megatron.models.recurrent_plan import GatedDeltaNetPlan, MambaPlan
+from megatron.models.recurrent_plan import GatedDeltaNetPlan, MambaPlan, ParallelMambaPlan
 
 _JITTER = 0.01  # DeepSpeed's value for the policy Jitter
 _SEGMENTS = 2  # segments per BERT sample, and therefore token types and classes of the binary head
@@ -98,6 +98,9 @@ def layer_plan(
         mixer = delta_net_plan(model)
     elif model.multi_latent_attention:
         mixer = latent_plan(model, attention)
+    elif model.parallel_mamba:
+        mixer = parallel_mamba_plan(model, attention)
+    gate_factor, factor = model.mlp_multipliers
     crossing = replace(
         attention,
         kind="cross_attention",
@@ -123,6 +126,8 @@ def layer_plan(
         gated=model.is_gated,
         clamp=model.activation_func_clamp_value,
         offset=model.glu_linear_offset,
+        gate_factor=gate_factor,
+        factor=factor,
     )
     return LayerPlan(
         mixer=mixer,
@@ -155,6 +160,7 @@ def hybrid_layer(model: ModelConfig, layer: LayerPlan, symbol: str) -> LayerPlan
 def mamba_plan(model: ModelConfig) -> MambaPlan:
     """Return the record of a Mamba-2 mixer."""
     assert model.mamba_num_heads is not None, "resolve fills it in"
+    factors = tuple(model.mamba_input_multiplier * one for one in model.mamba_multipliers)
     return MambaPlan(
         hidden=model.hidden_size,
         init=hidden_init_plan(model),
@@ -163,6 +169,28 @@ def mamba_plan(model: ModelConfig) -> MambaPlan:
         groups=model.mamba_num_groups,
         state=model.mamba_state_dim,
         epsilon=model.norm_epsilon,
+        normalizes=model.mamba_norm,
+        factors=factors if set(factors) != {1.0} else (),
+    )
+
+
+def parallel_mamba_plan(model: ModelConfig, attention: AttentionPlan) -> ParallelMambaPlan:
+    """Return the record of attention with Mamba-2 beside it.
+
+    Factors of queries and keys are parts of the scale of the scores, and a factor of values is one
+    of the output.
+
+    Args:
+        model: Resolved network flags.
+        attention: The record of attention without these factors.
+    """
+    scale = attention.scale or attention.head_size**-0.5
+    scale *= model.attention_input_multiplier**2 * model.key_multiplier
+    return ParallelMambaPlan(
+        **{**vars(attention), "kind": "parallel_mamba", "scale": scale},
+        mamba=mamba_plan(model),
+        attention_factor=model.attention_input_multiplier * model.attention_output_multiplier,
+        mamba_factor=model.mamba_output_multiplier,
     )
 
 
@@ -391,7 +419,7 @@ def embedding_plan(
     """
     learned = model.position_embedding_type == "learned_absolute"
     scale = math.sqrt(model.hidden_size) if model.scale_embeddings else 1.0
-    scale *= model.mup_embedding_mult
+    scale *= model.mup_embedding_mult * model.embedding_multiplier
     return EmbeddingPlan(
         vocabulary=vocabulary,
         hidden=model.hidden_size,

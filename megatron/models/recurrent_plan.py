@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.models.plan import MixerPlan
+from megatron.models.plan import AttentionPlan, MixerPlan
 
 
 class StateSpec(NamedTuple):
@@ -76,6 +76,8 @@ class MambaPlan(RecurrentPlan):
         state: Size of the vectors B and C, which is the number of values that the state holds for
             each channel.
         epsilon: Number added to the variance in the normalization before the output projection.
+        normalizes: Whether there is such a normalization.
+        factors: Factors of the gate z, of x, B and C, and of the time steps; empty for none.
     """
 
     kind: str = "mamba"
@@ -85,6 +87,8 @@ class MambaPlan(RecurrentPlan):
     groups: int
     state: int
     epsilon: float
+    normalizes: bool = True
+    factors: tuple[float, ...] = ()
 
     @property
     def inner(self) -> int:
@@ -110,6 +114,22 @@ class MambaPlan(RecurrentPlan):
         """
         shape = (self.heads // tensor, self.head_size, self.state)
         return self.convolution_state(tensor), StateSpec("heads", shape, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelMambaPlan(AttentionPlan):
+    """Attention with a Mamba-2 mixer beside it, which reads the same input (Falcon-H1).
+
+    Attributes:
+        mamba: The record of Mamba-2.
+        attention_factor: Factor of the output of attention.
+        mamba_factor: Factor of the output of Mamba-2.
+    """
+
+    kind: str = "parallel_mamba"
+    mamba: MambaPlan
+    attention_factor: float
+    mamba_factor: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,9 @@ def test_patterns_are_read_and_never_run() -> None:
         assert layer_symbols(text) == ""
 
 
+_BESIDE = "--num-layers 2 --parallel-mamba --disable-bias-linear"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -85,6 +88,18 @@ def test_patterns_are_read_and_never_run() -> None:
             "--hybrid-layer-pattern M* --mamba-num-heads 6 --mamba-num-groups 4",
             "--mamba-num-heads 6 is not divisible by --mamba-num-groups 4",
         ),
+        (f"{_BESIDE} --hybrid-layer-pattern MM", "the pattern names the kind of each layer"),
+        (f"{_BESIDE} --add-bias-linear", "its linear layers have no biases"),
+        (f"{_BESIDE} --qk-layernorm", "--key-multiplier is a part of the scale of scores"),
+        (f"{_BESIDE} --num-experts 4", "its layers have no mixtures of experts"),
+        (f"{_BESIDE} --save x --ckpt-format torch_dist", "in this format"),
+        (f"{_BESIDE} --mlp-multipliers 1", "--mlp-multipliers has 1 numbers: give 2"),
+        (f"{_BESIDE} --mamba-multipliers 1 2 3", "--mamba-multipliers has 3 numbers: give 5"),
+        (f"{_BESIDE} --mamba-num-heads 6 --mamba-num-groups 4", "6 is not divisible by"),
+        (f"{_BESIDE} --lora-rank 2 --load x --finetune", "its layers do not support adapters"),
+        (f"{_BESIDE} --use-mup", "muP has no rules for Mamba-2"),
+        ("--num-layers 2 --key-multiplier 2", "--key-multiplier 2 requires --parallel-mamba"),
+        ("--num-layers 2 --disable-mamba-norm", "requires --hybrid-layer-pattern or --parallel"),
         ("--num-layers 2 --hybrid-attention-ratio 0.1", "write one symbol for each layer"),
         ("--num-layers 2 --hybrid-mlp-ratio 0.1", "write one symbol for each layer"),
         ("--num-layers 2 --is-hybrid-model", "write one symbol for each layer"),

@@ -17,7 +17,7 @@ from megatron.inference.load import Loaded
 from megatron.inference.request import Request
 from megatron.parallel.layout import Layout
 from tests.inference.toy import drain, greedy, tokens_of
-from tests.parity.layouts import DELTA, HYBRID, LATENT, LayoutCase
+from tests.parity.layouts import DELTA, HYBRID, LATENT, PARALLEL_MAMBA, LayoutCase
 from tests.training.toy import train_toy
 
 PROMPTS = [(3, 1, 4), (1, 5), (9, 2, 6, 5, 3, 5), (8,), (97, 9, 3, 2), tuple(range(7, 37, 2))]
@@ -44,6 +44,7 @@ NETWORKS = {
     "sinks in windows": "--softmax-type learnable --window-size 9,0 --window-attn-skip-freq 2 "
     "--init-method-std 0.3",
     "hybrid": HYBRID,
+    "Mamba-2 beside attention": f"{PARALLEL_MAMBA} --init-method-std 0.3",
     "Mamba-2 alone": HYBRID.replace("M-M*", "MMMM"),
     "alibi": "--position-embedding-type alibi --embed-layernorm --window-size 9,0 "
     "--window-attn-skip-freq 2 --init-method-std 0.3",

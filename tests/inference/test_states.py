@@ -100,7 +100,7 @@ def test_a_new_snapshot_takes_the_place_of_the_oldest(folder: Path) -> None:
     assert cached(engine, first, second, first, third, second, first) == [0, 0, 8, 0, 0, 0]
 
 
-@pytest.mark.parametrize("name", [NAME, "qwen3 next"])
+@pytest.mark.parametrize("name", [NAME, "qwen3 next", "falcon h1"])
 def test_snapshots_survive_preemption_and_chunks(name: str, tmp_path: Path) -> None:
     folder = write_model(name, tmp_path)
     small = EngineOptions(max_sequences=5, max_step_tokens=6, cache_tokens=28, block_size=2)

@@ -48,6 +48,20 @@ HYBRID: dict[str, Any] = {
 }
 
 
+PARALLEL: dict[str, Any] = {
+    **HYBRID,
+    "hybrid_layer_pattern": None,
+    "num_layers": 2,
+    "parallel_mamba": True,
+    "mamba_norm": False,
+    "mamba_multipliers": (0.8, 1.1, 0.9, 1.3, 0.7),
+    "mlp_multipliers": (0.9, 1.2),
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "swiglu": True,
+}
+
+
 def mixer(mamba: MambaPlan = PLAN, *, recompute: bool = False) -> Mamba:
     made = Mamba(mamba, BuildContext(Layout.single()), 1, recompute_core=recompute)
     initialize(made.named_parameters(), seed=3)
@@ -165,9 +179,14 @@ def test_initial_decays_and_time_steps_are_in_their_ranges() -> None:
     assert steps.median() < 0.02, "log-uniform"
 
 
-def test_parameters_are_counted_as_they_are_built() -> None:
-    network = plan(config(**HYBRID))
-    assert [layer.mlp is None for layer in network.layers] == [True, False, True, True]
+def test_layers_of_a_pattern_have_one_part() -> None:
+    layers = plan(config(**HYBRID)).layers
+    assert [layer.mlp is None for layer in layers] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("flags", [HYBRID, PARALLEL], ids=["pattern", "beside attention"])
+def test_parameters_are_counted_as_they_are_built(flags: dict[str, Any]) -> None:
+    network = plan(config(**flags))
     model = GPTModel(network, BuildContext(Layout.single(), torch.device("meta")))
     assert count_parameters(network) == sum(each.numel() for each in model.parameters())
     part = ModelPart(range(2), embedding=True, head=False)
@@ -209,8 +228,9 @@ def test_activation_bytes_are_about_those_that_autograd_keeps(recompute: bool) -
     assert Mamba.activation_bytes(mamba, batch) == pytest.approx(held, rel=0.03)
 
 
-def test_no_layer_looks_ahead() -> None:
-    network = plan(config(**HYBRID))
+@pytest.mark.parametrize("flags", [HYBRID, PARALLEL], ids=["pattern", "beside attention"])
+def test_no_layer_looks_ahead(flags: dict[str, Any]) -> None:
+    network = plan(config(**flags))
     model = GPTModel(network, BuildContext(Layout.single())).eval()
     initialize(model.named_parameters(), 1)
     text = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))

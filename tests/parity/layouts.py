@@ -183,6 +183,13 @@ HYBRID = (
     "--disable-bias-linear --squared-relu"
 )
 _HYBRID_MIXTURE = f"{HYBRID.replace('M-M*', 'ME*M')} --num-experts 4 --moe-router-topk 2"
+PARALLEL_MAMBA = (
+    f"--parallel-mamba --mamba-num-groups 4 --mamba-num-heads 8 --mamba-head-dim 6 "
+    f"--mamba-state-dim 5 --disable-mamba-norm {_LLAMA} --embedding-multiplier 1.5 "
+    "--key-multiplier 0.6 --attention-input-multiplier 1.2 --attention-output-multiplier 0.7 "
+    "--mamba-input-multiplier 0.9 --mamba-multipliers 0.8 1.1 0.9 1.3 0.7 "
+    "--mamba-output-multiplier 0.8 --mlp-multipliers 0.9 1.2 --logit-scale 0.8"
+)
 _HYBRID_LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(4, flags=f"--zero-stage 3 {_RECOMPUTE}", network=HYBRID),
     LayoutCase(4, tensor=4, flags=f"{_SP} --recompute-granularity selective", network=HYBRID),
@@ -192,6 +199,10 @@ _HYBRID_LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2, context=2, flags="--cp-comm-type a2a", network=HYBRID),
     LayoutCase(8, tensor=2, context=2, pipeline=2, flags=_SP, network=HYBRID),
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=_HYBRID_MIXTURE),
+    LayoutCase(4, tensor=2, flags=f"{_SP} {_BESIDE} --zero-stage 3", network=PARALLEL_MAMBA),
+    LayoutCase(2, pipeline=2, flags=f"{_VIRTUAL} {_RECOMPUTE}", network=PARALLEL_MAMBA),
+    LayoutCase(2, context=2, flags="--recompute-activations", network=PARALLEL_MAMBA),
+    LayoutCase(4, tensor=2, context=2, flags=_SP, network=PARALLEL_MAMBA),
 )
 LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2),

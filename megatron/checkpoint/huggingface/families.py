@@ -8,6 +8,7 @@ from typing import Any
 from megatron.checkpoint.huggingface.bert import Bert
 from megatron.checkpoint.huggingface.bloom_falcon import Bloom, Falcon
 from megatron.checkpoint.huggingface.deepseek import DeepSeek
+from megatron.checkpoint.huggingface.falcon_h1 import FalconH1
 from megatron.checkpoint.huggingface.gemma import Gemma
 from megatron.checkpoint.huggingface.gpt2 import GPT2
 from megatron.checkpoint.huggingface.gpt_oss import GptOss
@@ -61,6 +62,7 @@ FAMILIES: list[Family] = [
     DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", biased=True),
     Mamba2("mamba2", "Mamba2ForCausalLM"),
     NemotronH("nemotron_h", "NemotronHForCausalLM"),
+    FalconH1("falcon_h1", "FalconH1ForCausalLM"),
     *(GPT2(), Bert(), T5()),
 ]
 

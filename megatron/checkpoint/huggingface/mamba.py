@@ -281,6 +281,14 @@ _MIXTURE_KEYS = (
 )
 
 
+def read_limit(settings: Settings) -> None:
+    """Check that the time steps of Mamba-2 have no limit."""
+    limit = settings.values.get("time_step_limit")
+    if limit not in _NO_LIMIT:
+        raise settings.error("time_step_limit", "time steps with limits are not supported")
+    settings.must_be("time_step_limit", limit)
+
+
 def _read_mamba(settings: Settings, heads_key: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags that both families share, and check the sizes of Mamba-2.
 
@@ -289,10 +297,7 @@ def _read_mamba(settings: Settings, heads_key: str, flags: Mapping[str, Any]) ->
         heads_key: The key with the number of heads.
         flags: The flags that have been read.
     """
-    limit = settings.values.get("time_step_limit")
-    if limit not in _NO_LIMIT:
-        raise settings.error("time_step_limit", "time steps with limits are not supported")
-    settings.must_be("time_step_limit", limit)
+    read_limit(settings)
     if flags["mamba_num_heads"] % flags["mamba_num_groups"]:
         raise settings.error("n_groups", f"does not divide {heads_key}")
     return {

@@ -23,7 +23,7 @@ from megatron.checkpoint.huggingface.settings import MOST, Settings
 from megatron.config.model import ModelConfig
 from megatron.models.mixture_plan import MixturePlan
 from megatron.models.plans import model_plan
-from megatron.models.recurrent_plan import GatedDeltaNetPlan, MambaPlan
+from megatron.models.recurrent_plan import GatedDeltaNetPlan, MambaPlan, ParallelMambaPlan
 
 Shape = tuple[int, ...]
 Names = Iterator[tuple[str, Sequence[str]]]
@@ -487,6 +487,11 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
 def mixer_shapes(mixer: plans.MixerPlan | None) -> dict[str, dict[str, Shape]]:
     """Return the parameter shapes of each module in a layer's mixer, if it has one."""
     match mixer:
+        case ParallelMambaPlan():
+            beside = mamba_shapes(mixer.mamba).items()
+            return attention_shapes(mixer) | {
+                name.replace("attention.", "attention.mamba."): shapes for name, shapes in beside
+            }
         case plans.AttentionPlan():
             return attention_shapes(mixer)
         case MambaPlan():
@@ -526,7 +531,7 @@ def mamba_shapes(mixer: MambaPlan) -> dict[str, dict[str, Shape]]:
             "bias": (channels,),
         },
         **{f"attention.{name}": heads for name in ("decay", "skip", "time_step")},
-        "attention.norm": {"": (mixer.inner,)},
+        **({"attention.norm": {"": (mixer.inner,)}} if mixer.normalizes else {}),
         "attention.output": linear_shapes((mixer.hidden,), mixer.inner, bias=mixer.bias),
     }
 

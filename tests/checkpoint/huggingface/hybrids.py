@@ -19,6 +19,7 @@ from tests.checkpoint.huggingface.decoders import (
     heads_of,
     linear,
     rms,
+    turn,
 )
 
 _COMMON: dict[str, Any] = {
@@ -76,6 +77,47 @@ MIXTURE = {
     "routed_scaling_factor": 1.75,
     "topk_group": 2,
 }
+FALCON: dict[str, Any] = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 1.6,
+    "embedding_multiplier": 5.5,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 22,
+    "key_multiplier": 0.4,
+    "lm_head_multiplier": 0.3,
+    "mamba_chunk_size": 8,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 7,
+    "mamba_d_ssm": 42,
+    "mamba_d_state": 9,
+    "mamba_n_groups": 2,
+    "mamba_n_heads": 6,
+    "mamba_norm_before_gate": False,
+    "mamba_rms_norm": False,
+    "max_position_embeddings": 24,
+    "mlp_multipliers": [0.7, 1.3],
+    "model_type": "falcon_h1",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000.0,
+    "ssm_in_multiplier": 1.2,
+    "ssm_multipliers": [0.9, 1.1, 0.6, 1.4, 0.5],
+    "ssm_out_multiplier": 0.75,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": 70,
+}
+FALCON_WITH_NORM: dict[str, Any] = {
+    **FALCON,
+    "mamba_rms_norm": True,
+    "mlp_multipliers": [1.0, 1.0],
+    "ssm_multipliers": [1.0] * 5,
+}
 _SYMBOLS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
@@ -87,6 +129,10 @@ def _kinds(config: Config) -> list[str]:
 
 def _sizes(config: Config) -> tuple[int, int, int, int]:
     """Return the numbers of heads, channels per head and groups, and the state size."""
+    if config["model_type"] == "falcon_h1":
+        heads = config["mamba_n_heads"]
+        sizes = config["mamba_d_head"], config["mamba_n_groups"], config["mamba_d_state"]
+        return heads, *sizes
     heads = config.get("num_heads") or config["mamba_num_heads"]
     size = config["mamba_head_dim"] if "mamba_head_dim" in config else config["head_dim"]
     state = config.get("state_size") or config["ssm_state_size"]
@@ -99,12 +145,12 @@ def _mamba_shapes(config: Config, at: str) -> Shapes:
     channels = inner + 2 * groups * state
     return {
         f"{at}.in_proj.weight": (inner + channels + heads, hidden),
-        f"{at}.conv1d.weight": (channels, 1, config["conv_kernel"]),
+        f"{at}.conv1d.weight": (channels, 1, 4),
         f"{at}.conv1d.bias": (channels,),
         f"{at}.A_log": (heads,),
         f"{at}.D": (heads,),
         f"{at}.dt_bias": (heads,),
-        f"{at}.norm.weight": (inner,),
+        **({f"{at}.norm.weight": (inner,)} if config.get("mamba_rms_norm", True) else {}),
         f"{at}.out_proj.weight": (hidden, inner),
     }
 
@@ -113,9 +159,12 @@ def _mamba(config: Config, w: Tensors, x: Tensor, at: str) -> Tensor:
     """Apply Mamba-2 to [b, s, h], one token at a time."""
     heads, size, groups, state = _sizes(config)
     inner, vectors = heads * size, groups * state
-    z, convolved, steps = linear(w, x, f"{at}.in_proj").split(
-        (inner, inner + 2 * vectors, heads), -1
-    )
+    projected = linear(w, x, f"{at}.in_proj")
+    if "ssm_multipliers" in config:
+        widths = torch.tensor([inner, inner, vectors, vectors, heads])
+        factors = torch.tensor(config["ssm_multipliers"], dtype=x.dtype)
+        projected = projected * factors.repeat_interleave(widths) * config["ssm_in_multiplier"]
+    z, convolved, steps = projected.split((inner, inner + 2 * vectors, heads), -1)
     kernel = w[f"{at}.conv1d.weight"]
     convolved = F.conv1d(
         F.pad(convolved.transpose(1, 2), (kernel.shape[-1] - 1, 0)),
@@ -136,7 +185,10 @@ def _mamba(config: Config, w: Tensors, x: Tensor, at: str) -> Tensor:
         outputs.append(torch.einsum("bhpn,bhn->bhp", held, c[:, token]))
     out = torch.stack(outputs, 1) + w[f"{at}.D"][:, None] * u
     gated = (out.flatten(2) * F.silu(z)).unflatten(-1, (groups, -1))
-    normal = rms(gated, torch.ones(()), config["layer_norm_epsilon"]).flatten(2)
+    if not config.get("mamba_rms_norm", True):
+        return linear(w, gated.flatten(2), f"{at}.out_proj")
+    eps = config.get("layer_norm_epsilon") or config["rms_norm_eps"]
+    normal = rms(gated, torch.ones(()), eps).flatten(2)
     return linear(w, normal * w[f"{at}.norm.weight"], f"{at}.out_proj")
 
 
@@ -191,4 +243,44 @@ def logits(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
     return rms(x, w["backbone.norm_f.weight"], eps) @ w["lm_head.weight"].t()
 
 
-FAMILIES = dict.fromkeys(("mamba2", "nemotron_h"), Kind(shapes, logits))
+def _falcon_shapes(config: Config) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    table = (config["vocab_size"], hidden)
+    found: Shapes = {"model.embed_tokens.weight": table}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        found |= attention_shapes(config, f"{at}.self_attn")
+        found |= _mamba_shapes(config, f"{at}.mamba")
+        for kind in ("gate", "up"):
+            found[f"{at}.feed_forward.{kind}_proj.weight"] = (inner, hidden)
+        found[f"{at}.feed_forward.down_proj.weight"] = (hidden, inner)
+        for name in ("input_layernorm", "pre_ff_layernorm"):
+            found[f"{at}.{name}.weight"] = (hidden,)
+    return found | {"model.final_layernorm.weight": (hidden,), "lm_head.weight": table}
+
+
+def _falcon(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
+    eps, (of_gate, of_down) = config["rms_norm_eps"], config["mlp_multipliers"]
+    x = w["model.embed_tokens.weight"][tokens] * config["embedding_multiplier"]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        normal = rms(x, w[f"{at}.input_layernorm.weight"], eps)
+        given = normal * config["attention_in_multiplier"]
+        query, key, value = heads_of(config, w, given, f"{at}.self_attn")
+        key = key * config["key_multiplier"]
+        query, key = (turn(part, config["rope_theta"]) for part in (query, key))
+        attended = linear(w, attend(query, key, value), f"{at}.self_attn.o_proj")
+        of_mamba = _mamba(config, w, normal, f"{at}.mamba") * config["ssm_out_multiplier"]
+        x = x + attended * config["attention_out_multiplier"] + of_mamba
+        normal, at = rms(x, w[f"{at}.pre_ff_layernorm.weight"], eps), f"{at}.feed_forward"
+        gate = F.silu(linear(w, normal, f"{at}.gate_proj") * of_gate)
+        inner = gate * linear(w, normal, f"{at}.up_proj")
+        x = x + linear(w, inner, f"{at}.down_proj") * of_down
+    scores = rms(x, w["model.final_layernorm.weight"], eps) @ w["lm_head.weight"].t()
+    return scores * config["lm_head_multiplier"]
+
+
+FAMILIES = {
+    **dict.fromkeys(("mamba2", "nemotron_h"), Kind(shapes, logits)),
+    "falcon_h1": Kind(_falcon_shapes, _falcon),
+}

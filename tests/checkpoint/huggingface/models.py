@@ -414,6 +414,8 @@ CASES: dict[str, Case] = {
         }
     ),
     "nemotron h mixture": Case({**hybrids.NEMOTRON, **hybrids.MIXTURE}),
+    "falcon h1": Case(hybrids.FALCON),
+    "falcon h1 with a norm": Case(hybrids.FALCON_WITH_NORM),
     "gpt2": Case(_GPT2),
     "gpt2 exact": Case({**_GPT2, "activation_function": "gelu", "n_inner": 40}),
 }
