@@ -84,7 +84,13 @@ def test_pieces(small, text, entries, spelled):
 
 @pytest.mark.parametrize(
     ("text", "entries"),
-    [("a b", "a b"), (" a b ", "\u2582 a b \u2582"), (" ", "\u2582"), ("中 a", "中 \u2582 a")],
+    [
+        ("a b", "a b"),
+        (" a b", "\u2582 a b"),
+        ("a b ", "a b \u2582"),
+        (" ", "\u2582"),
+        ("中 a", "中 \u2582 a"),
+    ],
 )
 def test_only_spaces_between_words_are_dropped(small, text, entries, monkeypatch):
     """A stand-in for jieba splits the text at spaces."""
