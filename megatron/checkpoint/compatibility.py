@@ -22,7 +22,7 @@ from megatron.config.run import RunConfig, field_at, flatten
 from megatron.errors import CheckpointError
 
 # Settings that optimizer states depend on.
-_OF_STATES = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
+_STATE_SETTINGS = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
 
 
 def check_network(
@@ -131,7 +131,7 @@ def check_states(config: RunConfig, reader: Reader) -> None:
     here = flatten(config)
     differing = [
         _difference(path, here[path], saved[name])
-        for path in _OF_STATES
+        for path in _STATE_SETTINGS
         for name in (path.partition(".")[2],)
         if saved.get(name) not in (None, here[path])
     ]

@@ -90,14 +90,14 @@ def parse_header(data: bytes) -> dict[str, Placement]:
             "not a safetensors header: its length differs from the length that it states"
         )
 
-    def without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
             raise ValueError("a name occurs twice in the header")
         return found
 
     try:
-        entries = json.loads(data[8:], object_pairs_hook=without_doubles)
+        entries = json.loads(data[8:], object_pairs_hook=reject_duplicates)
         entries.pop("__metadata__", None)
         places = {}
         for name, entry in entries.items():

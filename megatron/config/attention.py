@@ -244,7 +244,7 @@ def layer_windows(options: SelfAttentionOptions, layers: int) -> tuple[int | Non
     return tuple(window if is_limited else None for is_limited in limited)
 
 
-def layer_rotates(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...]:
+def rotary_layers(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...]:
     """Return which layers have rotary positions, if the model has them.
 
     Args:
@@ -261,7 +261,7 @@ def layer_rotates(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...
     return tuple(not is_chosen for is_chosen in chosen)
 
 
-def layer_deltas(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...]:
+def delta_net_layers(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...]:
     """Return which layers have a gated delta net instead of attention.
 
     Args:

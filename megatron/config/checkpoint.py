@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.fields import Need, flag
 
 AVERAGES, SNAPSHOTS = "average.", "snapshot"  # prefixes of averaged weights in checkpoints
-_OF_CORE = ("torch", "torch_dcp", "zarr", "fsdp_dtensor")
+_CORE_FORMATS = ("torch", "torch_dcp", "zarr", "fsdp_dtensor")
 
 
 def _written_format(text: str) -> str:
@@ -16,7 +16,7 @@ def _written_format(text: str) -> str:
     Raises:
         ValueError: The format is a Megatron Core format.
     """
-    if text in _OF_CORE:
+    if text in _CORE_FORMATS:
         raise ValueError(
             "this is a Megatron Core format, which cannot be written: drop the flag (native "
             "checkpoints load in any layout), or use torch_dist for Megatron Core"

@@ -1,7 +1,7 @@
 """The table of checks, which find user mistakes before any process group or GPU is used.
 
 Each rule reads the resolved configuration and yields one line per mistake: flag, value, remedy.
-Only `required` and `some_length` report missing values; other rules skip them.
+Only `required` and `required_length` report missing values; other rules skip them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def requirements(
 
 RULES: tuple[Rule, ...] = (
     rules_model.required,
-    rules_model.some_length,
+    rules_model.required_length,
     bounds,
     requirements,
     rules_training.samples,
@@ -183,7 +183,7 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     lines += rules_curriculum.slow_lengths(config)
     lines += rules_training.range_test_only(config)
     lines += rules_optimizer.coarse_variance(config)
-    lines += rules_finetuning.dropout_of_preferences(config)
+    lines += rules_finetuning.preference_dropout(config)
     lines += _no_effect(config, start)
     kind = config.tokenizer.tokenizer_type
     unread = {"vocab_file", "merge_file", "tokenizer_model", "vocab_size"} if kind else set()
@@ -197,7 +197,7 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     kind = config.checkpoint.ckpt_format
     if config.checkpoint.save is not None and kind != "native":
         style = config.schedule.lr_decay_style if kind == "legacy" else None
-        lines += rules_legacy.not_kept(config.precision, style, f"--ckpt-format {kind}")
+        lines += rules_legacy.unsupported_state(config.precision, style, f"--ckpt-format {kind}")
         if config.schedule.lr_warmup_style == "log":
             lines.append(
                 f"--ckpt-format {kind}: Megatron-LM does not support --lr-warmup-style log: to "

@@ -30,7 +30,7 @@ _REMEDY = {
 }
 # Settings that follow from the arguments of Retro's working folder, with the arguments' names and
 # types.
-_OF_RETRO = {
+_RETRO_SETTINGS = {
     "model.retro_chunk_length": ("retro_gpt_chunk_length", int),
     "data.seq_length": ("retro_gpt_seq_length", int),
     "data.data_path": ("retro_gpt_data_path", list),
@@ -188,11 +188,11 @@ def read_retro_workdir(config: RunOptions, found: Findings) -> dict[str, Any]:
         told = read_arguments(folder)
     except ConfigError as error:
         found.problems.append(str(error))
-        found.spoiled.update(path.partition(".")[2] for path in _OF_RETRO)
+        found.spoiled.update(path.partition(".")[2] for path in _RETRO_SETTINGS)
         return {}
     asked = flatten(config)
     taken: dict[str, Any] = {}
-    for path, (name, kind) in _OF_RETRO.items():
+    for path, (name, kind) in _RETRO_SETTINGS.items():
         value, field = told.get(name), field_at(path)
         if type(value) is not kind or (kind is int and field.out_of_bounds(value)):
             found.problems.append(

@@ -396,7 +396,7 @@ class ModelConfig(ModelOptions):
 
 
 # Fields that determine how weights are initialized, padded and used in computation.
-_NOT_OF_THE_NETWORK = {
+_EXCLUDED_FIELDS = {
     "make_vocab_size_divisible_by",
     "onnx_safe",
     "bias_gelu_fusion",
@@ -443,7 +443,7 @@ _NOT_OF_THE_NETWORK = {
 }
 # Fields that give the weights their shape and meaning: other values mean a different network.
 NETWORK_FIELDS = tuple(
-    entry.name for entry in fields(ModelOptions) if entry.name not in _NOT_OF_THE_NETWORK
+    entry.name for entry in fields(ModelOptions) if entry.name not in _EXCLUDED_FIELDS
 )
 
 
@@ -460,7 +460,7 @@ ROTARY_SPEED = (
     *LONGROPE_FIELDS,
 )
 # Fields of attention's heads.
-_OF_HEADS = (
+_HEAD_FIELDS = (
     "num_attention_heads",
     "kv_channels",
     "group_query_attention",
@@ -505,7 +505,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         or (positions != "relative" and model.has_attention),
         "qk_layernorm_scope": model.qk_layernorm,
         "untie_embeddings_and_output_weights": not model.reward_head,
-        **dict.fromkeys(_OF_HEADS, model.has_attention),
+        **dict.fromkeys(_HEAD_FIELDS, model.has_attention),
         **dict.fromkeys(MAMBA_FIELDS, model.has_mamba),
         **dict.fromkeys(_MLP_FIELDS, model.has_mlps),
         "add_bias_linear": model.has_attention or model.has_mlps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
-from megatron.config.training import OF_TOKENS, TrainingOptions
+from megatron.config.training import TOKEN_ARCHITECTURES, TrainingOptions
 
 FORMAT_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
 # Conditions for the flags below, used as their `needs` or `requires`.
@@ -222,11 +222,13 @@ class ScheduleConfig:
     lr_wsd_branch_step: int | None = flag(None, unit="iterations", at_least=0, requires=_BRANCHES)
     lr_decay_iters: int | None = flag(None, unit="iterations", at_least=1)
     lr_decay_samples: int | None = flag(None, unit="samples", at_least=1)
-    lr_decay_tokens: int | None = flag(None, unit="tokens", at_least=1, only_for=OF_TOKENS)
+    lr_decay_tokens: int | None = flag(
+        None, unit="tokens", at_least=1, only_for=TOKEN_ARCHITECTURES
+    )
     lr_warmup_fraction: float | None = flag(None, unit="0 to 1", at_least=0, below=1)
     lr_warmup_iters: int = flag(0, unit="iterations", is_common=True, at_least=0)
     lr_warmup_samples: int = flag(0, unit="samples", at_least=0)
-    lr_warmup_tokens: int = flag(0, unit="tokens", at_least=0, only_for=OF_TOKENS)
+    lr_warmup_tokens: int = flag(0, unit="tokens", at_least=0, only_for=TOKEN_ARCHITECTURES)
     lr_warmup_init: float = flag(0.0, at_least=0, needs=_WARMS_UP)
     lr_warmup_style: str = flag("linear", choices=("linear", "log"), needs=_WARMS_UP)
     min_lr: float = flag(0.0, is_common=True, at_least=0)

@@ -12,7 +12,7 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 # The loss of a reward model, which scores answers instead of generating them.
 REWARD_LOSS = "bradley-terry"
 _SFT = Need(lambda run: run.finetuning.sft, "--sft")
-_OF_BETA = Need(
+_BETA = Need(
     lambda run: run.preferences.preference_loss not in (None, REWARD_LOSS),
     f"a --preference-loss other than {REWARD_LOSS}",
 )
@@ -26,7 +26,7 @@ _SMOOTHING = Need(
 )
 _SIMPO = Need(lambda run: run.preferences.preference_loss == "simpo", "--preference-loss simpo")
 _KTO = Need(lambda run: run.preferences.trains_on_labels, "--preference-loss kto")
-_OF_REFERENCE = Need(
+_REFERENCE_MODEL = Need(
     lambda run: run.preferences.needs_reference, "--preference-loss dpo, ipo, hinge, robust or kto"
 )
 
@@ -66,7 +66,7 @@ class PreferenceConfig:
         requires=_SFT,
         only_for=("gpt",),
     )
-    preference_beta: float = flag(0.1, above=0, needs=_OF_BETA)
+    preference_beta: float = flag(0.1, above=0, needs=_BETA)
     preference_label_smoothing: float = flag(
         0.0, unit="0 to 0.5", at_least=0, below=0.5, needs=_SMOOTHING
     )
@@ -74,7 +74,7 @@ class PreferenceConfig:
     kto_desirable_weight: float = flag(1.0, at_least=0, needs=_KTO)
     kto_undesirable_weight: float = flag(1.0, at_least=0, needs=_KTO)
     center_rewards_coefficient: float = flag(0.0, at_least=0, needs=_REWARD_MODEL)
-    reference_log_probs: str | None = flag(None, unit="file", needs=_OF_REFERENCE)
+    reference_log_probs: str | None = flag(None, unit="file", needs=_REFERENCE_MODEL)
 
     @property
     def needs_reference(self) -> bool:

@@ -195,11 +195,11 @@ class RetroPreprocessing:
 RETRO_SECTIONS = (RetroStagesConfig, RetroGPTConfig, RetroEmbeddingConfig, RetroIndexConfig)
 
 # Flags without which a stage cannot run.
-_OF_EVERY_STAGE = (
+_ALWAYS_REQUIRED = (
     *("retro_workdir", "retro_gpt_data_path", "retro_gpt_seq_length"),
     *("retro_gpt_tokenizer_type", "retro_index_ntrain"),
 )
-_OF_STAGE: Mapping[str, tuple[str, ...]] = {
+_REQUIRED_BY_STAGE: Mapping[str, tuple[str, ...]] = {
     "db-build": ("retro_bert_tokenizer_type", "retro_bert_vocab_file"),
     "index-train": ("retro_index_str",),
     "index-add": ("retro_index_str",),
@@ -207,7 +207,7 @@ _OF_STAGE: Mapping[str, tuple[str, ...]] = {
         *("retro_index_str", "retro_gpt_eval_interval", "retro_gpt_eval_iters"),
     ),
 }
-_OF_BERT = ("retro_bert_tokenizer_type", "retro_bert_vocab_file")
+_BERT_TOKENIZER = ("retro_bert_tokenizer_type", "retro_bert_vocab_file")
 
 
 def find_mistakes(*parts: Any) -> Iterator[str]:
@@ -223,11 +223,11 @@ def find_mistakes(*parts: Any) -> Iterator[str]:
         rule = "" if field.many else field.out_of_bounds(values[name])
         if rule:
             yield f"{field.names[0]} {values[name]}: {rule}"
-    needed = dict.fromkeys(_OF_EVERY_STAGE)
+    needed = dict.fromkeys(_ALWAYS_REQUIRED)
     for stage in options.stages.stages:
-        needed |= dict.fromkeys(_OF_STAGE[stage])
+        needed |= dict.fromkeys(_REQUIRED_BY_STAGE[stage])
     if options.embedding.bert_embedder_type == "megatron":
-        needed |= dict.fromkeys(_OF_BERT)
+        needed |= dict.fromkeys(_BERT_TOKENIZER)
     for name in needed:
         if not values[name]:
             yield f"{known[name].names[0]} is required: give it a value"

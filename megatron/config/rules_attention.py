@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.attention import layer_deltas, layer_rotates, layer_windows
+from megatron.config.attention import delta_net_layers, layer_windows, rotary_layers
 from megatron.config.fields import MAX_LAYERS
 from megatron.config.model import ModelOptions
 from megatron.config.rules_parallel import Exclusions, excluded
@@ -43,7 +43,7 @@ _NOT_WITH_DELTA: Exclusions = {
 def attention(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in windows, rotary positions and the layers of both."""
     model = config.model
-    for read in (layer_windows, layer_rotates, layer_deltas):
+    for read in (layer_windows, rotary_layers, delta_net_layers):
         try:
             read(model, min(model.num_layers or 1, MAX_LAYERS))
         except ValueError as error:
@@ -143,7 +143,7 @@ def _long_rope(model: ModelOptions) -> Iterator[str]:
             f"{shown} requires --longrope-original-max-position-embeddings: give the context that "
             "the model was trained with"
         )
-    yield from _slowed_twice(model)
+    yield from _scaled_twice(model)
     size = _rotary_channels(model)
     for name in ("short", "long"):
         count = len(getattr(model, f"longrope_{name}_factor"))
@@ -158,7 +158,7 @@ def _dynamic(model: ModelOptions) -> Iterator[str]:
     shown = "--rope-type dynamic"
     if model.architecture != "gpt":
         yield f"{shown} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
-    yield from _slowed_twice(model)
+    yield from _scaled_twice(model)
     size = _rotary_channels(model)
     if size == 2:
         yield f"{shown}: its base is undefined if only 2 channels rotate: rotate more of them"
@@ -170,7 +170,7 @@ def _yarn(model: ModelOptions) -> Iterator[str]:
             "--rope-type yarn requires --yarn-original-max-position-embeddings: give the context "
             "that the model was trained with"
         )
-    yield from _slowed_twice(model)
+    yield from _scaled_twice(model)
     if model.yarn_beta_fast <= model.yarn_beta_slow:
         yield (
             f"--yarn-beta-fast {model.yarn_beta_fast:g} is not above --yarn-beta-slow "
@@ -185,7 +185,7 @@ def _rotary_channels(model: ModelOptions) -> int:
     return int((model.kv_channels or 0) * model.rotary_percent)
 
 
-def _slowed_twice(model: ModelOptions) -> Iterator[str]:
+def _scaled_twice(model: ModelOptions) -> Iterator[str]:
     """Yield an error if another flag lowers the frequencies of --rope-type too."""
     factor = model.rotary_seq_len_interpolation_factor or 1
     if model.use_rope_scaling or factor > 1:

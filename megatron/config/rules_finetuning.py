@@ -164,7 +164,7 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
-def dropout_of_preferences(config: RunOptions) -> Iterator[str]:
+def preference_dropout(config: RunOptions) -> Iterator[str]:
     """Yield a notice if the policy has dropout, which the reference model does not have."""
     loss, model = config.preferences.preference_loss, config.model
     given = {

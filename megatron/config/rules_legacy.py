@@ -19,7 +19,7 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
     remedy = "use --ckpt-format native"
     if model.architecture != "gpt":
         yield f"--ckpt-format torch_dist: only GPTs are written for Megatron Core: {remedy}"
-    for name in not_computed(model):
+    for name in unsupported_flags(model):
         yield f"--ckpt-format torch_dist with {name}: Megatron Core does not support it: {remedy}"
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (
@@ -32,11 +32,11 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--ckpt-format torch_dist with --decoupled-lr {config.schedule.decoupled_lr:g}: such "
             f"optimizer states are not written for Megatron Core: {remedy}"
         )
-    yield from _states_of_muon(config)
+    yield from _muon_states(config)
     yield from _schedule_in_tokens(config)
 
 
-def _states_of_muon(config: RunOptions) -> Iterator[str]:
+def _muon_states(config: RunOptions) -> Iterator[str]:
     """Yield an error if Megatron-LM's checkpoints cannot hold the optimizer's states."""
     checkpoint = config.checkpoint
     if config.optimizer.optimizer == "muon" and not checkpoint.no_save_optim:
@@ -80,7 +80,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
                 f"{name}: Megatron-LM 23.08, the target of --ckpt-format legacy, does not support "
                 "such weights: use --ckpt-format native"
             )
-    for name in not_computed(model):
+    for name in unsupported_flags(model):
         yield (
             f"{name}: Megatron-LM 23.08, the target of --ckpt-format legacy, does not support this "
             "network: use --ckpt-format native"
@@ -99,7 +99,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
             "Megatron-LM 23.08 has no such learning rate, and its optimizer files cannot store "
             "one: use --ckpt-format native"
         )
-    yield from _states_of_muon(config)
+    yield from _muon_states(config)
     yield from _schedule_in_tokens(config)
     parts, layers = possible_plan(model, config.parallel), model.num_layers
     stages = config.parallel.pipeline_model_parallel_size
@@ -112,7 +112,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
         yield f"--ckpt-format legacy: Megatron-LM 23.08 {misfit}: {remedy}"
 
 
-def not_computed(model: ModelOptions) -> Iterator[str]:
+def unsupported_flags(model: ModelOptions) -> Iterator[str]:
     """Yield the flags of a network that Megatron-LM 23.08 cannot compute, whatever its weights."""
     counts = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
     for name, on in (
@@ -177,7 +177,7 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
             yield name
 
 
-def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterator[str]:
+def unsupported_state(precision: PrecisionConfig, style: str | None, flag: str) -> Iterator[str]:
     """Yield a line for each part of the training state that Megatron-LM 23.08 does not support.
 
     Args:

@@ -70,7 +70,7 @@ def required(config: RunOptions, world_size: int) -> Iterator[str]:
             yield f"{field_at(path).names[0]} is required: give it a value"
 
 
-def some_length(config: RunOptions, world_size: int) -> Iterator[str]:
+def required_length(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if the length of the run is missing."""
     training = config.training
     has_epochs = config.finetuning.train_epochs is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from megatron.config.fields import MOST_WIDTH, Need, flag
 
 # Networks whose training may be measured in tokens, because all samples have the same length.
-OF_TOKENS = ("gpt", "bert", "retro")
+TOKEN_ARCHITECTURES = ("gpt", "bert", "retro")
 
 # Conditions for the flags below, used as their `needs` or `requires`.
 _COUNTED = Need(
@@ -138,7 +138,7 @@ class TrainingOptions:
         None, unit="iterations", required="required unless --train-samples is given", at_least=0
     )
     train_samples: int | None = flag(None, unit="samples", at_least=1)
-    train_tokens: int | None = flag(None, unit="tokens", at_least=1, only_for=OF_TOKENS)
+    train_tokens: int | None = flag(None, unit="tokens", at_least=1, only_for=TOKEN_ARCHITECTURES)
     skip_train: bool = False
     iterations_to_skip: tuple[int, ...] | None = flag(None, unit="iterations")
     seed: int = flag(1234, at_least=0, at_most=2**32 - 1)

@@ -33,7 +33,7 @@ from megatron.data.masking import SpecialIds
 from megatron.data.mock import MockSentences
 from megatron.data.sample import DescribedDataset, Sample, outside_vocabulary, pad_to
 from megatron.data.sentence_map import LONGEST_SENTENCE, SentenceMapPlan, shuffled
-from megatron.data.sentences import Tokens, load_or_build_map, warn_of_overlong
+from megatron.data.sentences import Tokens, load_or_build_map, warn_about_overlong
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 
@@ -374,7 +374,7 @@ def map_blocks(
             "tokens. Preprocess the text with --split-sentences, change --split or give more data"
         )
     if request.is_builder:
-        warn_of_overlong(part, int(text.overlong(fewest).sum()))
+        warn_about_overlong(part, int(text.overlong(fewest).sum()))
     longest = plan.max_length + _ADDED_TOKENS
     description = (
         f"Block map\n\nDataset name {part.split}\nDocuments {start} to {end}\n"

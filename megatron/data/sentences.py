@@ -229,7 +229,7 @@ def map_sentences(
             "tokens. Preprocess the text with --split-sentences, change --split or give more data"
         )
     if request.is_builder:
-        warn_of_overlong(part, int(text.overlong().sum()))
+        warn_about_overlong(part, int(text.overlong().sum()))
     description = (
         f"Sentence map\n\nDataset name {part.split}\nDocuments {start} to {end}\n"
         f"Sentences {len(data)}\nTokens {data.num_tokens}\n"
@@ -247,7 +247,7 @@ def map_sentences(
     return MappedSentences(data, rows, f"Data prefix {data.prefix}\n{description}", vocab_size)
 
 
-def warn_of_overlong(part: DatasetPart, count: int) -> None:
+def warn_about_overlong(part: DatasetPart, count: int) -> None:
     """Warn that documents are dropped because of long sentences. Megatron drops them silently."""
     if count:
         first, end = part.bounds

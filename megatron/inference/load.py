@@ -15,7 +15,7 @@ from typing import Any
 from megatron.checkpoint.compatibility import check_network
 from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, tokenizer_in
-from megatron.checkpoint.legacy.arguments import legacy_surroundings
+from megatron.checkpoint.legacy.arguments import legacy_run_settings
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.merged import AveragedReader, without_adapters
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
@@ -212,7 +212,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     """
     sections = reader.meta["config"]
     if reader.format in ("legacy", "core", "deepspeed"):
-        sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
+        sections = {**sections, **legacy_run_settings(reader.meta["legacy_args"])}
     run = narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun)
     kind = REWARD_MODEL if run.model.reward_head else run.model.architecture
     if kinds and kind not in kinds:

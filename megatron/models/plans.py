@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from megatron.config.attention import layer_deltas, layer_rotates, layer_windows
+from megatron.config.attention import delta_net_layers, layer_windows, rotary_layers
 from megatron.config.experts import layer_experts
 from megatron.config.hybrid import ATTENTION, MAMBA, layer_symbols
 from megatron.config.model import ModelConfig
@@ -466,7 +466,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
             bias=False,
             in_fp32=True,
         )
-    kinds = (layer_experts, layer_windows, layer_rotates, layer_deltas)
+    kinds = (layer_experts, layer_windows, rotary_layers, delta_net_layers)
     symbols = layer_symbols(model.hybrid_layer_pattern) or [""] * model.num_layers
     choices = list(zip(*(kind(model, model.num_layers) for kind in kinds), symbols, strict=True))
     made = {}  # equal layers share one record, so that the planner times it once

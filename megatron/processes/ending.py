@@ -94,9 +94,9 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
         )
     elif is_own:
         report(error, launch)
-    farewell = watchdog.farewell(verdict)
-    if farewell is not None:
-        say_on_stderr(farewell)
+    exit_message = watchdog.exit_message(verdict)
+    if exit_message is not None:
+        say_on_stderr(exit_message)
     watchdog.end_within(GRACE, verdict.code, None)  # the reason has been printed
     watchdog.delay_exit()
     return SystemExit(verdict.code)

@@ -387,13 +387,13 @@ class Watchdog:
         """Return whether there is a verdict. If another rank announced a hang, end this process."""
         if self._verdict is None and self._store.check(["verdict"]):
             verdict = self._verdict = Verdict(**json.loads(self._store.get("verdict")))
-            self.end_within(GRACE, verdict.code, self.farewell(verdict))
+            self.end_within(GRACE, verdict.code, self.exit_message(verdict))
             self._known.set()
             if verdict.rank != self._rank and verdict.code == HangError.exit_code:
                 if self._files is not None:
                     self._files.write_own(verdict.reason)
                 self.delay_exit()
-                self._leave(verdict.code, self.farewell(verdict))
+                self._leave(verdict.code, self.exit_message(verdict))
         self._answered = time.monotonic()
         return self._verdict is not None
 
@@ -542,7 +542,7 @@ class Watchdog:
             f"down, or the run there has ended\n{report[1]}"
         )
 
-    def farewell(self, verdict: Verdict) -> str | None:
+    def exit_message(self, verdict: Verdict) -> str | None:
         """Return why this process exits, or `None` if its machine's log already says so."""
         if verdict.rank in self._launch.machine or self._rank != self._launch.machine.start:
             return None

@@ -43,7 +43,7 @@ from megatron.training.pretrain import dry_run, pretrain
 FindStart = Callable[[Mapping[str, Any]], RunOptions]
 # The rules that need the length of the run, which is known only after the data has been read.
 LATE_RULES: tuple[Rule, ...] = (
-    rules_model.some_length,
+    rules_model.required_length,
     rules_training.samples,
     rules_training.length,
     rules_training.warm_up,
@@ -58,7 +58,7 @@ PRETRAINING_RULES: tuple[Rule, ...] = (
     rules_reliability.save_interval,  # if it is unset, the run saves after each epoch
 )
 # The fields that have no effect if nothing is trained.
-_OF_TRAINING: dict[str, tuple[str, ...]] = {
+_TRAINING_FIELDS: dict[str, tuple[str, ...]] = {
     "model": (
         *("attention_dropout", "hidden_dropout"),
         *("init_method_std", "init_method_xavier_uniform"),
@@ -179,7 +179,9 @@ def parse(
     def reads(given: Mapping[str, Any]) -> set[str] | None:
         if given.get("epochs") != 0:
             return None  # all fields
-        vain = {f"{section}.{name}" for section, names in _OF_TRAINING.items() for name in names}
+        vain = {
+            f"{section}.{name}" for section, names in _TRAINING_FIELDS.items() for name in names
+        }
         return set(flatten(RunOptions())) - vain
 
     parsed = parse_config(

@@ -211,7 +211,7 @@ class PassageVectors(NamedTuple):
 
 
 # The first letters of the Unicode categories of characters within words and between words.
-_OF_WORDS, _BETWEEN = "LNM", "ZC"
+_WITHIN_WORDS, _BETWEEN_WORDS = "LNM", "ZC"
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -229,13 +229,13 @@ def words_of(text: str) -> list[str]:
     run: list[str] = []
     for sign in unicodedata.normalize("NFD", text):
         kind = _kind(sign)
-        if kind in _OF_WORDS:
+        if kind in _WITHIN_WORDS:
             run.append(sign)
             continue
         if run:
             words.append("".join(run).lower())
             run = []
-        if kind not in _BETWEEN:
+        if kind not in _BETWEEN_WORDS:
             words.append(sign.lower())
     if run:
         words.append("".join(run).lower())

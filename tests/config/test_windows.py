@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.config.attention import SelfAttentionOptions, layer_rotates, layer_windows
+from megatron.config.attention import SelfAttentionOptions, layer_windows, rotary_layers
 from megatron.models.plans import model_plan
 from tests.config.command import parse, problems
 
@@ -30,7 +30,7 @@ def test_the_windows_of_layers(size, frequency, expected):
 )
 def test_the_layers_that_rotate(frequency, expected):
     options = SelfAttentionOptions(no_rope_freq=frequency)
-    assert "".join(str(int(one)) for one in layer_rotates(options, 8)) == expected
+    assert "".join(str(int(one)) for one in rotary_layers(options, 8)) == expected
 
 
 ROPE = "--position-embedding-type rope"

@@ -102,7 +102,7 @@ def padded(device: torch.device) -> Operation:
         ours=_with(mask=padding, causal=False, dropout=0.1),
         libraries={
             "no mask": _with(mask=None, causal=False, dropout=0.1),
-            "flash, segments": partial(_stretches, ends=ends, longest=s, dropout=0.1),
+            "flash, segments": partial(_segments, ends=ends, longest=s, dropout=0.1),
         },
     )
 
@@ -233,7 +233,7 @@ def _package(device: torch.device) -> FlashPackage | None:
     return find_flash_package(device)
 
 
-def _stretches(*inputs: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:
+def _segments(*inputs: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:
     """Attend in both directions within each stretch, with the flash kernel on contiguous copies."""
     query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in inputs)
     both_ways, debug = False, False

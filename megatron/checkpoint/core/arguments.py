@@ -15,7 +15,7 @@ from megatron.checkpoint.legacy.arguments import (
     megatron_arguments,
     refuse_unknown,
 )
-from megatron.config.attention import SelfAttentionOptions, layer_rotates, layer_windows
+from megatron.config.attention import SelfAttentionOptions, layer_windows, rotary_layers
 from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
 from megatron.config.run import ModelRun
@@ -114,7 +114,7 @@ def core_arguments(
         else model.moe_router_pre_softmax,
         no_rope_freq=None
         if model.no_rope_freq is None
-        else [int(not rotates) for rotates in layer_rotates(model, model.num_layers)],
+        else [int(not rotates) for rotates in rotary_layers(model, model.num_layers)],
         window_size=None if model.window is None else (model.window, 0),
         window_attn_skip_freq=None
         if model.window_attn_skip_freq is None

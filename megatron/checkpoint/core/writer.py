@@ -46,15 +46,15 @@ from megatron.checkpoint.legacy.torch_file import append_torch_file, write_pickl
 from megatron.checkpoint.legacy.writer import (
     device_state,
     group_settings,
-    own_schedule,
     random_states,
+    unsupported_schedule,
 )
 from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.retention import Keep, list_files
 from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
 from megatron.config.experts import mixture_layers
-from megatron.config.rules_legacy import not_computed
+from megatron.config.rules_legacy import unsupported_flags
 from megatron.config.run import ModelRun
 from megatron.durable import Check, new_file, storage_errors, sync_folder
 from megatron.errors import CheckpointError
@@ -66,7 +66,7 @@ _EXPERT_SEED = 1024  # as in Megatron Core
 _SHARDING = "fully_reshardable"  # the form of the distributed optimizer's states
 # Modules with an extra state: in every implementation, and additional ones in Transformer Engine's.
 _LINEAR = re.compile(r"(.+\.(?:linear_(?:qkv|proj|fc1|fc2)|eh_proj))\.weight")
-_OF_ENGINE = re.compile(
+_ENGINE_MODULES = re.compile(
     r"(.+\.(?:[qk]_layernorm|pre_mlp_layernorm|final_layernorm|enorm|hnorm))\.weight"
 )
 
@@ -161,11 +161,11 @@ class CoreFiles:
         """
         self.config, self.snapshot = config, snapshot
         model, plan = config.model, snapshot.plan
-        refused = ", ".join(not_computed(model))
+        refused = ", ".join(unsupported_flags(model))
         if refused:
             remedy = "write the native format"
             raise CheckpointError(f"{refused}: Megatron Core does not support it: {remedy}")
-        own = own_schedule(snapshot.meta.get("schedule") or {})
+        own = unsupported_schedule(snapshot.meta.get("schedule") or {})
         if snapshot.meta.get("optimizer") and own:
             raise CheckpointError(
                 f"an optimizer with {own} cannot be written for Megatron Core: convert only the "
@@ -270,7 +270,7 @@ class CoreFiles:
             found = _LINEAR.fullmatch(place.name)
             modules = [found[1]] if found else []
             if self._is_engine:
-                modules += [one[1] for one in [_OF_ENGINE.fullmatch(place.name)] if one]
+                modules += [one[1] for one in [_ENGINE_MODULES.fullmatch(place.name)] if one]
                 modules += [one.replace("linear_qkv", "core_attention") for one in modules]
             # The index of each module among those of its kind: by layer, and by expert.
             grid = [] if place.layer is None else [(place.layer, self.config.model.num_layers)]

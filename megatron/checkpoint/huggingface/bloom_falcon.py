@@ -42,7 +42,7 @@ _FALCON_KEYS = (
     rules.Key("bias", "add_bias_linear", "switch", False),
 )
 # Keys of BLOOM's training program in published files, which `transformers` does not read either.
-_OF_TRAINING = (
+_TRAINING_KEYS = (
     "attention_softmax_in_fp32",
     "bias_dropout_fusion",
     "masked_softmax_fusion",
@@ -125,7 +125,7 @@ class Bloom(_Shared):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        for key in _OF_TRAINING:
+        for key in _TRAINING_KEYS:
             settings.must_be(key, settings.values.get(key))
         return ModelConfig(
             **flags,

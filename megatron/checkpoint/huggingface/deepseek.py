@@ -39,7 +39,7 @@ _MIXTURE = {
 }
 _BIAS = {"mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",)}
 # Keys of the authors' own files that describe their program or training.
-_OF_TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "seq_aux")
+_TRAINING_KEYS = ("auto_map", "aux_loss_alpha", "ep_size", "seq_aux")
 _DEPTHS = "num_nextn_predict_layers"
 # The modules of a multi-token prediction layer, around its transformer layer.
 _AHEAD = {
@@ -98,7 +98,7 @@ class DeepSeek(Mixtral):
             "norm_topk_prob": self.biased,
         }.items():
             settings.must_be(key, value)
-        for key in _OF_TRAINING:
+        for key in _TRAINING_KEYS:
             settings.must_be(key, settings.values.get(key))  # without effect
         for key in ("rope_parameters", "rope_scaling"):
             _check_yarn(settings.part(key))

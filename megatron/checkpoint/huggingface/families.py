@@ -24,7 +24,7 @@ from megatron.checkpoint.huggingface.qwen_next import QwenNext
 from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.huggingface.t5 import T5
-from megatron.config.attention import layer_deltas, layer_rotates, layer_windows
+from megatron.config.attention import delta_net_layers, layer_windows, rotary_layers
 from megatron.config.experts import mixture_layers
 from megatron.config.hybrid import layer_symbols
 from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
@@ -145,8 +145,8 @@ def differing_fields(family: Family, one: ModelConfig, other: ModelConfig) -> li
 
 # Fields that choose layers. There are many ways to write a pattern.
 _PATTERNS: Mapping[str, Callable[[ModelConfig, int], tuple[Any, ...]]] = {
-    "linear_attention_freq": layer_deltas,
-    "no_rope_freq": layer_rotates,
+    "linear_attention_freq": delta_net_layers,
+    "no_rope_freq": rotary_layers,
     "window_attn_skip_freq": layer_windows,
     "window_size": layer_windows,
 }

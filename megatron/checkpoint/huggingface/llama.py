@@ -306,7 +306,7 @@ def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[st
             flags |= _read_yarn(rope, settings)
         case "d":
             flags |= {"rope_type": "dynamic", "rotary_scaling_factor": _at_least_one(rope)}
-    rope.refuse_the_rest()
+    rope.refuse_unread_keys()
     return flags
 
 
@@ -390,13 +390,13 @@ def read_rope_by_kind(settings: Settings, base: float, local_base: float) -> dic
     """
     new = settings.part("rope_parameters")
     full, local = new.part(FULL), new.part(SLIDING)
-    new.refuse_the_rest()
+    new.refuse_unread_keys()
     flags = {
         "rotary_base": full.number("rope_theta", base),
         "window_rotary_base": local.number("rope_theta", local_base),
     }
     local.must_be("rope_type", "default")
-    local.refuse_the_rest()
+    local.refuse_unread_keys()
     for rope in (full, settings.part("rope_scaling")):
         flags |= read_rope(rope, settings)
     return flags

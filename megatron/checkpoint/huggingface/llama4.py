@@ -15,7 +15,7 @@ from megatron.checkpoint.huggingface.interleaved import interleaved
 from megatron.checkpoint.huggingface.llama import FULL, LAYER
 from megatron.checkpoint.huggingface.mixtures import Mixtral
 from megatron.checkpoint.huggingface.settings import Settings
-from megatron.config.attention import layer_rotates
+from megatron.config.attention import rotary_layers
 from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
 
@@ -95,7 +95,7 @@ class Llama4(Mixtral):
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json. A dense network becomes a mixture of a single expert."""
-        rotates = layer_rotates(model, model.num_layers)
+        rotates = rotary_layers(model, model.num_layers)
         mixtures = mixture_layers(model, model.num_layers) if model.num_experts else ()
         chosen = [layer for layer, is_mixture in enumerate(mixtures) if is_mixture]
         return {

@@ -219,7 +219,7 @@ class NemotronH(Mamba2):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         pattern = _read_pattern(settings)
-        for key in (*_WITHOUT_EFFECT, *_OF_NEMOTRON):
+        for key in (*_WITHOUT_EFFECT, *_NEMOTRON_KEYS):
             settings.must_be(key, settings.values.get(key))
         settings.must_be("attention_head_dim", flags["kv_channels"])
         heads = flags["num_attention_heads"]
@@ -260,7 +260,7 @@ _KINDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", MI
 # Names of kinds in older files.
 _OLD_KINDS = {"mamba": MAMBA, "attention": ATTENTION}
 # Keys that do not affect the network, in addition to those of both families.
-_OF_NEMOTRON = (
+_NEMOTRON_KEYS = (
     *(
         "expand",
         "mamba_ssm_cache_dtype",

@@ -71,7 +71,7 @@ def _read_long_rope(rope: Settings, settings: Settings, share: float) -> dict[st
         "longrope_long_factor": rope.numbers("long_factor", planes),
         "longrope_attention_factor": rope.number("attention_factor", strength),
     }
-    rope.refuse_the_rest()
+    rope.refuse_unread_keys()
     return flags
 
 

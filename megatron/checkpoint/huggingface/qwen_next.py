@@ -14,7 +14,7 @@ from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.llama import FULL, LLAMA_KEYS, read_rope
 from megatron.checkpoint.huggingface.mixtures import QwenMixture
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, Settings
-from megatron.config.attention import layer_deltas
+from megatron.config.attention import delta_net_layers
 from megatron.config.model import ModelConfig
 from megatron.models.recurrent_plan import GatedDeltaNetPlan
 
@@ -129,7 +129,7 @@ class QwenNext(QwenMixture):
         """Return a config.json for a network."""
         values = super().write(model, vocab)
         del values["qkv_bias"]
-        deltas = layer_deltas(model, model.num_layers)
+        deltas = delta_net_layers(model, model.num_layers)
         return {
             **values,
             "layer_types": [_LINEAR if is_delta else FULL for is_delta in deltas],
@@ -141,7 +141,7 @@ class QwenNext(QwenMixture):
         modules = self.modules(model)
         others = {name: them for name, them in modules.items() if not name.startswith("attention.")}
         tables = (modules, {**_DELTA_NET, **others})
-        return [tables[is_delta] for is_delta in layer_deltas(model, model.num_layers)]
+        return [tables[is_delta] for is_delta in delta_net_layers(model, model.num_layers)]
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
         """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""

@@ -292,7 +292,7 @@ class Family(ABC):
         for key, value in {"model_type": self.name, **self.fixed}.items():
             settings.must_be(key, value)
         model, vocab = self.network(settings, flags), settings.size("vocab_size", self.vocab)
-        settings.refuse_the_rest()
+        settings.refuse_unread_keys()
         return Described(model, vocab)
 
     @abstractmethod

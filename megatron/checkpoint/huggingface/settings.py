@@ -167,7 +167,7 @@ class Settings:
         if self._take(key, expected) != expected:
             raise self.error(key, f"only {json.dumps(expected)} is supported")
 
-    def refuse_the_rest(self) -> None:
+    def refuse_unread_keys(self) -> None:
         """Check that every key has been taken.
 
         Raises:

@@ -82,7 +82,7 @@ def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, .
             raise CheckpointError(f"{name} is {value}: such networks are not supported")
 
 
-def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+def legacy_run_settings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return the settings that are needed to run a model, apart from those of the network.
 
     They are grouped by section of `RunOptions`. Paths of tokenizer files are the ones that the run

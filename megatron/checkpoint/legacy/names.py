@@ -90,7 +90,7 @@ _SPLIT_INPUTS = {"attention.output", "cross_attention.output", "mlp.down"}
 _EXPERT = re.compile(
     r"(.+\.mlp\.experts)\.(?:local_experts\.(\d{1,5})\.)?(linear_fc[12]\.(?:weight|bias))(\d{0,5})"
 )
-_OF_EXPERTS = re.compile(r"mlp\.(?:experts|shared)\.")
+_EXPERT_PATH = re.compile(r"mlp\.(?:experts|shared)\.")
 _UP = re.compile(r"\.mlp\.(?:experts\.|shared\.)?up\.")
 _MAX_DEPTH = 2
 _MAX_NAMES = 100_000
@@ -400,7 +400,7 @@ class Arrangement:
     def split_dim(self, name: str) -> int | None:
         """Return the dimension of our tensor that ranks split, or None if each holds all of it."""
         module, _, kind = _LAYER_PREFIX.sub("", name).rpartition(".")
-        module = _OF_EXPERTS.sub("mlp.", module)
+        module = _EXPERT_PATH.sub("mlp.", module)
         if module in _SPLIT_OUTPUTS:
             return 1 if module == "mlp.up" and self.gated else 0
         return 1 if module in _SPLIT_INPUTS and kind == "weight" else None

@@ -288,7 +288,7 @@ class LegacyReader(Reader):
 
     def _why_no_states(self) -> str:
         """Return why the folder's optimizer states are not read, or "" if it has none."""
-        if any(torch_file.states_beside(self.path)):
+        if any(torch_file.old_optimizer_files(self.path)):
             return "optimizer states in a file per data rank, as Megatron-LM 23.04 wrote them"
         if self._is_core and "optimizer" in self._files[0].tree:
             why = self._refusal or "they belong to its distributed optimizer"

@@ -428,7 +428,7 @@ def open_distributed(file: RankFile, *, allow_foreign: bool = False) -> RankFile
     return RankFile(file.tensor_rank, file.stage, *_open(path, allow_foreign))
 
 
-def states_beside(path: Path) -> Iterator[Path]:
+def old_optimizer_files(path: Path) -> Iterator[Path]:
     """Return the folder's optimizer files from 23.04. They are not read."""
     return path.glob(f"mp_rank_*/{STATES_FILE_OF_23_04}")
 

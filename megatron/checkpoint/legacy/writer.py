@@ -38,7 +38,7 @@ from megatron.checkpoint.reader import NativeReader, PaddedReader, Reader
 from megatron.checkpoint.retention import Keep, list_files
 from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
 from megatron.config.model import ModelConfig
-from megatron.config.rules_legacy import not_computed
+from megatron.config.rules_legacy import unsupported_flags
 from megatron.config.run import ModelRun
 from megatron.config.stages import plan_model
 from megatron.durable import Check, remove_tree, storage_errors, sync_folder
@@ -187,13 +187,13 @@ class LegacyWriter:
             CheckpointError: Megatron's model lacks one of the parameters, cannot be split this way,
                 or computes a different network.
         """
-        refused = ", ".join(not_computed(config.model))
+        refused = ", ".join(unsupported_flags(config.model))
         if refused:
             remedy = "write the native format (--saver native), or Hugging Face's (--saver hf)"
             raise CheckpointError(f"{refused}: Megatron-LM 23.08 does not support it: {remedy}")
         self.reader, self.config, self.data_parallel = reader, config, data_parallel
         self._keeps_optimizer = keep_optimizer and bool(reader.meta.get("optimizer"))
-        own = own_schedule(reader.meta.get("schedule") or {})
+        own = unsupported_schedule(reader.meta.get("schedule") or {})
         if self._keeps_optimizer and own:
             raise CheckpointError(
                 f"{reader.path}: its optimizer has {own}, which Megatron-LM 23.08 does not have: "
@@ -360,7 +360,7 @@ def _name(parameter: FileParameter, kind: str | None = None) -> str:
     return f"{WEIGHTS}{parameter.name}" if kind is None else f"{STATES}{parameter.name}.{kind}"
 
 
-def own_schedule(schedule: Mapping[str, Json]) -> str:
+def unsupported_schedule(schedule: Mapping[str, Json]) -> str:
     """Return the feature of a saved schedule that Megatron-LM's schedules lack, or ""."""
     if "decoupled_lr" in schedule:
         return "a --decoupled-lr"

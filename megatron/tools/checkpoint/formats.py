@@ -24,7 +24,7 @@ from megatron.checkpoint.huggingface.families import family_for
 from megatron.checkpoint.huggingface.peft import AdapterExport, peft_names
 from megatron.checkpoint.huggingface.settings import read_json
 from megatron.checkpoint.huggingface.writer import Export, write_folder
-from megatron.checkpoint.legacy.arguments import legacy_surroundings
+from megatron.checkpoint.legacy.arguments import legacy_run_settings
 from megatron.checkpoint.legacy.writer import convert_to_legacy, megatron_rows
 from megatron.checkpoint.loading import nothing_at, open_checkpoint, open_hf
 from megatron.checkpoint.merged import AveragedReader, without_adapters
@@ -168,7 +168,7 @@ def load_own(options: argparse.Namespace) -> SourceModel:
     sections = reader.meta["config"]
     is_other = reader.format in ("legacy", "core", "deepspeed")
     if is_other:
-        sections = {**legacy_surroundings(reader.meta["legacy_args"]), **sections}
+        sections = {**legacy_run_settings(reader.meta["legacy_args"]), **sections}
     config = _complete(from_dict(sections, str(reader.path)), reader)
     if is_other and _entries_if_there(config.tokenizer) is None:
         config = replace(config, tokenizer=TokenizerConfig())  # the files are on another machine

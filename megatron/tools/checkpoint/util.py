@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         UserError: The source cannot be read or expressed in the target's format, or the result
             cannot be written.
     """
-    from megatron.config.rules_legacy import not_kept
+    from megatron.config.rules_legacy import unsupported_state
     from megatron.tools.checkpoint import formats
 
     if options.verify and (options.loader in _HF) == (options.saver in _HF):
@@ -171,7 +171,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     if options.saver == "megatron":
         yield from megatron_notices(source, keep_optimizer=options.keep_optimizer)
     elif options.saver == "torch_dist" and options.keep_optimizer:
-        yield from not_kept(source.config.precision, None, "--saver torch_dist")
+        yield from unsupported_state(source.config.precision, None, "--saver torch_dist")
     if options.keep_optimizer and not source.reader.meta.get("optimizer"):
         raise CheckpointError(f"--keep-optimizer: {source.reader.path} has no optimizer state")
     results: list[str] = []
@@ -187,12 +187,12 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> Iterator[str]:
     """Yield a line for everything that Megatron-LM computes differently or cannot continue."""
     from megatron.checkpoint.legacy.writer import notices as of_network
-    from megatron.config.rules_legacy import not_kept
+    from megatron.config.rules_legacy import unsupported_state
 
     yield from of_network(source.config.model)
     if keep_optimizer:
         style = (source.reader.meta.get("schedule") or {}).get("lr_decay_style")
-        yield from not_kept(source.config.precision, style, "--saver megatron")
+        yield from unsupported_state(source.config.precision, style, "--saver megatron")
 
 
 def _verify(source: formats.SourceModel, options: argparse.Namespace, written: Path) -> str:

@@ -6,7 +6,7 @@ import torch
 from megatron.checkpoint.core.arguments import core_arguments, core_config, layer_frequency
 from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
-from megatron.config.rules_legacy import not_computed
+from megatron.config.rules_legacy import unsupported_flags
 from megatron.errors import CheckpointError
 from tests.config.command import parse
 
@@ -48,7 +48,7 @@ def test_what_llama_4_shares_with_core_is_written_and_read_again():
     """Core normalizes queries and keys in all layers, or in none."""
     flags = "--num-layers 4 --position-embedding-type rope --qk-l2-norm"
     config = parse(f"{flags} {MIXTURE} --moe-router-topk 1 --moe-apply-probs-on-input").config
-    assert not list(not_computed(config.model))
+    assert not list(unsupported_flags(config.model))
     meta = {"consumed_train_samples": 0, "iteration": 0}
     args = vars(core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1))
     found = core_config(args)["model"]
@@ -57,7 +57,7 @@ def test_what_llama_4_shares_with_core_is_written_and_read_again():
         core_config({**args, "no_rope_freq": [0, 0, 0, 1]})
     mixed = parse(f"{flags} --no-rope-freq 4 --attention-chunk-size 8").config.model
     refused = ["--qk-l2-norm with --no-rope-freq", "--attention-chunk-size 8"]
-    assert sorted(not_computed(mixed)) == sorted(refused)
+    assert sorted(unsupported_flags(mixed)) == sorted(refused)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,6 @@ def test_a_layer_of_one_expert_among_others_is_dense(flags, frequency):
     """Core has a single number of experts, so such a network is written as a pattern."""
     model = parse(f"--num-layers 4 {flags}").config.model
     assert layer_frequency(model) == frequency
-    assert not list(not_computed(model))
+    assert not list(unsupported_flags(model))
     several = parse("--num-layers 4 --num-experts 8 4 1 8").config.model
-    assert list(not_computed(several)) == ["--num-experts 8 4 1 8"]
+    assert list(unsupported_flags(several)) == ["--num-experts 8 4 1 8"]

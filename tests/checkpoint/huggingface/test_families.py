@@ -501,8 +501,8 @@ def test_llama_4_has_all_its_kinds_of_layers_without_their_lists() -> None:
             ("*experts.up",),
             "PEFT orders the rows of its experts' adapters differently",
         ),
-        ("phi 3", "phi3", ("*attention.qkv",), "computes query, key, value at once"),
-        ("neox", "gpt_neox", ("*attention.qkv",), "computes query, key, value at once"),
+        ("phi 3", "phi3", ("*attention.qkv",), "computes query, key, value together"),
+        ("neox", "gpt_neox", ("*attention.qkv",), "computes query, key, value together"),
         ("llama 4", "llama4_text", ("*experts.up",), "PEFT orders the rows of its experts'"),
     ],
 )
