@@ -128,7 +128,7 @@ class Reader(ABC):
         return [Box.whole(self.global_shape(name))]
 
     def read_steps(self, name: str) -> Iterator[torch.Tensor]:
-        """Read a tensor step by step.
+        """Yield a tensor in the parts that `steps` returns, reading one at a time.
 
         Args:
             name: The tensor's name.

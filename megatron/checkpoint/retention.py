@@ -116,9 +116,9 @@ def hold_if_listed(reader: Reader, kind: str) -> None:
 def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> list[Path]:
     """Delete older checkpoints of this program, except for those that are being read.
 
-    Three more kinds are kept: checkpoints of later iterations, left by a run that then went back to
-    an earlier one; Megatron-LM files that differ from our list `complete`, because Megatron-LM may
-    have written them and may not have finished; and the targets of symbolic links.
+    Three more kinds of checkpoints are kept: those of later iterations, left by a run that then
+    went back to an earlier one; those in Megatron-LM's format with files that differ from the list
+    in `complete`, because Megatron-LM may still be writing them; and the targets of symbolic links.
 
     Args:
         root: Folder of checkpoints.

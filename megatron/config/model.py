@@ -93,8 +93,8 @@ class DenseOptions:
         use_rope_scaling: Lower the rotary frequencies as Llama 3.1 does (original context length
             8192).
         rope_scaling_factor: Factor by which --use-rope-scaling divides the lowest frequencies.
-        rope_high_freq_factor: Number of turns within 8192 tokens from which --use-rope-scaling
-            keeps a frequency unchanged (1 in Llama 4).
+        rope_high_freq_factor: Frequencies that turn at least this many times within 8192 tokens are
+            not changed by --use-rope-scaling (1 in Llama 4).
         make_vocab_size_divisible_by: Pad the vocabulary to a multiple of this times the
             tensor-parallel size.
         normalization: Normalization before each block.
@@ -143,7 +143,7 @@ class DenseOptions:
             the same weights for all heads (Qwen3); those of "each-head", with its own weights
             (Command R+); or the whole "projection", all heads at once (OLMoE).
         bert_binary_head: Train BERT to predict whether two segments are in order. Off: train on
-            masked tokens only, without token types and pooler.
+            masked tokens only, without token types and without a pooler.
         biencoder_projection_dim: Size of a bi-encoder's vectors. 0: --hidden-size, without a
             projection.
         biencoder_shared_query_context_model: Embed queries and contexts with the same tower.

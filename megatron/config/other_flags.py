@@ -5,8 +5,8 @@
     refused         Megatron's flags for what is not supported, with what to do instead
     accepted        Megatron's flags that change nothing here, with the reason
     translated      flags of older versions, translated into today's flags
-    implied         today's flags for the defaults of a program, if its flags were translated
-                    and the flag `with` is given
+    implied         today's flags for the defaults of another program. They are added if one of
+                    its flags was translated and the flag `with` is given
     gone            flags, or single values, of older versions that have no equivalent
     other_programs  other programs' names for Megatron's flags
     of_commands     flags of `megatron pretrain` and similar commands, which scripts do not take

@@ -109,7 +109,7 @@ class IndexedDataset:
         return {"prefix": self.prefix}
 
     def __setstate__(self, state: dict[str, str]) -> None:
-        """Open the files again, without repeating the comparison."""
+        """Open the files again, without checking again that they are consistent."""
         self._open(state["prefix"])
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class IndexedDataset:
 
     @property
     def size(self) -> int:
-        """The number of tokens, which determines the share of a blend without weights."""
+        """The number of tokens. It is the weight of this dataset in a blend without weights."""
         return self.num_tokens
 
     @property

@@ -54,7 +54,7 @@ def layer_plan(
     rotates: bool = True,
     is_delta: bool = False,
 ) -> LayerPlan:
-    """Return the record of the layer that the flags describe.
+    """Return the plan of the layer that the flags describe.
 
     Args:
         model: Resolved network flags.
@@ -158,7 +158,7 @@ def hybrid_layer(model: ModelConfig, layer: LayerPlan, symbol: str) -> LayerPlan
 
 
 def mamba_plan(model: ModelConfig) -> MambaPlan:
-    """Return the record of a Mamba-2 mixer."""
+    """Return the plan of a Mamba-2 mixer."""
     assert model.mamba_num_heads is not None, "resolve fills it in"
     factors = tuple(model.mamba_input_multiplier * one for one in model.mamba_multipliers)
     return MambaPlan(
@@ -202,7 +202,7 @@ def alibi_factor(model: ModelConfig) -> float | None:
 
 
 def rotary_plan(model: ModelConfig, *, in_window: bool) -> RotaryPlan:
-    """Return the record of a layer's rotary positions.
+    """Return the plan of a layer's rotary positions.
 
     Args:
         model: Resolved network flags.
@@ -230,7 +230,7 @@ def rotary_plan(model: ModelConfig, *, in_window: bool) -> RotaryPlan:
 
 
 def latent_plan(model: ModelConfig, attention: AttentionPlan) -> LatentAttentionPlan:
-    """Return the record of latent attention.
+    """Return the plan of latent attention.
 
     Args:
         model: Resolved network flags.
@@ -253,7 +253,7 @@ def latent_plan(model: ModelConfig, attention: AttentionPlan) -> LatentAttention
 
 
 def delta_net_plan(model: ModelConfig) -> GatedDeltaNetPlan:
-    """Return the record of a gated delta net."""
+    """Return the plan of a gated delta net."""
     return GatedDeltaNetPlan(
         hidden=model.hidden_size,
         init=init_plan(model),
@@ -299,7 +299,7 @@ def dynamic_ntk(model: ModelConfig) -> DynamicNtk:
 
 
 def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePlan:
-    """Return the record of a mixture of experts.
+    """Return the plan of a mixture of experts.
 
     Args:
         model: Resolved network flags.
@@ -388,7 +388,7 @@ def norm_plan(model: ModelConfig) -> NormPlan:
 
 
 def query_norm_plan(model: ModelConfig, *, rotates: bool) -> NormPlan | None:
-    """Return the record of the normalization of queries and keys, or `None` if there is none.
+    """Return the plan of the normalization of queries and keys, or `None` if there is none.
 
     Args:
         model: Resolved network flags.
@@ -400,7 +400,7 @@ def query_norm_plan(model: ModelConfig, *, rotates: bool) -> NormPlan | None:
 
 
 def temperature_plan(model: ModelConfig) -> TemperaturePlan | None:
-    """Return the record of attention's temperature, or `None` if queries have no such factor."""
+    """Return the plan of attention's temperature, or `None` if queries have no such factor."""
     if model.attention_temperature_scale is None:
         return None
     return TemperaturePlan(model.attention_temperature_scale, model.attention_temperature_floor)
@@ -409,7 +409,7 @@ def temperature_plan(model: ModelConfig) -> TemperaturePlan | None:
 def embedding_plan(
     model: ModelConfig, vocabulary: int, *, token_types: int = 0, calls: int = 1
 ) -> EmbeddingPlan:
-    """Return the record of the embedding.
+    """Return the plan of the embedding.
 
     Args:
         model: Resolved network flags.
@@ -434,7 +434,7 @@ def embedding_plan(
 
 
 def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> OutputPlan:
-    """Return the record of the language-model head.
+    """Return the plan of the language-model head.
 
     Args:
         model: Resolved network flags.

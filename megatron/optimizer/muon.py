@@ -316,7 +316,7 @@ class _Orthogonalization:
     def _split(
         self, place: MatrixPlace, gathers: bool
     ) -> list[tuple[_Kind, Callable[[Tensor], Tensor]]]:
-        """Return the matrices of a parameter, each with the function that finds it."""
+        """Return the kind of each matrix of a parameter, and a function that returns its view."""
         spec, ranks = place.spec, place.tensor.size
         assert spec.matrices is not None
         shape, dim = list(spec.shape), spec.split_dim

@@ -78,7 +78,7 @@ class Gradients(Protocol):
         in_8_bits: Mapping[nn.Parameter, Fp8Products],
         /,
     ) -> SharedWeights | None:
-        """Return the gatherer of updated weights, or `None` if each process updates all."""
+        """Return the gatherer of updated weights, or `None` if each process updates all of them."""
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""

@@ -115,7 +115,7 @@ def hang_view(folder: Path, *, stacks: bool = False) -> str:
 
     Args:
         folder: The folder of the files, or the checkpoint folder whose subfolder `hang` holds them.
-        stacks: Whether all threads' stacks follow.
+        stacks: Whether to add the stacks of all threads.
 
     Raises:
         DataError: There are no files of a hang.

@@ -1,8 +1,8 @@
 """Ranks that are forked from a process which has already imported the script's modules.
 
-Importing PyTorch and this package takes seconds, on all cores if a machine has many ranks, and a
-restart would pay for it every time. Our launcher therefore has Python's fork server import the
-modules once. Each rank, even after a restart, is a fork of that server and runs the script as
+Importing PyTorch and this package takes seconds, on all cores if a machine has many ranks, and
+would have to be repeated at every restart. Our launcher therefore has Python's fork server import
+the modules once. Each rank, even after a restart, is a fork of that server and runs the script as
 `python` would. The server has no threads, groups or devices, so it is safe to fork.
 
 torchrun runs this file in the forked process, with the script and its arguments.

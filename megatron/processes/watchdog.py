@@ -431,8 +431,8 @@ class Watchdog:
     def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
         """Return the state of every rank, and the ranks that no longer publish theirs.
 
-        This takes a few seconds. It takes less once there is a verdict, because the process that
-        reached it soon exits, and if a process on this machine has ended.
+        This takes a few seconds. It stops early if a process on this machine has ended, or once
+        there is a verdict, because the process that reached it soon exits.
         """
         before, ends = self._states(), time.monotonic() + _SILENCE
         ended = frozenset[int]()

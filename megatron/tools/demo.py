@@ -216,7 +216,7 @@ def training_command(
 
 
 def split_of(documents: int) -> tuple[str, int]:
-    """Return a `--split` with a twentieth of the documents for validation, and the first of them.
+    """Return a `--split` that validates on a twentieth of the documents, and the first of these.
 
     Raises:
         DataError: There is only one document.

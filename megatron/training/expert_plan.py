@@ -148,7 +148,7 @@ def expert_rows(
 
 
 def full_at(memory: float, even: int, per_share: float, worst: float) -> str:
-    """Return a description of the load of a process's experts at which its device is full.
+    """Describe the load of a process's experts at which its device memory is full.
 
     Args:
         memory: Memory of the device in bytes.

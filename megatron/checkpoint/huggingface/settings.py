@@ -191,8 +191,8 @@ class Settings:
 
 
 def harmless(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that say nothing about the network, with their values.
+    """Return the keys and values of a config.json that do not depend on the network.
 
-    They are kept when a different network is written.
+    A config.json that is written for a different network keeps them.
     """
     return {key: value for key, value in values.items() if key in _HARMLESS}
