@@ -201,8 +201,9 @@ _HYBRID_LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 3", network=_HYBRID_MIXTURE),
     LayoutCase(4, tensor=2, flags=f"{_SP} {_BESIDE} --zero-stage 3", network=PARALLEL_MAMBA),
     LayoutCase(2, pipeline=2, flags=f"{_VIRTUAL} {_RECOMPUTE}", network=PARALLEL_MAMBA),
-    LayoutCase(2, context=2, flags="--recompute-activations", network=PARALLEL_MAMBA),
-    LayoutCase(4, tensor=2, context=2, flags=_SP, network=PARALLEL_MAMBA),
+    LayoutCase(
+        4, tensor=2, context=2, flags=f"{_SP} --recompute-activations", network=PARALLEL_MAMBA
+    ),
 )
 LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2),

@@ -176,8 +176,18 @@ MIXTURES: tuple[MixtureCase, ...] = (
     MixtureCase(4, pipeline=2, expert=2, flags=f"{_ZERO3} {_VIRTUAL}"),
     MixtureCase(4, expert=2, flags=f"{_ZERO3} {_FULL}"),
     MixtureCase(4, expert=2, flags=_ZERO3, network=SIGMOID),
-    MixtureCase(4, expert=2, context=2, flags=f"{_HALVES} --zero-stage 1", network=LLAMA4),
-    MixtureCase(4, pipeline=2, tensor=2, expert_tensor=1, flags=f"{_SP} {_FULL}", network=LLAMA4),
+    MixtureCase(
+        4, expert=2, context=2, flags=f"{_HALVES} --zero-stage 1", network=LLAMA4, iterations=8
+    ),
+    MixtureCase(
+        4,
+        pipeline=2,
+        tensor=2,
+        expert_tensor=1,
+        flags=f"{_SP} {_FULL}",
+        network=LLAMA4,
+        iterations=8,
+    ),
     # Tensor parallelism, with experts that are not split.
     MixtureCase(2, expert=2, flags=_HALVES),
     MixtureCase(4, expert=4, flags=f"{_HALVES} --zero-stage 1 {_OVERLAP}"),
