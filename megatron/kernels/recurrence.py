@@ -54,7 +54,7 @@ class RecurrenceKernels:
     """The package's functions, behind the interfaces of the references.
 
     Attributes:
-        simple_gla: `chunk_simple_gla`; `None` if its gradients are wrong on this machine.
+        simple_gla: `chunk_simple_gla`, or another function with its interface.
         recurrent_simple_gla: `fused_recurrent_simple_gla`.
         gated_delta_rule: `chunk_gated_delta_rule`, or another function with its interface.
         recurrent_gated_delta_rule: `fused_recurrent_gated_delta_rule`.
@@ -62,7 +62,7 @@ class RecurrenceKernels:
         rms_norm: `rmsnorm_fn`, which also gates.
     """
 
-    simple_gla: _Function | None
+    simple_gla: _Function
     recurrent_simple_gla: _Function
     gated_delta_rule: _Function
     recurrent_gated_delta_rule: _Function
@@ -95,8 +95,6 @@ class RecurrenceKernels:
     ) -> tuple[Tensor, Tensor]:
         """Run Mamba-2's scan over whole sequences, like `models.mamba.scan`, in 16 bits.
 
-        Call it only if `simple_gla` is not `None`.
-
         Args:
             x: Inputs, [s, b, g, r, p].
             steps: Time steps, fp32 [s, b, g, r].
@@ -109,7 +107,6 @@ class RecurrenceKernels:
         Returns:
             The outputs [s, b, g, r, p] in the type of x, and the states after the last token, fp32.
         """
-        assert self.simple_gla is not None, "the mixer runs the reference"
         groups, heads = rates.shape
         before = None if state is None else state.flatten(1, 2).mT.contiguous()
         query, key, value, decay = _scan_inputs(x, steps, rates, b, c, documents)
@@ -384,12 +381,13 @@ def _load(capability: tuple[int, int]) -> tuple[RecurrenceKernels, str]:
     reason = "chunk_simple_gla, chunk_gated_delta_rule"
     first_broken, first_right = _BROKEN_TRITON
     if capability[0] == _HOPPER and first_broken <= _numbers(triton) < first_right:
-        # `fused_chunk_simple_gla` runs, but the errors of its decays' gradients add up over a
-        # sequence: after 4096 tokens, 67% of the norm of the rates' gradient, instead of 0.3%.
-        scan, rule = None, _by_channel(import_module("fla.ops.kda").chunk_kda)
+        # `fused_chunk_simple_gla` is no substitute: the errors of its decays' gradients add up over
+        # a sequence. After 4096 tokens they were 67% of the rates' gradient, with chunk_gla 0.4%.
+        scan = _by_channel(import_module("fla.ops.gla").chunk_gla)
+        rule = _by_channel(import_module("fla.ops.kda").chunk_kda)
         right = ".".join(map(str, first_right))
-        needs = f"its kernel needs Triton {right} on this GPU, not {triton}"
-        reason = f"chunk_kda; Mamba-2's scan in PyTorch: {needs}"
+        reason = f"chunk_gla, chunk_kda: the usual kernels need Triton {right} on this GPU, not "
+        reason += triton
     kernels = RecurrenceKernels(
         simple_gla=scan,
         recurrent_simple_gla=simple.fused_recurrent_simple_gla,

@@ -183,9 +183,8 @@ class Mamba(RecurrentMixer):
             part(len(self.convolution.weight)),
             kernels,
         )
-        fused = None if kernels is None or kernels.simple_gla is None else kernels.scan
-        if len(projected) > 1:
-            convolved = convolved.to(torch.float32 if fused is None else projected.dtype)
+        if kernels is not None and len(projected) > 1:
+            convolved = convolved.to(projected.dtype)
         convolved = convolved.unflatten(2, (groups, -1))
         inputs, b, c = convolved.split((inner, vector, vector), dim=3)
         of_heads = part(len(self.decay))
@@ -203,7 +202,7 @@ class Mamba(RecurrentMixer):
             out, after = one(x, steps, -decay.exp(), b, c, before)
         else:
             core: Callable[..., tuple[Tensor, Tensor]]
-            core = partial(scan, chunk=plan.chunk) if fused is None else fused
+            core = partial(scan, chunk=plan.chunk) if kernels is None else kernels.scan
             kept = b, c, before, documents
             if self.recompute and torch.is_grad_enabled():
                 out, after = checkpoint(core, x, steps, -decay.exp(), *kept, use_reentrant=False)
@@ -217,7 +216,7 @@ class Mamba(RecurrentMixer):
             # One pass over memory for the sum, and one for gate and normalization.
             out = torch.addcmul(out, x, skip.to(x.dtype).unsqueeze(-1)).flatten(3)
             out = kernels.gated_norm(out, gate, weight, plan.epsilon, gate_first=True)
-            return out.to(projected.dtype), (last, after.flatten(1, 2))
+            return out, (last, after.flatten(1, 2))
         out = (out + x * skip.unsqueeze(-1)).flatten(3) * F.silu(gate.float())
         normal = out * (out.square().mean(3, keepdim=True) + plan.epsilon).rsqrt()
         return (normal * weight.float()).to(projected.dtype), (last, after.flatten(1, 2))

@@ -1,6 +1,6 @@
 """Kernels of flash-linear-attention against the references of recurrent mixers.
 
-The references compute in fp64 what the kernels compute in 16 bits, or in TF32. Each shape of heads
+The references compute in fp64 what the kernels compute in 16 bits. Each shape of heads
 is tuned at its first use, which takes minutes; Triton keeps the result on disk.
 """
 
@@ -33,8 +33,8 @@ pytestmark = [
 ]
 BF16, FP32 = torch.bfloat16, torch.float32
 B, ALONE = 2, Layout.single().context
-# Norms of errors, relative to the norms of results: of outputs and states, and of gradients.
-TOLERANCE = {BF16: (1e-2, 2e-2), FP32: (2e-3, 4e-3)}
+# Norms of errors, relative to the norms of results. Sequences never run the kernels in fp32.
+OF_RESULTS, OF_GRADIENTS = 1e-2, 2e-2
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +106,16 @@ def with_gradients(
     return found if state is None else {**found, "d state": state.grad}
 
 
-def compare(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Print every error, and fail if any is above the tolerance."""
     errors = {
-        name: float((found[name].double() - right).norm() / right.norm())
+        name: float((found[name].double() - right).detach().norm() / right.detach().norm())
         for name, right in expected.items()
     }
     print({name: f"{error:.1e}" for name, error in errors.items()})
-    of_results, of_gradients = TOLERANCE[dtype]
     for name, error in errors.items():
         assert found[name].isfinite().all(), name
-        assert error < (of_gradients if name.startswith("d ") else of_results), (name, error)
+        assert error < (OF_GRADIENTS if name.startswith("d ") else OF_RESULTS), (name, error)
 
 
 def doubles(parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -137,8 +136,6 @@ def test_scan(
     has_documents: bool,
     has_state: bool,
 ) -> None:
-    if kernels.simple_gla is None:
-        pytest.skip("chunk_simple_gla needs a newer Triton on this GPU")
     parts = scan_inputs(length, size, state_size, dtype)
     state = draw(3, (B, 2, 4, size, state_size))[0] if has_state else None
     documents = documents_of(length) if has_documents else None
@@ -147,7 +144,7 @@ def test_scan(
     assert found["after"].dtype == FP32
     wide = None if state is None else state.double()
     expected = with_gradients(scan, doubles(parts), wide, documents=documents, chunk=64)
-    compare(found, expected, dtype)
+    compare(found, expected)
 
 
 @pytest.mark.parametrize(("keys", "values", "dtype"), [(128, 128, BF16), (64, 64, BF16)])
@@ -171,18 +168,7 @@ def test_delta_rule(
     expected = with_gradients(
         chunked_delta_rule, doubles(parts), wide, documents=documents, chunk=64
     )
-    compare(found, expected, dtype)
-
-
-def test_scan_and_delta_rule_in_fp32(kernels: RecurrenceKernels) -> None:
-    """Models in fp32 run the references, because this is less exact."""
-    if kernels.simple_gla is not None:
-        parts = scan_inputs(250, 64, 64, FP32)
-        found = with_gradients(kernels.scan, parts, None, documents=None)
-        compare(found, with_gradients(scan, doubles(parts), None, documents=None, chunk=64), FP32)
-    parts = rule_inputs(250, 64, 64, FP32)
-    found = with_gradients(kernels.delta_rule, parts, None)
-    compare(found, with_gradients(chunked_delta_rule, doubles(parts), None, chunk=64), FP32)
+    compare(found, expected)
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -221,7 +207,7 @@ def test_convolution(
         found |= {f"d {name}": each.grad for name, each in layer.named_parameters()}
         results.append(found if before is None else {**found, "d state": before.grad})
     expected = doubles(results[1])
-    compare(results[0], expected, BF16)
+    compare(results[0], expected)
     assert torch.equal(results[0]["after"], results[1]["after"])
 
 
@@ -245,7 +231,7 @@ def test_gated_norm(kernels: RecurrenceKernels, rows: int, size: int, gate_first
         names = ("d x", "d gate", "d weight")
         found = {name: part.grad for name, part in zip(names, parts, strict=True)}
         results.append({"out": out, **found})
-    compare(results[0], results[1], BF16)
+    compare(results[0], results[1])
 
 
 def mixer(kind: str, kernels: RecurrenceKernels | None) -> RecurrentMixer:
@@ -308,7 +294,6 @@ def test_mixers_continue_from_their_states(kernels: RecurrenceKernels, kind: str
     compare(
         results,
         doubles({"out": expected, "states": last[1], "convolution": last[0]}),
-        BF16,
     )
 
 

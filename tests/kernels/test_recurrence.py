@@ -51,7 +51,8 @@ def simple_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """[B, T, H, K], [B, T, H, V], [B, T, H]; states [B, H, K, V], or [B, H, V, K] if asked."""
     assert q.shape == k.shape
-    assert v.shape[:3] == g.shape == q.shape[:3]
+    assert v.shape[:3] == g.shape[:3] == q.shape[:3]
+    g = g.unsqueeze(-1) if g.dim() == 3 else g
     shape = (*q.shape[::2], q.shape[3], v.shape[3])
     state = v.new_zeros(shape)
     if initial_state is not None:
@@ -59,11 +60,17 @@ def simple_gla(
     assert state.shape == shape
     outputs = []
     for t in range(q.shape[1]):
-        state = g[:, t, :, None, None].exp() * state + k[:, t, :, :, None] * v[:, t, :, None]
+        state = g[:, t, :, :, None].exp() * state + k[:, t, :, :, None] * v[:, t, :, None]
         read = (q[:, t, :, :, None] * state).sum(2)
         outputs.append(read * (q.shape[3] ** -0.5 if scale is None else scale))
     final = (state.mT if state_v_first else state) if output_final_state else None
     return torch.stack(outputs, 1), final
+
+
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
+    """The same with decays [B, T, H, K]."""
+    assert g.shape == q.shape
+    return simple_gla(q, k, v, g, **options)
 
 
 def gated_delta_rule(
@@ -176,7 +183,6 @@ KERNELS = StandIns(
     *(gated_delta_rule, recurrent_gated_delta_rule),
     *(causal_conv1d, rms_norm),
 )
-WITHOUT_SCAN = replace(KERNELS, simple_gla=None)
 
 
 def draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -226,9 +232,10 @@ def test_scans_equal_the_reference(length: int, has_documents: bool, has_state: 
     parts = scan_inputs(length)
     state = draw(3, (B, GROUPS, HEADS, P, N))[0] if has_state else None
     others = {"state": state, "documents": ends_of(length) if has_documents else None}
-    found = gradients(KERNELS.scan, parts, **others)
     expected = gradients(scan, parts, **others, chunk=4)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(KERNELS.scan, parts, **others), expected)
+    by_channel = replace(KERNELS, simple_gla=recurrence._by_channel(gla))
+    torch.testing.assert_close(gradients(by_channel.scan, parts, **others), expected)
 
 
 @pytest.mark.parametrize("length", [1, 9])
@@ -284,15 +291,10 @@ def mixer(kind: str, kernels: RecurrenceKernels | None) -> RecurrentMixer:
 
 
 @pytest.mark.parametrize("has_documents", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "stand_ins"),
-    [("mamba", KERNELS), ("mamba", WITHOUT_SCAN), ("delta net", KERNELS)],
-)
-def test_mixers_equal_the_references(
-    kind: str, stand_ins: RecurrenceKernels, has_documents: bool
-) -> None:
+@pytest.mark.parametrize("kind", PLANS)
+def test_mixers_equal_the_references(kind: str, has_documents: bool) -> None:
     results = []
-    for kernels in (stand_ins, None):
+    for kernels in (KERNELS, None):
         made = mixer(kind, kernels)
         (x,) = draw(2, (9, B, 10))
         x = x.float().requires_grad_()
@@ -350,7 +352,7 @@ def pretend(
     functions = (
         *("chunk_simple_gla", "fused_recurrent_simple_gla"),
         *("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
-        *("chunk_kda", "causal_conv1d", "rmsnorm_fn"),
+        *("chunk_gla", "chunk_kda", "causal_conv1d", "rmsnorm_fn"),
     )
     module = SimpleNamespace(__version__=triton, **{name: name for name in functions})
     monkeypatch.setattr(recurrence, "Device", lambda _: device)
@@ -361,7 +363,7 @@ def pretend(
 @pytest.mark.parametrize(
     ("triton", "capability", "scan_name"),
     [
-        ("3.6.0", (9, 0), None),
+        ("3.6.0", (9, 0), "chunk_gla"),
         ("3.7.1", (9, 0), "chunk_simple_gla"),
         ("3.10.0+git1", (9, 0), "chunk_simple_gla"),
         ("3.3.1", (9, 0), "chunk_simple_gla"),
@@ -372,17 +374,18 @@ def pretend(
 def test_functions_follow_triton_and_the_gpu(
     triton: str,
     capability: tuple[int, int],
-    scan_name: str | None,
+    scan_name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend(monkeypatch, release="0.6.0", triton=triton, capability=capability)
     choice = choose_recurrence(model_config(**HYBRID), BF16, CPU)
     assert choice.kernels is not None
     assert choice.name == "fla-core 0.6.0"
-    assert choice.reason.startswith(scan_name or "chunk_kda")
-    assert choice.kernels.simple_gla == scan_name
-    usual = choice.kernels.gated_delta_rule == "chunk_gated_delta_rule"
-    assert usual == (scan_name is not None) == ("needs Triton 3.7.1" not in choice.reason)
+    assert choice.reason.startswith(scan_name)
+    usual = scan_name == "chunk_simple_gla"
+    assert (choice.kernels.simple_gla == scan_name) == usual  # otherwise a wrapper of chunk_gla
+    assert (choice.kernels.gated_delta_rule == "chunk_gated_delta_rule") == usual
+    assert ("need Triton 3.7.1" not in choice.reason) == usual
 
 
 def test_the_reason_says_why_the_package_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

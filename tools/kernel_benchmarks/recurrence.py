@@ -25,9 +25,8 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
     choice = find_recurrence(device)
     kernels = choice.kernels
     reason = choice.reason if kernels is None else ""
-    scans = kernels is not None and kernels.simple_gla is not None
     return [
-        mamba_scan(device, kernels, "" if scans else choice.reason),
+        mamba_scan(device, kernels, reason),
         gated_delta_rule(device, kernels, reason),
         convolution(device, kernels, reason),
     ]
