@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from megatron.errors import DataError
 from tests.data import tfrecords
 from tests.data.corpus import write_vocabulary
 from tests.data.tfrecords import encode, example, record, write
+from tests.launch import run_ranks
 from tests.repository import ROOT
 from tests.tokenizer.test_kinds import build
 
@@ -210,14 +209,8 @@ def test_bert_trains_on_them(tmp_path):
     words = f"""--num-layers 1 --hidden-size 32 --num-attention-heads 2 --micro-batch-size 2
         --seq-length 16 --train-iters 3 --lr 0.001 --log-interval 1 --eval-iters 1 --split 8,2
         --eval-interval 3 --vocab-file {vocab} --data-path {path}""".split()
-    finished = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_bert.py"), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    finished = run_ranks([str(ROOT / "pretrain_bert.py"), *words], os.environ)
+    assert finished.returncode == 0, finished.stdout[-2000:]
     assert "iteration        3/       3" in finished.stdout
     assert "sop loss" in finished.stdout
 

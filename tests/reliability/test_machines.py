@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import run_ranks
 from tests.reliability.machines import Machine, ip, launcher_flags, machines
-from tests.reliability.processes import TIMEOUT, children, module, torchrun, until
+from tests.reliability.processes import TIMEOUT, children, environment, module, torchrun, until
 
 __all__ = ["machines"]  # a fixture
 
@@ -34,10 +35,9 @@ def test_two_machines_train_as_one_process(machines: list[Machine], tmp_path: Pa
         assert one.wait(timeout=120) == 0, (tmp_path / "a").read_text()
         assert two.wait(timeout=30) == 0, out.read_text()
     flags[:2] = []
-    words = ["--standalone", "--nproc-per-node", "1", *module(*flags)]
-    with torchrun(words, "none:0:0", tmp_path, name="alone") as (process, alone):
-        assert process.wait(timeout=90) == 0, alone.read_text()
-    expected = _losses(alone.read_text())
+    alone = run_ranks(module(*flags), environment("none:0:0", tmp_path / "fault"))
+    assert alone.returncode == 0, alone.stdout
+    expected = _losses(alone.stdout)
     assert len(expected) == 4
     # The last rank logs.
     assert _losses((tmp_path / "a").read_text() + out.read_text()) == pytest.approx(

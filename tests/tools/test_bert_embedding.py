@@ -105,7 +105,9 @@ def test_bad_texts(words: list[str], tmp_path: Path, text: str, message: str):
         run(words)
 
 
-def test_bad_flags(words: list[str]):
+def test_bad_flags(words: list[str], monkeypatch: pytest.MonkeyPatch):
+    # Otherwise the library looks for no-model on the internet, for 20 s where there is none.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="--block-size 0: give at least 1"):
         run([*words, "--block-size", "0"])
     with pytest.raises(ConfigError, match="--max-length 2: the BERT in .* positions: give 3 to"):
