@@ -17,9 +17,14 @@ import torch
 
 from megatron.checkpoint.compatibility import network_differences
 from megatron.checkpoint.entries import Box, model_state
-from megatron.checkpoint.huggingface.families import family_for
 from megatron.checkpoint.huggingface.files import ADAPTER_CONFIG
-from megatron.checkpoint.huggingface.peft import PeftReader, names_in, network_with, peft_names
+from megatron.checkpoint.huggingface.peft import (
+    PeftReader,
+    family_in,
+    names_in,
+    network_with,
+    peft_names,
+)
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.merged import network_in
 from megatron.checkpoint.reader import NativeReader, PaddedReader, Reader, restore
@@ -228,8 +233,10 @@ def _open_peft(
         or any(is_target(AdapterTarget(name, WHOLE), one) for one in stacked)
     ]
     layers = adapted_layers(replace(model, lora_target_modules=tuple(names)), rows)
+    of_base = (base.meta.get("huggingface") or {}).get("family")
     try:
-        known = peft_names(model, layers, family_for(network, rows, None), rows)
+        family = family_in(folder, model, layers, rows, base=of_base, allow_foreign=allow_foreign)
+        known = peft_names(model, layers, family, rows)
     except CheckpointError as error:
         raise CheckpointError(
             "PEFT's files name modules that this network does not have "

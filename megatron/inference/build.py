@@ -141,8 +141,7 @@ def build_engine(
             model, memory, device, singles, loaded.adapters, keeps_states=reads_states
         )
     cache_tokens = memory.blocks * size
-    each = " on rank 0" if copy.size > 1 else ""
-    cache_size = f"{memory.size_bytes / 1e9:.3g} GB{each}"
+    cache_size = f"{memory.size_bytes / 1e9:.3g} GB{' on rank 0' * (copy.size > 1)}"
     by_rows = choose_row_product(where) is not None
     is_bounded = loaded.config.model.attn_logit_softcapping is not None
     chunks = describe_chunks(head_size, dtype, where, is_bounded=is_bounded, has_slopes=has_slopes)

@@ -45,16 +45,16 @@ NETWORKS: dict[str, type[GPTModel | BertModel | T5Model]] = {
 _STACKS = ("layers.", "encoder.layers.", "decoder.layers.")
 # Hugging Face's and Megatron Core's names, keyed by the last parts of our own names.
 _OTHER_NAMES = {
-    "attention.qkv": ("linear_qkv",),
+    "attention.qkv": ("linear_qkv", "qkv_proj", "query_key_value", "c_attn"),
     "attention.qkv.query": ("q_proj",),
     "attention.qkv.key": ("k_proj",),
     "attention.qkv.value": ("v_proj",),
     "attention.output": ("linear_proj", "o_proj"),
-    "mlp.up": ("linear_fc1",),
+    "mlp.up": ("linear_fc1", "gate_up_proj", "dense_h_to_4h", "c_fc", "fc_in"),
     "mlp.up.gate": ("gate_proj",),
     "mlp.up.up": ("up_proj",),
     f"mlp.up.{WHOLE}": ("up_proj",),
-    "mlp.down": ("linear_fc2", "down_proj"),
+    "mlp.down": ("linear_fc2", "down_proj", "dense_4h_to_h", "fc_out"),
     "experts.up": ("linear_fc1", "gate_up_proj"),
     "experts.down": ("linear_fc2", "down_proj"),
     "attention.query_down": ("linear_q_down_proj", "q_a_proj"),

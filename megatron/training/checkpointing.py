@@ -28,7 +28,7 @@ from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import STATES, Snapshot, write_checkpoint
 from megatron.command import say
 from megatron.config import RunConfig
-from megatron.config.adapters import ADAPTER_FIELDS, is_adapter_parameter, plain_network
+from megatron.config.adapters import ADAPTER_FIELDS, is_adapter_parameter
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.retro import is_retriever_parameter
@@ -470,7 +470,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     if _ADAPTERS in new_parts:
         start_adapters(run.parts)
     if run.config.model.load_adapter is not None:
-        new_parts = _load_adapter(run, Path(run.config.model.load_adapter), new_parts)
+        new_parts = _load_adapter(run, Path(run.config.model.load_adapter), new_parts, reader)
     if weights_only:
         run.optimizer.reload_masters()
     else:
@@ -560,25 +560,30 @@ def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...
     return new_parts, state
 
 
-def _load_adapter(run: Run, folder: Path, new_parts: tuple[str, ...]) -> tuple[str, ...]:
+def _load_adapter(
+    run: Run, folder: Path, new_parts: tuple[str, ...], base: Reader
+) -> tuple[str, ...]:
     """Fill the adapters, and a reward model's head, from PEFT's files, which --load-adapter names.
 
     Args:
         run: The run.
         folder: The files.
         new_parts: The parts that the checkpoint does not hold.
+        base: The checkpoint, with the model that the adapter was trained for.
 
     Returns:
         The parts that the files do not hold either.
     """
     # Few runs need these modules.
-    from megatron.checkpoint.huggingface.families import family_for
-    from megatron.checkpoint.huggingface.peft import PeftReader, peft_names
+    from megatron.checkpoint.huggingface.peft import PeftReader, family_in, peft_names
 
     trust, model = run.config.checkpoint.allow_foreign_checkpoints, run.config.model
     vocabulary = run.plan.embedding.vocabulary
-    family = family_for(plain_network(model), vocabulary, None)
-    names = peft_names(model, adapted_layers(model, vocabulary), family, vocabulary)
+    layers, of_base = adapted_layers(model, vocabulary), base.meta.get("huggingface") or {}
+    family = family_in(
+        folder, model, layers, vocabulary, base=of_base.get("family"), allow_foreign=trust
+    )
+    names = peft_names(model, layers, family, vocabulary)
     files = PeftReader(folder, model, names, allow_foreign=trust)
     reader = PaddedReader(files, rows=vocabulary, entries=run.tokenizer.vocab_size)
     state = _weights_state(run, is_copy=False)

@@ -314,10 +314,10 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
     assert "has shape [3, 32], but it is [3, 48]" in _refused(
         str(tmp_path / "wide"), saved.folders["some"]
     )
-    # PEFT's files do not fit this network: GPT-2's queries, keys and values are one module.
+    # PEFT's files name modules that this network does not have: GPT-2's are `c_attn` and others.
     save_run(build_toy(Layout.single(), f"--save {tmp_path / 'gpt2'} --save-interval 1".split()))
     fused = _refused(str(tmp_path / "gpt2"), saved.folders["some"])
-    assert "give the checkpoints of a run with --lora-rank" in fused
+    assert "does not belong to this network's adapters: serve the model that it" in fused
     shallow = f"{NETWORK} --num-layers 1"
     save_run(build_toy(Layout.single(), f"{shallow} --save {tmp_path / 'shallow'}".split()))
     deep = _refused(str(tmp_path / "shallow"), saved.folders["some"])

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from megatron.checkpoint.huggingface.families import families
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.inspection import summarize
@@ -262,6 +263,7 @@ def test_the_vocabulary_is_padded_by_megatron_s_rule(tmp_path: Path) -> None:
 def test_the_command_line_offers_what_the_tables_have() -> None:
     assert set(util.LOADERS) == set(formats.LOADERS)
     assert set(util.SAVERS) == set(formats.SAVERS)
+    assert tuple(families()) == util.FAMILIES
 
 
 def test_padding_rows_are_dropped_on_request(tmp_path: Path) -> None:

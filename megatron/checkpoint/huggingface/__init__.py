@@ -7,6 +7,7 @@
     llama, mixtures, gpt2, bert, t5   one module for each group of families
     reader      a folder behind the interface `Reader`
     writer      a checkpoint as such a folder
+    peft_places where our adapters are in those of the modules that PEFT adapts
     peft        adapters in PEFT's files
 
 A family says how config.json becomes network flags and back, and which tensors make up each

@@ -119,7 +119,10 @@ def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
 def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
     """Return a line for each setting of a network that the family's config.json cannot express."""
     written = Settings(family.write(model, vocab), "config.json")
-    said = family.read(written).model
+    try:
+        said = family.read(written).model
+    except CheckpointError as error:  # the nearest network that the family could write is invalid
+        return [str(error)]
     differing = differing_fields(family, model, said)
     values = {name: (getattr(model, name), getattr(said, name)) for name in differing}
     # If the flags are equal but their meanings differ, show the meanings, which depend on other

@@ -1,10 +1,11 @@
 """Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
 
-PEFT names an adapter's tensors after the module of `transformers` that it adapts. It gives an
-adapter to each of queries, keys, values, gate and up, as we do, so each of its tensors corresponds
-to one of ours, whose rows may be in another order. The adapters of a mixture's experts are stacked
-in two matrices (`target_parameters`): A [experts rank, in], B [out, rank experts]. The head of a
-reward model is trained in full alongside the adapters, and is in the same file (`modules_to_save`).
+PEFT names an adapter's tensors after the module of `transformers` that it adapts. If the module
+computes several of our projections at once, its adapter joins theirs (`peft_places`), and its rank
+and alpha are exceptions in adapter_config.json (`rank_pattern`, `alpha_pattern`). The adapters of a
+mixture's experts are stacked in two matrices (`target_parameters`): A [experts rank, in], B [out,
+rank experts]. The head of a reward model is trained in full alongside the adapters, and is in the
+same file (`modules_to_save`).
 """
 
 from __future__ import annotations
@@ -21,69 +22,44 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from megatron.checkpoint.entries import DTYPES, Box, LazyTensor
+from megatron.checkpoint.huggingface.families import families, family_for, misfits
 from megatron.checkpoint.huggingface.files import ADAPTER, ADAPTER_CONFIG, inside
-from megatron.checkpoint.huggingface.rules import (
-    SAME,
-    STACKED,
-    TRANSPOSED,
-    Family,
-    ParameterRule,
-)
+from megatron.checkpoint.huggingface.peft_places import AdapterPlace, join, places_in
+from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import read_json
 from megatron.checkpoint.mapped import MappedFile
 from megatron.checkpoint.reader import HeldTensor, Reader, is_vocabulary_table
 from megatron.config.adapters import ALL_LINEAR, lora_flags, plain_network
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
-from megatron.parallel.adapter import AdaptedLayer, Adapter, projections_of
+from megatron.parallel.adapter import AdaptedLayer, Adapter
 from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 
 
 class PeftTensor(NamedTuple):
-    """A tensor of an adapter in PEFT's files.
+    """The tensor in PEFT's files that holds one of ours.
 
     Attributes:
-        name: PEFT's name.
-        held: Our shape and type of it.
-        order: The row of the module's weight that each of our rows is, int64 [out], if
-            `transformers` orders the rows differently; otherwise `None`.
+        name: Its name.
+        held: The shape and type of our tensor.
+        place: The place of our adapter in PEFT's; `None` for the head of a reward model.
     """
 
     name: str
     held: HeldTensor
-    order: torch.Tensor | None = None
+    place: AdapterPlace | None = None
 
     def to_peft(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return our tensor in PEFT's form.
+        """Return our tensor in PEFT's form, if it is the only one in PEFT's tensor.
 
         Args:
             tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
             kind: "a", "b" or "magnitude".
         """
-        if self.order is not None and kind != "a":
-            tensor = tensor[self.order.argsort()]
-        if not _is_stacked(tensor.shape):
+        tensor = _flat(tensor, kind)
+        if self.place is None or not self.place.moves:
             return tensor
-        if kind == "a":
-            return tensor.flatten(0, 1)
-        return tensor.flatten(1, -2).permute(1, 2, 0).flatten(1).contiguous()
-
-    def from_peft(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return PEFT's tensor in our form.
-
-        Args:
-            tensor: The tensor.
-            kind: "a", "b" or "magnitude".
-        """
-        shape = self.held.shape
-        if self.order is not None and kind != "a":
-            tensor = tensor[self.order]
-        if not _is_stacked(shape):
-            return tensor
-        if kind != "a":
-            experts, *_, rank = shape
-            tensor = tensor.view(-1, rank, experts).permute(2, 0, 1)
-        return tensor.reshape(shape)
+        return join(kind, {self.place: tensor}, None)
 
 
 PeftNames = Mapping[str, PeftTensor]  # by our name
@@ -95,14 +71,14 @@ _ROUTER = ".router.adapter."  # in our names; in transformers 5, most routers ar
 _ROUTERS = ("gate.weight", "router.weight")  # the ends of their names in `transformers`
 _HEAD = "score"  # the head of a reward model, both here and in PEFT
 _UNUSED_HEADS = ("classifier",)  # PEFT adds it to modules_to_save, for other models
+# PEFT also writes the frozen weight of an adapted output layer.
+_FROZEN_OUTPUT = f"{_PREFIX}lm_head.base_layer.weight"
+_AXIS = {"a": 0, "b": 1}  # the dimension of the rank
 _SUFFIXES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 # Other settings of PEFT's configuration, with the only value that we support.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
     "lora_bias": (False, None),
     "trainable_token_indices": (None,),
     "layer_replication": (None,),
@@ -117,7 +93,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 def peft_names(
     model: ModelConfig, layers: Mapping[str, AdaptedLayer | ExpertLinear], family: Family, rows: int
 ) -> PeftNames:
-    """Return PEFT's name, shape and order of each tensor of our adapters, by our name.
+    """Return the tensor in PEFT's files for each tensor of our adapters, by our name.
 
     A reward model's head is one of them.
 
@@ -128,7 +104,7 @@ def peft_names(
         rows: Rows of the word embedding.
 
     Raises:
-        CheckpointError: A module of the family computes several of our projections.
+        CheckpointError: A module of the family holds only a part of a projection.
     """
     found: dict[str, PeftTensor] = {}
     rules = {rule.name: rule for rule in family.rules(plain_network(model), rows)}
@@ -139,28 +115,23 @@ def peft_names(
         linear = layers.get(ours)
         if linear is None or not isinstance(linear.adapter, Adapter | ExpertAdapter):
             continue
-        projections, theirs = projections_of(linear), tuple(modules)
-        if isinstance(linear, ExpertLinear) and family.stacks_experts:
-            raise CheckpointError(
-                f"{theirs[0]} of a {family.name} model: PEFT orders the rows of its experts' "
-                "adapters differently: convert the merged weights with --saver hf"
-            )
+        rule, theirs = rules[f"model.{ours}.weight"], tuple(modules)
+        outputs, form = rule.shape[:-1], rule.form
         if isinstance(linear, ExpertLinear):
-            theirs = (_experts_module(ours, theirs[0], layers),)
-        if len(theirs) != len(projections):
-            raise CheckpointError(
-                f"{theirs[0]} of a {family.name} model computes {', '.join(projections)} together, "
-                "but here each of them has its own adapter: convert the merged weights with "
-                "--saver hf"
-            )
-        orders = _row_orders(linear.adapter, rules[f"model.{ours}.weight"])
-        for projection, module in zip(projections, theirs, strict=True):
-            if projection in linear.adapter:
-                for kind, parameter in linear.adapter[projection].named_parameters():
-                    held = HeldTensor(tuple(parameter.shape), parameter.dtype)
-                    theirs_of = f"{_PREFIX}{_module(module, family)}.{_SUFFIXES[kind]}"
-                    name = f"model.{ours}.adapter.{projection}.{kind}"
-                    found.setdefault(name, PeftTensor(theirs_of, held, orders.get(projection)))
+            if family.stacks_experts and f".{_EXPERTS}." not in theirs[0]:
+                raise CheckpointError(
+                    f"{theirs[0]} of a {family.name} model: PEFT takes its inputs for outputs: "
+                    "convert the merged weights with --saver hf"
+                )
+            theirs, outputs = (_experts_module(ours, theirs[0], layers),), (1, *outputs[1:])
+        is_apart = isinstance(linear, ExpertLinear) and not family.stacks_experts
+        places = places_in(linear.adapter, outputs, theirs, None if is_apart else form)
+        for projection, place in places.items():
+            for kind, parameter in linear.adapter[projection].named_parameters():
+                held = HeldTensor(tuple(parameter.shape), parameter.dtype)
+                name = f"{_PREFIX}{_module(place.module, family)}.{_SUFFIXES[kind]}"
+                tensor = PeftTensor(name, held, place)
+                found.setdefault(f"model.{ours}.adapter.{projection}.{kind}", tensor)
     return found
 
 
@@ -171,23 +142,44 @@ def _module(name: str, family: Family) -> str:
     return f"{family.module_prefix}{name.removeprefix(family.prefix)}"
 
 
-def _row_orders(adapter: Adapter | ExpertAdapter, rule: ParameterRule) -> dict[str, torch.Tensor]:
-    """Return the order of each projection's rows (`PeftTensor`) if `transformers` has another one.
+def family_in(
+    path: Path,
+    model: ModelConfig,
+    layers: Mapping[str, AdaptedLayer | ExpertLinear],
+    rows: int,
+    *,
+    base: str | None = None,
+    allow_foreign: bool = False,
+) -> Family:
+    """Return the family whose modules PEFT's files name, of those that can express a network.
 
     Args:
-        adapter: The adapter of a layer, each of whose projections is a module of `transformers`.
-        rule: The rule that makes the layer's weight from the weights of these modules.
+        path: The folder of PEFT's files.
+        model: The network with adapters.
+        layers: Its layers that have adapters, by name.
+        rows: Rows of the word embedding.
+        base: The family of the model that is adapted, if known.
+        allow_foreign: Accept files owned by other users.
+
+    Raises:
+        CheckpointError: No family can express the network.
     """
-    if isinstance(adapter, ExpertAdapter) or rule.form in (SAME, STACKED, TRANSPOSED):
-        return {}
-    sizes = [shape[0] for shape in rule.shapes()]
-    numbers = torch.arange(sum(sizes)).unsqueeze(1).split(sizes)
-    by_projection = adapter.by_projection(rule.form.join(numbers).flatten())
-    orders = {
-        name: rows.flatten() - first
-        for (name, rows), (first, *_) in zip(by_projection.items(), numbers, strict=True)
-    }
-    return {name: rows for name, rows in orders.items() if (rows.diff() != 1).any()}
+    plain = plain_network(model)
+    first = family_for(plain, rows, None)
+    if not (path / ADAPTER).is_file():
+        return first  # the reader says what is missing
+    theirs = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign).header()
+    known = families()
+    for name in sorted(known, key=lambda name: name != base):
+        if misfits(known[name], plain, rows):
+            continue
+        try:
+            names = {one.name for one in peft_names(model, layers, known[name], rows).values()}
+        except CheckpointError:
+            continue
+        if names.issuperset(theirs.keys() - {_FROZEN_OUTPUT}):
+            return known[name]
+    return first
 
 
 def _experts_module(
@@ -213,14 +205,43 @@ def _is_stacked(shape: Sequence[int]) -> bool:
     return len(shape) > 2
 
 
-def _peft_shape(ours: str, tensor: PeftTensor) -> tuple[int, ...]:
+def _flat(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return an adapter's tensor as a matrix with our rows, as PEFT has it.
+
+    Args:
+        tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
+        kind: "a" or "b".
+    """
+    if not _is_stacked(tensor.shape):
+        return tensor
+    if kind == "a":
+        return tensor.flatten(0, 1)
+    return tensor.flatten(1, -2).permute(1, 2, 0).flatten(1).contiguous()
+
+
+def _peft_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that PEFT's tensor has."""
-    whole = torch.empty(tensor.held.shape, device="meta")
-    return tuple(tensor._replace(order=None).to_peft(whole, _kind_of(ours)).shape)
+    return tuple(_flat(torch.empty(shape, device="meta"), _kind_of(name)).shape)
 
 
 def _kind_of(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _target_of(ours: str, theirs: str) -> str:
+    """Return the module, or the weight of experts, that a tensor of PEFT's adapts.
+
+    Args:
+        ours: Our name of an adapter's tensor.
+        theirs: PEFT's name.
+    """
+    module = theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]
+    if _ROUTER in ours:
+        return f"{module}.weight"
+    if not module.removesuffix(".base_layer").endswith(_EXPERTS):
+        return module
+    weight = "gate_up_proj" if ".up.adapter." in ours else "down_proj"
+    return f"{module.removesuffix('.base_layer')}.{weight}"
 
 
 class PeftReader(Reader):
@@ -268,29 +289,61 @@ class PeftReader(Reader):
             names = {ours: one for ours, one in names.items() if ".adapter." in ours}
         self._remedy = _remedy(said) if remedy is None else remedy
         self._file = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign)
-        theirs = self._file.header()
-        ours = {tensor.name: ours for ours, tensor in names.items()}
-        # PEFT also writes the frozen weight of an adapted output layer.
-        known = {*ours, f"{_PREFIX}lm_head.base_layer.weight"}
-        self._check_settings(said, model, {name for name in theirs if name not in known})
-        missing = sorted(ours.keys() - theirs.keys())
+        self._names, self._theirs = names, self._file.header()
+        wanted = {one.name for one in names.values()}
+        self._check_settings(said, model, self._theirs.keys() - wanted - {_FROZEN_OUTPUT})
+        missing = sorted(wanted - self._theirs.keys())
         if missing:
             raise CheckpointError(f"{path / ADAPTER}: {missing[0]} is missing: {self._remedy}")
-        self._places = {ours[name]: place for name, place in theirs.items() if name in ours}
-        self.held, self._names = {}, names
-        for name, wanted in names.items():
-            place, shape = self._places[name], wanted.held.shape
-            found, expected = place.shape, _peft_shape(name, wanted)
-            if is_vocabulary_table(name) and found[:1] < expected[:1]:  # ours has padding
-                expected = shape = (*found[:1], *expected[1:])
-            self.held[name] = HeldTensor(shape, DTYPES[place.dtype])
-            if found != expected:
-                shapes = f"{list(found)}, but it is {list(expected)} here"
-                raise CheckpointError(
-                    f"{path / ADAPTER}: {wanted.name} has shape {shapes}: the adapter is for "
-                    "a different network: load that network with --load"
-                )
+        self.held = {}
+        for name, one in names.items():
+            self._check_shape(name, one)
+            found, shape = self._theirs[one.name], one.held.shape
+            if is_vocabulary_table(name):  # ours may have padding
+                shape = (*found.shape[:1], *shape[1:])
+            self.held[name] = HeldTensor(shape, DTYPES[found.dtype])
+            if one.place is not None and _kind_of(name) in _AXIS:
+                self._check_scale(said, model, name, one)
         self.meta = {"config": {}}
+
+    def _check_shape(self, name: str, one: PeftTensor) -> None:
+        found = self._theirs[one.name].shape
+        wanted, kind = list(_peft_shape(name, one.held.shape)), _kind_of(name)
+        if one.place is not None and kind != "a":
+            wanted[0] = len(one.place.weight_rows)
+        if is_vocabulary_table(name) and found[:1] < tuple(wanted[:1]):  # ours has padding
+            wanted[:1] = found[:1]
+        if one.place is not None and kind in _AXIS and len(found) == 2:
+            axis = _AXIS[kind]
+            times, rest = divmod(found[axis], wanted[axis])
+            if not rest and times <= one.place.most:  # the adapters of several projections
+                wanted[axis] = found[axis]
+        if list(found) != wanted:
+            raise CheckpointError(
+                f"{self.path / ADAPTER}: {one.name} has shape {list(found)}, but it is {wanted} "
+                "here: the adapter is for a different network: load that network with --load"
+            )
+
+    def _check_scale(
+        self, said: dict[str, Any], model: ModelConfig, name: str, one: PeftTensor
+    ) -> None:
+        """Check that a module's rank is that of the settings, and gives our adapters' scale."""
+        target = _target_of(name, one.name)
+        rank = _in_pattern(said, "rank_pattern", target, said.get("r", 8))
+        alpha = _in_pattern(said, "alpha_pattern", target, said.get("lora_alpha", 8))
+        size = self._theirs[one.name].shape[_AXIS[_kind_of(name)]]
+        if _is_stacked(one.held.shape):
+            size //= one.held.shape[0]
+        scale = alpha / (math.sqrt(rank) if model.use_rslora else rank)
+        if size != rank or not math.isclose(scale, model.lora_scale, rel_tol=1e-6):
+            patterns = [f"{key} {said.get(key)!s:.80}" for key in ("rank_pattern", "alpha_pattern")]
+            raise CheckpointError(
+                f"{self.path / ADAPTER_CONFIG}: {' and '.join(patterns)} give {target} rank {rank} "
+                f"and scale {scale:g}, which is not supported: here adapters have rank "
+                f"{model.lora_rank} and scale {model.lora_scale:g}, and those of a module's "
+                "projections together have a multiple of this rank: merge the adapter with "
+                "merge_and_unload of peft"
+            )
 
     def _check_settings(self, said: dict[str, Any], model: ModelConfig, strange: set[str]) -> None:
         """Check that the adapter's settings match the run."""
@@ -308,6 +361,12 @@ class PeftReader(Reader):
                     f"{self.path / ADAPTER_CONFIG}: {key} is {said.get(key, there[key])!s:.40}, "
                     f"but {value} here: {self._remedy}"
                 )
+        places = [one.place for one in self._names.values() if one.place is not None]
+        if said.get("fan_in_fan_out") and not any(place.is_transposed for place in places):
+            raise CheckpointError(
+                f"{self.path / ADAPTER_CONFIG}: fan_in_fan_out {said['fan_in_fan_out']!s:.80} is "
+                "not supported for this network: merge the adapter with merge_and_unload of peft"
+            )
         if strange:
             raise CheckpointError(
                 f"{self.path / ADAPTER}: {min(strange)} does not belong to this network's "
@@ -316,9 +375,66 @@ class PeftReader(Reader):
             )
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        theirs = self._file.tensor(self._places[name])
-        whole = self._names[name].from_peft(theirs, _kind_of(name))
+        one, kind = self._names[name], _kind_of(name)
+        shape, whole = one.held.shape, self._file.tensor(self._theirs[one.name])
+        if one.place is not None:
+            if kind != "a" and one.place.moves:
+                whole = whole[one.place.rows]
+            if kind in _AXIS:
+                axis = _AXIS[kind]
+                width = _peft_shape(name, shape)[axis]
+                if whole.shape[axis] > width:
+                    whole = whole.narrow(axis, self._block(name) * width, width)
+                if kind == "b":
+                    self._check_others(one)
+        if _is_stacked(shape) and kind != "a":
+            experts, *_, rank = shape
+            whole = whole.view(-1, rank, experts).permute(2, 0, 1)
+        whole = whole.reshape(self.held[name].shape)
         return whole[wanted.within(Box.whole(tuple(whole.shape)))]
+
+    def _block(self, name: str) -> int:
+        """Return which block of a module's rank a projection uses.
+
+        Raises:
+            CheckpointError: It uses several.
+        """
+        one = self._names[f"{name.rpartition('.')[0]}.b"]
+        assert one.place is not None
+        width = one.held.shape[-1]
+        rows = self._file.tensor(self._theirs[one.name])[one.place.rows]
+        blocks = rows.unflatten(1, (-1, width)).abs().amax((0, 2))
+        used = blocks.nonzero().flatten().tolist()
+        if len(used) > 1:
+            raise CheckpointError(
+                f"{self.path / ADAPTER}: {one.name}: a projection of this module has more than "
+                f"rank {width}: merge the adapter with merge_and_unload of peft"
+            )
+        return used[0] if used else min(one.place.index, len(blocks) - 1)
+
+    def _check_others(self, one: PeftTensor) -> None:
+        """Refuse a module's B that changes rows of projections that have no adapter here."""
+        assert one.place is not None
+        if one.place.index > 0 or one.place.count == one.place.most:
+            return
+        whole = self._file.tensor(self._theirs[one.name])
+        others = torch.ones(len(whole), dtype=torch.bool)
+        for each in self._names.values():
+            if each.name == one.name and each.place is not None:
+                others[each.place.rows] = False
+        if whole[others].any():
+            raise CheckpointError(
+                f"{self.path / ADAPTER}: {one.name} adapts projections that have no adapter here: "
+                f"name the whole layer with --lora-target-modules, or {self._remedy}"
+            )
+
+
+def _in_pattern(said: dict[str, Any], key: str, target: str, default: Any) -> Any:
+    """Return the rank or alpha of a module: its own, or that of all modules without their own."""
+    for name, value in (said.get(key) or {}).items():
+        if target == name or target.endswith(f".{name}"):
+            return value
+    return default
 
 
 def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> dict[str, Any]:
@@ -335,6 +451,17 @@ def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> 
     said = read_json(inside(path, ADAPTER_CONFIG), allow_foreign=allow_foreign)
     for key, allowed in _FIXED.items():
         if said.get(key, allowed[0]) not in allowed:
+            raise CheckpointError(
+                f"{path / ADAPTER_CONFIG}: {key} {said[key]!s:.80} is not supported: merge the "
+                "adapter with merge_and_unload of peft"
+            )
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = said.get(key) or {}
+        # PEFT reads names as regular expressions, which may take forever.
+        if not isinstance(patterns, dict) or not all(
+            re.fullmatch(r"[\w.]+", name) and isinstance(value, int | float) and value > 0
+            for name, value in patterns.items()
+        ):
             raise CheckpointError(
                 f"{path / ADAPTER_CONFIG}: {key} {said[key]!s:.80} is not supported: merge the "
                 "adapter with merge_and_unload of peft"
@@ -417,8 +544,8 @@ def _remedy(said: dict[str, Any]) -> str:
     for key in ("target_modules", "target_parameters"):
         targets = said.get(key)
         targets = targets if isinstance(targets, list) else [targets]
-        names = (one.removesuffix(".weight") for one in targets if isinstance(one, str))
-        ends = {one.rpartition(".")[2] for one in names}
+        words = (one.removesuffix(".weight").split(".") for one in targets if isinstance(one, str))
+        ends = {".".join(one[-2:] if "experts" in one[-2:-1] else one[-1:]) for one in words}
         shown |= {"router" if end == "gate" and "parameters" in key else end for end in ends}
     flags = lora_flags(
         rank=said.get("r", 8),
@@ -447,15 +574,39 @@ class AdapterExport:
 
     def tensors(self) -> dict[str, LazyTensor]:
         """Return the tensors by name. Each is read only when it is written."""
+        members = defaultdict(list)
+        for ours, one in self.names.items():
+            members[one.name].append(ours)
         return {
-            tensor.name: LazyTensor(
-                _peft_shape(ours, tensor), self.reader.held[ours].dtype, partial(self._read, ours)
+            theirs: LazyTensor(
+                self._shape(ours[0]), self.reader.held[ours[0]].dtype, partial(self._read, ours)
             )
-            for ours, tensor in self.names.items()
+            for theirs, ours in members.items()
         }
 
-    def _read(self, ours: str) -> torch.Tensor:
-        return self.names[ours].to_peft(self.reader.read(ours), _kind_of(ours))
+    def _shape(self, ours: str) -> tuple[int, ...]:
+        """Return the shape of the tensor that holds one of ours."""
+        place, kind = self.names[ours].place, _kind_of(ours)
+        shape = list(_peft_shape(ours, self.names[ours].held.shape))
+        if place is not None and kind != "a":
+            shape[0] = len(place.weight_rows)
+        if place is not None and kind in _AXIS:
+            shape[_AXIS[kind]] *= place.count
+        return tuple(shape)
+
+    def _read(self, members: Sequence[str]) -> torch.Tensor:
+        kind, parts = _kind_of(members[0]), {}
+        for ours in members:
+            tensor, place = self.reader.read(ours), self.names[ours].place
+            if place is None or not place.moves:
+                return _flat(tensor, kind)
+            tensor = _flat(tensor, kind)
+            parts[place] = tensor
+        lengths, count = None, sum(len(place.rows) for place in parts)
+        if kind == "magnitude" and count < len(next(iter(parts)).weight_rows):
+            weight = self.reader.read(f"{members[0].partition('.adapter.')[0]}.weight")
+            lengths = torch.linalg.vector_norm(weight.flatten(0, -2).float(), dim=1)
+        return join(kind, parts, lengths)
 
     def config(self, base: str | None) -> dict[str, Any]:
         """Return the content of adapter_config.json.
@@ -463,23 +614,49 @@ class AdapterExport:
         Args:
             base: The folder of the model that the adapter changes, if known.
         """
-        model = self.model
+        model, rank = self.model, self.model.lora_rank
+        assert rank is not None
+        alpha = rank if model.lora_alpha is None else model.lora_alpha
+        counts = self._counts()
+        places = [one.place for one in self.names.values() if one.place is not None]
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if model.reward_head else "CAUSAL_LM",
             "base_model_name_or_path": base,
-            "r": model.lora_rank,
-            "lora_alpha": model.lora_rank if model.lora_alpha is None else model.lora_alpha,
+            "r": rank,
+            "lora_alpha": alpha,
+            # A module with the adapters of several projections has the same scale as they do.
+            "rank_pattern": {name: rank * count for name, count in counts.items()},
+            "alpha_pattern": {
+                name: alpha * (math.sqrt(count) if model.use_rslora else count)
+                for name, count in counts.items()
+            },
             "lora_dropout": model.lora_dropout,
             "use_rslora": model.use_rslora,
             "use_dora": model.use_dora,
             "target_modules": self._targets(of_parameters=False),
             "target_parameters": self._targets(of_parameters=True),
             "bias": "none",
-            "fan_in_fan_out": False,
+            "fan_in_fan_out": all(place.is_transposed for place in places),
             "inference_mode": True,
             "modules_to_save": [_HEAD] if model.reward_head else None,
         }
+
+    def _counts(self) -> dict[str, int]:
+        """Return how many adapters modules have joined, by the names of those with several.
+
+        A name may be the end of the names of all layers' modules.
+        """
+        by_end: dict[str, dict[str, int]] = defaultdict(dict)
+        for ours, one in self.names.items():
+            if one.place is not None:
+                name = _target_of(ours, one.name)
+                by_end[name.rpartition(".")[2]][name] = one.place.count
+        found: dict[str, int] = {}
+        for end, counts in by_end.items():
+            is_alike = len(set(counts.values())) == 1
+            found |= {end: max(counts.values())} if is_alike else counts
+        return {name: count for name, count in found.items() if count > 1}
 
     def _targets(self, *, of_parameters: bool) -> list[str] | None:
         """Return the suffixes of adapted modules' names, or whole names if layers differ.
@@ -488,19 +665,12 @@ class AdapterExport:
             of_parameters: Whether to name weights of experts and routers instead of modules.
         """
         by_end = defaultdict(set)
-        for ours, tensor in self.names.items():
-            is_router = _ROUTER in ours
-            is_parameter = is_router or _is_stacked(tensor.held.shape)
-            if ".adapter." in ours and is_parameter == of_parameters:
-                name = tensor.name.removeprefix(_PREFIX).rpartition(".lora_")[0]
-                end = name.rpartition(".")[2]
-                if is_router:
-                    name, end = f"{name}.weight", f"{end}.weight"
-                elif of_parameters:
-                    weight = "gate_up_proj" if ".up.adapter." in ours else "down_proj"
-                    end = f"experts.{weight}"
-                    name = f"{name.removesuffix('.base_layer')}.{weight}"
-                by_end[end].add(name)
+        for ours, one in self.names.items():
+            is_parameter = _ROUTER in ours or _is_stacked(one.held.shape)
+            if one.place is not None and is_parameter == of_parameters:
+                name = _target_of(ours, one.name)
+                end = name.split(".")[-2 if is_parameter else -1 :]
+                by_end[".".join(end)].add(name)
         is_alike = all(len(held) == self.model.num_layers for held in by_end.values())
         names = sorted(by_end if is_alike else set().union(*by_end.values()))
         return names or None

@@ -36,7 +36,13 @@ if TYPE_CHECKING:
 MODELS = ("GPT", "BERT", "T5", "RETRO")
 LOADERS = ("native", "megatron", "hf", "llama2_hf")
 SAVERS = ("native", "megatron", "torch_dist", "hf", "peft")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5")
+# The names of `huggingface.families`, which is slow to import.
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+    *("olmoe", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "phi3", "gpt_neox", "stablelm"),
+    *("gptj", "cohere", "cohere2", "bloom", "falcon", "gpt_oss", "llama4_text", "deepseek_v2"),
+    *("deepseek_v3", "mamba2", "nemotron_h", "falcon_h1", "gpt2", "bert", "t5"),
+)
 _HF = ("hf", "llama2_hf")
 _SHARD = "5GB"
 _TARGETS = {  # how Megatron-LM's files are split

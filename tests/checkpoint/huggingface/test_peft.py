@@ -4,27 +4,30 @@
 """
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from megatron.checkpoint.huggingface.families import families
 from megatron.checkpoint.huggingface.peft import peft_names
 from megatron.checkpoint.huggingface.settings import Settings
+from megatron.config.parser import Program
 from megatron.device import Device
 from megatron.errors import EXIT_OK, CheckpointError
-from megatron.inference.load import load_gpt
+from megatron.inference.adapters import add_to, open_adapters
+from megatron.inference.load import load_gpt, parse_generation
 from megatron.models.adapters import adapted_layers
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
-from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import CASES, VOCAB, tensors_of, write_folder
 from tests.checkpoint.huggingface.record_peft import EAGER, FAMILIES, computed, written_base
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
@@ -222,23 +225,63 @@ def test_peft_loads_ours(trained, tmp_path):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
+def _words_for(base, target, more, vocab=VOCAB):
+    words = f"""--load {base} --use-checkpoint-args --finetune --tokenizer-type NullTokenizer
+        --vocab-size {vocab - 1} --make-vocab-size-divisible-by 1 --seq-length 12
+        --micro-batch-size 1 --global-batch-size 1 --mock-data --train-iters 1 --eval-iters 0
+        --num-workers 0 --no-exit-signal-handler --attention-dropout 0 --hidden-dropout 0
+        --save-interval 1 --clip-grad 0 --lora-rank 2 --save {target} {more}"""
+    return words.split()
+
+
+def _train(base, target, more, vocab=VOCAB):
+    assert main(GPTRecipe(), _words_for(base, target, more, vocab)) == EXIT_OK
+    return target
+
+
+def _delta(adapter, module):
+    """Return B A of a module, or of each expert of a mixture, [experts, out, in]."""
+    a, b = (adapter[f"{module}.lora_{factor}.weight"] for factor in "AB")
+    if "experts" not in module:
+        return b @ a
+    return torch.einsum("ore,eri->eoi", b.view(len(b), 2, -1), a.view(-1, 2, a.shape[1]))
+
+
+def _weight_of(module):
+    """Return the name of the weight that a module's adapter changes."""
+    name = module.removeprefix("base_model.model.")
+    if "experts" not in name:
+        return f"{name}.weight"
+    inner = ".base_layer"
+    return f"{name.removesuffix(inner)}.{'gate_up' if name.endswith(inner) else 'down'}_proj"
+
+
+# Modules of `transformers` that compute several of our projections, or in another order.
+FUSED = {
+    "phi 3": "--lora-target-modules all-linear --use-dora",
+    "neox": "--lora-target-modules all-linear --use-dora",
+    "gpt-j": "--lora-target-modules all-linear --use-dora",
+    "cohere": "--lora-target-modules linear_qkv",
+    "gpt2": "--lora-target-modules all-linear --use-dora",
+    "gpt-oss": "--lora-target-modules linear_qkv experts.up experts.down",
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "targets"),
+    ("name", "flags"),
     [
-        ("qwen3", "all-linear"),
-        ("phi 3", "o_proj down_proj"),
-        ("gemma 2", "q_proj mlp.down"),
+        ("qwen3", "--lora-target-modules all-linear --use-dora"),
+        ("gemma 2", "--lora-target-modules q_proj mlp.down --use-dora"),
+        ("phi 3", "--lora-target-modules q_proj v_proj mlp.up.up --use-dora"),
+        ("phi 3", "--use-rslora --lora-target-modules all-linear"),
+        *FUSED.items(),
     ],
 )
-def test_an_adapter_adds_to_every_family_what_merging_adds(name, targets, tmp_path):
+def test_an_adapter_adds_to_every_family_what_merging_adds(name, flags, tmp_path):
     case = CASES[name]
-    base, native = write_folder(tmp_path / "base", case.config, tensors_of(case)), tmp_path / "run"
-    words = f"""--load {base} --use-checkpoint-args --finetune --tokenizer-type NullTokenizer
-        --vocab-size 69 --make-vocab-size-divisible-by 2 --seq-length 12 --micro-batch-size 1
-        --global-batch-size 1 --mock-data --train-iters 1 --eval-iters 0 --num-workers 0
-        --no-exit-signal-handler --attention-dropout 0 --hidden-dropout 0 --save-interval 1
-        --lora-rank 2 --lora-target-modules {targets} --use-dora --clip-grad 0"""
-    assert main(GPTRecipe(), [*words.split(), "--lr", "0.1", "--save", str(native)]) == EXIT_OK
+    vocab = case.config["vocab_size"]
+    base = write_folder(tmp_path / "base", case.config, tensors_of(case))
+    native = _train(base, tmp_path / "run", f"{flags} --lr 0.1", vocab)
     _convert("peft", native, tmp_path / "peft")
     _convert("hf", native, tmp_path / "hf")
     adapter = load_file(tmp_path / "peft" / "adapter_model.safetensors")
@@ -246,21 +289,138 @@ def test_an_adapter_adds_to_every_family_what_merging_adds(name, targets, tmp_pa
     modules = {key.removesuffix(".lora_A.weight") for key in adapter if "lora_A" in key}
     assert modules
     changed = {key for key, tensor in before.items() if not tensor.equal(after[key])}
-    assert changed == {f"{one.removeprefix('base_model.model.')}.weight" for one in modules}
+    assert changed == {_weight_of(module) for module in modules}
     for module in modules:
-        weight, merged = (
-            held[f"{module.removeprefix('base_model.model.')}.weight"] for held in (before, after)
-        )
-        low = weight + adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
-        magnitude = adapter[f"{module}.lora_magnitude_vector"]
-        wanted = low * (magnitude / low.norm(dim=1))[:, None]
+        weight, merged = (held[_weight_of(module)] for held in (before, after))
+        if name == "gpt2" or "experts" in module:
+            weight, merged = weight.mT, merged.mT
+        wanted = weight + _delta(adapter, module) * (2**0.5 if "rslora" in flags else 1)
+        if "dora" in flags:
+            magnitude = adapter[f"{module}.lora_magnitude_vector"]
+            wanted *= (magnitude / wanted.norm(dim=1))[:, None]
         torch.testing.assert_close(merged, wanted, rtol=1e-5, atol=1e-6)
-    again = [*words.split(), "--lr", "0", "--load-adapter", str(tmp_path / "peft")]
-    assert main(GPTRecipe(), [*again, "--save", str(tmp_path / "again")]) == EXIT_OK
-    _convert("peft", tmp_path / "again", tmp_path / "back")
+    more = f"{flags} --lr 0 --load-adapter {tmp_path / 'peft'}"
+    _convert("peft", _train(base, tmp_path / "again", more, vocab), tmp_path / "back")
     back = load_file(tmp_path / "back" / "adapter_model.safetensors")
     assert back.keys() == adapter.keys()
     assert all(back[key].equal(adapter[key]) for key in adapter)
+
+
+@pytest.fixture
+def fused(tmp_path):
+    """Return a Phi-3 and a file of rank 2 on its fused modules, as PEFT writes it."""
+    case = CASES["phi 3"]
+    base = write_folder(tmp_path / "base", case.config, tensors_of(case))
+    sizes = {"self_attn.qkv_proj": 64, "mlp.gate_up_proj": 96}
+    tensors = {}
+    for layer in range(2):
+        for module, outputs in sizes.items():
+            for factor, shape in (("A", (2, 32)), ("B", (outputs, 2))):
+                key = f"base_model.model.model.layers.{layer}.{module}.lora_{factor}.weight"
+                tensors[key] = torch.randn(shape, generator=torch.Generator().manual_seed(layer))
+    (tmp_path / "own").mkdir()
+    save_file(tensors, tmp_path / "own" / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["qkv_proj"]}
+    (tmp_path / "own" / "adapter_config.json").write_text(json.dumps(said))
+    return base, tmp_path / "own", tensors
+
+
+_WHOLE = "--lora-alpha 6 --lora-target-modules linear_qkv mlp.up"
+
+
+def test_a_module_s_own_adapter_is_shared_by_its_projections(fused, tmp_path):
+    base, own, tensors = fused
+    native = _train(base, tmp_path / "run", f"{_WHOLE} --lr 0 --load-adapter {own}")
+    _convert("hf", native, tmp_path / "hf")
+    before, after = (load_file(tmp_path / kind / "model.safetensors") for kind in ("base", "hf"))
+    for module in {key.partition(".lora_")[0] for key in tensors}:
+        weight, merged = (held[_weight_of(module)] for held in (before, after))
+        torch.testing.assert_close(merged, weight + 3 * _delta(tensors, module))
+    served = load_gpt(str(native), Device.cpu(), row_by_row=False).model
+    flags = "--tokenizer-type NullTokenizer --vocab-size 69".split()
+    config = parse_generation(["--load", str(base), *flags], 1, Program(name="serve")).config
+    loaded = load_gpt(str(base), Device.cpu(), config=config)
+    loaded = add_to(loaded, open_adapters([f"mine={own}"], config), Device.cpu())
+    loaded.adapters.of_tokens = torch.ones(12, dtype=torch.int64)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(tokens), served(tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "told"),
+    [
+        ("--lora-alpha 6 --lora-target-modules q_proj mlp.up", {}, "qkv_proj.lora_B.weight adapts"),
+        ("--lora-alpha 6", {}, "down_proj.lora_A.weight is missing"),
+        (
+            _WHOLE,
+            {"alpha_pattern": {"qkv_proj": 3}},
+            "give model.layers.0.self_attn.qkv_proj rank 2 and scale 1.5, which is not supported",
+        ),
+        (_WHOLE, {"rank_pattern": {"(a|aa)+b": 3}}, "rank_pattern .* is not supported"),
+        (_WHOLE, {"fan_in_fan_out": True}, "fan_in_fan_out True is not supported for this net"),
+    ],
+)
+def test_what_a_module_s_adapter_cannot_be_split_into(flags, said, told, fused, tmp_path, capsys):
+    base, own, _ = fused
+    settings = own / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **said}))
+    words = _words_for(base, tmp_path / "run", f"{flags} --lr 0 --load-adapter {own}")
+    assert main(GPTRecipe(), words) != EXIT_OK
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_a_projection_of_a_higher_rank_is_refused(fused, tmp_path, capsys):
+    base, own, tensors = fused
+    settings, file = own / "adapter_config.json", own / "adapter_model.safetensors"
+    wide = {"rank_pattern": {"qkv_proj": 4}, "alpha_pattern": {"qkv_proj": 12}}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **wide}))
+    for key in tensors:
+        if "qkv_proj" in key:
+            tensors[key] = torch.cat([tensors[key]] * 2, dim=int("lora_B" in key))
+    save_file(tensors, file)
+    words = _words_for(base, tmp_path / "run", f"{_WHOLE} --lr 0 --load-adapter {own}")
+    assert main(GPTRecipe(), words) != EXIT_OK
+    assert "has more than rank 2: merge the adapter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_peft_and_we_compute_the_same_with_fused_modules(name, tmp_path):
+    """PEFT loads our file, and we load the file of an adapter that PEFT made."""
+    peft = pytest.importorskip("peft", reason="needs the extra [parity]")
+    transformers = pytest.importorskip("transformers")
+    case, flags, tokens = CASES[name], FUSED[name], torch.arange(12)[None] * 5
+    vocab = case.config["vocab_size"]
+    base = write_folder(tmp_path / "base", case.config, tensors_of(case))
+    native = _train(base, tmp_path / "run", f"{flags} --lr 0.1", vocab)
+    _convert("peft", native, tmp_path / "peft")
+
+    def theirs():
+        options = {"attn_implementation": "eager", "pad_token_id": 0}
+        return transformers.AutoModelForCausalLM.from_pretrained(base, **options).eval()
+
+    def check(adapted, folder):
+        served = load_gpt(str(folder), Device.cpu(), row_by_row=False).model
+        with torch.no_grad():
+            found, plain = adapted.eval()(tokens).logits, theirs()(tokens).logits
+            wanted = served(tokens)[..., :vocab]
+        assert (wanted - plain).abs().max() > 0.1
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+    check(peft.PeftModel.from_pretrained(theirs(), tmp_path / "peft"), native)
+    said = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    kept = ("target_modules", "target_parameters", "use_dora", "task_type")
+    settings = peft.LoraConfig(r=2, lora_alpha=2, **{key: said[key] for key in kept})
+    own = peft.get_peft_model(theirs(), settings)
+    with torch.no_grad():
+        for key, parameter in own.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(0, 0.1)
+            if "magnitude" in key:
+                parameter.mul_(1.1)
+    own.save_pretrained(tmp_path / "own")
+    more = f"{flags} --lr 0 --load-adapter {tmp_path / 'own'}"
+    check(own, _train(base, tmp_path / "again", more, vocab))
 
 
 @pytest.fixture

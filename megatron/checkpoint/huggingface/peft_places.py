@@ -1,0 +1,131 @@
+"""The places of our adapters in the adapters of the modules that PEFT adapts.
+
+PEFT gives a single adapter to a module of `transformers`. If the module computes several of our
+projections at once (Phi-3's `qkv_proj`), it has all their adapters: A is the stack of their A's, B
+has their B's as blocks, and its rank is the sum of their ranks. A module's rows may also have
+another order than ours (GPT-J's queries, GPT-OSS's experts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.huggingface.rules import TensorForm
+from megatron.errors import CheckpointError
+from megatron.parallel.adapter import WHOLE, Adapter
+from megatron.parallel.expert_linear import ExpertAdapter
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterPlace:
+    """The place of a projection's adapter in the adapter of a module.
+
+    Attributes:
+        module: The name of the module.
+        rows: The module's row of each of the projection's rows, int64 [out].
+        weight_rows: Our layer's row of each of the module's rows, int64 [outputs of the module].
+        index: The number of the projection among the module's adapted projections.
+        count: The number of the module's adapted projections.
+        most: The number of its projections, with an adapter or without.
+        is_transposed: Whether the module's weight is [in, out], as in GPT-2.
+    """
+
+    module: str
+    rows: Tensor
+    weight_rows: Tensor
+    index: int
+    count: int
+    most: int
+    is_transposed: bool
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether the module has further rows, or another order of rows."""
+        same = torch.arange(len(self.weight_rows))
+        return len(self.rows) < len(same) or not self.rows.equal(same)
+
+    def block(self, width: int) -> slice:
+        """Return the rows of A, or the columns of B, of this projection.
+
+        Args:
+            width: The size of a projection's part, which is its rank.
+        """
+        return slice(self.index * width, (self.index + 1) * width)
+
+
+def places_in(
+    adapter: Adapter | ExpertAdapter,
+    outputs: tuple[int, ...],
+    modules: Sequence[str],
+    form: TensorForm | None,
+) -> dict[str, AdapterPlace]:
+    """Return the places of a layer's adapted projections in the adapters of modules.
+
+    Args:
+        adapter: The layer's adapter, in a single process.
+        outputs: The shape of the layer's weight without its inputs, for a single expert.
+        modules: The modules that make up the layer.
+        form: The conversion of the layer's weight to the weights of the modules; `None` if the
+            layer is a single module with our rows.
+
+    Raises:
+        CheckpointError: A projection is divided over several modules.
+    """
+    rows = torch.arange(math.prod(outputs))
+    # The rows of a weight with a single column.
+    parts = [rows.view(-1, 1)] if form is None else form.split(rows.view(*outputs, 1))
+    projections = {WHOLE: rows}
+    if isinstance(adapter, Adapter):
+        projections = {name: own.flatten() for name, own in adapter.by_projection(rows).items()}
+    found: dict[str, AdapterPlace] = {}
+    for module, part in zip(modules, parts, strict=True):
+        theirs = part.flatten()
+        position = torch.full_like(rows, -1)  # of each of our rows in the module
+        position[theirs] = torch.arange(len(theirs))
+        here = {name: position[ours] for name, ours in projections.items()}
+        here = {name: own for name, own in here.items() if (own >= 0).any()}
+        adapted = {name: own for name, own in here.items() if name in adapter}
+        for index, (name, own) in enumerate(adapted.items()):
+            if own.min() < 0:
+                raise CheckpointError(
+                    f"{module} holds only a part of {name}, which has one adapter here: convert "
+                    "the merged weights with --saver hf"
+                )
+            is_transposed = part.dim() == 2 and part.shape[0] == 1 < part.numel()
+            sizes = len(adapted), len(here)
+            found[name] = AdapterPlace(module, own, theirs, index, *sizes, is_transposed)
+    return found
+
+
+def join(kind: str, parts: Mapping[AdapterPlace, Tensor], lengths: Tensor | None) -> Tensor:
+    """Return a tensor of a module's adapter, made of those of its projections.
+
+    Args:
+        kind: "a", "b" or "magnitude".
+        parts: The tensors of all adapted projections, in order: A [rank, in], B [out, rank] or
+            magnitudes [out].
+        lengths: The norms of the rows of our layer's weight, [rows], which are the magnitudes of
+            rows without an adapter; `None` if all rows have one, and for other kinds.
+    """
+    if kind == "a":
+        return torch.cat(list(parts.values()))
+    place, first = next(iter(parts.items()))
+    outputs = len(place.weight_rows)
+    if kind == "b":
+        width = first.shape[1]
+        whole = first.new_zeros(outputs, width * place.count)
+        for place, part in parts.items():
+            whole[place.rows, place.block(width)] = part
+        return whole
+    whole = first.new_empty(outputs)
+    if lengths is not None:
+        whole.copy_(lengths[place.weight_rows])
+    for place, part in parts.items():
+        whole[place.rows] = part
+    return whole
