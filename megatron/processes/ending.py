@@ -24,9 +24,8 @@ from megatron.errors import (
 )
 from megatron.parallel.journal import Journal
 from megatron.processes.launch import Launch, leave_message
-from megatron.processes.watchdog import GRACE, Watchdog, ranks_text
+from megatron.processes.watchdog import CRASHED, GRACE, LOST, Watchdog, ranks_text
 
-_CRASHED = 1  # Python's exit code after an uncaught exception
 _LOOK_SECONDS = 1.0  # between checks for the kill switch, which is often on a shared file system
 _PATIENCE = 3  # pressing Ctrl-C this many times ends the process immediately
 
@@ -49,7 +48,7 @@ def report(error: Exception, launch: Launch) -> None:
 
 def exit_code_of(error: Exception) -> int:
     """Return the exit code of a process that ends with this error."""
-    return error.exit_code if isinstance(error, UserError) else _CRASHED
+    return error.exit_code if isinstance(error, UserError) else CRASHED
 
 
 def first_line(error: Exception) -> str:
@@ -88,10 +87,7 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
 
     verdict, is_own = watchdog.end_run(code, reason, about_another=about_another)
     if is_own and about_another:
-        say_on_stderr(
-            f"[rank {launch.rank}] error: {verdict.reason}: was it killed, did it run out of "
-            "memory, or is its machine down? See the launcher's report and the system log"
-        )
+        say_on_stderr(f"[rank {launch.rank}] error: {verdict.reason}: {LOST}")
     elif is_own:
         report(error, launch)
     exit_message = watchdog.exit_message(verdict)

@@ -49,6 +49,11 @@ _LINGER = 2 * BEAT  # from a verdict until its author exits, so that the others 
 # others, and longer on busy machines. All processes must exit within 10 s.
 _PATIENCE = _SILENCE + 5 * BEAT
 GRACE = 5.0  # from a verdict until the watchdog ends a process that has not exited by itself
+CRASHED = 1  # Python's exit code after an uncaught exception
+LOST = (
+    "was it killed, did it run out of memory, or is its machine down? See the launcher's report "
+    "and the system log"
+)
 _PACKAGE = Path(__file__).parents[1]
 # PyTorch code that communicates. DistributedDataParallel also does so outside the hooks that inform
 # the journal: in the second forward pass, when it rebuilds its buckets.
@@ -374,8 +379,11 @@ class Watchdog:
                         self._announce(self._claim)
                     elif self._is_hanging:
                         self._explain_hang()
+                    elif time.monotonic() - self._since >= 2 * BEAT:
+                        self._explain_loss(self._ended_here())
                 self._wake.wait(BEAT)
                 self._wake.clear()
+            self._store.set(f"process/{self._rank}", "0 done")  # `_ended_here` ignores it
         except Exception:  # the store ended with the process that held it
             return  # `_watch` still detects hangs
 
@@ -427,6 +435,23 @@ class Watchdog:
                 self._files.write_own(report.splitlines()[0])
             time.sleep(_LINGER)
             self._leave(HangError.exit_code)
+
+    def _explain_loss(self, ended: frozenset[int]) -> None:
+        """End the run if ranks on this machine ended without a word while this process waits.
+
+        gloo reports a broken connection, but a device waits forever for a process that was killed.
+        """
+        if not ended:
+            return
+        place = self._journal.place
+        reason = (
+            f"{ranks_text(ended)} ended without reporting an error, in iteration "
+            f"{place.iteration}, {place.operation}"
+        )
+        if self._publish_verdict(CRASHED, reason, ended):
+            say_on_stderr(f"[rank {self._rank}] error: {reason}: {LOST}")
+            time.sleep(_LINGER)
+            self._leave(CRASHED)
 
     def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
         """Return the state of every rank, and the ranks that no longer publish theirs.

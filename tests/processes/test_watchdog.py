@@ -113,6 +113,46 @@ def test_a_process_of_this_machine_that_has_ended_is_named_at_once(
     ended.wait()
 
 
+class LaggingJournal(Journal):
+    """The journal of a process whose device never finishes its work."""
+
+    @property
+    def device_is_behind(self) -> bool:
+        """Always true."""
+        return True
+
+
+@pytest.mark.parametrize(("left", "code"), [("it was killed", 1), ("it was done", 9)])
+def test_a_device_does_not_wait_for_a_process_that_has_ended(
+    tmp_path: Path, left: str, code: int
+) -> None:
+    """If a process ended normally, the device may have long work of its own."""
+
+    def wait() -> None:
+        store = dist.HashStore()
+        with subprocess.Popen(["true"]) as ended:
+            namespace = "done" if left == "it was done" else os.readlink("/proc/self/ns/pid")
+        store.set("process/1", f"{ended.pid} {namespace}")
+        dog = Watchdog(Launch(0, 2, 0, 2), 60.0)
+        dog.begin(LaggingJournal())
+        dog.connect(store)
+        time.sleep(4.0)
+        os._exit(9)
+
+    ended = _ended(wait, tmp_path)
+    assert ended.code == code
+    message = "rank 0] error: rank 1 ended without reporting an error, in iteration 0, "
+    assert (message in ended.output) == (code == 1)
+
+
+def test_a_process_that_stops_normally_says_so() -> None:
+    store = dist.HashStore()
+    dog = _connected(store, rank=1)
+    until(lambda: store.check(["process/1"]), 5.0)
+    dog.stop()
+    assert store.get("process/1") == b"0 done"
+
+
 def test_a_rank_that_surveys_the_others_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     other = _connected(store, rank=1)
