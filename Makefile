@@ -55,7 +55,7 @@ serve: setup
 	    examples/run_text_generation_server_demo.sh --port $(PORT)
 
 test: setup
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(PYTEST_FLAGS) $(TESTS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_FLAGS) $(TESTS)
 
 test-lowest: setup
 	OMP_NUM_THREADS=1 $(PY) tools/test_lowest.py

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-# Keep compiled files, as `make test` does, for all workers and the processes that tests start. To
-# rewrite all tests' assertions takes a worker 13 s, to compile the package takes a process 0.7 s.
+# Keep compiled files, for all workers and the processes that tests start. To rewrite all tests'
+# assertions takes a worker 13 s, and to compile the package takes a process 0.7 s.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
