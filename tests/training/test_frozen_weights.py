@@ -225,6 +225,20 @@ def test_a_model_of_70_billion_parameters_fits_two_gpus() -> None:
     assert packed.parameters < 0.33 * plain.parameters
 
 
+def test_shards_of_a_model_of_70_billion_parameters() -> None:
+    """Eight processes hold codes instead of fp32, and gather codes instead of bf16."""
+    one_rank = LLAMA_70B.replace("--tensor-model-parallel-size 2 --sequence-parallel", "")
+    found = []
+    for words in ("", "--frozen-weights-dtype nf4"):
+        flags = [*one_rank.split(), "--zero-stage", "3", *words.split()]
+        config = parse_config(flags, world_size=8).config
+        plan = model_plan(config.model, 128256)
+        found.append(largest_process(config, plan, 8).parameters)
+    matrices, layer, largest = 68.45e9, 0.856e9, 8192 * 2 * 28672
+    saved = matrices / 8 * (4 - 4.25 / 8) + 3 * layer * (2 - 4.25 / 8) - 2 * largest
+    assert found[0] - found[1] == pytest.approx(saved, rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write conversations, and a Llama whose rows can be divided into blocks on two processes."""
