@@ -38,24 +38,24 @@ class HybridOptions:
         hybrid_layer_pattern: The layers of a hybrid model, one symbol each: M Mamba-2, * attention,
             - an MLP, E a mixture of experts. Each layer has only this part and its normalization. A
             | begins the next pipeline part. Default: every layer has attention and an MLP.
-        parallel_mamba: Add a Mamba-2 mixer beside the attention of every layer. Both read the same
-            input, and both outputs are added to the residual (Falcon-H1).
+        parallel_mamba: Add a Mamba-2 mixer parallel to the attention of every layer. Both read the
+            same input, and both outputs are added to the residual (Falcon-H1).
         mamba_state_dim: Size of the vectors B and C of Mamba-2: the number of values that its state
             holds for each channel.
         mamba_head_dim: Channels of a Mamba-2 head.
         mamba_num_groups: Number of groups of Mamba-2 heads. The heads of a group share B and C.
         mamba_num_heads: Number of Mamba-2 heads. Default: 2 x --hidden-size / --mamba-head-dim.
         mamba_norm: Normalize the output of Mamba-2 before its output projection.
-        embedding_multiplier: Factor of the word embeddings, with --parallel-mamba.
-        key_multiplier: Factor of the keys of attention beside Mamba-2.
-        attention_input_multiplier: Factor of the input of attention beside Mamba-2.
-        attention_output_multiplier: Factor of the output of attention beside Mamba-2.
-        mamba_input_multiplier: Factor of the input of Mamba-2 beside attention.
-        mamba_multipliers: Five more factors of what Mamba-2 beside attention computes from its
-            input: of its gate, of x, B and C, and of its time steps.
-        mamba_output_multiplier: Factor of the output of Mamba-2 beside attention.
-        mlp_multipliers: Two factors, of the gate and of the output of the MLP, with
-            --parallel-mamba.
+        embedding_multiplier: With --parallel-mamba, factor applied to the word embeddings.
+        key_multiplier: With --parallel-mamba, factor applied to the keys of attention.
+        attention_input_multiplier: With --parallel-mamba, factor applied to the input of attention.
+        attention_output_multiplier: With --parallel-mamba, factor applied to attention's output.
+        mamba_input_multiplier: With --parallel-mamba, factor applied to the input of Mamba-2.
+        mamba_multipliers: With --parallel-mamba, factors applied to the five projections of
+            Mamba-2's input: the gate, x, B, C, and the time steps.
+        mamba_output_multiplier: With --parallel-mamba, factor applied to the output of Mamba-2.
+        mlp_multipliers: With --parallel-mamba, factors applied to the gate and the output of the
+            MLP.
     """
 
     hybrid_layer_pattern: str | None = flag(

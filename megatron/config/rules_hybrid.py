@@ -33,14 +33,14 @@ _NOT_WITH_PARALLEL: Exclusions = {
     "model.qk_layernorm": ((False,), "--key-multiplier is a part of the scale of scores"),
     "model.qk_l2_norm": ((False,), "--key-multiplier is a part of the scale of scores"),
     "model.attention_output_gate": ((False,), "attention has no gates there"),
-    "model.multi_latent_attention": ((False,), "latent attention has no Mamba-2 beside it"),
+    "model.multi_latent_attention": ((False,), "latent attention cannot run parallel to Mamba-2"),
     "model.experimental_attention_variant": ((None,), "every layer has attention"),
     "checkpoint.ckpt_format": (("native",), "such layers cannot be written in this format"),
 }
 
 
 def parallel_mamba(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that does not fit Mamba-2 beside attention."""
+    """Yield an error for each setting that cannot be combined with --parallel-mamba."""
     model = config.model
     if not model.parallel_mamba:
         return
@@ -51,7 +51,7 @@ def parallel_mamba(config: RunOptions, world_size: int) -> Iterator[str]:
     for name, count in (("mamba_multipliers", 5), ("mlp_multipliers", 2)):
         given = len(getattr(model, name))
         if given != count:
-            yield f"--{name.replace('_', '-')} has {given} numbers: give {count}"
+            yield f"--{name.replace('_', '-')} has {given} value(s): give {count}"
 
 
 def hybrid(config: RunOptions, world_size: int) -> Iterator[str]:

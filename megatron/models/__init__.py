@@ -5,7 +5,7 @@
     gpt, bert, t5, retro  models, whole or only the part held by a pipeline stage
     biencoder             two BERTs that turn queries and contexts into vectors
     block                 layers, and the tables of mixers (`attention`) and MLPs (`mlp`)
-    mamba, recurrence     Mamba-2, alone and beside attention; code that mixers with states share
+    mamba, recurrence     Mamba-2, alone or parallel to attention; code shared by mixers with states
     recurrent_plan        their plans, which name the states that the engine keeps
     delta_net             gated delta nets (Qwen3-Next)
     latent_attention      multi-head latent attention (DeepSeek-V2)

@@ -196,7 +196,7 @@ class AttentionPlan(MixerPlan):
         rotary: Rotary positions of queries and keys; `None` for none.
         window: Number of earlier tokens that a token attends to; `None` for all.
         chunk: Number of tokens in a chunk, within which tokens attend; `None` for no chunks.
-        temperature: Factor of queries by their position; `None` for none.
+        temperature: Factor applied to queries by their position; `None` for none.
         softcap: Bound of the scores; `None` for none.
         softmax: "vanilla"; or "off-by-one" or "learnable", which add a logit without a value for
             each head, zero or learned.
@@ -334,8 +334,8 @@ class MLPPlan(SublayerPlan):
         gated: Whether the first matrix has two parts, gate and up.
         clamp: Largest value of the gate, and largest magnitude of up; `None` for no limit.
         offset: Number added to up.
-        gate_factor: Factor of the gate.
-        factor: Factor of the output.
+        gate_factor: Factor applied to the gate.
+        factor: Factor applied to the output.
     """
 
     kind: str = "dense"

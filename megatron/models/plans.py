@@ -175,10 +175,10 @@ def mamba_plan(model: ModelConfig) -> MambaPlan:
 
 
 def parallel_mamba_plan(model: ModelConfig, attention: AttentionPlan) -> ParallelMambaPlan:
-    """Return the record of attention with Mamba-2 beside it.
+    """Return the record of attention with a parallel Mamba-2 mixer.
 
-    Factors of queries and keys are parts of the scale of the scores, and a factor of values is one
-    of the output.
+    Factors of queries and keys become part of the scale of the scores, and a factor of the values
+    becomes a factor of the output.
 
     Args:
         model: Resolved network flags.

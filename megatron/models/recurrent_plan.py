@@ -77,7 +77,7 @@ class MambaPlan(RecurrentPlan):
             each channel.
         epsilon: Number added to the variance in the normalization before the output projection.
         normalizes: Whether there is such a normalization.
-        factors: Factors of the gate z, of x, B and C, and of the time steps; empty for none.
+        factors: Factors applied to the gate z, x, B, C and the time steps; empty for none.
     """
 
     kind: str = "mamba"
@@ -118,12 +118,12 @@ class MambaPlan(RecurrentPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelMambaPlan(AttentionPlan):
-    """Attention with a Mamba-2 mixer beside it, which reads the same input (Falcon-H1).
+    """Attention with a parallel Mamba-2 mixer, which reads the same input (Falcon-H1).
 
     Attributes:
         mamba: The record of Mamba-2.
-        attention_factor: Factor of the output of attention.
-        mamba_factor: Factor of the output of Mamba-2.
+        attention_factor: Factor applied to the output of attention.
+        mamba_factor: Factor applied to the output of Mamba-2.
     """
 
     kind: str = "parallel_mamba"

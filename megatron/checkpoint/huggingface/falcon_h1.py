@@ -58,7 +58,7 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class FalconH1(LlamaLike):
-    """Falcon-H1, whose layers are Llama's with a Mamba-2 mixer beside attention."""
+    """Falcon-H1, whose layers are Llama's with a Mamba-2 mixer parallel to attention."""
 
     keys: tuple[rules.Key, ...] = _KEYS
     fixed: Mapping[str, Any] = field(default_factory=lambda: _FIXED)

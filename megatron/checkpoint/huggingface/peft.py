@@ -40,8 +40,8 @@ class PeftTensor(NamedTuple):
     """The tensor in PEFT's files that holds one of ours.
 
     Attributes:
-        name: Its name.
-        held: The shape and type of our tensor.
+        name: PEFT's name for it.
+        held: The shape and dtype of our tensor.
         place: The place of our adapter in PEFT's; `None` for the head of a reward model.
     """
 
@@ -136,7 +136,7 @@ def peft_names(
 
 
 def _module(name: str, family: Family) -> str:
-    """Return the name in `transformers` of a module of a family's files."""
+    """Return the name that `transformers` gives to a module in a family's files."""
     if family.module_prefix is None or not name.startswith(family.prefix):
         return name
     return f"{family.module_prefix}{name.removeprefix(family.prefix)}"
@@ -634,8 +634,8 @@ class AdapterExport:
             "lora_dropout": model.lora_dropout,
             "use_rslora": model.use_rslora,
             "use_dora": model.use_dora,
-            "target_modules": self._targets(of_parameters=False),
-            "target_parameters": self._targets(of_parameters=True),
+            "target_modules": self._targets(names_parameters=False),
+            "target_parameters": self._targets(names_parameters=True),
             "bias": "none",
             "fan_in_fan_out": all(place.is_transposed for place in places),
             "inference_mode": True,
@@ -643,7 +643,7 @@ class AdapterExport:
         }
 
     def _counts(self) -> dict[str, int]:
-        """Return how many adapters modules have joined, by the names of those with several.
+        """Return how many of our adapters each module joins, by name, if it joins several.
 
         A name may be the end of the names of all layers' modules.
         """
@@ -658,16 +658,16 @@ class AdapterExport:
             found |= {end: max(counts.values())} if is_alike else counts
         return {name: count for name, count in found.items() if count > 1}
 
-    def _targets(self, *, of_parameters: bool) -> list[str] | None:
+    def _targets(self, *, names_parameters: bool) -> list[str] | None:
         """Return the suffixes of adapted modules' names, or whole names if layers differ.
 
         Args:
-            of_parameters: Whether to name weights of experts and routers instead of modules.
+            names_parameters: Whether to name weights of experts and routers instead of modules.
         """
         by_end = defaultdict(set)
         for ours, one in self.names.items():
             is_parameter = _ROUTER in ours or _is_stacked(one.held.shape)
-            if one.place is not None and is_parameter == of_parameters:
+            if one.place is not None and is_parameter == names_parameters:
                 name = _target_of(ours, one.name)
                 end = name.split(".")[-2 if is_parameter else -1 :]
                 by_end[".".join(end)].add(name)
