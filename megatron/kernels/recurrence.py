@@ -20,7 +20,6 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -374,27 +373,32 @@ def _load(capability: tuple[int, int]) -> tuple[RecurrenceKernels, str]:
         ImportError: The package, or Triton, cannot be imported.
         AttributeError: The package lacks a function.
     """
-    triton = import_module("triton").__version__
-    simple = import_module("fla.ops.simple_gla")
-    gated = import_module("fla.ops.gated_delta_rule")
+    import fla.ops.gated_delta_rule as gated
+    import fla.ops.simple_gla as simple
+    import triton
+    from fla.modules.causal_conv1d import causal_conv1d
+    from fla.modules.norm.layernorm_gated import rmsnorm_fn
+
     scan, rule = simple.chunk_simple_gla, gated.chunk_gated_delta_rule
     reason = "chunk_simple_gla, chunk_gated_delta_rule"
     first_broken, first_right = _BROKEN_TRITON
-    if capability[0] == _HOPPER and first_broken <= _numbers(triton) < first_right:
+    if capability[0] == _HOPPER and first_broken <= _numbers(triton.__version__) < first_right:
+        from fla.ops.gla import chunk_gla
+        from fla.ops.kda import chunk_kda
+
         # `fused_chunk_simple_gla` is no substitute: the errors of its decays' gradients add up over
         # a sequence. After 4096 tokens they were 67% of the rates' gradient, with chunk_gla 0.4%.
-        scan = _by_channel(import_module("fla.ops.gla").chunk_gla)
-        rule = _by_channel(import_module("fla.ops.kda").chunk_kda)
+        scan, rule = _by_channel(chunk_gla), _by_channel(chunk_kda)
         right = ".".join(map(str, first_right))
         reason = f"chunk_gla, chunk_kda: the usual kernels need Triton {right} on this GPU, not "
-        reason += triton
+        reason += triton.__version__
     kernels = RecurrenceKernels(
         simple_gla=scan,
         recurrent_simple_gla=simple.fused_recurrent_simple_gla,
         gated_delta_rule=rule,
         recurrent_gated_delta_rule=gated.fused_recurrent_gated_delta_rule,
-        causal_conv1d=import_module("fla.modules.causal_conv1d").causal_conv1d,
-        rms_norm=import_module("fla.modules.norm.layernorm_gated").rmsnorm_fn,
+        causal_conv1d=causal_conv1d,
+        rms_norm=rmsnorm_fn,
     )
     return kernels, f"{reason}; tuned at first use, which takes minutes"
 
