@@ -6,8 +6,9 @@ The stand-ins have the documented interfaces of fla-core 0.6 and compute token b
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -354,10 +355,14 @@ def pretend(
         *("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
         *("chunk_gla", "chunk_kda", "causal_conv1d", "rmsnorm_fn"),
     )
-    module = SimpleNamespace(__version__=triton, **{name: name for name in functions})
+    paths = ("triton", "fla", "fla.ops", "fla.ops.simple_gla", "fla.ops.gated_delta_rule")
+    paths += ("fla.ops.gla", "fla.ops.kda", "fla.modules", "fla.modules.causal_conv1d")
+    for path in (*paths, "fla.modules.norm", "fla.modules.norm.layernorm_gated"):
+        module = ModuleType(path)
+        vars(module).update({name: name for name in functions}, __version__=triton)
+        monkeypatch.setitem(sys.modules, path, module)
     monkeypatch.setattr(recurrence, "Device", lambda _: device)
     monkeypatch.setattr(recurrence, "version", lambda _: release)
-    monkeypatch.setattr(recurrence, "import_module", lambda _: module)
 
 
 @pytest.mark.parametrize(
@@ -409,13 +414,9 @@ def test_the_reason_says_why_the_package_does_not_run(monkeypatch: pytest.Monkey
         assert "--deterministic-mode" in reason()
     pretend(monkeypatch, release="0.5.2", **gpu)
     assert "0.5.2 is older than 0.6" in reason()
-
-    def fail(_: str) -> None:
-        raise ImportError("no triton")
-
     pretend(monkeypatch, release="0.6.0", **gpu)
-    monkeypatch.setattr(recurrence, "import_module", fail)
-    assert "no triton" in reason()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "fla-core 0.6.0 cannot be imported: import of triton" in reason()
     monkeypatch.undo()
     monkeypatch.setattr(
         recurrence, "Device", lambda _: SimpleNamespace(is_gpu=True, capability=(9, 0))
