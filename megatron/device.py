@@ -269,7 +269,7 @@ class CopyQueue:
 
 
 class Copied:
-    """A queued copy, whose end others can wait for.
+    """A queued copy whose completion other code can wait for.
 
     Args:
         event: The event that the queue has recorded; `None` if the copy is done.
@@ -439,7 +439,7 @@ class Reading:
     """An ongoing copy of values from a device to the host.
 
     Args:
-        numbers: A 1-D tensor on any device.
+        numbers: The values to copy, 1-D, on any device.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -451,7 +451,7 @@ class Reading:
             self._arrived = torch.cuda.current_stream(numbers.device).record_event()
 
     def wait(self) -> list[float]:
-        """Wait until the device has computed the numbers, and return them."""
+        """Wait until the device has computed the values, and return them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy.tolist()

@@ -55,7 +55,7 @@ def usable_cores() -> int:
 
 
 def cores_per_process() -> int:
-    """Return this process's share of the cores, divided among the launcher's processes here."""
+    """Return the number of cores for each of the launcher's processes on this machine."""
     return max(1, usable_cores() // max(1, local_world_size()))
 
 
@@ -99,7 +99,8 @@ def private_cache(name: str) -> Path:
 def name_problem(name: str) -> str | None:
     """Return why libraries could not use this path or text, with the remedy, or `None`.
 
-    Libraries expect names in UTF-8, and Python may decode them differently, so both must agree.
+    Libraries expect names in UTF-8, but Python uses the encoding of the locale. A name is usable
+    only if both give the same result.
     """
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8" and not name.isascii():

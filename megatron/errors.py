@@ -79,11 +79,11 @@ class NumericsError(UserError, exit_code=7):
 
 
 class SuspiciousResultError(NumericsError, exit_code=16):
-    """An update's values are unusable twice: other machines must tell whether the data is."""
+    """An update gave unusable values twice. Other machines can show if the data is at fault."""
 
 
 class TransientFaultError(NumericsError, exit_code=17):
-    """A machine computed a different result the second time."""
+    """A machine computed a different result when an update was repeated."""
 
 
 class StorageError(UserError, exit_code=8):
@@ -135,7 +135,7 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
 
 
 def _is_shortage(error: BaseException) -> bool:
-    if isinstance(error, UserError):  # its text may quote a file
+    if isinstance(error, UserError):  # may quote a file that mentions memory
         return isinstance(error, ShortageError)
     is_told = isinstance(error, MemoryError) or _SHORTAGE.search(str(error)) is not None
     return is_told or _lacks_files(error)

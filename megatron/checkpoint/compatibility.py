@@ -36,9 +36,10 @@ def check_network(
         config: The run's configuration.
         reader: The checkpoint.
         flag: The flag that named the checkpoint.
-        finetunes: Allow different rotary frequencies, to which the weights then adapt; with
-            --retro-add-retriever, a GPT that becomes a Retro; with --lora-rank, a network without
-            adapters; and a language model that becomes a reward model.
+        finetunes: Accept differences that finetuning allows: in rotary frequencies, to which the
+            weights adapt; with --retro-add-retriever, a GPT, which becomes a Retro; with
+            --lora-rank, a network without adapters; and a language model, which becomes a reward
+            model.
 
     Returns:
         One line for the log for each flag that changes the rotary frequencies.
@@ -79,10 +80,10 @@ def check_network(
 
 
 def network_differences(model: ModelConfig, reader: Reader) -> dict[str, str]:
-    """Return a line for each setting in which a checkpoint's network differs, by setting.
+    """Return a line for each setting in which a checkpoint's network differs from the run's.
 
     Args:
-        model: The network.
+        model: The run's network.
         reader: The checkpoint.
     """
     saved = reader.meta["config"].get("model", {})

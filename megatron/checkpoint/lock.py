@@ -28,7 +28,7 @@ _MAX_BYTES = 1024
 
 @contextmanager
 def save_lock(root: Path | str, flag: str = "--save") -> Iterator[Path]:
-    """Hold a folder's lock while the body runs, and yield the lock's file. Only rank 0 needs it.
+    """Hold a folder's lock while the body runs, and yield its file. Only rank 0 needs the lock.
 
     Args:
         root: The folder, created if it is missing.

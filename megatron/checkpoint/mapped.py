@@ -52,7 +52,7 @@ class MappedFile:
                 self._bytes = torch.from_file(name, size=self.size, dtype=torch.uint8)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-        except RuntimeError as error:  # it shrinks, or there is no address space left
+        except RuntimeError as error:  # the file shrank, or there is no address space left
             raise CheckpointError(f"{path}: cannot be mapped: {error}") from error
 
     def open(self) -> BufferedReader:

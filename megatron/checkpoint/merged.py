@@ -81,7 +81,8 @@ def without_adapters(
 
     Args:
         reader: The opened checkpoint.
-        layers_of: Returns the layers of a network that have adapters, by name (`adapted_layers`).
+        layers_of: Function that returns the layers of a network that have adapters, by name
+            (`adapted_layers`).
     """
     saved = reader.meta["config"].get("model", {})
     if saved.get("lora_rank") is None:

@@ -52,7 +52,7 @@ class NonPersistentStore:
         layout: The ranks that take part.
         copies: The number of folders that hold each file, including the rank's own.
         jump: The distance between a rank and the rank that keeps its copy; `None` for the number
-            of ranks that share a folder, so that the copy is in the next one.
+            of ranks that share a folder, so that the copy is in the next folder.
         is_shared: Whether the folder is the same for all ranks, wherever they run.
 
     Raises:
@@ -121,7 +121,7 @@ class NonPersistentStore:
             if self._is_leader:
                 durable.remove_tree(temporary)
         if self._is_leader:
-            with suppress(OSError, CheckpointError):  # costs only disk space
+            with suppress(OSError, CheckpointError):  # a failure only wastes disk space
                 prune(self.root, snapshot.iteration, Keep(KEPT))
         return final
 

@@ -95,7 +95,7 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
 
 
 def hold_if_listed(reader: Reader, kind: str) -> None:
-    """Keep files that we wrote for Megatron-LM or Megatron Core while a reader of them exists.
+    """Protect files that we wrote for Megatron-LM or Megatron Core while a reader exists.
 
     Args:
         reader: The reader.

@@ -205,7 +205,7 @@ class SelfAttentionOptions:
 
     @property
     def latent_head_size(self) -> int:
-        """The channels of a head of latent attention: its query and key, or its value if larger."""
+        """The size of a latent attention head: of its query and key, or of its value if larger."""
         return max(self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim)
 
     @property

@@ -41,7 +41,7 @@ def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
 def requirements(
     config: RunOptions, world_size: int, among: Container[str] | None = None
 ) -> Iterator[str]:
-    """Yield a line for each flag whose requirement is not met or that is for other networks.
+    """Yield a line for each flag whose requirement is not met or that is meant for other networks.
 
     Args:
         config: The resolved run.

@@ -44,13 +44,14 @@ def read_data_files(
 ) -> dict[str, Any]:
     """Return the words in the files that a run names, by "section.field".
 
-    Flags override the YAML file: if they override a file that it names, that file becomes `None`.
+    Flags override the YAML file: if they replace a data file that it names, the result sets the
+    field of that file to `None`.
 
     Args:
         config: The run as requested.
         by_flag: The fields that are given on the command line, by "section.field".
         unread: The fields that the program does not read.
-        found: Receives mistakes, and notices of keys without effect.
+        found: The findings, to which mistakes and notices of keys without effect are added.
     """
     taken: dict[str, Any] = {}
     values = flatten(config)
@@ -179,7 +180,7 @@ def read_retro_workdir(config: RunOptions, found: Findings) -> dict[str, Any]:
 
     Args:
         config: The run as requested.
-        found: Receives mistakes.
+        found: The findings, to which mistakes are added.
     """
     folder = config.data.retro_workdir
     if folder is None:

@@ -2,7 +2,7 @@
 
 `deepspeed_keys.json` lists DeepSpeed's keys, grouped by how they are answered:
 
-    translated      the flags that a key sets, for the documentation; `_settings` does it
+    translated      the flags that a key sets, for the documentation; `_settings` sets them
     accepted        keys that change nothing here, with the reason and DeepSpeed's default
     refused         keys for what is not supported, with what to do instead and DeepSpeed's default
 
@@ -84,9 +84,9 @@ class KeyAnswer:
     """The answer to a key that is not translated into flags.
 
     Attributes:
-        reason: Why it changes nothing, or why it is refused and what to do instead.
+        reason: Why the key changes nothing, or why it is refused and what to do instead.
         default: DeepSpeed's default; `{}` for a part of the file with its own keys.
-        is_refused: Whether other values are an error.
+        is_refused: Whether values other than the default are an error.
     """
 
     reason: str
@@ -157,7 +157,8 @@ def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile
     Args:
         path: The JSON file.
         given: The values on the command line, by "section.field".
-        found: Receives problems, and a notice for everything that is translated or has no effect.
+        found: The findings, to which problems are added, and a notice for everything that is
+            translated or has no effect.
 
     Raises:
         ConfigError: The file cannot be read, or is not strict JSON.
@@ -221,7 +222,7 @@ def with_batch_sizes(
         asked: The run, with the values of the file.
         file: The file.
         world_size: The number of processes.
-        found: Receives an error if the sizes contradict each other.
+        found: The findings, to which an error is added if the sizes contradict each other.
     """
     replicas = data_parallel_size(asked, world_size)
     micro, total = asked.training.micro_batch_size, asked.training.global_batch_size
@@ -375,7 +376,7 @@ def _warm_up(
 
 
 def _length(given: Mapping[str, Any]) -> str:
-    """Return the length of a decay, as text for a message, if the file does not give it."""
+    """Return the length of a decay that the file does not give, as text for a message."""
     for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
         if given.get(f"schedule.{name}") is not None:
             return field_at(f"schedule.{name}").spell(given[f"schedule.{name}"])

@@ -29,7 +29,8 @@ class Need:
     Attributes:
         is_met: A function that returns whether the condition holds for a resolved run (a
             `RunOptions`).
-        what: The flags that meet it, as worded after "changes nothing without" and "requires".
+        what: The flags that meet the condition, worded to follow "changes nothing without" and
+            "requires".
     """
 
     is_met: Callable[[Any], Any]
@@ -256,7 +257,7 @@ def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str 
         if near := difflib.get_close_matches(word, words, n=1, cutoff=0.8):
             return near[0]
         if longer := [flag for flag in words if parts <= _parts(flag)]:
-            return min(longer, key=lambda flag: len(_parts(flag)))  # the first of these
+            return min(longer, key=lambda flag: len(_parts(flag)))  # the first of the shortest
     for words in groups:
         if near := difflib.get_close_matches(word, words, n=1, cutoff=0.6):
             return near[0]

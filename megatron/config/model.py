@@ -468,7 +468,7 @@ _HEAD_FIELDS = (
     "softmax_scale",
     "softmax_type",
 )
-_MLP_FIELDS = (  # and of experts
+_MLP_FIELDS = (  # fields of MLPs and experts
     *("ffn_hidden_size", "openai_gelu", "squared_relu", "relu", "swiglu", "geglu", "quick_geglu"),
     *("glu_linear_offset", "activation_func_clamp_value"),
 )
@@ -500,7 +500,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         "layernorm_bias": model.normalization == "LayerNorm",
         "add_bias_attention": model.add_bias_linear,
         **dict.fromkeys(("rope_scaling_factor", "rope_high_freq_factor"), model.use_rope_scaling),
-        # Relative positions cover any distance, and so do states.
+        # Relative positions cover any distance, and so do recurrent states.
         "max_position_embeddings": positions == "learned_absolute"
         or (positions != "relative" and model.has_attention),
         "qk_layernorm_scope": model.qk_layernorm,

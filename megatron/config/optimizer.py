@@ -250,7 +250,7 @@ class ScheduleConfig:
             training: The options that set the length of the run.
         """
         if self.lr_decay_style == "range-test":
-            return False  # its steps are iterations
+            return False  # the steps of a range test are iterations
         if self.lr_decay_tokens is not None or self.lr_warmup_tokens:
             return True
         return training.train_tokens is not None and not training.has_count

@@ -68,7 +68,7 @@ class OldFlag:
     program: Sequence[str] = ()
 
     def translate(self, given: Given, flags: Sequence[Given]) -> list[Given]:
-        """Return today's flags for an old one that was given on a command line of `flags`."""
+        """Return today's flags for this old one, `given` on a command line with these `flags`."""
         return _read(self.becomes, given.values, flags)
 
 
@@ -189,7 +189,8 @@ def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ())
 
     Args:
         flags: The command line.
-        found: Receives a notice for each old flag, and a problem for each one that is gone.
+        found: The findings, to which a notice is added for each old flag, and a problem for each
+            one that is gone.
         own: Flags that only this program has, which are never treated as old.
     """
     table = other_flags()

@@ -407,7 +407,7 @@ def _from_checkpoint(
     checkpoint = config.checkpoint
     if not checkpoint.use_checkpoint_args or checkpoint.load is None:
         return {}
-    if read is None and has_model:  # such a program always takes the network from its checkpoint
+    if read is None and has_model:  # this program always does this
         line.notices.append("--use-checkpoint-args: the network always comes from the checkpoint")
         return {"checkpoint.use_checkpoint_args": False}
     if read is None:

@@ -102,7 +102,7 @@ class PrecisionConfig:
     @property
     def weight_dtype(self) -> torch.dtype:
         """Number format of weights and of computation in layers."""
-        import torch  # here, because parsing flags does not need it
+        import torch  # imported here because parsing flags does not need it
 
         if self.fp16:
             return torch.float16

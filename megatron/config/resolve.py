@@ -116,7 +116,7 @@ def data_parallel_size(config: RunOptions, world_size: int) -> int:
 
 
 def forget_derived(config: RunOptions, world_size: int) -> RunOptions:
-    """Unset the values that `resolve` derives, so that they follow when another flag changes.
+    """Unset the values that `resolve` derives, so that it derives them again from changed flags.
 
     A saved `config.yaml` holds resolved values. If it is run again with a different --hidden-size,
     the derived --kv-channels must change too. A value that the user chose differs from the derived
@@ -131,6 +131,6 @@ def forget_derived(config: RunOptions, world_size: int) -> RunOptions:
 
 
 def longest_sequence(data: DataOptions) -> int | None:
-    """Return the longest sequence of a sample in tokens, or `None` if that is not given."""
+    """Return the length of a sample's longest sequence in tokens, or `None` if it is not given."""
     lengths = [length for length in (data.seq_length, data.decoder_seq_length) if length]
     return max(lengths, default=None)

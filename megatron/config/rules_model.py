@@ -75,7 +75,7 @@ def required_length(config: RunOptions, world_size: int) -> Iterator[str]:
     training = config.training
     has_epochs = config.finetuning.train_epochs is not None
     if config.schedule.lr_wsd_branch_from is not None:
-        return  # its decay ends the run
+        return  # the branch ends with its final decay
     if not training.has_count and training.train_tokens is None and not has_epochs:
         yield (
             "the length of the run is required: give --train-iters, --train-samples or "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.run import RunOptions
 
-_FP8_BETA2 = 0.98  # above it, rounding errors of an 8-bit variance exceed a quarter of it
+_FP8_BETA2 = 0.98  # above this beta2, rounding errors exceed a quarter of an 8-bit variance
 
 
 def muon(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -131,7 +131,7 @@ def layout(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{shown} not divisible by --tensor-model-parallel-size {tensor}: "
             f"use {divisors(gcd(*misfits.values()))}"
         )
-        return  # another size would need another number of processes
+        return  # a valid size would change the number of processes too
     product = tensor * pipeline * context
     if world_size % product:
         yield (

@@ -79,7 +79,7 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
     if iters == 0 and not training.skip_train:
         yield "--train-iters 0: must be at least 1; use --skip-train to evaluate only"
     if schedule.lr_decay_style == "range-test":
-        return  # they have no effect
+        return  # in a range test, the flags below have no effect
     if schedule.in_tokens(training):
         yield from _lengths_in_tokens(config)
         return
@@ -356,7 +356,7 @@ def offloading(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _recomputed_modules(config: RunOptions) -> Iterator[str]:
-    """Yield an error for each of --recompute-modules that the network does not have."""
+    """Yield an error for each module of --recompute-modules that the network does not have."""
     model, modules = config.model, config.training.recompute_modules
     for name in ("moe", "moe_act", "shared_experts"):
         if name in modules and not model.num_experts:

@@ -120,7 +120,7 @@ def narrow(options: RunOptions, into: type[Run]) -> Run:
 
 @functools.cache
 def _hints(kind: Any) -> Mapping[str, type]:
-    """Return the types of a dataclass's fields, which take a millisecond to look up."""
+    """Return the types of a dataclass's fields, cached because a lookup takes a millisecond."""
     return get_type_hints(kind)
 
 

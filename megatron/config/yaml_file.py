@@ -20,7 +20,7 @@ _ABOUT, _LAYOUTS = "recipe", "layouts"
 _MAX_SIZE = 2 << 20  # characters of a file, and of its values with each alias written out
 _NODE_SIZE = 64  # characters added for each value, because PyYAML takes 50 us for one
 _MAX_DEPTH = 20  # PyYAML's time is quadratic in the depth
-_MAX_DIGITS = 100  # per number, because numbers in base 60 take quadratic time
+_MAX_DIGITS = 100  # digits of a number; parsing base 60 takes quadratic time
 
 
 class _Loader(yaml.SafeLoader):
@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
-            self._size += self._sizes.get(id(node), _MAX_SIZE)  # unknown while it is open
+            self._size += self._sizes.get(id(node), _MAX_SIZE)  # unknown inside the node itself
         else:
             text = node.value if isinstance(node, yaml.ScalarNode) else ""
             is_number = node is not None and node.tag.endswith((":int", ":float"))
@@ -73,7 +73,8 @@ def read(path: Path, found: Findings, world_size: int = 1) -> dict[str, Any]:
 
     Args:
         path: The file.
-        found: Receives the mistakes, and a notice if the file has layouts but none that fits.
+        found: The findings, to which mistakes are added, and a notice if the file has layouts but
+            none that fits.
         world_size: The number of processes, which chooses among the layouts of a recipe.
 
     Raises:
@@ -141,7 +142,7 @@ def load(flag: str, path: Path) -> Any:
         return _Loader(text).get_single_data()
     except MemoryError:
         raise
-    except Exception as error:  # PyYAML raises others too, for a 13th month or `!!int ""`
+    except Exception as error:  # PyYAML also raises other errors, for a 13th month or `!!int ""`
         raise ConfigError(f"{flag} {path}: not valid YAML: {error}") from None
 
 

@@ -247,7 +247,7 @@ class GroupFinder(CorpusBlock):
     Args:
         signatures: The folder of the signatures.
         groups: The folder of the results. It gets one file per piece, with two rows: the numbers of
-            the piece's documents and the number of the first document of each one's group.
+            the piece's documents and the number of the first document in each document's group.
             Documents are numbered across all pieces.
         step: The settings of the signatures.
         pieces: The number of pieces.

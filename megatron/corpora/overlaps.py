@@ -102,9 +102,9 @@ class TaskNgrams:
 def cut_out(text: str, overlaps: Sequence[Overlap], step: TasksStep) -> list[str]:
     """Return the parts of a text that remain when its overlaps are cut out.
 
-    A cut includes a margin on both sides and extends it to the nearest ends of sentences. Cuts that
-    touch are merged. Parts of at most `min_characters` characters are dropped, unless nothing was
-    cut.
+    A cut includes a margin on both sides, each of which is extended to the nearest end of a
+    sentence. Cuts that touch are merged. Parts of at most `min_characters` characters are dropped,
+    unless nothing was cut.
     """
     if not overlaps:
         return [text]

@@ -22,7 +22,7 @@ U64 = NDArray[np.uint64]
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
 _STRIDE = 0xD6E8FEB86659FD93  # the factor between the words of an n-gram
 _MASK = (1 << 64) - 1
-_BATCH_BYTES = 1 << 18  # an array with 8 bytes for each fits in a core's cache
+_BATCH_BYTES = 1 << 18  # an array with 8 bytes per byte of text fits in a core's cache
 
 _PUNCTUATION, _WIDE, _REST = 1, 2, 4
 
@@ -93,8 +93,8 @@ def batches(texts: Sequence[bytes]) -> list[tuple[int, int]]:
 def split_words(texts: Sequence[bytes]) -> Words:
     """Split UTF-8 documents into words and hash them.
 
-    The hash of a word is the sum of `byte * _BASE ** place` over its bytes. It is computed as the
-    difference of two running sums over the whole batch, divided by `_BASE ** start`.
+    The hash of a word is the sum of `byte * _BASE ** position` over its bytes. It is computed as
+    the difference of two running sums over the whole batch, divided by `_BASE ** start`.
     """
     joined = np.frombuffer(b"\n".join([*texts, b""]), np.uint8)
     sizes = np.fromiter(map(len, texts), np.int64, len(texts))

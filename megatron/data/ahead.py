@@ -13,9 +13,9 @@ from megatron.data.gpt import TokenBatch
 def batches_ahead(
     batch: TokenBatch, depths: int, documents: Tensor | None = None, *, eod: int | None = None
 ) -> Iterator[TokenBatch]:
-    """Yield the inputs and labels of each depth: `batch`, shifted by one more place each time.
+    """Yield the inputs and labels of each depth: `batch`, shifted one position further each time.
 
-    At place i, depth k reads token i + k and predicts token i + k + 1. The weight of this
+    At position i, depth k reads token i + k and predicts token i + k + 1. The weight of this
     prediction in the loss is the weight that token i + k + 1 has in `batch`. It is 0 beyond the end
     of the sequence. If `documents` are given, it is also 0 where token i + k + 1 belongs to a
     different document than token i.
@@ -42,5 +42,5 @@ def batches_ahead(
 
 
 def _shifted(x: Tensor, last: int = 0) -> Tensor:
-    """Shift `[b, s]` by one place to the left, and fill the end with `last`."""
+    """Shift `[b, s]` by one position to the left, and fill the end with `last`."""
     return F.pad(x[:, 1:], (0, 1), value=last)

@@ -229,7 +229,7 @@ def padding_token(tokenizer: Tokenizer) -> int:
 
 
 def packed_members(dataset: SampleDataset | None) -> list[PackedDataset]:
-    """Return the packed datasets of a split, which may be a blend; empty for other samples."""
+    """Return the packed datasets of a split, which may be a blend. Other samples have none."""
     if isinstance(dataset, BlendedDataset):
         return [found for member in dataset.datasets for found in packed_members(member)]
     return [dataset] if isinstance(dataset, PackedDataset) else []

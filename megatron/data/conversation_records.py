@@ -160,7 +160,7 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
 
 
 def read_labeled(record: Record) -> list[tuple[Example, bool]]:
-    """Return the answers in a record, and for each whether it is desirable.
+    """Return the answers in a record, and whether each is desirable.
 
     A preference has two: the chosen answer is desirable, and the rejected one is not.
 

@@ -129,7 +129,7 @@ class DataSource(Protocol):
 
 
 class _Member(NamedTuple):
-    """One dataset in the blend of a split. `documents` is the number in the whole dataset."""
+    """One dataset in the blend of a split. `documents` counts those of the whole dataset."""
 
     weight: float
     data: DataSource

@@ -6,8 +6,8 @@ length, row k covers the tokens from `k * S` to `(k + 1) * S` inclusive: S input
 one, S labels. The last token of a row is the first token of the next. A second shuffle then
 determines the order in which rows are trained on. Three arrays hold the plan:
 
-    documents [E * D]   int32         the document at each place, shuffled
-    samples   [N + 1, 2] int32        place in `documents` and token offset where each row starts
+    documents [E * D]   int32         the document at each position, shuffled
+    samples   [N + 1, 2] int32        index in `documents` and token offset where each row starts
     shuffle   [N]       uint32/int64  the row of sample k
 
 The order of random draws and the array types are the same as in Megatron-LM, so both build
@@ -49,7 +49,7 @@ from megatron.tokenizer.base import Tokenizer
 _INT32_MAX = np.iinfo(np.int32).max
 _CHUNK = (
     1 << 16
-)  # places per step, so that the work fits in a processor cache and memory stays flat
+)  # positions per step, so that the work fits in a processor cache and memory stays flat
 
 
 class GPTIndex(NamedTuple):
@@ -150,7 +150,7 @@ def build_gpt_index(
 def build_sample_index(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], num_samples: int, seq_length: int
 ) -> NDArray[np.int32]:
-    """Return the start of each row: its place in `documents` and the offset there, `[N + 1, 2]`.
+    """Return the start of each row: its index in `documents` and the offset there, `[N + 1, 2]`.
 
     Row k starts at token `k * S` of the concatenated documents. A document that covers the tokens
     `[a, b)` therefore contains the starts of rows `ceil(a / S)` to `ceil(b / S)`, the latter
@@ -158,7 +158,7 @@ def build_sample_index(
 
     Args:
         lengths: The number of tokens in each sequence, `[sequences]`.
-        documents: The sequence at each place, `[places]`.
+        documents: The sequence at each position, `[positions]`.
         num_samples: The number of rows N. The documents hold at least `N * S + 1` tokens.
         seq_length: The sequence length S, in tokens.
     """
@@ -239,7 +239,7 @@ class GPTDataset:
 def build_gpt_part(
     part: DatasetPart, request: DataRequest, *, seq_length: int, vocab_size: int
 ) -> GPTDataset:
-    """Load or build the index of one part of a dataset, and draw a first sample.
+    """Load or build the index of one part of a dataset, and load the first sample as a check.
 
     Raises:
         DataError: The documents hold no tokens, too few tokens for the requested samples, or ids
@@ -300,7 +300,7 @@ def build_gpt_datasets(
     def build_text(
         corpus: TextCorpus, pieces: tuple[int, int], count: int, number: int
     ) -> TextDataset:
-        from megatron.data.preprocess import BlockEncoder, EncodingOptions  # as in text_stream
+        from megatron.data.preprocess import BlockEncoder, EncodingOptions  # see text_stream
 
         assert tokenizer is not None, "without a tokenizer, text is refused"
         options = EncodingOptions(tokenizer[0], (request.data.text_key,), append_eod=True)
@@ -410,7 +410,7 @@ def make_batch(
 
 
 def longest_segment(batch: Mapping[str, Tensor]) -> int | None:
-    """Return an upper bound on the tokens in a segment; `None` means those of a sample.
+    """Return an upper bound on a segment's length in tokens; `None` means a sample's length.
 
     Args:
         batch: The micro-batch. In a recorded pass it lacks `LONGEST_SEGMENT`.

@@ -75,7 +75,7 @@ class TitledDocuments(NamedTuple):
     first: NDArray[np.int64]
 
     def overlong(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return which documents have enough sentences but one of more than 512 tokens, `[D]`."""
+        """Return which documents have enough sentences but also one of over 512 tokens, `[D]`."""
         start, end = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[start:end] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - start]
@@ -263,7 +263,7 @@ class MappedBlocks:
 
 @dataclass(eq=False)
 class MockBlocks:
-    """Generated blocks. The tokens of each sample count up by a fixed step, which identifies it."""
+    """Generated blocks, whose tokens count up by a fixed step that identifies the sample."""
 
     sentences: MockSentences
 

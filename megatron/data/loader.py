@@ -283,9 +283,10 @@ class _ByValue:
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for scalars.
 
-    All are int64, except that fractional labels are float64. `SEGMENT_ENDS` `[k]` become 0 and the
-    ends in the concatenated samples, followed by empty segments, and `LONGEST_SEGMENT` is added.
-    `PLACE` `[7]` become `[p, 7]` for the p samples that have one.
+    All are int64, except that fractional labels are float64. The samples' `SEGMENT_ENDS` `[k]`
+    become a single array: 0, the ends of the segments in the concatenated samples, and then empty
+    segments. `LONGEST_SEGMENT` is added. `PLACE` `[7]` become `[p, 7]` for the p samples that have
+    one.
     """
     batch = {}
     for name in {name: None for sample in samples for name in sample}:

@@ -2,8 +2,8 @@
 
 Examples are placed in order of decreasing length. Each goes into the row with the least room in
 which it still fits, or into a new row. The number of rows, and the lengths that share a row, are
-therefore the same in every epoch. The assignment of examples of equal length to places, and the
-order of the rows, are drawn from the seed again in each epoch. Sample i of a run is row `i % rows`
+therefore the same in every epoch. In each epoch, examples of equal length swap positions at random,
+and the rows get a new random order, both drawn from the seed. Sample i of a run is row `i % rows`
 of epoch `i // rows`, so a resumed run needs only a count of samples.
 """
 
@@ -23,7 +23,7 @@ class EpochPlan(NamedTuple):
 
     Attributes:
         examples: The indexes of the examples, row after row, `[N]`.
-        starts: The place in `examples` at which each row begins, followed by N, `[rows + 1]`.
+        starts: The index in `examples` at which each row begins, followed by N, `[rows + 1]`.
     """
 
     examples: NDArray[np.int64]
@@ -41,7 +41,7 @@ class Packing:
     Attributes:
         lengths: The number of tokens in each example, `[N]`.
         seq_length: The number of tokens in a row, s.
-        places: The row of each example, in order of decreasing length, `[N]`.
+        places: The row of each example, `[N]`, with the examples in order of decreasing length.
         rows: The number of rows in an epoch.
     """
 

@@ -231,7 +231,7 @@ class BlockEncoder:
         return BlockEncoder, (self.options,)
 
     def __call__(self, block: TextBlock) -> EncodedBlock:
-        """Encode the documents of a block, and report texts that the tokenizer refuses as bad."""
+        """Encode the documents of a block. Texts that the tokenizer refuses are reported as bad."""
         documents = parse_block(block, self.options.keys)
         try:
             columns = self._encode(documents.values)

@@ -19,8 +19,8 @@ SEGMENT_ENDS = "segment_ends"
 LONGEST_SEGMENT = "longest_segment"
 # A part of a finetuning sample, `[s]`: 1 where the label counts in the loss, otherwise 0.
 TRAINED = "trained"
-# A part of a sample of text, `[7]`: the place where the next row of its stream begins. Other
-# samples of a blend lack it.
+# A part of a sample of text, `[7]`: the position (`RowPlace`) at which the next row of its stream
+# begins. Other samples of a blend lack it.
 PLACE = "place"
 # A sample: arrays, and `id`, the sample's index in its dataset. Each array except `SEGMENT_ENDS`
 # has the same length in all samples of the dataset.
@@ -65,7 +65,7 @@ def pad_to(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
 
 
 def outside_vocabulary(where: str, token: int, vocab_size: int) -> DataError:
-    """Return the error for a token id that is too large. `where` names the file and the place."""
+    """Return the error for a token id that is too large. `where` is the file and position."""
     return DataError(
         f"{where} holds the token id {token}, but the vocabulary has {vocab_size} entries: use "
         "the tokenizer with which the dataset was preprocessed, or preprocess it again"

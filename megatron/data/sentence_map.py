@@ -88,7 +88,7 @@ class DocumentSentences(NamedTuple):
 class _Places(NamedTuple):
     """The places where samples can start and documents end. Each array is `[places]`."""
 
-    sentence: NDArray[np.int64]  # the sentence; at a document's end, the one after its last
+    sentence: NDArray[np.int64]  # the sentence; at a document's end, one past its last sentence
     tokens: NDArray[np.int64]  # the number of tokens before the place in all usable documents
     end: NDArray[np.int64]  # the place of the document's end
     hop: NDArray[np.int64]  # the end of a sample that starts here with the longest target

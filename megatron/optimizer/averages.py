@@ -50,7 +50,7 @@ class WeightAverage(Protocol):
 
         Args:
             held: Function that returns whether the checkpoint has tensors with a name prefix.
-            count: The `count` of the saved run.
+            count: The value of `count` in the saved run.
         """
 
 

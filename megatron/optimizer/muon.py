@@ -109,8 +109,8 @@ class Muon:
             gradients = [gradient.float() for gradient in tensors.gradients]
             buffers = list(tensors.state["momentum_buffer"])
             weights = list(tensors.weights)
-            # A rate of 0 does not change the weights. The kernel divides the gradients by the
-            # scale, and changes nothing if some gradient is not finite.
+            # A learning rate of 0 leaves the weights unchanged. The kernel divides the gradients by
+            # the scale, and changes nothing if some gradient is not finite.
             _sgd(step, weights, gradients, buffers, momentum=self.momentum, lr=0.0)
             if self.nesterov:
                 torch._foreach_lerp_(gradients, buffers, self.momentum)
@@ -143,7 +143,7 @@ def _sgd(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
 ) -> None:
-    """Run PyTorch's fused update: with momentum on raw gradients, without it on final updates."""
+    """Run PyTorch's fused SGD: on raw gradients with momentum, or on final updates without it."""
     torch._fused_sgd_(
         weights,
         gradients,
@@ -202,7 +202,7 @@ def cost_of(spec: ParameterSpec) -> int:
 
 
 class RowExchange:
-    """An exchange that gathers the rows of matrices on one process each, and sends them back.
+    """An exchange that gathers all rows of each matrix on one process, and sends them back.
 
     Every matrix goes to one process. Matrices are assigned in order of decreasing cost, each to the
     process with the least work so far.
@@ -220,7 +220,7 @@ class RowExchange:
             owners[i] = loads.index(min(loads))
             loads[owners[i]] += cost_of(places[i].spec)
         self.loads = loads
-        # In the order of the messages: by owner, then by place.
+        # In the order of the messages: by owner, then by the parameter's index.
         self._order = sorted(range(len(places)), key=lambda i: (owners[i], i))
         self.owned = [places[i] for i in self._order if owners[i] == axis.rank]
         shards = []  # the elements that each rank holds of each parameter under ZeRO stage 3
@@ -270,8 +270,8 @@ class _Kind:
     """The properties that the matrices of a batch share.
 
     Attributes:
-        rows: Their rows on this process.
-        columns: Their columns on this process.
+        rows: The number of rows of each matrix on this process.
+        columns: The number of columns of each matrix on this process.
         scale: The factor applied to their orthogonalized updates.
         split_dim: The dimension that `axis` divides; `None` if matrices are whole here.
         axis: The processes that orthogonalize a matrix together; `None` if each works alone.

@@ -31,7 +31,7 @@ def is_counted_here(parameter: nn.Parameter, layout: Layout, *, is_sharded: bool
 
     Args:
         parameter: A parameter of this process.
-        layout: This process's place among the others.
+        layout: The grid of processes and this process's position in it.
         is_sharded: Whether each replica counts its own part of the parameter.
     """
     spec = getattr(parameter, "spec", None)
@@ -48,13 +48,13 @@ def is_counted_here(parameter: nn.Parameter, layout: Layout, *, is_sharded: bool
 
 
 def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = False) -> Tensor:
-    """Add `values` over the processes that hold different parts of the model, in place.
+    """Sum `values` in place over the processes that hold different parts of the model.
 
     Collective over the tensor and pipeline axes, or over the world if processes divide the experts.
 
     Args:
         values: Sums of this process.
-        layout: This process's place among the others.
+        layout: The grid of processes and this process's position in it.
         over_replicas: Whether to add over the replica axis too, because tensors are sharded.
     """
     axes = [layout.tensor, layout.pipeline, *([layout.replica] if over_replicas else [])]
@@ -76,7 +76,7 @@ def parameters_norm(
 
     Args:
         parameters: Parameters of this process.
-        layout: This process's place among the others.
+        layout: The grid of processes and this process's position in it.
         shard: Function that returns this process's shard of a parameter; `None` if parameters are
             whole.
     """
@@ -102,7 +102,7 @@ def state_sizes(
 
     Args:
         tensors: The tensors that this process counts, by a name that is the same on all processes.
-        layout: This process's place among the others.
+        layout: The grid of processes and this process's position in it.
         device: The device of the communication.
         over_replicas: Whether to add over the replica axis too, because tensors are sharded.
 

@@ -163,7 +163,7 @@ class StepResult:
 
 
 class _HeldWeight(NamedTuple):
-    """A weight that this process updates in part: the part of the parameter, and its fp32 copy."""
+    """The part of a parameter that this process updates, and the fp32 copy of this part."""
 
     name: str
     parameter: nn.Parameter
@@ -286,7 +286,7 @@ class Optimizer:
         gradients: The gradient buffer, already reduced when `begin_step` is called.
         config: Settings for clipping and offloading.
         precision: Settings for the loss scale.
-        layout: This process's place among those that hold the rest of the model.
+        layout: The grid of processes and this process's position in it.
         weights: Object that gathers the other processes' weights if gradients are sharded
             (`gradients.share_weights`); otherwise `None`.
         count_zeros: Whether to count the gradient entries that are exactly zero at every step.
@@ -457,7 +457,7 @@ class Optimizer:
         return norm, totals[-1], 1.0 - norm.isfinite().double()
 
     def end_step(self, outcome: Sequence[float]) -> StepResult:
-        """Record the outcome of a step from the four numbers that `begin_step` returned."""
+        """Record the outcome of a step from the four values that `begin_step` returned."""
         norm, zeros, nonfinite, spike = outcome
         found = nonfinite > 0
         is_spike = spike > 0 and not found
@@ -542,8 +542,8 @@ class Optimizer:
         The names are "<parameter>.<state>" for each state of the parameter's update rule (for
         example "<parameter>.exp_avg") and "<parameter>.master" for a 16-bit parameter. Loading
         copies into the tensors in place, then calls `take_loaded`, because tensors of packed states
-        are decoded copies. They have the parameter's shape and split. If gradients are sharded, the
-        tensors are 1-D and hold the parameter's elements `gradients.owned(parameter)`.
+        are decoded copies. The tensors have the parameter's shape and split. If gradients are
+        sharded, they are 1-D and hold the parameter's elements `gradients.owned(parameter)`.
         """
         return {
             name: (state.saved() if isinstance(state, PackedTensor) else state, parameter)

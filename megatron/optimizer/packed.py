@@ -139,7 +139,7 @@ class PackedTensor:
         """Encode values into the elements from `start` on, where a block begins.
 
         Args:
-            values: The values.
+            values: The values to encode.
             start: Index of their first element.
             count: Index of the update, a scalar; `None` outside of updates.
         """
@@ -216,7 +216,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """Elements [start, end) of the tensors at one index of their lists."""
+    """Elements [start, end) of the tensors that have the same index in each list."""
 
     place: int
     start: int

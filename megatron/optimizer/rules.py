@@ -265,7 +265,7 @@ class OverlappedUpdate:
         self._departures.follow()  # nothing reads the old weights any more
         sent = []
         for piece, copies in zip(self._pieces, arrived, strict=True):
-            for copied in copies[-1:]:  # the last one of a queue ends last
+            for copied in copies[-1:]:  # a queue finishes its copies in order
                 copied.wait()
             piece.on_host(step, weight_decay=weight_decay)
             sent += [self._departures.copy(part, weight) for part, weight in piece.sent]

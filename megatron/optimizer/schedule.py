@@ -480,7 +480,7 @@ def _is_number(value: Any) -> bool:
 
 def _check_equal(ours: Schedules, saved: Schedules) -> None:
     ours_dict, saved_dict = ours.to_dict(0), saved.to_dict(0)
-    if ours.weight_decay.style == "constant":  # its length has no meaning
+    if ours.weight_decay.style == "constant":  # a constant has no length
         ours_dict["wd_incr_steps"] = saved_dict["wd_incr_steps"]
     differences = [
         f"{flags} is {ours_dict.get(key, 'unset')} here and {saved_dict.get(key, 'unset')} in the "

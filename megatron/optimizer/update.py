@@ -32,7 +32,7 @@ class Step:
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """The facts about a parameter that a rule for whole matrices needs.
+    """The information about a parameter that an update rule for whole matrices needs.
 
     Attributes:
         spec: The position of this process's part in the whole tensor.
@@ -64,7 +64,7 @@ class UpdateTensors:
         gradients: Gradients in fp32 or 16 bits. An update may change them.
         state: State tensors by name, in the weights' shapes, zero at the start. They are in fp32,
             or may be packed for a rule with flags such as --exp-avg-dtype.
-        places: The places of the parameters, for a rule with `joins_rows`; otherwise empty.
+        places: The `MatrixPlace` of each parameter, for a rule with `joins_rows`; otherwise empty.
     """
 
     weights: Sequence[Any]

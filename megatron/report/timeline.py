@@ -84,7 +84,7 @@ def _read(rank: int, path: Path) -> dict[str, Any] | None:
         return None
     start, length, name = whole[-1]
     rows: list[dict[str, Any]] = []
-    messages: list[Span] = []  # they overlap other work and each other
+    messages: list[Span] = []  # messages overlap other work and each other
     open_until: list[float] = []
     for begin, duration, title in host:
         if title == name or not start <= begin < start + length:

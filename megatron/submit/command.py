@@ -83,7 +83,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print or write a job file. To submit it, this process is replaced by sbatch, kubectl or bash.
+    """Print or write a job file. With --submit, replace this process with sbatch, kubectl or bash.
 
     Raises:
         ConfigError: The description has mistakes, or a program is missing.

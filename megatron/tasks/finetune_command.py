@@ -55,7 +55,7 @@ PRETRAINING_RULES: tuple[Rule, ...] = (
     rules_data.tokenizer,
     rules_model.required,
     rules_training.per_token_loss,
-    rules_reliability.save_interval,  # if it is unset, the run saves after each epoch
+    rules_reliability.save_interval,  # without it, the run saves after each epoch
 )
 # The fields that have no effect if nothing is trained.
 _TRAINING_FIELDS: dict[str, tuple[str, ...]] = {
@@ -70,7 +70,7 @@ _TRAINING_FIELDS: dict[str, tuple[str, ...]] = {
     "optimizer": tuple(
         field.name
         for field in fields_of(OptimizerConfig)
-        if field.name not in ("optimizer", "optimizer_cpu_offload")  # their states use memory
+        if field.name not in ("optimizer", "optimizer_cpu_offload")  # these two affect memory
     ),
     "schedule": tuple(field.name for field in fields_of(ScheduleConfig)),
     "training": (

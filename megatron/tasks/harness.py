@@ -83,7 +83,10 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 
 
 def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | None:
-    """Load the model, run the harness, report, and return the metrics on rank 0. All call it."""
+    """Load the model, run the harness, report, and return the metrics on rank 0.
+
+    All processes call this function.
+    """
     config = parsed.config
     options, own = parsed.extra
     folder = config.checkpoint.load
@@ -191,7 +194,7 @@ def _numbers(found: Mapping[str, Any]) -> Numbers:
 
 
 def _kept(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the harness's versions, shots and document counts."""
+    """Return the task versions, the numbers of few-shot examples and the document counts."""
     return {key: found.get(key) for key in ("versions", "n-shot", "n-samples")}
 
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 TASK = "PERPLEXITY"
 _EMPTY = ", no neighbors"
 _MEASURES = ("loss", "perplexity")  # the metrics that are reported for each kind of neighbors
-# The neighbors that the model reads, by the words that are appended to a number's name.
+# The neighbors that the model reads, by the words that are appended to a metric's name.
 _READ: dict[str, Callable[[NeighborRows], NeighborRows]] = {
     "": lambda table: table,
     ", shuffled neighbors": ShuffledNeighbors,
@@ -88,7 +88,7 @@ def evaluate_neighbors(
     Args:
         parsed: The command line.
         device: The device to run on.
-        layout: This process's place in the parallel layout.
+        layout: The grid of processes and this process's position in it.
         prepare: A function that prepares the texts of --valid-data, given a tokenizer and a window.
             `None` scores the validation samples of the working folder.
 

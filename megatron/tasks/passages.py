@@ -30,7 +30,7 @@ _BROKEN = (
     *(OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error),
 )
-_LAST_NUMBER = 2**63 - 1  # the largest number of a passage, because numbers are stored as int64
+_LAST_NUMBER = 2**63 - 1  # the largest id of a passage, because ids are stored as int64
 
 
 class Passage(NamedTuple):
@@ -49,7 +49,7 @@ class Question(NamedTuple):
 
 
 def _rows(path: str, flag: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the rows of a tab-separated file, each preceded by its place for messages."""
+    """Yield the rows of a tab-separated file, each after its flag, file and line for messages."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.reader(file, delimiter="\t")
@@ -148,7 +148,7 @@ class PassageVectors(NamedTuple):
     """The vectors of passages.
 
     Attributes:
-        numbers: The number of each passage, int64 `[n]`.
+        numbers: The id of each passage, int64 `[n]`.
         vectors: The vector of each passage, fp16 `[n, e]`.
     """
 
@@ -157,10 +157,10 @@ class PassageVectors(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[PassageVectors]) -> PassageVectors:
-        """Return the passages of all parts, sorted by number.
+        """Return the passages of all parts, sorted by id.
 
         Raises:
-            DataError: Two passages have the same number.
+            DataError: Two passages have the same id.
         """
         numbers = np.concatenate([part.numbers for part in parts])
         order = np.argsort(numbers, kind="stable")

@@ -147,7 +147,7 @@ class LoadedTowers:
         model: The bi-encoder in evaluation mode.
         tokenizer: The tokenizer with which it was trained.
         iteration: The number of training steps taken.
-        layout: This process's place in the parallel layout.
+        layout: The grid of processes and this process's position in it.
         device: The device of this process.
         length: The largest number of tokens in a text.
     """
@@ -180,7 +180,7 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
         config: The run's configuration.
         length: The largest number of tokens in a text.
         device: The device to run on.
-        layout: This process's place in the parallel layout.
+        layout: The grid of processes and this process's position in it.
 
     Raises:
         ConfigError: The model has too few positions for texts of this length.
@@ -337,7 +337,7 @@ def _query_vectors(
 def search(
     passages: PassageVectors, queries: NDArray[np.float32], k: int, *, use_gpu: bool = False
 ) -> NDArray[np.int64]:
-    """Return the numbers of the k passages with the highest inner products, best first, `[q, k]`.
+    """Return the ids of the k passages with the highest inner products, best first, `[q, k]`.
 
     Raises:
         ConfigError: faiss is missing, or cannot use a GPU.
@@ -393,10 +393,10 @@ def first_hits(
     texts: Mapping[int, str],
     matches: Callable[[str, Sequence[str]], bool],
 ) -> list[int]:
-    """Return, for each question, the place of the first passage that answers it, or k.
+    """Return, for each question, the index of the first passage that answers it, or k.
 
     Args:
-        found: The numbers of the passages found for each question, `[q, k]`.
+        found: The ids of the passages found for each question, `[q, k]`.
         questions: The questions.
         texts: The text of each passage that was found.
         matches: A function that returns whether a text contains one of several answers.

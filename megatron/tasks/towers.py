@@ -384,7 +384,7 @@ class TowersFinetuning(StartFromBert):
 
     @torch.no_grad()
     def evaluate(self, run: Run, path: str) -> Numbers:
-        """Print and return the mean rank of the right passages and the accuracies. All call it.
+        """Print and return the right passages' mean rank and the accuracies. All processes call it.
 
         As in Megatron-LM, a question's passage is ranked among all passages of its group.
         """

@@ -102,7 +102,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _unchanged(_: Context, value: Any) -> Any:
-    """Return the value unchanged. As it takes a context, Jinja calls it only when rendering."""
+    """Return the value unchanged. It takes a context, so Jinja calls it only when rendering."""
     return value
 
 

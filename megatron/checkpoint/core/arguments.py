@@ -45,7 +45,7 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
         CheckpointError: The network has a part that our networks lack.
     """
     refuse_unknown(args, _NEUTRAL)
-    if args.get("no_rope_freq") is not None:  # Core normalizes in all layers
+    if args.get("no_rope_freq") is not None:  # Core applies the L2 norm in all layers
         refuse_unknown(args, {"qk_l2_norm": (None, False)})
     config = legacy_config(args, "gpt")
     model = config["model"]
@@ -108,7 +108,8 @@ def core_arguments(
         transformer_impl=config.checkpoint.transformer_impl,
         layernorm_zero_centered_gamma=model.apply_layernorm_1p,
         norm_epsilon=model.norm_epsilon,
-        # DeepSpeed's softmax is over all experts. Two or more weights add up to 1, as Core's do.
+        # DeepSpeed takes the softmax over all experts. If it chooses two or more, it normalizes
+        # their weights to add up to 1, as Core does without this setting.
         moe_router_pre_softmax=model.moe_router_topk == 1
         if model.moe_router_gating == "deepspeed"
         else model.moe_router_pre_softmax,

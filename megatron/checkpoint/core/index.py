@@ -78,7 +78,7 @@ class Index:
     """
 
     def __init__(self, folder: Path, *, allow_foreign: bool = False) -> None:
-        """Read `.metadata`, and check every place in it against the files' sizes.
+        """Read `.metadata`, and check every byte range in it against the files' sizes.
 
         Args:
             folder: The checkpoint's folder.
@@ -240,7 +240,7 @@ def _map(path: Path, allow_foreign: bool) -> mmap.mmap:
 
 
 def _check_places(path: Path, places: list[tuple[int, int]], size: int) -> None:
-    """Check that the places in a file lie inside it and do not overlap."""
+    """Check that the byte ranges lie inside the file and do not overlap."""
     places = sorted(places)
     end = max(start + length for start, length in places)
     if end > size:

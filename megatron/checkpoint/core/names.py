@@ -49,7 +49,7 @@ _OUTSIDE = {
     "decoder.final_layernorm.bias": "final_norm.bias",
     "output_layer.weight": "output.weight",
 }
-# The modules of a depth of multi-token prediction, around its transformer layer.
+# The modules around the transformer layer of one depth of multi-token prediction.
 _AHEAD = {
     "enorm": "embedding_norm",
     "hnorm": "hidden_norm",

@@ -61,7 +61,7 @@ from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
 
 _LAST = (COMPLETE, list_files)  # the file that is written after all others, and its content
-_OVERHEAD = 2048  # bytes of a chunk's container and of its place in the index, at most
+_OVERHEAD = 2048  # bytes of a chunk's container and of its entry in the index, at most
 _EXPERT_SEED = 1024  # as in Megatron Core
 _SHARDING = "fully_reshardable"  # the form of the distributed optimizer's states
 # Modules with an extra state: in every implementation, and additional ones in Transformer Engine's.
@@ -340,7 +340,7 @@ class CoreFiles:
         """Return the settings and counters of optimizers. Divided experts have their own."""
         meta, plan = self.snapshot.meta, self.snapshot.plan
         divided = self.config.parallel.expert_model_parallel_size > 1
-        # Whether each group has weight decay, by whether it belongs to experts.
+        # For experts (True) and other parameters (False): whether each parameter has weight decay.
         groups = defaultdict[bool, list[bool]](list)
         for name in self.places:
             if name.startswith(WEIGHTS) and not name.endswith("expert_bias"):

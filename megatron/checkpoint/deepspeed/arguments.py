@@ -18,7 +18,7 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "retro_add_retriever": (False,),
     "embed_layernorm": (False,),
 }
-# Names of Megatron-DeepSpeed, with those of Megatron Core.
+# Megatron-DeepSpeed's names, each with Megatron Core's.
 _RENAMED = {
     "rope_theta": "rotary_base",
     "topk": "moe_router_topk",

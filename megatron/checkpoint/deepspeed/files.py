@@ -131,7 +131,7 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> Files:
             files.partitioned = True
             partitions.add((numbers[1], numbers[0]))
             if numbers[0]:
-                continue  # they hold no weights, and otherwise repeat the first one
+                continue  # holds no weights; the rest repeats rank 0's file
         opened = open_file(one, allow_foreign=allow_foreign)
         tables: dict[str, dict[Any, StateFile]] = {
             "layer": files.layers,

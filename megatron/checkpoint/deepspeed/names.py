@@ -47,7 +47,8 @@ class Destination(NamedTuple):
 
     Attributes:
         name: Our name.
-        dense: Our name if the layer were dense, which determines how rows are ordered and split.
+        dense: The name that the parameter would have in a dense layer, which determines how rows
+            are ordered and split.
         expert: The index in our tensor's first dimension, which counts experts; `None` for other
             parameters.
     """

@@ -53,7 +53,7 @@ class TensorPart:
 
     Attributes:
         value: The elements as they are in the file.
-        dense: Our name of the parameter if its layer were dense.
+        dense: The name that the parameter would have in a dense layer.
         box: The part of the whole tensor.
     """
 

@@ -39,7 +39,7 @@ class Value(NamedTuple):
     Attributes:
         shape: The shape of the parameter or state.
         dtype: The dtype in which it is read.
-        parts: The windows that hold its elements, in order. Additional elements are padding.
+        parts: The windows that hold its elements, in order. Elements beyond its size are padding.
             Without any windows, all elements are zero.
     """
 
@@ -78,7 +78,8 @@ def read_partitions(
         files: A model-parallel rank's files, by data-parallel rank.
         shapes: The shapes of parameters by their names in a whole model. There may be more
             parameters than this rank held.
-        whole_name: Returns a parameter's name in a whole model, given its name in the files.
+        whole_name: Function that returns a parameter's name in a whole model, given its name in the
+            files.
 
     Raises:
         CheckpointError: Parts are missing or contradict each other.
@@ -109,7 +110,7 @@ def read_partitions(
 def _slices(
     file: StateFile, steps: list[tuple[TorchZip, Any]]
 ) -> Iterator[tuple[str, str, TensorRef]]:
-    """Yield kind, name and elements of each state in a file, and collect its step counts."""
+    """Yield the kind, name and elements of each state in a file, and collect its step counts."""
     tree = _optimizer(file)
     mappings, masters = (
         tree.get("param_slice_mappings"),

@@ -7,9 +7,9 @@
     llama, mixtures, gpt2, bert, t5   one module for each group of families
     reader      a folder behind the interface `Reader`
     writer      a checkpoint as such a folder
-    peft_places where our adapters are in those of the modules that PEFT adapts
+    peft_places which part of a PEFT adapter each of our adapters is
     peft        adapters in PEFT's files
 
 A family says how config.json becomes network flags and back, and which tensors make up each
-parameter. Both directions hold only the tensors that are being written in memory.
+parameter. Both directions hold in memory only the tensors that are being written.
 """

@@ -74,7 +74,7 @@ class _Shared(rules.Family):
     older: dict[str, str] = field(default_factory=dict)
 
     def read(self, settings: Settings) -> rules.Described:
-        """Return the network that a config.json describes, which may have older names of keys."""
+        """Return the network that a config.json describes. Its keys may have older names."""
         values = dict(settings.values)
         for old, new in self.older.items():
             if old in values:
@@ -98,7 +98,7 @@ class _Shared(rules.Family):
         yield "output", ["lm_head"]
 
     def form(self, layer: Any, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion for a layer's module: every tensor is the same as ours."""
+        """Return the conversion for a layer's module, which leaves every tensor unchanged."""
         return rules.SAME
 
 
@@ -160,7 +160,7 @@ class Falcon(_Shared):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        settings.must_be("auto_map", settings.values.get("auto_map"))  # its code is never run
+        settings.must_be("auto_map", settings.values.get("auto_map"))  # any: the code never runs
         settings.must_be("apply_residual_connection_post_layernorm", False)
         heads, is_new = (
             flags["num_attention_heads"],

@@ -41,7 +41,7 @@ _BIAS = {"mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",)}
 # Keys of the authors' own files that describe their program or training.
 _TRAINING_KEYS = ("auto_map", "aux_loss_alpha", "ep_size", "seq_aux")
 _DEPTHS = "num_nextn_predict_layers"
-# The modules of a multi-token prediction layer, around its transformer layer.
+# The modules around the transformer layer of a multi-token prediction layer.
 _AHEAD = {
     "embedding_norm": "enorm",
     "hidden_norm": "hnorm",
@@ -99,7 +99,7 @@ class DeepSeek(Mixtral):
         }.items():
             settings.must_be(key, value)
         for key in _TRAINING_KEYS:
-            settings.must_be(key, settings.values.get(key))  # without effect
+            settings.must_be(key, settings.values.get(key))  # any value: no effect
         for key in ("rope_parameters", "rope_scaling"):
             _check_yarn(settings.part(key))
         query_rank = None
@@ -116,7 +116,7 @@ class DeepSeek(Mixtral):
         if settings.values.get(_DEPTHS):
             model = replace(model, mtp_num_layers=settings.size(_DEPTHS, None, MOST_DEPTHS))
         else:
-            settings.must_be(_DEPTHS, settings.values.get(_DEPTHS))  # none
+            settings.must_be(_DEPTHS, settings.values.get(_DEPTHS))  # 0 or absent
         return self._read_mixture(settings, model)
 
     def held_in(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
@@ -188,7 +188,7 @@ class DeepSeek(Mixtral):
             settings.must_be("topk_method", "noaux_tc")
         if not is_limited:
             for key in ("n_group", "topk_group"):
-                settings.must_be(key, settings.values.get(key))  # without effect
+                settings.must_be(key, settings.values.get(key))  # any value: no effect
             return {}
         groups = settings.size("n_group", None, experts)
         best = settings.size("topk_group", None, groups)

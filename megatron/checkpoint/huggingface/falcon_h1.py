@@ -70,7 +70,7 @@ class FalconH1(LlamaLike):
         """Return the network that a config.json describes."""
         read_limit(settings)
         for key in ("attn_layer_indices", "mamba_chunk_size", "num_logits_to_keep"):
-            settings.must_be(key, settings.values.get(key))  # without effect
+            settings.must_be(key, settings.values.get(key))  # any value: no effect
         heads, groups = flags["mamba_num_heads"], flags["mamba_num_groups"]
         if heads % groups:
             raise settings.error("mamba_n_groups", f"does not divide {heads} heads")
@@ -123,7 +123,7 @@ class FalconH1(LlamaLike):
         yield "output", ["lm_head"]
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
+        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         mixer = layer.mixer
         if isinstance(mixer, ParallelMambaPlan) and module.startswith("attention.mamba."):
             mamba = mixer.mamba

@@ -174,7 +174,7 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
         case "glu_linear_offset" | "activation_func_clamp_value" if not model.is_gated:
             value = None
         case "openai_gelu":
-            # Compare both as a pair, because a head for masked tokens has its own activation.
+            # Include the flag itself if a head for masked tokens has its own activation function.
             value = model.activation, family.head_activates and model.openai_gelu
         case "num_experts":  # a layer with one expert among mixtures is dense, as the pattern says
             value = model.expert_counts

@@ -47,7 +47,7 @@ _COHERE_KEYS = (
     rules.Key("layer_norm_eps", "norm_epsilon", "number", 1e-5),
 )
 _COHERE_LAYER = {ours: theirs for ours, theirs in LAYER.items() if ours != "mlp_norm"}
-_EVERY, _WINDOW = 4, 4096  # layers of Cohere 2 with full attention, and the window of the others
+_EVERY, _WINDOW = 4, 4096  # Cohere 2: every nth layer has full attention, the others a window
 # Keys in published files that `transformers` does not read, with the values that describe what it
 # computes.
 _DESCRIPTIONS = {
@@ -181,7 +181,7 @@ class Cohere(LlamaLike):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         for key in ("layer_switch", "use_embedding_sharing", "use_parallel_embedding"):
-            settings.must_be(key, settings.values.get(key))  # without effect
+            settings.must_be(key, settings.values.get(key))  # any value: no effect
         model = replace(
             super().network(settings, flags),
             normalization="LayerNorm",

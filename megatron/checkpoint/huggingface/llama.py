@@ -118,7 +118,7 @@ class LlamaLike(rules.Family):
         if not self.classifies or settings.values.get("architectures") != [self.reward_model]:
             return False
         labels, names = settings.values.get("num_labels"), settings.values.get("id2label")
-        if labels is None:  # `transformers` counts the names, and without any has two labels
+        if labels is None:  # `transformers` counts the names, or assumes two labels
             labels = len(names) if isinstance(names, dict) else 2
         if labels != 1:
             raise settings.error(
@@ -167,7 +167,8 @@ class LlamaLike(rules.Family):
         size = None if model.window is None else model.window + 1
         keys: dict[str, Any] = {"sliding_window": size, "use_sliding_window": size is not None}
         if self.window == "layers" and size is not None:
-            # Versions of `transformers` without layer_types count the full layers before others.
+            # Versions of `transformers` without layer_types need the number of layers with full
+            # attention before the first window.
             full_layers = limited.index(True) if any(limited) else len(limited)
             kinds = [SLIDING if one else FULL for one in limited]
             keys |= {"max_window_layers": full_layers, "layer_types": kinds}
@@ -264,7 +265,7 @@ def _read_yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
     both = {name: rope.number(name) for name in scales if rope.values.get(name)}
     for name in (*scales, "attention_factor"):
         if not rope.values.get(name):
-            rope.must_be(name, rope.values.get(name))  # without effect
+            rope.must_be(name, rope.values.get(name))  # null or 0: no effect
     if rope.values.get("attention_factor"):
         strength = 0.1 * math.log(flags["rotary_scaling_factor"])
         factor = rope.number("attention_factor")
@@ -319,10 +320,10 @@ def _at_least_one(rope: Settings) -> float:
 
 
 def limited_layers(settings: Settings, layers: int) -> list[bool] | None:
-    """Return which layers are limited to a window by layer_types; `None` without this key.
+    """Return which layers layer_types limits to a window, or `None` if this key is absent.
 
     Raises:
-        CheckpointError: It names an unknown kind of layer, or has the wrong length.
+        CheckpointError: layer_types names an unknown kind of layer, or has the wrong length.
     """
     kinds = settings.words("layer_types")
     other = set(kinds) - {FULL, SLIDING}
@@ -351,7 +352,7 @@ def write_pattern(window: int, limited: Sequence[bool]) -> dict[str, Any]:
 def read_alternating_windows(
     settings: Settings, layers: int, *, every: int, window: int
 ) -> dict[str, Any]:
-    """Return the flags of windows in all layers but every nth one, unless layer_types differs.
+    """Return the flags of windows in the layers that layer_types names, or in all but every nth.
 
     Args:
         settings: The keys of config.json.

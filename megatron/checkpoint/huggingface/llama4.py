@@ -117,7 +117,7 @@ class Llama4(Mixtral):
         return {**LAYER, **self.mixture}
 
     def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion of this number of Hugging Face tensors to a layer's module."""
+        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         form = super().form(layer, module, tensors)
         match module:
             case "attention.qkv":

@@ -257,7 +257,7 @@ class NemotronH(Mamba2):
 
 
 _KINDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", MIXTURE: "moe"}
-# Names of kinds in older files.
+# Names of layer kinds in older files.
 _OLD_KINDS = {"mamba": MAMBA, "attention": ATTENTION}
 # Keys that do not affect the network, in addition to those of both families.
 _NEMOTRON_KEYS = (

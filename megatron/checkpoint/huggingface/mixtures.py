@@ -32,10 +32,11 @@ _QWEN = {
 
 @dataclass(frozen=True)
 class Mixtral(LlamaLike):
-    """A family whose layers are mixtures of SwiGLU experts, weighted by a softmax over the chosen.
+    """A family with SwiGLU mixtures in all layers, weighted by a softmax over the chosen experts.
 
     Attributes:
-        mixture: Each of our modules in a mixture, with Hugging Face's. {} is an expert's index.
+        mixture: Each of our modules in a mixture, with the corresponding Hugging Face module. {} is
+            an expert's index.
         count: The key of config.json with the number of experts.
         other_count: The key that other versions of `transformers` use for it.
     """

@@ -86,7 +86,7 @@ class NeoX(rules.Family):
         yield "output", ["embed_out"]
 
     def form(self, layer: Any, module: str, tensors: int) -> rules.TensorForm:
-        """Return the conversion for a layer's module: every tensor is the same as ours."""
+        """Return the conversion for a layer's module, which leaves every tensor unchanged."""
         return rules.SAME
 
 

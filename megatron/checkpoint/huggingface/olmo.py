@@ -18,7 +18,7 @@ from megatron.checkpoint.huggingface.llama import (
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.model import ModelConfig
 
-_EVERY, _WINDOW = 4, 4096  # layers of OLMo 3 with full attention, and the window of the others
+_EVERY, _WINDOW = 4, 4096  # OLMo 3: every nth layer has full attention, the others a window
 _MODULES = {
     **{ours: theirs for ours, theirs in LAYER.items() if not ours.endswith("_norm")},
     "attention.query_norm": ("self_attn.q_norm",),

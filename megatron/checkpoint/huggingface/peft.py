@@ -1,11 +1,11 @@
 """Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
 
 PEFT names an adapter's tensors after the module of `transformers` that it adapts. If the module
-computes several of our projections at once, its adapter joins theirs (`peft_places`), and its rank
-and alpha are exceptions in adapter_config.json (`rank_pattern`, `alpha_pattern`). The adapters of a
-mixture's experts are stacked in two matrices (`target_parameters`): A [experts rank, in], B [out,
-rank experts]. The head of a reward model is trained in full alongside the adapters, and is in the
-same file (`modules_to_save`).
+computes several of our projections at once, its adapter combines theirs (`peft_places`), and its
+rank and alpha are exceptions in adapter_config.json (`rank_pattern`, `alpha_pattern`). The adapters
+of a mixture's experts are stacked in two matrices (`target_parameters`): A [experts rank, in], B
+[out, rank experts]. The head of a reward model is trained in full alongside the adapters, and is in
+the same file (`modules_to_save`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PeftTensor(NamedTuple):
     Attributes:
         name: PEFT's name for it.
         held: The shape and dtype of our tensor.
-        place: The place of our adapter in PEFT's; `None` for the head of a reward model.
+        place: Where our adapter is in PEFT's; `None` for the head of a reward model.
     """
 
     name: str
@@ -151,7 +151,7 @@ def family_in(
     base: str | None = None,
     allow_foreign: bool = False,
 ) -> Family:
-    """Return the family whose modules PEFT's files name, of those that can express a network.
+    """Among the families that can express a network, return the one that PEFT's files name.
 
     Args:
         path: The folder of PEFT's files.
@@ -206,7 +206,7 @@ def _is_stacked(shape: Sequence[int]) -> bool:
 
 
 def _flat(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return an adapter's tensor as a matrix with our rows, as PEFT has it.
+    """Return an adapter's tensor as the matrix that PEFT stores, but with our order of rows.
 
     Args:
         tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
@@ -299,7 +299,7 @@ class PeftReader(Reader):
         for name, one in names.items():
             self._check_shape(name, one)
             found, shape = self._theirs[one.name], one.held.shape
-            if is_vocabulary_table(name):  # ours may have padding
+            if is_vocabulary_table(name):  # our table may have padding rows
                 shape = (*found.shape[:1], *shape[1:])
             self.held[name] = HeldTensor(shape, DTYPES[found.dtype])
             if one.place is not None and _kind_of(name) in _AXIS:
@@ -311,7 +311,7 @@ class PeftReader(Reader):
         wanted, kind = list(_peft_shape(name, one.held.shape)), _kind_of(name)
         if one.place is not None and kind != "a":
             wanted[0] = len(one.place.weight_rows)
-        if is_vocabulary_table(name) and found[:1] < tuple(wanted[:1]):  # ours has padding
+        if is_vocabulary_table(name) and found[:1] < tuple(wanted[:1]):  # ours is padded
             wanted[:1] = found[:1]
         if one.place is not None and kind in _AXIS and len(found) == 2:
             axis = _AXIS[kind]
@@ -327,7 +327,7 @@ class PeftReader(Reader):
     def _check_scale(
         self, said: dict[str, Any], model: ModelConfig, name: str, one: PeftTensor
     ) -> None:
-        """Check that a module's rank is that of the settings, and gives our adapters' scale."""
+        """Check that a module's tensor has the rank in the settings, and our adapters' scale."""
         target = _target_of(name, one.name)
         rank = _in_pattern(said, "rank_pattern", target, said.get("r", 8))
         alpha = _in_pattern(said, "alpha_pattern", target, said.get("lora_alpha", 8))
@@ -430,7 +430,7 @@ class PeftReader(Reader):
 
 
 def _in_pattern(said: dict[str, Any], key: str, target: str, default: Any) -> Any:
-    """Return the rank or alpha of a module: its own, or that of all modules without their own."""
+    """Return a module's rank or alpha: its exception in the settings, or the default."""
     for name, value in (said.get(key) or {}).items():
         if target == name or target.endswith(f".{name}"):
             return value
@@ -457,7 +457,7 @@ def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> 
             )
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = said.get(key) or {}
-        # PEFT reads names as regular expressions, which may take forever.
+        # PEFT reads names as regular expressions, which may take forever to match.
         if not isinstance(patterns, dict) or not all(
             re.fullmatch(r"[\w.]+", name) and isinstance(value, int | float) and value > 0
             for name, value in patterns.items()
@@ -643,9 +643,9 @@ class AdapterExport:
         }
 
     def _counts(self) -> dict[str, int]:
-        """Return how many of our adapters each module joins, by name, if it joins several.
+        """Return how many of our adapters a module's adapter combines, if several, by module.
 
-        A name may be the end of the names of all layers' modules.
+        A name may be a suffix that the modules of all layers share.
         """
         by_end: dict[str, dict[str, int]] = defaultdict(dict)
         for ours, one in self.names.items():

@@ -1,9 +1,9 @@
-"""The places of our adapters in the adapters of the modules that PEFT adapts.
+"""The parts of PEFT's adapters that correspond to our adapters.
 
 PEFT gives a single adapter to a module of `transformers`. If the module computes several of our
-projections at once (Phi-3's `qkv_proj`), it has all their adapters: A is the stack of their A's, B
-has their B's as blocks, and its rank is the sum of their ranks. A module's rows may also have
-another order than ours (GPT-J's queries, GPT-OSS's experts).
+projections at once (Phi-3's `qkv_proj`), its adapter combines all of theirs: A stacks their A's, B
+has their B's as blocks, and the rank is the sum of their ranks. A module's rows may also be in a
+different order from ours (GPT-J's queries, GPT-OSS's experts).
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from megatron.parallel.expert_linear import ExpertAdapter
 
 @dataclass(frozen=True, eq=False)
 class AdapterPlace:
-    """The place of a projection's adapter in the adapter of a module.
+    """The part of a module's adapter that corresponds to the adapter of a projection.
 
     Attributes:
         module: The name of the module.
-        rows: The module's row of each of the projection's rows, int64 [out].
-        weight_rows: Our layer's row of each of the module's rows, int64 [outputs of the module].
+        rows: For each row of the projection, the corresponding row of the module, int64 [out].
+        weight_rows: For each row of the module, the corresponding row of our layer, int64 [outputs
+            of the module].
         index: The number of the projection among the module's adapted projections.
         count: The number of the module's adapted projections.
-        most: The number of its projections, with an adapter or without.
+        most: The number of all projections of the module, with or without an adapter.
         is_transposed: Whether the module's weight is [in, out], as in GPT-2.
     """
 
@@ -46,12 +47,12 @@ class AdapterPlace:
 
     @cached_property
     def moves(self) -> bool:
-        """Whether the module has further rows, or another order of rows."""
+        """Whether the module has more rows than the projection, or orders them differently."""
         same = torch.arange(len(self.weight_rows))
         return len(self.rows) < len(same) or not self.rows.equal(same)
 
     def block(self, width: int) -> slice:
-        """Return the rows of A, or the columns of B, of this projection.
+        """Return the rows of A, or the columns of B, that belong to this projection.
 
         Args:
             width: The size of a projection's part, which is its rank.
@@ -65,11 +66,11 @@ def places_in(
     modules: Sequence[str],
     form: TensorForm | None,
 ) -> dict[str, AdapterPlace]:
-    """Return the places of a layer's adapted projections in the adapters of modules.
+    """Return where the adapters of a layer's projections are in the adapters of its modules.
 
     Args:
         adapter: The layer's adapter, in a single process.
-        outputs: The shape of the layer's weight without its inputs, for a single expert.
+        outputs: The shape of the layer's weight without the input dimension, for one expert.
         modules: The modules that make up the layer.
         form: The conversion of the layer's weight to the weights of the modules; `None` if the
             layer is a single module with our rows.
@@ -86,7 +87,7 @@ def places_in(
     found: dict[str, AdapterPlace] = {}
     for module, part in zip(modules, parts, strict=True):
         theirs = part.flatten()
-        position = torch.full_like(rows, -1)  # of each of our rows in the module
+        position = torch.full_like(rows, -1)  # the index in the module of each of our rows
         position[theirs] = torch.arange(len(theirs))
         here = {name: position[ours] for name, ours in projections.items()}
         here = {name: own for name, own in here.items() if (own >= 0).any()}
@@ -104,7 +105,7 @@ def places_in(
 
 
 def join(kind: str, parts: Mapping[AdapterPlace, Tensor], lengths: Tensor | None) -> Tensor:
-    """Return a tensor of a module's adapter, made of those of its projections.
+    """Return a tensor of a module's adapter, made from the tensors of its projections.
 
     Args:
         kind: "a", "b" or "magnitude".

@@ -16,7 +16,7 @@ from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.model import ModelConfig
 
 _TRAINED = "original_max_position_embeddings"
-_LONG = ("longrope", "su")  # the second in Phi-3's first files
+_LONG = ("longrope", "su")  # "su" in Phi-3's first files
 _MODULES = {
     **LAYER,
     "attention.qkv": ("self_attn.qkv_proj",),
@@ -84,8 +84,8 @@ class Phi(LlamaLike):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        settings.size(_TRAINED, 1)  # without effect unless frequencies are LongRoPE's
-        settings.must_be("auto_map", settings.values.get("auto_map"))  # its code is never run
+        settings.size(_TRAINED, 1)  # affects only LongRoPE's frequencies
+        settings.must_be("auto_map", settings.values.get("auto_map"))  # any: the code never runs
         settings.share("embd_pdrop", 0.0)
         dropout = settings.share("resid_pdrop", 0.0)
         return replace(super().network(settings, flags), hidden_dropout=dropout)

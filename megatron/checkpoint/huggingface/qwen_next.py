@@ -19,7 +19,7 @@ from megatron.config.model import ModelConfig
 from megatron.models.recurrent_plan import GatedDeltaNetPlan
 
 _LINEAR = "linear_attention"  # a value of layer_types
-_EVERY = 4  # without layer_types, every such layer has attention
+_EVERY = 4  # without layer_types, every nth layer has attention
 _ROTATING = 0.25  # share of a head's channels that rotate
 _SIZES = (
     rules.Key("linear_conv_kernel_dim", "linear_conv_kernel_dim", default=4),

@@ -141,7 +141,7 @@ class HFReader(Reader):
         return self._rules[name].join(load, wanted, self.dtype(name))
 
     def steps(self, name: str) -> list[Box]:
-        """Return a box for each expert, because experts have separate tensors, or a single box.
+        """Return one box for each expert if experts have separate tensors, otherwise a single box.
 
         Args:
             name: The tensor's name.

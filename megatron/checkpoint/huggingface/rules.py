@@ -90,7 +90,7 @@ def by_head(part: Tensor, order: Tensor) -> Tensor:
 
     Args:
         part: Rows of all heads, [n d, ...].
-        order: The row of a head that goes to each place, [d].
+        order: For each position in a head, the row that moves there, [d].
     """
     return part.unflatten(0, (-1, len(order)))[:, order.to(part.device)].flatten(0, 1)
 
@@ -250,7 +250,8 @@ class Family(ABC):
             each belongs to.
         keys: Keys of config.json that correspond to a network flag.
         fixed: Keys of config.json for which our network can express only a single value.
-        vocab: The size of the vocabulary if config.json does not give it. None means that it must.
+        vocab: The size of the vocabulary if config.json does not give it. None means that
+            config.json must give it.
         derived: Pattern of the names of tensors that are derived from config.json, such as masks
             and rotary frequencies. They are not read.
         head_activates: Whether the head has its own activation function, chosen by --openai-gelu.
@@ -313,7 +314,7 @@ class Family(ABC):
         return {"model_type": self.name, "vocab_size": vocab, **values}
 
     def held_in(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
-        """Return the network that files hold, without optional layers that they lack.
+        """Return the network without the optional layers that the files lack.
 
         Args:
             names: The names of the files' tensors.
@@ -375,7 +376,7 @@ class Family(ABC):
 
 def layers_of(plan: plans.ModelPlan) -> dict[str, plans.LayerPlan]:
     """Return the plans of all layers by our names."""
-    first = plan.encoder_layers  # the decoder's, if there is one
+    first = plan.encoder_layers  # the decoder's first layer, if there is a decoder
     stacks = {"": plan.layers}
     if first:
         stacks = {"encoder.": plan.layers[:first], "decoder.": plan.layers[first:]}
@@ -582,6 +583,6 @@ def mlp_shapes(name: str, mlp: plans.MLPPlan) -> dict[str, dict[str, Shape]]:
 
 
 def layer_names(ours: str, theirs: str, modules: Mapping[str, Sequence[str]]) -> Names:
-    """Yield each of our modules in a layer with the modules that it combines, as in a table."""
+    """Yield each of our modules in a layer with the modules that a table assigns to it."""
     for module, names in modules.items():
         yield f"{ours}.{module}", [f"{theirs}.{name}" for name in names]

@@ -80,7 +80,7 @@ class Settings:
     Attributes:
         values: The file's object, or a part of it, without keys that are null, which count as
             absent.
-        path: The file, and the part in it, for messages.
+        path: The file, and the part of it that `values` are from, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path | str) -> None:

@@ -1,4 +1,4 @@
-"""Read Megatron-LM's files without executing their content, and write files for 23.08.
+"""Read Megatron-LM's files without executing their content, and write those of version 23.08.
 
 Modules:
     torch_file  the zip container of torch.save, read and written, and the files of all ranks

@@ -112,7 +112,7 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
         model["position_embedding_type"] = "none"
     if architecture == "retro":
         model |= {name: args[name] for name in _RETRO_FIELDS if name in args}
-        # Megatron-LM reads it from its working folder.
+        # Megatron-LM reads the chunk length from its working folder.
         model["retro_chunk_length"] = args.get("retro_gpt_chunk_length")
     hidden, heads = args.get("hidden_size"), args.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int):  # these were not flags in v1
@@ -155,7 +155,8 @@ def megatron_arguments(
     """Return a run's settings as Megatron 23.08's command line.
 
     It starts with our values, most of which have Megatron's names. The fields that the checkpoint
-    kept from an older Namespace override them, and the fields that the file decides override both.
+    kept from an older Namespace override them, and the fields that depend on the file override
+    both.
 
     Args:
         config: The configuration of the run that wrote the checkpoint, or for which it was made.

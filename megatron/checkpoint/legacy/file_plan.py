@@ -87,7 +87,7 @@ def plan_files(
             way.
     """
     tensor, stages = split.tensor_model_parallel_size, split.pipeline_model_parallel_size
-    encoder = sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)  # 0: not a T5
+    encoder = sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)  # 0 if not a T5
     _check(shapes, parts, stages, encoder)
     plans = []
     for stage in range(stages):

@@ -238,7 +238,7 @@ def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
 
 
 def _flatten_nested(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a tree from before Megatron Core by dotted path, in a fixed order."""
+    """Yield the leaves of a tree older than Megatron Core, by dotted path, in a fixed order."""
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
         what = "not a GPT, BERT, T5 or Retro file of Megatron-LM up to 23.08"
         raise CheckpointError(f"no `language_model`: {what}")

@@ -58,7 +58,7 @@ DISTRIBUTED_FILE = "distrib_optim.pt"
 MODEL_FILE_OF_23_04 = "model_rng.pt"
 STATES_FILE_OF_23_04 = "optim.pt"
 
-_LOCAL_HEADER = 30  # bytes before a record's name; the last four hold the lengths of name and extra
+_LOCAL_HEADER = 30  # bytes before a record's name; the last four are the lengths of name and extra
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 1
 _CHUNK = 64 << 20
