@@ -177,7 +177,7 @@ def split_message(message: Tensor, theirs: int) -> tuple[Tensor, Tensor]:
 
 
 def known_of_files(batch: Batch, context: Axis) -> TopLogProbs | None:
-    """Return the teacher's top k for this context rank's [b, s] tokens.
+    """Return the teacher's top-k log-probabilities for this context rank's tokens [b, s].
 
     The result is `None` for held-out samples, which have no files of logits.
     """

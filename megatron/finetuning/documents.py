@@ -44,7 +44,7 @@ class ComparingRecipe:
 
 
 class DocumentSums(NamedTuple):
-    """Sums over the counted tokens of each segment.
+    """Sums over the tokens of each segment that count in the loss.
 
     Attributes:
         log_probs: The log-probabilities, fp64 [k].

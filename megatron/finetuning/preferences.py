@@ -119,9 +119,9 @@ def pair_losses(
 def smoothed(margin: Tensor, smoothing: float) -> Tensor:
     """Return -log sigmoid(margin), or its expectation if a share `smoothing` of labels is wrong.
 
-    Direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and, with smoothing,
-    conservative DPO (Mitchell, 2023). With a target margin subtracted, it is SimPO (Meng et al.,
-    2024, arXiv:2405.14734).
+    This is the loss of direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290)
+    and, with smoothing, of conservative DPO (Mitchell, 2023). If a target margin is subtracted, it
+    is the loss of SimPO (Meng et al., 2024, arXiv:2405.14734).
     """
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
@@ -129,7 +129,7 @@ def smoothed(margin: Tensor, smoothing: float) -> Tensor:
 def robust(margin: Tensor, smoothing: float) -> Tensor:
     """Return an unbiased estimate of DPO's loss if a share `smoothing` of labels is wrong.
 
-    Chowdhury et al., 2024, arXiv:2403.00409.
+    The estimate is that of Chowdhury et al., 2024, arXiv:2403.00409.
     """
     wrong = smoothing * F.logsigmoid(-margin)
     return (wrong - (1 - smoothing) * F.logsigmoid(margin)) / (1 - 2 * smoothing)
@@ -150,8 +150,8 @@ def log_odds(means: Pairs) -> Tensor:
 def log1mexp(x: Tensor) -> Tensor:
     """Return log(1 - exp(x)) for x below 0, without losing precision at either end."""
     near = x > -math.log(2)
-    # Each form gets only inputs with a finite gradient, because `where` multiplies the other's by
-    # 0.
+    # Each form gets only inputs for which its gradient is finite: where `torch.where` takes the
+    # other form, it multiplies this gradient by 0, and 0 x infinity is NaN.
     small = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
     return torch.where(near, small, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
@@ -320,14 +320,15 @@ def at_segments(batch: Batch, name: str) -> Tensor:
 
 
 def pairs_of(values: Tensor, is_pair: Tensor) -> Pairs:
-    """Return the values for pairs, given a value for each of k segments: tensors [k - 1].
+    """Return the values of the answers of each pair, given a value for each of k segments.
 
-    The shape does not depend on the number of pairs, for which the host would have to wait.
+    The results have the shape [k - 1]. It does not depend on the number of pairs, for which the
+    host would have to wait.
 
     Args:
         values: The value for each segment, [k].
-        is_pair: Whether each segment but the last is a chosen answer, which the rejected one
-            follows, [k - 1]. The others get -1, for which every loss has a finite gradient.
+        is_pair: Whether each segment but the last is a chosen answer, followed by the rejected one,
+            [k - 1]. Entries without a pair get -1, for which every loss has a finite gradient.
     """
     return Pairs(torch.where(is_pair, values[:-1], -1.0), torch.where(is_pair, values[1:], -1.0))
 

@@ -52,7 +52,7 @@ class ReferenceLogProbs(Extras):
         """Read or compute the log-probabilities, if the loss needs them. Collective.
 
         Raises:
-            CheckpointError: The run resumes, and the file is missing or for other data.
+            CheckpointError: The run resumes, and the file is missing or belongs to other data.
         """
         options = run.config.preferences
         members = [member for split in run.datasets for member in preference_members(split)]

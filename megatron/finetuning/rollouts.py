@@ -45,7 +45,7 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 from megatron.training.run import Run
 
 # Parts of a row, fp64 [s], at each position that predicts a token of an answer: its log-probability
-# when it was generated, its answer's advantage, and the factor of its loss.
+# when it was generated, its answer's advantage, and the factor applied to its loss.
 OLD_LOG_PROBS = "old_log_probs"
 ADVANTAGES = "advantages"
 WEIGHTS = "weights"
@@ -60,7 +60,7 @@ class Group(NamedTuple):
     """The answers to one prompt.
 
     Attributes:
-        record: The line of --data-path that has the prompt.
+        record: The line of --data-path that contains the prompt.
         prompt: The prompt's tokens.
         answers: The tokens of the answers, with their log-probabilities.
         texts: The answers as text, without the token that ended them.
@@ -73,7 +73,7 @@ class Group(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The values for an answer that the loss needs.
+    """The values that the loss needs for an answer.
 
     Attributes:
         reward: The reward of the answer, for the log.
@@ -205,8 +205,8 @@ class RolloutRecipe(ComparingRecipe):
 def token_log_probs(part: GPTModel, batch: Batch, tokenizer: Tokenizer, layout: Layout) -> Tensor:
     """Return the log-probability of each token that is trained on, at the position before it.
 
-    It is 0 at all other positions: fp64 [b, s]. The distribution is the same as in generation: it
-    excludes the padding entries of the vocabulary.
+    The result is fp64 [b, s], and 0 at all other positions. The distribution is the same as in
+    generation: it excludes the padding entries of the vocabulary.
 
     Args:
         part: The whole model, perhaps split over tensor ranks.
@@ -364,9 +364,9 @@ def row_of(run: Run, number: int, group: Group, verdicts: Sequence[Judged]) -> S
 
     Args:
         run: The run.
-        number: The number of the sample.
-        group: The prompt and its answers, which fit a row.
-        verdicts: The values for each answer that the loss needs.
+        number: The index of the sample.
+        group: The prompt and its answers, which fit in a row.
+        verdicts: The values that the loss needs for each answer.
     """
     length = run.config.data.seq_length
     text = np.full(length + 1, padding_token(run.tokenizer), np.int64)

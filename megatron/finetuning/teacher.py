@@ -110,11 +110,11 @@ def load_teacher(
 ) -> GPTTeacher:
     """Load a second GPT, split over the same processes as the run's own.
 
-    Tensor and context ranks split it as they split the run's model. It has as many pipeline parts,
-    with the layers divided as evenly as possible, regardless of the student's stages. The
+    Tensor and context ranks split it as they split the run's model. It has as many pipeline parts
+    as the student, but its layers are divided as evenly as possible, however the student's are. The
     checkpoint defines the network. Number format and attention kernels are the same as in the run,
-    without FP8. Each process holds its whole tensor shard, even if the run shards its weights over
-    replicas. Collective.
+    except that FP8 is never used. Each process holds its whole tensor shard, even if the run shards
+    its weights over replicas. Collective.
 
     Args:
         folder: Folder of the teacher's checkpoints, in any supported format.
@@ -187,8 +187,8 @@ def load_teacher(
 def _check_tokenizer(reader: Reader, theirs: TokenizerConfig, ours: Tokenizer, shown: str) -> None:
     """Refuse a teacher with a different tokenizer.
 
-    Checkpoints that this package trained have a fingerprint. For other checkpoints, the entries are
-    compared if the checkpoint names its tokenizer at all.
+    Checkpoints that this package wrote have a fingerprint. For other checkpoints, the vocabulary
+    entries are compared if the checkpoint names its tokenizer at all.
 
     Raises:
         CheckpointError: The tokenizers differ.
@@ -279,7 +279,7 @@ class _Writer(NamedTuple):
     def top_of(
         self, batches: Iterator[Batch], sizes: Sequence[int], device: torch.device
     ) -> tuple[list[dict[str, Tensor]], list[int]]:
-        """Return the top k of each sample of a file, on the CPU, and digests of the tokens.
+        """Return the top k tokens for each sample of a file, on the CPU, and digests of its tokens.
 
         Pipeline stages other than the last return nothing. Collective over the tensor, context and
         pipeline ranks.

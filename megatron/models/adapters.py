@@ -62,7 +62,7 @@ _OTHER_NAMES = {
     "attention.latent_down": ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
     "attention.latent_up": ("linear_kv_up_proj", "kv_b_proj"),
 }
-# These names in mixers with states: Mamba-2 and gated delta nets.
+# The same for recurrent mixers: Mamba-2 and gated delta nets.
 _OF_RECURRENT = {
     "attention.input": ("in_proj",),
     "attention.input.qkvz": ("in_proj_qkvz",),
@@ -81,9 +81,9 @@ class AdapterTarget(NamedTuple):
     Attributes:
         layer: The global name of the layer.
         projection: The name of the part.
-        is_recurrent: Whether the layer belongs to a mixer with states.
-        is_optional: Whether only a pattern that names the layer itself selects it, as in PEFT: the
-            output layer or a router.
+        is_recurrent: Whether the layer belongs to a recurrent mixer.
+        is_optional: Whether only a pattern that names the layer itself selects the target, as in
+            PEFT. This holds for the output layer and for routers.
     """
 
     layer: str
@@ -174,7 +174,8 @@ def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -
         context: The context in which the model was built.
 
     Raises:
-        ConfigError: A layer that the flags name supports no adapters, or neither DoRA nor dropout.
+        ConfigError: A layer that the flags name does not support an adapter, or its adapter does
+            not support DoRA or dropout.
     """
     plan, patterns = plan_of(config), config.lora_target_modules
     adapted = defaultdict[str, list[str]](list)
@@ -200,10 +201,10 @@ def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -
 
 
 def _check_output(config: ModelConfig, context: BuildContext) -> None:
-    """Refuse an adapter of the output layer if its matrix or its products do not support one.
+    """Refuse an adapter on the output layer if the layer does not support one.
 
     Raises:
-        ConfigError: The output layer is tied to the embedding, or its logits are never whole.
+        ConfigError: The output layer is tied to the embedding, or computes its logits in chunks.
     """
     if not config.untie_embeddings_and_output_weights:
         raise ConfigError(
@@ -251,7 +252,7 @@ def network_without_memory(config: ModelConfig, vocabulary: int) -> Network:
     """Return the whole model with its adapters, built without allocating memory.
 
     Args:
-        config: The network, of an architecture in `NETWORKS`.
+        config: The network's flags. Its architecture must be in `NETWORKS`.
         vocabulary: Rows of the word embedding.
     """
     context = BuildContext(Layout.single(), parameter_device=torch.device("meta"))
@@ -265,7 +266,7 @@ def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, AnyLinear]
     """Return the adapted linear layers of a whole model by name, built without allocating memory.
 
     Args:
-        config: The network, which has adapters.
+        config: The flags of a network with adapters.
         vocabulary: Rows of the word embedding.
     """
     model = network_without_memory(config, vocabulary)
@@ -277,7 +278,7 @@ def count_adapters(config: ModelConfig, vocabulary: int) -> int:
     """Count the parameters of all adapters of the whole model.
 
     Args:
-        config: The network.
+        config: The network's flags.
         vocabulary: Rows of the word embedding.
     """
     layers = adapted_layers(config, vocabulary).values()

@@ -39,7 +39,7 @@ HEADS: dict[str, Any] = {
 
 
 def heads_of(plan: ModelPlan) -> Iterator[tuple[Any, HeadPlan]]:
-    """Yield the class and the record of each of a network's heads."""
+    """Yield the class and the plan of each of a network's heads."""
     for head in plan.heads:
         yield HEADS[head.kind], head
 
@@ -148,7 +148,7 @@ def part_activations(
     Args:
         plan: The whole network.
         part: The part of the model that is counted.
-        batch: The micro-batch; its lengths are replaced by the two below.
+        batch: The micro-batch. Its lengths are ignored; the last two arguments replace them.
         recompute: Activations that are recomputed instead of kept; `None` keeps all of them.
         seq_length: Tokens of a sequence, or of the encoder's sequence.
         decoder_seq_length: Tokens of the decoder's sequence, if there is one.
@@ -201,8 +201,8 @@ def flops_per_token(
     For GPT this is 6 x (parameters in matrix products: layers and output layer, not the input
     embedding) + 6 x layers x sequence x query size (causal attention counts half of the score
     matrix). BERT adds its heads and counts the whole matrix. The operations of a T5 sample are
-    divided by its encoder and decoder tokens together. Cross-attention computes keys and values for
-    the encoder's tokens. A task head processes one vector per sequence, so its operations are
+    divided by the total of its encoder and decoder tokens. Cross-attention computes keys and values
+    for the encoder's tokens. A task head processes one vector per sequence, so its operations are
     divided by the sequence's tokens. Recomputation is never counted.
 
     Args:

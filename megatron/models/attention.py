@@ -23,8 +23,9 @@ from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.parameter import Init
 from megatron.parallel.random import split_region
 
-# Continues the sequences of tokens [s, b, ...] from their states [b, ...], and returns results [s,
-# b, ...] and new states. `None` means the states of new sequences.
+# A function that takes tokens [s, b, ...] and the states [b, ...] of the sequences that they
+# continue, and returns results [s, b, ...] and new states. `None` instead of states begins new
+# sequences.
 Recurrence = Callable[[Tensor, tuple[Tensor, ...] | None], tuple[Tensor, tuple[Tensor, ...]]]
 
 
@@ -42,7 +43,7 @@ class KeyValueCache(Protocol):
 
     @property
     def lengths(self) -> Tensor:
-        """Length that decides how each token rotates (`RotaryTable`), int64 [s].
+        """Sequence length from which each token's rotation is computed (`RotaryTable`), int64 [s].
 
         With dynamic NTK, it is the length of the sequence when the token was new. Otherwise it is
         the number of known tokens.
@@ -79,7 +80,7 @@ class KeyValueCache(Protocol):
             query: [s, 1, n/t, d].
             latent: The vectors from which keys and values are computed, [s, 1, w].
             heads: The layer that computes keys and values from them.
-            options: The layer number, the scale of the scores, and how they become weights.
+            options: The layer number, the scale of the scores, and how scores become weights.
 
         Returns:
             [s, 1, n d / t].
@@ -92,7 +93,7 @@ class KeyValueCache(Protocol):
         Args:
             layer_number: Index of the layer in the model, from 1.
             x: Input of the recurrence, [s, 1, c].
-            recurrence: The recurrence, whose states are those of the layer's `RecurrentPlan`.
+            recurrence: The recurrence. The layer's `RecurrentPlan` describes its states.
 
         Returns:
             Its results [s, 1, ...].
@@ -104,7 +105,7 @@ class AttentionCore(nn.Module):
     """Attention of this rank's heads, with dropout. It has no weights.
 
     Args:
-        plan: The record of the attention that contains it.
+        plan: The plan of the attention layer that contains the core.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
         recompute: Whether to recompute the core in the backward pass instead of keeping its
@@ -150,7 +151,7 @@ class AttentionCore(nn.Module):
             key: [keys, b, g/t (at least 1), d].
             value: Same shape as key.
             mask: Which keys a query may attend to (`AttentionOptions`).
-            sinks: The logits of this rank's sinks, [n/t]; `None` for none.
+            sinks: The logits of this rank's attention sinks, [n/t]; `None` without sinks.
 
         Returns:
             [s, b, (n/t) d].

@@ -40,8 +40,8 @@ class BertResult(NamedTuple):
     """The results of BERT's heads.
 
     Attributes:
-        tokens: If labels were given, the loss of each token, fp32 [b, s], or their weighted sum
-            with a loss mask; otherwise logits [b, s, v/t].
+        tokens: With labels, the loss of each token, fp32 [b, s]; with labels and a loss mask, the
+            weighted sum of the losses; without labels, logits [b, s, v/t].
         order: Logits [b, 2] of whether the two segments are in the text's order (0) or swapped (1);
             `None` without a binary head.
     """
@@ -112,15 +112,15 @@ class BertModel(Network):
         Args:
             tokens: [b, s].
             padding: bool [b, s], True for a token; padding comes after the tokens.
-            token_types: [b, s], the segment of each token; `None` puts all in the first segment.
+            token_types: [b, s], the segment of each token; `None` puts all tokens in the first one.
             labels: [b, s], the correct token at each position.
             hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
             loss_mask: [b, s], the weight of each token's loss (`Output`).
 
         Returns:
             The results of the heads, from the last part of a model with pretraining heads.
-            Otherwise hidden states [s, b, h] ([s/t, b, h] with sequence parallelism), which the
-            last part normalizes.
+            Otherwise hidden states [s, b, h] ([s/t, b, h] with sequence parallelism). Those of the
+            last part are normalized.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         if hidden is None:

@@ -1,7 +1,7 @@
 """Bi-encoder: two BERT towers that map queries and contexts into one vector space.
 
 A high inner product of their vectors means that a context answers a query. Training compares each
-query with the contexts of all samples in the micro-batch, on all data-parallel ranks. Its own
+query with the contexts of all samples in the micro-batch, on all data-parallel ranks. A query's own
 context is correct and all others are wrong (Lee et al., 2019, "Latent Retrieval for Weakly
 Supervised Open Domain Question Answering").
 

@@ -1,8 +1,8 @@
-"""Transformer layers: one `Block` for each record of a plan, and the stack that runs them.
+"""Transformer layers: one `Block` for each `LayerPlan`, and the stack that runs them.
 
-Each mixer and each MLP is a class, found in `MIXERS` or `MLPS` under the `kind` of its record. The
+Each mixer and each MLP is a class, found in `MIXERS` or `MLPS` under the `kind` of its plan. The
 class also states its costs: `matrices`, `vectors`, `work` and `activation_bytes` are functions of
-the record, so counting needs no model.
+the plan, so counting needs no model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megatron.parallel.random import split_region
 
 
 class Sublayer(Protocol):
-    """The costs that the class of a mixer or an MLP computes from a record alone."""
+    """The costs that the class of a mixer or an MLP computes from its plan alone."""
 
     def matrices(self, plan: Any, split: WeightSplit, /) -> list[tuple[int, int]]:
         """Return (outputs, inputs) of each weight matrix on one process."""
@@ -77,14 +77,15 @@ MIXERS: dict[str, Any] = {
     "parallel_mamba": AttentionWithMamba,
     "gated_delta_net": GatedDeltaNet,
 }
-# An MLP is constructed with (plan, context) and called with x. Otherwise it is like a mixer.
+# An MLP is constructed with (plan, context) and called with x. In other respects it is like a
+# mixer.
 MLPS: dict[str, Any] = {"dense": MLP, "mixture": Mixture}
 # The name of each kind of MLP in --recompute-modules.
 _MODULES = {"dense": "mlp", "mixture": "moe"}
 
 
 def class_of(plan: SublayerPlan) -> Sublayer:
-    """Return the class that implements a record."""
+    """Return the class that implements a mixer or an MLP."""
     tables: Mapping[str, Sublayer] = {**MIXERS, **MLPS}
     return tables[plan.kind]
 
@@ -97,13 +98,14 @@ class Block(nn.Module):
     A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
     to Retro's neighbors. The first layer that reads these also holds their encoder. A normalization
     after a sublayer applies to its output, before the residual is added. The residual of a sublayer
-    is its input, or its normalized input with --apply-residual-connection-post-layernorm. The
-    sublayer's dropout adds its output to the residual; without dropout the next normalization does
-    (see `Stream`). An fp32 residual stream stays fp32: 16-bit outputs are added to it. With
-    sequence parallelism, all parts except the split layers run on this rank's part of the sequence.
+    is its input, or its normalized input with --apply-residual-connection-post-layernorm. With
+    dropout, the dropout kernel adds the sublayer's output to the residual. Without dropout, the
+    next normalization does (see `Stream`). An fp32 residual stream stays fp32: 16-bit outputs are
+    added to it. With sequence parallelism, all parts except the split layers run on this rank's
+    part of the sequence.
 
     Args:
-        plan: The record of the layer.
+        plan: The plan of the layer.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
     """
@@ -251,7 +253,7 @@ class Block(nn.Module):
     def _compute(
         self, norm: nn.Module, sublayer: Any, joined: Tensor, normal: Tensor, *inputs: Any
     ) -> Tensor:
-        """Return a sublayer's output. The flags say what the backward pass recomputes."""
+        """Return a sublayer's output. The layer's flags say what the backward pass recomputes."""
         if not torch.is_grad_enabled():
             return sublayer(normal, *inputs)
         if self.mlp is not None and sublayer is self.mlp and self.recomputes_mlp:
@@ -266,7 +268,7 @@ class Block(nn.Module):
             return sublayer(normal, *inputs)
 
     def _add_both(self, stream: Stream, inputs: tuple[Any, ...]) -> Stream:
-        """Return the residual with the outputs of mixer and MLP, which both read it."""
+        """Return the sum of the residual and the outputs of mixer and MLP, which both read it."""
         assert self.attention is not None, "a rule refuses parallel residuals in hybrid models"
         assert self.mlp is not None, "a rule refuses parallel residuals in hybrid models"
         forward = [
@@ -342,7 +344,7 @@ class LayerStack(nn.ModuleDict):
     only for its own gathered weights. With a `forward`, the whole stack would wait for all of them.
 
     Args:
-        plans: Records of all layers of the stack.
+        plans: Plans of all layers of the stack.
         context: Layout, device, kernels and number formats.
         layers: Indices, from 0, of the layers that this process holds.
         numbered_after: Number of the model's layers before this stack, for example those of an

@@ -44,11 +44,11 @@ def run_context(
 
     Args:
         config: Resolved configuration of the run.
-        layout: This process's place among the others.
+        layout: The grid of processes as this process sees it.
         device: Device on which the model runs.
         exchange: Exchange that overlaps tensor-parallel communication with matrix products; `None`
             if overlap is off.
-        expert_exchange: Exchange that takes tokens to experts and back; `None` runs collectives.
+        expert_exchange: Exchange that sends tokens to experts and back; `None` uses collectives.
         weight_gradients: Queue in which the backward pass defers weight gradients; `None` computes
             them immediately.
         registry: Registry in which layers record what they will need; `None` creates a new one.

@@ -1,4 +1,4 @@
-"""Records used to count the costs of a layer.
+"""Data types used to count the costs of a layer.
 
 A layer's class counts the weights, operations and bytes that the layer takes. Besides the layer's
 plan it needs `WeightSplit` and `MicroBatch`, and it returns operations as `Work`.

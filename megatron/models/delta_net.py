@@ -30,17 +30,18 @@ from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.layout import Axis
 from megatron.parallel.parameter import ONES, Init
 
-# A head's initial decay is minus a number in this range, multiplied by the token's softplus.
+# The logarithm of a head's decay is minus its rate times the softplus of a projection of the token.
+# This is the range of initial rates.
 _DECAY = (1.0, 16.0)
 _FP32 = 4  # bytes
 
 
 class GatedDeltaNet(RecurrentMixer):
-    """Input projection, causal convolution, gated delta rule, gated normalization, and the output.
+    """Input projection, causal convolution, gated delta rule, gated norm and output projection.
 
     The rows of the input projection are ordered by key head: its query, its key, the values that it
     serves, their gates, their rates and their decays. Channels of the convolution (queries, keys
-    and values) are ordered by key head too.
+    and values) are also ordered by key head.
 
     Args:
         plan: The plan of this layer.
@@ -126,9 +127,9 @@ class GatedDeltaNet(RecurrentMixer):
         if "core_attn" not in batch.recomputed:
             keys, values, chunk = plan.key_size, plan.value_size, min(plan.chunk, batch.length)
             # For each value head: decays in three forms and the scores; two scalings of the key;
-            # both sides of the system; updates; a state for each chunk; four tensors of the gated
-            # normalization; scalars. For each key head: products of queries and keys, which are
-            # kept in three forms, and their lengths.
+            # both sides of the triangular system; updates; a state for each chunk; four tensors of
+            # the gated normalization; scalars. For each key head: products of queries and keys,
+            # which are kept in three forms, and their lengths.
             head = 4 * chunk + 2 * keys + 2 * (keys + values) + values + keys * values / chunk
             head += 4 * values + 5
             wide = int(plan.value_heads * head)
@@ -144,7 +145,7 @@ class GatedDeltaNet(RecurrentMixer):
         documents: Tensor | None,
         axis: Axis,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute everything between the projections; recompute it in backward if asked."""
+        """Compute everything between the projections, which the backward pass may recompute."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._mix, projected, states, documents, axis, use_reentrant=False)
         return self._mix(projected, states, documents, axis)

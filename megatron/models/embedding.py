@@ -37,7 +37,7 @@ class VectorTable(nn.Module):
         )
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Look up [s, b]; return [s, b, h], or [s/t, b, h] with sequence parallelism."""
+        """Look up indices [s, b]; return [s, b, h], or [s/t, b, h] with sequence parallelism."""
         part = numbers.chunk(self.sequence.size)[self.sequence.rank]
         return F.embedding(part, self.weight)
 

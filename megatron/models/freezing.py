@@ -63,7 +63,7 @@ def freeze(named_parameters: Iterable[tuple[str, nn.Parameter]], config: ModelCo
 
 
 def frozen_format(config: ModelConfig) -> FrozenFormat | None:
-    """Return the format of frozen linear weights, or `None` if they have no special one."""
+    """Return the packed format of frozen linear weights, or `None` if they are not packed."""
     if config.lora_rank is None or config.frozen_weights_dtype is None:
         return None
     return "nf4" if config.frozen_weights_dtype == "nf4" else "fp8"

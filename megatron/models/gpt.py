@@ -82,8 +82,8 @@ class GPTModel(Network):
             position_ids: [b, s], for learned positions; `None` counts from the start of the
                 sequence.
             labels: [b, s], the token that follows each token.
-            mask: bool [b or 1, 1, s, s], True where a query may attend, or a `Segments` record of
-                the batch's documents; `None` means causal.
+            mask: bool [b or 1, 1, s, s], True where a query may attend, or the `Segments` that
+                describe the batch's documents; `None` means causal.
             hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
             cache: Keys and values of earlier tokens, and the positions of the new tokens; b is then
                 1. `None` means that the tokens are whole sequences.
@@ -91,11 +91,12 @@ class GPTModel(Network):
             ahead: The inputs of each depth of multi-token prediction, in training.
 
         Returns:
-            Hidden states [s, b, h] unless this is the last part of the model. From the last part,
-            the loss of each token, fp32 [b, s], if labels are given (their weighted sum with a loss
-            mask); otherwise logits [b, s, v/t], or with a cache only those of the tokens it
-            selects. A reward model returns a score for each token instead, fp32 [b, s]. With
-            `ahead`, the weighted sums of the model's losses and of each depth's, [1 + depths].
+            Hidden states [s, b, h] unless this is the last part of the model. With labels, the last
+            part returns the loss of each token, fp32 [b, s], or the weighted sum of the losses if
+            there is a loss mask. Without labels it returns logits [b, s, v/t], or with a cache only
+            those of the tokens that the cache selects. A reward model returns a score for each
+            token instead, fp32 [b, s]. With `ahead`, the result is the weighted sums of the model's
+            losses and of each depth's, [1 + depths].
         """
         length = tokens.shape[1]
         documents = mask if self.joins_samples and isinstance(mask, Segments) else None
@@ -122,7 +123,7 @@ class GPTModel(Network):
             self.embed(one.tokens, one.position_ids, site=f"embedding {depth} ahead")
             for depth, one in enumerate(ahead, 1)
         ]
-        # The depths have layers like this one.
+        # The layers of the depths have the same rotary positions as the last layer.
         rotation = self.rotation_in(self.plan.layers[-1], rotations)
         further = run_depths(self.mtp, x, vectors, mask, rotation)
         sums = [self.output(x, labels, loss_mask)]
@@ -202,7 +203,7 @@ class GPTModel(Network):
 def _may_join_samples(plan: ModelPlan, context: BuildContext, part: ModelPart) -> bool:
     """Return whether a batch of samples with documents may run as one row.
 
-    This requires every layer to treat a token the same wherever its document is in the batch.
+    This requires that no layer's result for a token depends on where its document is in the batch.
     """
     return (
         part.embedding

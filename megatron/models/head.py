@@ -32,8 +32,8 @@ from megatron.parallel.products import PLAIN, InFp32, LinearCall
 class Output(nn.Module):
     """The output layer, which computes a score for every vocabulary entry, or each token's loss.
 
-    Its matrix [v, h] is the word embedding table, or a separate matrix if they are untied. Only a
-    separate matrix can have an adapter (`adapter`, as in `Linear`).
+    Its matrix [v, h] is the word embedding table or, in a model that does not tie the two, a
+    separate matrix. Only a separate matrix can have an adapter (`adapter`, as in `Linear`).
 
     Args:
         plan: The plan of this layer.
@@ -60,7 +60,7 @@ class Output(nn.Module):
         fuses = precision.cross_entropy_loss_fusion
         library = find_library(context.device).library if fuses else None
         self.form = choose_cross_entropy(library, in_16_bits=precision.fp16_lm_cross_entropy)
-        # The loss is computed in chunks, so the logits of all tokens are never in memory.
+        # The loss is computed in chunks, so the logits of all tokens are never in memory together.
         self.is_chunked = fuses and precision.cross_entropy_fusion_impl == "linear"
         self.products = context.kernels.output_products
         self.in_features, self.out_features = plan.hidden, plan.vocabulary
@@ -122,7 +122,7 @@ class Output(nn.Module):
         low, bias = None, self.bias
         if self.adapter is not None:
             x, low = self.adapter.project_down(x)
-            bias = bias if low is None else None  # the adapter adds before the bias
+            bias = bias if low is None else None  # added after the adapter's output
         call, slot = LinearCall(x, self._matrix(), bias), self._gradient.slot
         if labels is not None and self.is_chunked:
             chunked = linear_cross_entropy(
@@ -160,7 +160,7 @@ class TokenScore(Linear):
     """A reward model's head, which computes one score for each token in fp32.
 
     Args:
-        plan: The record of its size.
+        plan: The plan of the head.
         context: Layout, device, kernels and number formats.
     """
 
@@ -194,7 +194,7 @@ class TokenScore(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h], or [s/t, b, h] with sequence parallelism, to fp32 [b, s] on every rank."""
         scores = super().forward(x).squeeze(-1).t()
-        # Each rank fills in its own tokens' scores and zeros elsewhere; the sum has all scores.
+        # Each rank fills in its own tokens' scores, with zeros elsewhere; the sum has all scores.
         # Every rank computes the same loss, so each gradient goes to the rank that holds the token.
         before, part = self.sequence.rank * scores.shape[1], scores.shape[1]
         after = (self.sequence.size - 1) * part - before

@@ -186,7 +186,8 @@ class LatentAttention(nn.Module):
 
         Args:
             latent: The vectors.
-            tokens: Returns, for each vector, the index of a new token of its sequence, int64 [l].
+            tokens: A function that returns, for each vector, the index of a new token of its
+                sequence, int64 [l].
         """
         vector, shared = latent.unsqueeze(1).split((self.plan.rank, self.plan.rope_size), dim=2)
         stack = self.latent_up.adapter
@@ -195,7 +196,7 @@ class LatentAttention(nn.Module):
         return key.squeeze(1), value.squeeze(1)
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Map queries of keys to queries of the cached vectors.
+        """Map queries for keys to queries for the cached vectors, which give the same scores.
 
         Args:
             query: Queries of the step's first tokens, [s, n/t, d].
@@ -216,7 +217,7 @@ class LatentAttention(nn.Module):
         return torch.cat((absorbed.transpose(0, 1), rope), dim=2)
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Map weighted sums of latent vectors to those of values.
+        """Map weighted sums of latent vectors to weighted sums of values.
 
         Args:
             mixed: Sums of vectors for the step's first tokens, [s, n/t, rank].

@@ -1,6 +1,6 @@
 """The Mamba-2 mixer (Dao and Gu, "Transformers are SSMs", 2024, arXiv:2405.21060).
 
-Each head keeps a state [p, n]. Each token multiplies the state by a number between 0 and 1 and adds
+Each head keeps a state [p, n]. Each token multiplies the state by a decay between 0 and 1 and adds
 the outer product of its input x [p] and its vector B [n]. Its output is the product of the state
 and its vector C [n]. Sequences are computed in chunks: within a chunk as a masked product of the C
 and B vectors, like attention, and between chunks through the state. States and sums are fp32.
@@ -44,7 +44,7 @@ class Mamba(RecurrentMixer):
 
     The rows of the input projection are ordered by group: the group's gate z, its input x, its
     vectors B and C, and the time steps of its heads. Channels of the convolution (x, B and C) are
-    ordered by group too.
+    also ordered by group.
 
     Args:
         plan: The plan of this layer.
@@ -121,7 +121,7 @@ class Mamba(RecurrentMixer):
 
     @staticmethod
     def work(plan: MambaPlan, length: int, encoder_length: int) -> Work:
-        """Count the operations of the projections, and those of the scan as scores.
+        """Count the operations of the projections as products, and those of the scan as scores.
 
         Within a chunk, the causal mask halves the products of C with B and their products with x.
         Writing to the state and reading from it take one multiplication each per state element and
@@ -145,7 +145,7 @@ class Mamba(RecurrentMixer):
             return total
         chunk = min(plan.chunk, batch.length)
         pairs = chunk * (2 * plan.heads + plan.groups)
-        # Four tensors like x, two copies of B and C, and two of the states before chunks.
+        # Four tensors like x, two copies of B and C, and two of the states before each chunk.
         each = 4 * plan.inner + 4 * plan.groups * plan.state + 4 * plan.heads
         states = 2 * plan.inner * plan.state // chunk
         return total + _FP32 * batch.tokens * (pairs + each + states) // batch.tensor
@@ -228,7 +228,7 @@ class AttentionWithMamba(SelfAttention):
     The linear layers have no biases, so `bias_to_add` is `None`.
 
     Args:
-        plan: The record of its sizes.
+        plan: The plan of both mixers.
         context: Layout, device, kernels and number formats.
         layer_number: Index of the layer in the model, from 1.
         recompute_core: Whether to recompute the attention core and the scan in the backward pass
@@ -317,7 +317,7 @@ def scan(
     *,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence state = exp(step x rate) x state + step x (x, B); output = (state, C).
+    """Run the recurrence state = exp(step * rate) * state + step * outer(x, B); output = state @ C.
 
     Args:
         x: Inputs, fp32 [s, b, g, r, p].
@@ -381,7 +381,7 @@ class _DocumentMasks:
 
     Attributes:
         same: Pairs of tokens within a chunk, bool [c, b, l, l].
-        reaches_end: Whether a token's document is that of the chunk's end, [c, l, b, 1, 1].
+        reaches_end: Whether a token's document is that of the chunk's last token, [c, l, b, 1, 1].
         reaches_start: Whether a token's document began before the chunk, [c, l, b, 1, 1].
         reaches_through: Whether a document fills the chunk and began before it, [c, b, 1, 1].
     """

@@ -118,7 +118,7 @@ class Mixture(nn.Module):
         """Return the imbalance that results if all tokens choose the experts of a single process.
 
         Args:
-            plan: The record of the mixture.
+            plan: The plan of the mixture.
             ranks: Number of processes that divide the experts.
             tokens: Number of tokens that a process routes in one pass.
         """
@@ -167,7 +167,7 @@ class Coefficient(nn.Module):
     """A softmax of two scores, which weighs a token's experts against its shared MLP.
 
     Args:
-        plan: The record of the mixture.
+        plan: The plan of the mixture.
         context: Layout, device and number formats.
     """
 
@@ -190,7 +190,7 @@ class Experts(nn.Module):
     """Many MLPs of the same shape, each of which processes its own tokens.
 
     Args:
-        plan: The record of one expert.
+        plan: The plan of one expert.
         experts: Number of experts.
         context: Device, kernels and number formats.
     """
@@ -222,7 +222,7 @@ class Experts(nn.Module):
         self._library, self._local = context.kernels.library, experts // context.layout.expert.size
 
     def forward(self, arrived: Arrived) -> Tensor:
-        """Return the weighted sum of each token's experts on this process, [R, h]."""
+        """Return the weighted sum of the local experts' outputs for each of R tokens, [R, h]."""
         rows, grouping = arrived.rows(self._local, self._library)  # [n, h]
         with self.keeping_rows():
             before = self.up(rows, grouping, arrived.later)  # [n, f], or [n, 2 f] if gated

@@ -1,4 +1,4 @@
-"""Records of a mixture of experts, like the other records of a network (`plan`)."""
+"""Plans of mixtures of experts and their routers, as parts of a network's plan (`plan`)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RouterPlan:
         jitter: Largest relative noise added to the input in training; 0 for none.
         capacity: Largest number of tokens that an expert keeps, as a multiple of an even share;
             `None` keeps all.
-        eval_capacity: The same in evaluation; `None` means `capacity`.
+        eval_capacity: The value that replaces `capacity` in evaluation; `None` keeps `capacity`.
         min_capacity: Smallest limit on the tokens that an expert keeps.
         drops_last: Whether the last tokens are dropped, rather than those with the lowest scores.
         gating: DeepSpeed's gating, with softmax over all experts; `None` means Megatron Core's.
@@ -90,8 +90,8 @@ class MixturePlan(SublayerPlan):
 
     Attributes:
         router: The choice of experts for each token.
-        expert: The record of one expert.
-        shared: The record of the shared experts, which every token passes through; `None` for none.
+        expert: The plan of one expert.
+        shared: The plan of the shared experts, which every token passes through; `None` for none.
         gates_shared: Whether a learned gate multiplies the output of `shared`.
         weighs_shared: Whether each token weighs `shared` against its experts with two learned
             coefficients that add up to 1 (DeepSpeed's residual experts), instead of adding both.

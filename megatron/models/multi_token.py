@@ -66,13 +66,13 @@ class Ahead(NamedTuple):
 
 
 class Depth(nn.Module):
-    """One additional prediction: two normalizations, a projection, a layer, a normalization.
+    """Predictor of one more token: two normalizations, a projection, a layer, a normalization.
 
     The projection is not split. With sequence parallelism, every tensor rank multiplies its own
     tokens, without communication. Otherwise all ranks multiply the same tokens.
 
     Args:
-        plan: The record of all depths.
+        plan: The plan of all depths.
         context: Layout, device, kernels and number formats.
         index: The depth, from 0.
         recompute: Activations to recompute in the backward pass; `None` keeps all of them.
@@ -166,7 +166,7 @@ class MultiToken(nn.ModuleList):
     (`layers_of`).
 
     Args:
-        plan: The record of all depths.
+        plan: The plan of all depths.
         context: Layout, device, kernels and number formats.
         recompute: Activations to recompute in the backward pass; `None` keeps all of them.
     """
@@ -198,7 +198,7 @@ class MultiToken(nn.ModuleList):
     def activation_bytes(plan: MultiTokenPlan, batch: MicroBatch) -> int:
         """Count the bytes kept outside layers for the backward pass.
 
-        They hold each depth's logits, input, embeddings, normalized pair and result.
+        These are each depth's logits, input, embeddings, normalized pair and result.
         """
         states = 5 * batch.width * batch.tokens * plan.hidden // batch.sequence
         return plan.depths * (states + Output.activation_bytes(plan.output, batch))

@@ -28,8 +28,8 @@ class Stream(NamedTuple):
         residual: The hidden states before the last sublayer, [s, b, h].
         update: The output of the last sublayer, [s, b, h]; `None` at the start of a part of the
             model, or if dropout has already added it.
-        handover: The place for the amax of the update's gradient. The layer that computed the
-            update reads it in the backward pass. `None` if that layer does not need it.
+        handover: The object that passes the amax of the update's gradient, in the backward pass,
+            to the layer that computed the update. `None` if that layer does not need it.
     """
 
     residual: Tensor
@@ -45,7 +45,7 @@ class Norm(nn.Module):
     """A normalization over the last dimension, LayerNorm or RMSNorm according to its plan.
 
     Args:
-        plan: The record of the normalization.
+        plan: The plan of the normalization.
         width: The size of the last dimension.
         context: Layout, device, kernels and number formats.
         partial_gradient: Whether tensor ranks normalize different tensors, so that the gradients of
@@ -83,8 +83,8 @@ class Norm(nn.Module):
 
         Args:
             stream: The residual stream.
-            handover: The place for the amax of the result; `None` if the next layer does not need
-                it.
+            handover: The object that passes the amax of the result to the next layer; `None` if
+                that layer does not need it.
         """
         weight = self.weight + 1 if self.offset else self.weight
         handovers = Handovers(handover, stream.handover)
@@ -100,7 +100,7 @@ class Joining(nn.Module):
     """A substitute for the normalization before a sublayer whose input is not normalized.
 
     Args:
-        context: The number format of the sublayer's weights.
+        context: The context, which has the number format of the sublayer's weights.
     """
 
     def __init__(self, context: BuildContext) -> None:
@@ -123,7 +123,7 @@ def new_query_norm(plan: NormPlan, size: int, context: BuildContext) -> Norm:
     """Build a normalization of queries or keys. Each tensor rank applies it to its own heads.
 
     Every rank holds the weights of all heads, even if these differ. There are few weights, and
-    ranks that share a key need the same ones.
+    ranks that share a key need the same weights.
     """
     return Norm(plan, size, context, partial_gradient=context.layout.tensor.size > 1)
 

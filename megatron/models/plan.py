@@ -1,8 +1,8 @@
-"""Networks as data: a record for each layer, for the embedding and for each head.
+"""Networks described as data: a plan for each layer, for the embedding and for each head.
 
 `plans.model_plan` makes a `ModelPlan` from the resolved configuration. Models are built from it;
-parameters, FLOPs, memory and pipeline balance are counted from it. Every record is immutable,
-printable and hashable, and consecutive layers may have records of different kinds. The tables
+parameters, FLOPs, memory and pipeline balance are counted from it. Every plan is immutable,
+printable and hashable, and consecutive layers may have plans of different kinds. The tables
 `block.MIXERS`, `block.MLPS` and `arithmetic.HEADS` name the class that implements each `kind`.
 """
 
@@ -22,14 +22,14 @@ from megatron.parallel.parameter import Init
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """The purpose of a model's heads, and how many sequences a sample has.
+    """The purpose of a model's heads, and the number of sequences in a sample.
 
     Attributes:
         outputs: Number of scores that a task head gives for each sequence. `None` means a
             language-model head, which scores every vocabulary entry for each token.
         sequences: Sequences per sample. In a multiple-choice task, each question-answer pair is a
             sequence.
-        compares: Whether the losses compare documents instead of giving the likelihood of tokens.
+        compares: Whether the losses compare documents instead of measuring token likelihoods.
     """
 
     outputs: int | None = None
@@ -113,7 +113,7 @@ class RotaryPlan:
         channels: Number of each head's channels that rotate.
         base: Base of the rotary frequencies.
         interpolation: Number by which positions are divided; `None` leaves them unchanged.
-        planes: Number of planes with the highest frequencies that rotate; `None` for all.
+        planes: Number of planes that rotate, those with the highest frequencies; `None` for all.
         scaling: Llama 3.1's changes to the frequencies; `None` for none.
         yarn: YaRN's changes to the frequencies; `None` for none.
         long_rope: LongRoPE's changes to the frequencies; `None` for none.
@@ -133,18 +133,18 @@ class RotaryPlan:
 
 @dataclass(frozen=True)
 class TemperaturePlan:
-    """A factor of queries that grows with their position, as in Llama 4 (Nakanishi, 2025).
+    """A factor applied to queries that grows with position, as in Llama 4 (Nakanishi, 2025).
 
     Attributes:
-        scale: Growth of the factor, which is 1 at first.
-        floor: Number of tokens after which it grows.
+        scale: Coefficient of the logarithm by which the factor grows from 1.
+        floor: Number of tokens between two increases of the factor.
     """
 
     scale: float
     floor: int
 
     def factor(self, positions: Tensor) -> Tensor:
-        """Return the factor of the queries at positions, fp32 in the shape of the positions."""
+        """Return the factor for queries at each of `positions`, fp32 in the same shape."""
         return 1 + self.scale * torch.log1p((positions + 1) // self.floor)
 
 
@@ -191,15 +191,16 @@ class AttentionPlan(MixerPlan):
         output_gate: Whether a gate that is computed with the query multiplies each head's result.
         qkv_bias: Whether queries, keys and values have biases even if other layers have none.
         qk_norm: Normalization of queries and keys before the scores; `None` for none.
-        norm_scope: What `qk_norm` normalizes together: the channels of a "head", those of
-            "each-head" with its own weights, or all heads of a "projection".
+        norm_scope: What `qk_norm` normalizes together: each head with the same weights ("head") or
+            with its own ("each-head"), or all heads of a projection ("projection").
         rotary: Rotary positions of queries and keys; `None` for none.
         window: Number of earlier tokens that a token attends to; `None` for all.
-        chunk: Number of tokens in a chunk, within which tokens attend; `None` for no chunks.
+        chunk: Number of tokens in a chunk. Tokens attend only within their chunk; `None` for no
+            chunks.
         temperature: Factor applied to queries by their position; `None` for none.
-        softcap: Bound of the scores; `None` for none.
-        softmax: "vanilla"; or "off-by-one" or "learnable", which add a logit without a value for
-            each head, zero or learned.
+        softcap: Soft cap on the magnitude of scores; `None` for none.
+        softmax: "vanilla", or a softmax with one more logit per head, which has no value vector:
+            zero for "off-by-one", learned for "learnable".
         alibi: Factor applied to the slopes by which scores decrease with distance (ALiBi); `None`
             for none.
     """
@@ -233,7 +234,7 @@ class AttentionPlan(MixerPlan):
         return ((1 + self.output_gate) * self.heads + 2 * self.kv_heads) * self.head_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
-        """Return the numbers of tensors, vectors in each, and channels in each, cached for a token.
+        """Return what is cached per token: tensors, vectors per tensor, and channels per vector.
 
         Args:
             tensor: The tensor-parallel size.
@@ -289,7 +290,7 @@ class LatentAttentionPlan(AttentionPlan):
         return self.nope_size + self.rope_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
-        """Return the numbers for a single vector: the latent vector and the rotary key."""
+        """Return the counts for a single vector: the latent vector joined with the rotary key."""
         return 1, 1, self.rank + self.rope_size
 
 
@@ -358,9 +359,9 @@ class LayerPlan:
     """A layer: mixer, cross-attention and MLP, each with its normalizations.
 
     Attributes:
-        mixer: Record whose kind is in `block.MIXERS`; `None` in some layers of hybrid models.
-        mlp: Record whose kind is in `block.MLPS`; `None` in some layers of hybrid models.
-        norm: The record of all normalizations of sublayers.
+        mixer: Plan whose kind is in `block.MIXERS`; `None` in some layers of hybrid models.
+        mlp: Plan whose kind is in `block.MLPS`; `None` in some layers of hybrid models.
+        norm: The plan that all normalizations of sublayers share.
         norm_placement: Whether they come "before" the sublayers, "after" them (on the output that
             is added to the residual stream), or "both".
         cross_attention: A decoder's attention to its encoder, between mixer and MLP; `None` for
@@ -469,7 +470,7 @@ class PositionBiasPlan:
     Attributes:
         heads: Number of query heads.
         buckets: Number of distance buckets, each with a bias for every head.
-        longest: Distance from which all distances share one bucket.
+        longest: Distance at and beyond which all distances share one bucket.
         positions: Length of the longest sequence.
         init: Distribution of the initial table.
     """
@@ -505,7 +506,7 @@ class OutputPlan(HeadPlan):
         tied: Whether its matrix is the word embedding table.
         bias: Whether each entry has a bias.
         scale: Factor applied to its input; `None` leaves the input as it is.
-        softcap: Bound of the scores; `None` for none.
+        softcap: Soft cap on the magnitude of scores; `None` for none.
     """
 
     kind: str = "output"
@@ -552,7 +553,7 @@ class MultiTokenPlan(HeadPlan):
 
     Attributes:
         layers: The transformer layer of each depth.
-        norm: The record of the normalizations of a depth's two inputs and its result.
+        norm: The plan of the normalizations of a depth's two inputs and its result.
         output: The model's output layer, which every depth also uses.
         numbered_after: Number of the model's other layers, which are numbered before these.
     """
@@ -580,7 +581,7 @@ class ModelPlan:
         heads: Modules after the final normalization.
         positions: Length of the longest sequence.
         head_spec: Purpose of the heads.
-        encoder_layers: Number of `layers` in an encoder before a decoder; 0 without one.
+        encoder_layers: Number of `layers` that form an encoder before a decoder; 0 for no encoder.
         position_bias: Relative positions of each stack's self-attention; `None` for none.
         towers: Number of copies of this network, each with its own weights: 2 for a bi-encoder.
         teacher: The plan of the teacher in distillation; `None` for none.
@@ -614,7 +615,7 @@ class ModelPlan:
 
     @property
     def attention(self) -> AttentionPlan:
-        """The self-attention record of all layers, for code that requires them to be equal."""
+        """The self-attention plan of all layers, for code that requires them to be equal."""
         (found,) = {layer.mixer for layer in self.layers}
         assert isinstance(found, AttentionPlan), "the layers' mixer is not attention"
         return found
@@ -664,6 +665,6 @@ class ModelPlan:
 
 
 def multi_token_plan(plan: ModelPlan) -> MultiTokenPlan | None:
-    """Return the record of multi-token prediction, or `None` if the model has none."""
+    """Return the plan of multi-token prediction, or `None` if the model has none."""
     head = plan.head("multi_token")
     return head if isinstance(head, MultiTokenPlan) else None

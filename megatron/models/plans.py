@@ -147,7 +147,7 @@ def hybrid_layer(model: ModelConfig, layer: LayerPlan, symbol: str) -> LayerPlan
 
     Args:
         model: Resolved network flags.
-        layer: The record of a layer with attention and an MLP or a mixture.
+        layer: The plan of a layer with attention and an MLP or a mixture.
         symbol: The symbol.
     """
     if symbol == ATTENTION:
@@ -175,14 +175,14 @@ def mamba_plan(model: ModelConfig) -> MambaPlan:
 
 
 def parallel_mamba_plan(model: ModelConfig, attention: AttentionPlan) -> ParallelMambaPlan:
-    """Return the record of attention with a parallel Mamba-2 mixer.
+    """Return the plan of attention with a parallel Mamba-2 mixer.
 
-    Factors of queries and keys become part of the scale of the scores, and a factor of the values
-    becomes a factor of the output.
+    Factors applied to queries and keys become part of the scale of the scores, and a factor applied
+    to values becomes a factor applied to the output.
 
     Args:
         model: Resolved network flags.
-        attention: The record of attention without these factors.
+        attention: The plan of attention without these factors.
     """
     scale = attention.scale or attention.head_size**-0.5
     scale *= model.attention_input_multiplier**2 * model.key_multiplier
@@ -195,7 +195,7 @@ def parallel_mamba_plan(model: ModelConfig, attention: AttentionPlan) -> Paralle
 
 
 def alibi_factor(model: ModelConfig) -> float | None:
-    """Return the factor of ALiBi's slopes, or `None` for a model with other positions."""
+    """Return the factor applied to ALiBi's slopes, or `None` for a model without ALiBi."""
     if model.position_embedding_type != "alibi":
         return None
     return (model.softmax_scale or model.kv_channels**-0.5) if model.scale_alibi else 1.0
@@ -234,7 +234,7 @@ def latent_plan(model: ModelConfig, attention: AttentionPlan) -> LatentAttention
 
     Args:
         model: Resolved network flags.
-        attention: The record of the attention that it replaces.
+        attention: The plan of the attention that it replaces.
     """
     size = model.qk_head_dim + model.qk_pos_emb_head_dim
     strength = 1.0
@@ -267,7 +267,7 @@ def delta_net_plan(model: ModelConfig) -> GatedDeltaNetPlan:
 
 
 def yarn(model: ModelConfig) -> Yarn:
-    """Return the record of YaRN's changes to the rotary frequencies."""
+    """Return YaRN's changes to the rotary frequencies."""
     factor, original = model.rotary_scaling_factor, model.yarn_original_max_position_embeddings
     assert original is not None, "a rule requires it"
     strength = 0.1 * math.log(factor)
@@ -282,7 +282,7 @@ def yarn(model: ModelConfig) -> Yarn:
 
 
 def long_rope(model: ModelConfig) -> LongRope:
-    """Return the record of LongRoPE's changes to the rotary frequencies."""
+    """Return LongRoPE's changes to the rotary frequencies."""
     original = model.longrope_original_max_position_embeddings
     assert original is not None, "a rule requires it"
     return LongRope(
@@ -294,7 +294,7 @@ def long_rope(model: ModelConfig) -> LongRope:
 
 
 def dynamic_ntk(model: ModelConfig) -> DynamicNtk:
-    """Return the record of dynamic NTK's changes to the rotary base."""
+    """Return dynamic NTK's changes to the rotary base."""
     return DynamicNtk(model.rotary_scaling_factor, model.max_position_embeddings)
 
 
@@ -303,7 +303,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePla
 
     Args:
         model: Resolved network flags.
-        dense: The record of the MLP of dense layers.
+        dense: The plan of the MLP of dense layers.
         experts: The number of experts.
     """
     expert = replace(
@@ -382,7 +382,7 @@ def hidden_init_plan(model: ModelConfig) -> InitPlan:
 
 
 def norm_plan(model: ModelConfig) -> NormPlan:
-    """Return the record that all normalizations share."""
+    """Return the plan that all normalizations share."""
     has_bias = model.normalization == "LayerNorm" and model.layernorm_bias
     return NormPlan(model.normalization, model.norm_epsilon, model.apply_layernorm_1p, has_bias)
 
@@ -400,7 +400,7 @@ def query_norm_plan(model: ModelConfig, *, rotates: bool) -> NormPlan | None:
 
 
 def temperature_plan(model: ModelConfig) -> TemperaturePlan | None:
-    """Return the plan of attention's temperature, or `None` if queries have no such factor."""
+    """Return the plan of attention's temperature, or `None` if positions do not scale queries."""
     if model.attention_temperature_scale is None:
         return None
     return TemperaturePlan(model.attention_temperature_scale, model.attention_temperature_floor)
@@ -469,7 +469,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     kinds = (layer_experts, layer_windows, rotary_layers, delta_net_layers)
     symbols = layer_symbols(model.hybrid_layer_pattern) or [""] * model.num_layers
     choices = list(zip(*(kind(model, model.num_layers) for kind in kinds), symbols, strict=True))
-    made = {}  # equal layers share one record, so that the planner times it once
+    made = {}  # equal layers share one plan, so that the planner times it once
     for choice in choices:
         experts, window, rotates, is_delta, symbol = choice
         layer = layer_plan(

@@ -20,22 +20,22 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.tied import SharedTable
 
-# In every T5 model.
+# The names of the tables in every T5 model.
 POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")
 
 
 def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longest: int) -> Tensor:
     """Return the bucket of each distance.
 
-    Half of a direction's buckets hold one distance each. The other buckets divide the distances up
-    to `longest` among them, and the last one also holds all longer distances.
+    Half of a direction's buckets hold one distance each. The other buckets share the distances up
+    to `longest`, and the last one also holds all longer distances.
 
     Args:
         distances: Position of the key minus position of the query, in any shape.
         both_ways: Whether later keys have their own buckets; otherwise they all fall into the first
             one.
         buckets: Number of buckets, counting both directions.
-        longest: Distance in tokens from which all distances share the last bucket.
+        longest: Distance in tokens at and beyond which all distances share the last bucket.
 
     Returns:
         int64, at least 0 and less than `buckets`.

@@ -37,7 +37,7 @@ class RecomputePlan:
         num_layers: With "uniform", layers per group; with "block", number of recomputed layers.
         split_inputs: For "full": whether each tensor rank keeps only its part of a group's input.
             The ranks gather the whole input for the recomputation.
-        modules: For "selective": names of --recompute-modules.
+        modules: For "selective": the names given in --recompute-modules.
     """
 
     granularity: str

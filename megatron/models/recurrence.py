@@ -1,4 +1,4 @@
-"""Code shared by all mixers with states: forward pass, document indices, causal convolution.
+"""Code shared by all recurrent mixers: forward pass, document indices, causal convolution.
 
 Shapes: s sequence, b micro-batch, h hidden, g groups, c channels, k tokens that the convolution
 reads, t tensor-parallel size, C context-parallel size.
@@ -105,7 +105,7 @@ class RecurrentMixer(nn.Module, ABC):
     def kernels_for(
         self, projected: Tensor, states: tuple[Tensor, ...] | None
     ) -> RecurrenceKernels | None:
-        """Return the kernels that compute these tokens in `mix`, or `None` for the references."""
+        """Return the kernels for these tokens in `mix`, or `None` for the PyTorch references."""
         kernels = self._kernels
         return kernels if kernels is not None and kernels.takes(projected, states) else None
 
@@ -169,9 +169,9 @@ class CausalConvolution(nn.Module):
             x: [s, b, c].
             state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
             documents: The index of each token's document, [s, b]; `None` for a single document.
-            part: Which of this rank's channels x has.
-            kernels: The kernels that compute x if it has no documents and more than one token;
-                `None` for PyTorch's operations.
+            part: The slice of this rank's channels that x holds.
+            kernels: The kernels to use if x has no documents and more than one token; `None` for
+                PyTorch's operations.
 
         Returns:
             Results [s, b, c], and the state after x in the type of x. PyTorch's operations return

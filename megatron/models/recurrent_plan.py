@@ -1,7 +1,7 @@
-"""Records of mixers that carry a state from token to token, such as Mamba-2.
+"""Plans of mixers that carry a state from token to token, such as Mamba-2.
 
 In training, a recurrent mixer starts each sequence without a state. In inference, the engine keeps
-the states of each sequence next to the KV cache (`inference.cache`). The mixer's record describes
+the states of each sequence next to the KV cache (`inference.cache`). The mixer's plan describes
 these states.
 """
 
@@ -76,7 +76,7 @@ class MambaPlan(RecurrentPlan):
         state: Size of the vectors B and C, which is the number of values that the state holds for
             each channel.
         epsilon: Number added to the variance in the normalization before the output projection.
-        normalizes: Whether there is such a normalization.
+        normalizes: Whether there is a normalization before the output projection.
         factors: Factors applied to the gate z, x, B, C and the time steps; empty for none.
     """
 
@@ -121,7 +121,7 @@ class ParallelMambaPlan(AttentionPlan):
     """Attention with a parallel Mamba-2 mixer, which reads the same input (Falcon-H1).
 
     Attributes:
-        mamba: The record of Mamba-2.
+        mamba: The plan of Mamba-2.
         attention_factor: Factor applied to the output of attention.
         mamba_factor: Factor applied to the output of Mamba-2.
     """
@@ -137,7 +137,7 @@ class GatedDeltaNetPlan(RecurrentPlan):
     """A gated delta net (Yang et al., 2024). Its linear layers have no biases.
 
     Attributes:
-        key_heads: Number of query heads, and of key heads.
+        key_heads: Number of query heads, which equals the number of key heads.
         value_heads: Number of value heads. Each query and key serves the same number of them.
         key_size: Channels of a query or key.
         value_size: Channels of a value.
@@ -155,7 +155,7 @@ class GatedDeltaNetPlan(RecurrentPlan):
 
     @property
     def keys(self) -> int:
-        """Width of all queries side by side, and of all keys."""
+        """Width of all queries side by side, which equals that of all keys."""
         return self.key_heads * self.key_size
 
     @property

@@ -51,7 +51,7 @@ class RetrievalCache(KeyValueCache, Protocol):
         ...
 
     def whole_chunks(self, x: Tensor) -> Tensor:
-        """Store the first Retro layer's cross-attention inputs, and return those of whole chunks.
+        """Store the first Retro layer's cross-attention inputs; return those of complete chunks.
 
         Args:
             x: The inputs of the new tokens, [s, 1, h].
@@ -64,7 +64,7 @@ class RetrievalCache(KeyValueCache, Protocol):
     def attend_to_neighbors(
         self, query: Tensor, key_value: Tensor | None, core: AttentionCore
     ) -> Tensor:
-        """Store the chunks' keys and values, then attend from each token to those that it reads.
+        """Store the chunks' keys and values, then attend from each token to those that it may read.
 
         Args:
             query: [s, 1, n/t, d].

@@ -29,8 +29,8 @@ class RetroModel(GPTModel):
     It has the arguments and parameters of `GPTModel`, plus these parameters:
 
         layers.5.cross_norm, .cross_attention.query, .key_value, .output   also of layers 8, 11, ...
-        layers.5.retriever.0.attention_norm, ...                           a layer with
-            cross-attention, to the chunk
+        layers.5.retriever.0.attention_norm, ...                           a layer that also
+            attends to the chunk
         layers.5.retriever.1.attention_norm, ...                           plain layers
     """
 
@@ -51,7 +51,7 @@ class RetroModel(GPTModel):
         Args:
             tokens: [b, s].
             neighbors: [b, l, k, r], the tokens of each chunk's neighbors; `None` with a cache,
-                which has those of the chunks that end among the tokens.
+                which provides the neighbors of the chunks that end among `tokens`.
             position_ids: [b, s], for learned positions; `None` counts from the start of the
                 sequence.
             labels: [b, s], the token that follows each token.
@@ -62,10 +62,10 @@ class RetroModel(GPTModel):
                 is then 1. `None` means that the tokens are whole sequences.
 
         Returns:
-            Hidden states [s + l k r, b, h] unless this is the last part of the model. From the last
-            part, the loss of each token, fp32 [b, s], if labels are given (their weighted sum with
-            a loss mask); otherwise logits [b, s, v/t], or with a cache only those of the tokens it
-            selects.
+            Hidden states [s + l k r, b, h] unless this is the last part of the model. With labels,
+            the last part returns the loss of each token, fp32 [b, s], or the weighted sum of the
+            losses if there is a loss mask. Without labels it returns logits [b, s, v/t], or with a
+            cache only those of the tokens that the cache selects.
         """
         samples, length = tokens.shape
         if cache is not None:

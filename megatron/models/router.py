@@ -39,7 +39,8 @@ class Routing(NamedTuple):
 
     Attributes:
         choices: The chosen experts, int64 [T, k]; -1 for a choice that was dropped.
-        weights: The factor of each chosen expert's output, fp32 [T, k]; 0 for a dropped choice.
+        weights: The factor applied to each chosen expert's output, fp32 [T, k]; 0 for a dropped
+            choice.
     """
 
     choices: Tensor
@@ -49,10 +50,10 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """A linear layer in fp32 that scores the experts for each token.
 
-    An adapter changes its weight before the product, as in PEFT.
+    An adapter changes the router's weight before the product, as in PEFT.
 
     Args:
-        plan: The record of the router.
+        plan: The plan of the router.
         context: Layout, device and number formats.
     """
 
@@ -188,7 +189,7 @@ class Router(nn.Module):
         return Routing(choices, weights), scores
 
     def _balancing_loss(self, kind: str, scores: Tensor, best: Tensor, sequences: int) -> Tensor:
-        """Return this rank's part of the loss: experts x sum over experts of (share x mean score).
+        """Return this rank's part of the loss: E x sum over E experts of (share x mean score).
 
         The loss is 1 if all experts get the same number of tokens. The parts of all ranks that
         share the sequences add up to the loss of the micro-batch. The loss over the global batch
@@ -290,7 +291,7 @@ def balanced_choices(choices: Tensor, scores: Tensor, plan: RouterPlan) -> Tenso
     Args:
         choices: The chosen experts, [T, k].
         scores: Their scores without biases, [T, experts].
-        plan: The record of the router.
+        plan: The plan of the router.
     """
     if plan.gating is not None:
         return choices[:, :1] if plan.chosen == 2 else choices
@@ -304,7 +305,7 @@ def capacity(tokens: int, plan: RouterPlan, *, training: bool = True) -> int | N
 
     Args:
         tokens: Tokens of the micro-batch on this rank.
-        plan: The record of the router.
+        plan: The plan of the router.
         training: Whether the pass is part of training.
 
     Returns:
@@ -328,15 +329,15 @@ def selects_randomly(plan: RouterPlan) -> bool:
 
 
 def queue_places(routing: Routing, plan: RouterPlan, random: Tensor | None) -> Tensor:
-    """Return the place of each choice in its expert's queue, fp32 [T, k]. The lowest are kept.
+    """Return each choice's position in its expert's queue, fp32 [T, k]. The lowest are kept.
 
-    Megatron Core keeps the choices with the highest weights, or the first tokens. DeepSpeed's rule
+    Megatron Core keeps the choices with the highest weights, or the earliest. DeepSpeed's rule
     depends on the number of experts per token. With one it keeps random tokens; with two it serves
     first choices in token order, then second choices; with more it keeps the highest weights.
 
     Args:
         routing: The choices.
-        plan: The record of the router.
+        plan: The plan of the router.
         random: Random numbers [T, experts], if full experts keep random tokens.
     """
     choices, weights = routing
@@ -356,12 +357,12 @@ def drop(routing: Routing, places: Tensor, limit: int, experts: int) -> Routing:
 
     Args:
         routing: The choices.
-        places: The place of each choice in its expert's queue, fp32 [T, k].
+        places: Each choice's position in its expert's queue, fp32 [T, k].
         limit: The number of tokens that an expert keeps.
         experts: Number of experts.
     """
     choices, weights = routing
-    # Each expert's queue, [T, experts]: lower numbers are served first, absent tokens last.
+    # Each expert's queue, [T, experts]: lower values are served first, absent tokens last.
     queues = torch.full((len(choices), experts), math.inf, device=choices.device)
     queues.scatter_(1, choices, places)
     served = queues.argsort(dim=0, stable=True)[:limit]  # [limit, experts]

@@ -163,8 +163,9 @@ class T5Model(Network):
 
         Returns:
             The encoder's and the decoder's hidden states [e + d, b, h] unless this is the last part
-            of the model. From the last part, the loss of each token, fp32 [b, d], if labels are
-            given (their weighted sum with a loss mask); otherwise logits [b, d, v/t].
+            of the model. With labels, the last part returns the loss of each token, fp32 [b, d], or
+            the weighted sum of the losses if there is a loss mask. Without labels it returns logits
+            [b, d, v/t].
         """
         states, x = self.states(tokens, decoder_tokens, padding, hidden)
         if self.output is None:

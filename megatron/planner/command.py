@@ -56,7 +56,7 @@ _DRAWN = 4  # micro-batches per stage in a drawing, because more are too dense t
 _MOST_DRAWN = 16  # stages of a drawing as text
 _HOUR = 3600.0
 _MOST_RULES = 3  # rules to show if all layouts are refused
-_HOST_BOUND = 0.05  # minimum share of an update's time between hosts that is reported
+_HOST_BOUND = 0.05  # smallest difference between hosts, as a share of an update, that is reported
 
 
 def build_parser() -> ToolParser:
@@ -189,10 +189,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the numbers and files on the command line.
+    """Check the values and files on the command line.
 
     Raises:
-        ConfigError: A number is out of range, or a file exists.
+        ConfigError: A value is out of range, or an output file already exists.
     """
     problems = [
         f"--{name.replace('_', '-')} {getattr(options, name):g}: must be above 0"
@@ -229,7 +229,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def predicts_only(options: argparse.Namespace) -> bool:
-    """Return whether --memory or --time has no number, so that only one layout is predicted."""
+    """Return whether --memory or --time has no value, so that only one layout is predicted."""
     return any(limit is not None and math.isnan(limit) for limit in (options.memory, options.time))
 
 

@@ -56,14 +56,14 @@ _RECEIVING = 0.037  # fraction of the device that a pipeline's posted receive oc
 # The host's work for a sublayer, forward and backward, in launches of `Machine.launch` seconds: for
 # any sublayer, and the additional work for biases, dropout and experts.
 _LAUNCHES, _BIAS_LAUNCHES, _DROPOUT_LAUNCHES, _MIXTURE_LAUNCHES = 28, 5, 4, 108
-# The same in a recurrence, and for each of its chunks.
+# Additional launches for a recurrence, and for each of its chunks.
 _SCAN_LAUNCHES, _CHUNK_LAUNCHES = 170, 6
 # Rate of a recurrence's fp32 products, relative to 16 bits (67 of 990 TFLOP/s on an H100).
 _SCAN_RATE = 0.067
-# The same around a sublayer's messages, and around its gathered weights (ZeRO stage 3).
+# Additional launches around a sublayer's messages, and its gathered weights (ZeRO stage 3).
 _EXCHANGE_LAUNCHES, _GATHER_LAUNCHES = 22, 41
-_BATCH_LAUNCHES = 33  # the same for a micro-batch's data, embedding and loss
-# The same for an update's gradients, optimizer, results and log, and for a message or a bucket.
+_BATCH_LAUNCHES = 33  # launches for a micro-batch's data, embedding and loss
+# Launches for an update's gradients, optimizer, results and log, and for a message or a bucket.
 UPDATE_LAUNCHES, MESSAGE_LAUNCHES = 160, 5
 # Bytes moved per element of a weight whose gradient is accumulated in fp32, and of an expert's
 # weight, whose gradient the products return in 16 bits.
@@ -289,12 +289,13 @@ def _attention(part: SublayerPlan, setting: Setting) -> float:
 
 
 def _casts(part: SublayerPlan, setting: Setting, side: int) -> float:
-    """Return the time to cast tensors of the products to 8 bits.
+    """Return the time to cast the inputs of products, or the gradients of their outputs, to 8 bits.
 
     Args:
         part: The sublayer.
         setting: Its setting.
-        side: 1 for the inputs, 0 for the gradients of the outputs.
+        side: The dimension of the weights that the tensors match: 1 for the inputs, 0 for the
+            gradients of the outputs.
     """
     if not setting.fp8:
         return 0.0

@@ -71,7 +71,7 @@ class Grid:
         return cls(**sizes, data=world_size // model)
 
     def weights(self, config: RunConfig, plan: ModelPlan) -> list[tuple[int, int, int]]:
-        """Count the parameters of the fullest stage, outside and inside experts.
+        """Count the parameters of the largest stage, outside and inside experts.
 
         Experts are counted separately, because they are replicated over other processes. Each count
         comes with the number of copies, and the distance between the ranks of two copies.

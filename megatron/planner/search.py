@@ -273,7 +273,7 @@ class Search:
 
 
 def with_teacher(plan: ModelPlan, teacher: ModelConfig | None) -> ModelPlan:
-    """Return a network's plan with that of a teacher, which has the same vocabulary."""
+    """Add the plan of a teacher, which has the same vocabulary, to a network's plan."""
     if teacher is None:
         return plan
     return replace(plan, teacher=model_plan(teacher, plan.embedding.vocabulary))
@@ -285,7 +285,7 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
     Args:
         start: The run.
         gpus: The number of GPUs.
-        node: The number of GPUs of a node. A layer is split over at most that many.
+        node: The number of GPUs of a node. A layer is split over at most that many GPUs.
     """
     model, batch = start.model, start.training.global_batch_size or 1
     layers = (model.num_layers or 1) + (model.decoder_num_layers or 0)

@@ -109,7 +109,7 @@ def evenly_spaced(count: int, most: int) -> Iterator[slice]:
 def missing_blocks(
     blocks: Sequence[TableBlock], contents: Contents, world: Axis
 ) -> list[TableBlock]:
-    """Return the blocks that do not exist yet, the same on every process. All processes call this.
+    """Return the blocks that do not exist yet. All processes call this and get the same result.
 
     A damaged file counts as missing, with a warning. Nothing is removed: the new file replaces the
     damaged one when it is complete. The processes divide the files among themselves.
@@ -174,9 +174,10 @@ def _bar(
 
 
 def on_first(work: Callable[[], object], world: Axis) -> None:
-    """Run `work` on the first process while the others wait as long as needed. All call this.
+    """Run `work` on the first process while the others wait. All processes call this.
 
-    A barrier would end the run after the timeout of collective operations.
+    They wait as long as needed, without a barrier, which would end the run after the timeout of
+    collective operations.
 
     Raises:
         Exception: The error that `work` raised. On the other processes it is a DataError.
@@ -206,7 +207,7 @@ def on_first(work: Callable[[], object], world: Axis) -> None:
 
 @contextmanager
 def new_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Yield a new HDF5 file, which gets its name if the body succeeds and is removed otherwise.
+    """Yield a new HDF5 file. It gets its name if the `with` body succeeds; otherwise it is removed.
 
     Raises:
         StorageError: The file cannot be written.

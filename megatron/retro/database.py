@@ -3,7 +3,7 @@
     db/individual/NAME/A-B.hdf5         the chunks of documents A to B - 1 of a dataset:
         chunks_valid, chunks_invalid    document, first token, end, number of BERT tokens
         doc_offsets                     document, number of valid chunks up to its end
-    db/merged/{train,valid,sampled}.hdf5    the same for all datasets, preceded by dataset indexes
+    db/merged/{train,valid,sampled}.hdf5    the rows of all datasets, with the dataset's index first
     db/indexed_dataset_infos.json       the datasets, with their numbers of documents and chunks
 
 A document's end-of-document token belongs to no chunk. The last chunk of a document may be short.

@@ -113,7 +113,7 @@ class ShuffledNeighbors:
         return len(self.table)
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return the neighbors of distant chunks instead, `[stop - start, k]`, -1 for none."""
+        """Return neighbors of chunks far from those requested, `[stop - start, k]`, -1 for none."""
         count = len(self.table)
         # The golden ratio keeps the distance from being a whole number of passes or a simple
         # fraction of one.
@@ -126,7 +126,7 @@ class ShuffledNeighbors:
 
 @dataclass(frozen=True)
 class FoundNeighbors:
-    """A table in memory.
+    """A table of neighbors in memory.
 
     Attributes:
         neighbors: The neighbors of every chunk, `[n, k]`, -1 for none.
@@ -174,7 +174,7 @@ class NeighborTexts:
         database: The chunks that are retrieved.
         chunks: The number of chunks in a neighbor.
         compatible: Whether to read a missing neighbor as the database's last chunk followed by its
-            first ones, as Megatron-LM 23.08 does. Otherwise it is empty.
+            first ones, as Megatron-LM 23.08 does. Otherwise a missing neighbor is empty.
     """
 
     database: ChunkDatabase

@@ -1,11 +1,12 @@
 """Embeddings of texts: one vector per text, the mean of an encoder's last hidden states.
 
 There are two kinds of encoders: a BERT from any checkpoint that this package can read, and an
-encoder of the package transformers. Within a piece, texts are sorted by length, so that batches
-contain little padding. While the device computes a piece, a thread tokenizes the next one.
+encoder of the package transformers. Texts are processed in pieces of many batches. Within a piece,
+they are sorted by length, so that batches contain little padding. While the device computes a
+piece, a thread tokenizes the next one.
 
 Megatron-LM 23.08 masks texts before it embeds them, as in training, with a seed that depends on
-the text's place in its block. `Masking` reproduces this. Without it, texts are embedded unmasked.
+the text's index in its block. `Masking` reproduces this. Without it, texts are embedded unmasked.
 
 In shapes, n is the number of texts, s the number of tokens in the longest text of a batch, and h
 the width.
@@ -67,13 +68,13 @@ class EmbedderOptions:
     Attributes:
         kind: "megatron" for a BERT of this package, "huggingface" for an encoder of transformers.
         load: The folder of the BERT's checkpoints, or the folder or name of a Hugging Face model.
-        tokenizer: The BERT's tokenizer. `None` takes the checkpoint's tokenizer. Unused with
+        tokenizer: The BERT's tokenizer. `None` uses the checkpoint's tokenizer. Ignored with
             "huggingface".
         batch_size: The largest number of texts of `max_length` tokens in a batch. A batch may have
             more texts if they are shorter.
         max_length: The largest number of tokens in a text, including [CLS] and [SEP]. Any further
             tokens are cut off.
-        dtype: The number format, a key of `DTYPES`. `None` takes the checkpoint's format.
+        dtype: The number format, a key of `DTYPES`. `None` uses the checkpoint's format.
         masking: The masking as in Megatron-LM. `None` embeds texts unmasked.
         allow_foreign: Whether to read files owned by other users.
         flag: The flag that names the network, for error messages.
@@ -198,7 +199,7 @@ class Embedder(ABC):
 
     @torch.no_grad()
     def _launch(self, piece: _Rows) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """Yield the places and vectors of each batch's texts. Vectors may still be in progress."""
+        """Yield the indices and vectors of each batch's texts. Vectors may still be in progress."""
         row_unit, token_unit = self._units
         lengths = np.array([len(row) for row in piece.rows])
         padded = np.minimum(-(-lengths // token_unit) * token_unit, self.max_length)

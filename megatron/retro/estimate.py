@@ -30,7 +30,7 @@ class Amount(NamedTuple):
     Attributes:
         chunks: The number of chunks that the stage cuts or embeds.
         size: The number of bytes that it writes and keeps.
-        passing: The number of bytes that it writes and removes by the time it ends.
+        passing: The number of bytes that it writes temporarily and removes before it ends.
     """
 
     chunks: int
@@ -82,7 +82,7 @@ def _code_size(options: RetroPreprocessing) -> int:
         import faiss
     try:
         return int(faiss.index_factory(width, factory).sa_code_size())
-    except RuntimeError:  # it stores whole vectors, or is invalid, which its stage reports
+    except RuntimeError:  # the index stores whole vectors, or is invalid, which its stage reports
         return 4 * width
 
 

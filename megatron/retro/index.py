@@ -7,11 +7,11 @@
     index/<type>/<string>/added_<f>_<g>.faissindex  the filled index; an id is a database row
 
 f and g are the fractions of vectors to train on and to add. The processes embed blocks in parallel,
-and an interrupted run continues after the last block. Only training and the last step, which adds
-the codes, run on the first process alone. For an index that does not store entries one by one (such
-as HNSW), blocks hold vectors instead of codes: data f32 [rows, h].
+and an interrupted run continues after the last block. Training and the last step, which adds the
+codes, run only on the first process. For an index that does not store entries one by one (such as
+HNSW), blocks hold vectors instead of codes: data f32 [rows, h].
 
-Megatron-LM 23.08 adds the first fraction g of every block, so the end of a block is never found.
+Megatron-LM 23.08 adds the first fraction g of every block, so a search never finds the block's end.
 Here the rows that are not added are spread evenly, unless `compatible` is set.
 """
 

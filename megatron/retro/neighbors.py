@@ -207,7 +207,7 @@ class Searcher:
         self._options, self._threads = options, threads
 
     def search(self, vectors: Vectors) -> Ids:
-        """Return the nearest chunks of vectors `[n, h]`, before filtering, `[n, queried]`.
+        """Return the chunks nearest to vectors `[n, h]`, before filtering, `[n, queried]`.
 
         Raises:
             DataError: The index contains a chunk that is not in the database.
@@ -227,7 +227,7 @@ class Searcher:
         """Return the first `saved` neighbors from documents other than the sample's, or -1.
 
         Args:
-            found: The nearest chunks of consecutive chunks, `[n, queried]`, or -1.
+            found: The chunks nearest to consecutive chunks, `[n, queried]`, or -1.
             chunks: The chunks of the split.
             first: The index of the first of the consecutive chunks.
         """
@@ -250,7 +250,7 @@ class Searcher:
         return saved
 
     def neighbors(self, vectors: Vectors, chunks: QueryChunks, first: int) -> Ids:
-        """Return the neighbors of consecutive chunks, `[n, saved]`, a thousand chunks at a time.
+        """Return the neighbors of consecutive chunks, `[n, saved]`, searching for 1000 at a time.
 
         Args:
             vectors: The vectors of the chunks, `[n, h]`.

@@ -1,4 +1,4 @@
-"""The record of a working folder's inputs, and the check that flags match them.
+"""The file that describes a working folder's inputs, and the check that flags match them.
 
 Megatron-LM writes every argument of the last call into `args.json`, and reads the data, the split,
 the seed and the lengths from it when Retro is trained. We write the same file with an additional
@@ -108,7 +108,7 @@ def read_digest(workdir: Path, name: str) -> str | None:
 def write_arguments(
     workdir: Path, options: RetroPreprocessing, origin: FolderOrigin, others: Mapping[str, Any]
 ) -> None:
-    """Write `args.json` under Megatron-LM's names.
+    """Write the arguments to `args.json` under Megatron-LM's names.
 
     Args:
         workdir: The working folder, which is created.
@@ -258,7 +258,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _numbers(split: Any) -> tuple[str, ...]:
-    """Return the numbers of a split, without spaces or trailing zeros."""
+    """Return the values of a split, without spaces or trailing zeros."""
     words = [word.strip() for word in str(split).replace("/", ",").split(",")]
     while words and words[-1] in ("0", "0.0", ""):
         words.pop()

@@ -10,11 +10,11 @@ The modules, in the order in which a run uses them:
     rerun          computes suspicious updates again
     passes         runs micro-batches through the model in the order of a pipeline schedule
     callbacks      side tasks of a run: logging, saving, profiling
-    generation     answers of the model to prompts during training
+    generation     the model's answers to prompts during training
     health         tests the machines of a run
     find_lr        finds a learning rate by short training
     checkpointing  saves the state of a run and restores it
-    fast_state     the run's identity, and the newest checkpoint, non-persistent or not
+    fast_state     the run's identity, and its newest checkpoint, durable or non-persistent
     branches       starts a run that branches off another one for its final decay
     from_bert      starts a bi-encoder from a BERT
 

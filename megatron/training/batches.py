@@ -126,8 +126,8 @@ class BatchPlan:
         Args:
             train_tokens: The number of tokens.
             iterations: The number of updates already done.
-            samples: The number of samples in them.
-            tokens: The number of tokens in them.
+            samples: The number of samples in these updates.
+            tokens: The number of tokens in these updates.
         """
         while tokens < train_tokens:
             batch, each = self.global_batch_at(samples), self.tokens_at(iterations, samples)

@@ -34,7 +34,9 @@ def _starts_branch(config: RunConfig, reader: Reader) -> bool:
 
 
 def with_branch_length(config: RunConfig, reader: Reader | None) -> RunConfig:
-    """Return the configuration of a branch with its length, which depends on the checkpoint.
+    """Return a branch's configuration with its number of iterations or samples filled in.
+
+    The number depends on the checkpoint at which the branch starts.
 
     Other configurations are returned unchanged.
     """

@@ -1,4 +1,4 @@
-"""Construction of a run from its configuration, in the order of its parts' dependencies."""
+"""Construction of a run from its configuration, with each part after those that it depends on."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def parallelize(
     held = parts_of_stage(plan_model(config.model, parallel), pipeline.rank, pipeline.size)
 
     # 1. Exchanges: one overlaps tensor-parallel communication with the products of split layers,
-    #    the other takes tokens to experts and back.
+    #    the other sends tokens to experts and back.
     exchange = new_exchange(config, layout, device, recipe.head.sequences)
     expert_exchange = new_expert_exchange(config, plan, layout, device)
 
@@ -196,7 +196,7 @@ def parallelize(
     unite_copies(parts)
     check_frozen(parts, config.model, layout, device.torch_device)
 
-    # 4. Weight precision: fp8 layers scale by earlier updates, if the recipe says so.
+    # 4. Weight precision: if the recipe says so, fp8 layers scale by the amaxes of earlier updates.
     history = AmaxHistory.empty()
     if config.precision.fp8_format is not None and config.precision.fp8_recipe == "delayed":
         scaling = DelayedScaling.from_config(config.precision)
@@ -218,7 +218,8 @@ def parallelize(
     # 7. Recorded passes (CUDA graphs), PyTorch's data parallelism, or neither.
     forward = _new_forward(config, plan, recipe, parts, gradients, layers, layout, device)
 
-    # 8. Sharded updates: each process's gathered weights. Then the optimizer, which copies them.
+    # 8. The weights that processes gather after sharded updates. Then the optimizer, which copies
+    #    them.
     weights = gradients.share_weights(
         parts if parallel.overlap_param_gather else None,
         gradient_sharing.gathered_in_8_bits(config, layers),
@@ -271,8 +272,8 @@ def _new_forward(
 def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) -> Exchange | None:
     """Return the exchange that overlaps tensor-parallel communication with matrix products.
 
-    Collective over the tensor ranks, which are on one machine. `None` if overlap is off or there is
-    only one rank.
+    Collective over the tensor ranks, which are on one machine. The result is `None` if overlap is
+    off or there is only one rank.
 
     Args:
         config: The run's configuration.
@@ -300,10 +301,10 @@ def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) 
 def new_expert_exchange(
     config: RunConfig, plan: ModelPlan, layout: Layout, device: Device
 ) -> Exchange | None:
-    """Return the exchange that takes tokens to experts and back between the GPUs of a machine.
+    """Return the exchange that sends tokens to experts and back between the GPUs of a machine.
 
-    Collective over the expert ranks. `None` means collectives, which are used on CPUs, on several
-    machines, and by GPUs that cannot map each other's memory.
+    Collective over the expert ranks. The result is `None` if collectives are used instead: on CPUs,
+    on several machines, and by GPUs that cannot map each other's memory.
 
     Args:
         config: The run's configuration.
@@ -335,7 +336,7 @@ def _map_memory(
 def _connect(
     config: RunConfig, layout: Layout, device: Device, chunks: int, texts: int
 ) -> PipelineChannel | None:
-    """Connect to the neighboring pipeline stages. Collective. `None` without a pipeline.
+    """Connect to the neighboring pipeline stages, or return `None` without a pipeline. Collective.
 
     Args:
         config: The run's configuration.

@@ -1,4 +1,4 @@
-"""Changes in settings and data since the checkpoint that a run continues."""
+"""Changes in settings and data since the checkpoint from which a run continues."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _NOT_OF_SCHEDULES = (
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
     """Yield a log line for each changeable setting that has changed since the checkpoint.
 
-    Megatron-LM's checkpoints have some flags that we do not have. For these checkpoints, and for
-    those converted from them, only the settings that determine the order of samples are compared. A
-    Hugging Face model was not trained by a run, so it yields no lines.
+    Megatron-LM's checkpoints contain some flags that we do not have. For these checkpoints, and for
+    those converted from them, only the settings that determine the order of samples are compared.
+    There are no lines for a Hugging Face model, because it was not trained by a run.
     """
     here, meta = flatten_options(config), reader.meta
-    # Whether the schedules continue as they were saved (`Schedules.resumed`).
+    # Determine whether the schedules continue as they were saved (`Schedules.resumed`).
     fresh = config.checkpoint.no_load_optim or config.training.skip_train
     keeps_schedule = config.schedule.use_checkpoint_opt_param_scheduler and not fresh
     if not meta.get("iteration") and not meta.get("consumed_train_samples"):

@@ -327,7 +327,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         reader = open_trunk(config, Path(trunk), layout)
     if reader is None:
         # Before its first checkpoint, a run starts fresh in the folder that it saves to, no matter
-        # what else is in it: finetuning keeps its best weights in a folder there.
+        # what else is in it: finetuning keeps its best weights in a subfolder.
         is_saved_to = options.save is not None and Path(options.save).resolve() == root.resolve()
         is_first_start = is_saved_to and not options.finetune
         if not is_first_start and (below := checkpoints_below(root)):
@@ -416,7 +416,7 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
 
 
 def progress_at_start(config: RunConfig, reader: Reader | None) -> Progress:
-    """Return the counters with which a run begins: those of the checkpoint that it continues.
+    """Return the counters with which a run begins: those of the checkpoint that it continues from.
 
     The position in the schedules is restored with the schedules.
     """
@@ -491,7 +491,7 @@ def restore_run(run: Run, reader: Reader) -> None:
 def _updated_state(
     run: Run, reader: Reader, named: Mapping[str, tuple[Tensor, nn.Parameter]]
 ) -> State:
-    """Return all tensors that updates change except the weights, given the optimizer's."""
+    """Return all tensors that updates change, apart from the weights, given the optimizer's."""
     state = optimizer_state(run, named=named) | _history_from(run, reader)
     return state | _average_from(run, reader)
 
@@ -513,7 +513,7 @@ def rewind_run(run: Run, found: Reader) -> int:
 
     Args:
         run: The run.
-        found: A checkpoint that this run has saved or has continued.
+        found: A checkpoint that this run has saved or has continued from.
 
     Returns:
         The number of samples that were read since the checkpoint.
@@ -538,7 +538,7 @@ def rewind_run(run: Run, found: Reader) -> int:
 
 
 def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...], State]:
-    """Return the names of initialized parts, and the weights to load in finetuning. Collective."""
+    """Return the names of new parts, and the weights to load in finetuning. Collective."""
     new_parts = _lacking_heads(run, reader, state)
     if new_parts and run.config.model.lora_rank is not None:
         lacking = ", ".join(name.removeprefix("model.").rstrip(".") for name in new_parts)
@@ -600,7 +600,8 @@ def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
     """Return the prefixes of BERT heads for which the checkpoint holds no tensors. Collective.
 
     Many Hugging Face folders lack some heads. The call is collective because a head may be on
-    another process: with pipeline parallelism only the last stage has heads. A task's run has none.
+    another process: with pipeline parallelism only the last stage has heads. A run that trains a
+    task has no pretraining heads.
     """
     plan = run.plan
     heads = () if plan.head("masked_token") is None and plan.head("pooler") is None else _HEADS
@@ -646,8 +647,8 @@ def _restore_position(run: Run, reader: Reader) -> None:
             run.schedules, run.progress.scheduled_samples = resumed_schedules(run, reader)
         except CheckpointError as error:
             raise CheckpointError(f"--load {reader.path}: {error}") from None
-    # Without a saved place, validation text is read again from its beginning. That takes longer but
-    # leads to the same position, which the iteration determines.
+    # Without a saved position, validation text is read again from its beginning. That takes longer
+    # but ends at the same position, which the iteration determines.
     load_places(run.datasets[1], meta.get("validation_text"))
     is_placed = load_places(run.datasets[0], meta.get("text"))
     if run.layout.world.rank == 0:

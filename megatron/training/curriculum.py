@@ -29,7 +29,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True)
 class Growing:
-    """A length that grows from `shortest` to `longest` in `steps` updates, as a root of time.
+    """A length that grows from `shortest` to `longest` as a root of the number of updates.
 
     Attributes:
         shortest: The first length, rounded up to a multiple of `multiple`.
@@ -68,7 +68,7 @@ class Growing:
 
 @dataclass(frozen=True)
 class Discrete:
-    """A list of lengths, each with its last update, except for the last length."""
+    """A list of lengths and, for each of them except the last, the final update that uses it."""
 
     lengths: tuple[int, ...]
     until: tuple[int, ...]
@@ -108,7 +108,7 @@ def lengths_of(config: RunConfig) -> Lengths | None:
 
 
 def updates_of_length(lengths: Lengths, update: int) -> int | None:
-    """Return how many updates, starting with this one, have its length; `None` if all do.
+    """Return how many updates, from this one on, have its length; `None` if all of them do.
 
     It uses bisection, because a curriculum may have very many updates.
     """

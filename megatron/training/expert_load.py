@@ -27,7 +27,7 @@ _PIXELS = 16  # side of an expert's square in the picture
 def mixtures_of(plan: ModelPlan) -> dict[int, int]:
     """Return the number of experts of each mixture layer, by layer index from 0.
 
-    Layers of multi-token prediction follow the model's.
+    Layers of multi-token prediction follow the model's other layers.
     """
     return {
         index: layer.mlp.router.experts

@@ -1,4 +1,4 @@
-"""The plan of a mixture's experts: where they are, who exchanges tokens, and how many bytes.
+"""The plan of a mixture's experts: which processes hold them, and how many bytes they exchange.
 
 It follows from the flags alone, so it can be printed for any number of processes.
 """
@@ -60,7 +60,7 @@ def plan_exchange(config: RunConfig, mixture: MixturePlan, world_size: int) -> E
 
     Args:
         config: The run's configuration.
-        mixture: The layer's record.
+        mixture: The plan of the mixture in the layer.
         world_size: The number of processes.
     """
     sizes, router = config.parallel.sizes, mixture.router

@@ -1,4 +1,4 @@
-"""A run's record in its folder of checkpoints, and the newest state from which it can resume."""
+"""A run's identity in its folder of checkpoints, and the newest state from which it can resume."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunRecord:
 
     @classmethod
     def of(cls, save: str | Path, layout: Layout) -> RunRecord:
-        """Read the record in a folder of checkpoints, or create it. Collective.
+        """Read the identity stored in a folder of checkpoints, or create one. Collective.
 
         Raises:
             StorageError: The folder cannot be written to.
@@ -88,7 +88,7 @@ def store_of(config: RunConfig, layout: Layout) -> NonPersistentStore | None:
 def open_newest(
     config: RunConfig, layout: Layout, open_durable: Callable[[], Reader | None]
 ) -> Reader | None:
-    """Open the newest valid checkpoint, non-persistent or not, from which a run can resume.
+    """Open the newest valid checkpoint, durable or not, from which a run can resume.
 
     Collective. Non-persistent checkpoints are ignored if the run does not resume from its own
     --save folder, or if the tracker was set back to an older checkpoint.

@@ -27,7 +27,7 @@ from megatron.errors import ConfigError, DataError
 _LEAST_ITERATIONS = 30  # fewer points do not distinguish a trend from noise
 _CLEAR = 4.0  # a fall or rise counts if it is this many times the noise of a smoothed value
 _RISE = 0.1  # the loss counts as rising above its minimum plus this fraction of its fall
-_SHARE = 10.0  # a long run takes this fraction of the rate with the lowest loss
+_SHARE = 10.0  # a long run takes the rate with the lowest loss, divided by this
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RateCurve:
 
     Attributes:
         rates: The learning rate of each update.
-        losses: The loss of the next batch, after that update; NaN or infinite once it diverged.
+        losses: The loss of the next batch, after that update; NaN or infinite after divergence.
     """
 
     rates: list[float]
@@ -51,7 +51,7 @@ class Finding:
         suggestion: The peak learning rate to use, or `None` if the curve does not show one.
         reason: The reason, in a few sentences.
         lowest: The rate with the lowest smoothed loss, or `None` if the loss does not fall.
-        rising: The first rate at which the loss has risen, or `None` if it does not.
+        rising: The first rate at which the loss has risen, or `None` if it never rises.
         smoothed: The smoothed losses, up to the first that is not finite.
     """
 
@@ -138,7 +138,7 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
         *("--save-retain-interval", "--save-interval-in-mins"),
     )
     texts = ["--save", "--tensorboard-dir", "--wandb-project"]
-    # Flags that no later flag turns off, or that require the ones above.
+    # Flags that no later flag turns off, or that require one of the flags above.
     dropped = {"--rampup-batch-size", "--iterations-to-skip", "--log-sample-ids"}
     dropped |= {"--wandb-exp-name", "--wandb-name", "--wandb-save-dir"}
     # The first argument of `megatron pretrain` may be a YAML file.

@@ -87,7 +87,7 @@ class _InTowers(Reader):
         self.held = {name: reader.held[source] for name, source in self._sources.items()}
 
     def steps(self, name: str) -> list[Box]:
-        """Return the steps of the BERT's tensor.
+        """Return the boxes in which the BERT's checkpoint reads a tensor.
 
         Args:
             name: The tensor's name in a tower.

@@ -49,11 +49,11 @@ class AnswerGenerator:
 
     Args:
         run: The run.
-        copy: The processes that choose the same tokens. The world, if all answer the same prompts;
-            experts may then be divided over data-parallel ranks. `None` means one copy of the
-            model, so that each data-parallel rank may answer different prompts.
-        at_once: The number of answers that are generated concurrently. Others wait, because each
-            needs memory for its keys and values.
+        copy: The processes that choose the same tokens. If all processes answer the same prompts,
+            this is the world, and experts may be divided over data-parallel ranks. `None` means one
+            copy of the model, so that each data-parallel rank may answer different prompts.
+        at_once: The number of answers that are generated concurrently. Further answers wait,
+            because each needs memory for its keys and values.
 
     Attributes:
         ends: The tokens that end an answer: the end-of-document token and, with --sft, the

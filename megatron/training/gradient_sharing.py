@@ -31,7 +31,7 @@ def named_parameters_of(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]
 
 
 def uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:
-    """Return whether PyTorch's data parallelism averages the gradients instead of our buffer."""
+    """Return whether PyTorch's data parallelism, and not our buffer, averages the gradients."""
     return config.parallel.ddp_impl == "torch" and layout.replica.size > 1
 
 

@@ -2,8 +2,8 @@
 
 `megatron health` runs it, and so does training with --health-check. It takes less than 10 s. All
 ranks compute at the same time, as in training. A rank is named if it is slower than the others by
-more than a factor, if its results, clock or versions differ, or if it computes the same product
-twice with different results.
+more than a given factor, if its results, clock or versions differ, or if it computes the same
+product twice with different results.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megatron.parallel.layout import Layout
 from megatron.processes.watchdog import ranks_text
 from megatron.training.timers import ReadyClock
 
-_SECONDS = 0.4  # for each speed of a device
+_SECONDS = 0.4  # for measuring each speed of a device
 _REPEATS = 10  # of each message
-_MOST_CLOCK_SECONDS = 1.0  # between clocks; rendezvous fails at 15 s
+_MOST_CLOCK_SECONDS = 1.0  # difference between clocks; rendezvous fails at 15 s
 _DISK_BYTES = 16 << 20
 # Ranks of a machine share its disk, and all ranks take part in an all-reduce.
 _DISK, _ALL_REDUCE = "disk MB/s", "all-reduce GB/s"
@@ -51,7 +51,7 @@ class Health:
         links: GB/s in each direction to other ranks, by rank.
         digest: A digest of the result of a fixed product.
         is_stable: Whether the product had the same bits each time.
-        clock: Seconds since 1970, at the same moment on all ranks.
+        clock: Seconds since 1970, read at the same moment on all ranks.
         versions: Versions of software by name.
     """
 
@@ -188,9 +188,9 @@ def _message(device: Device) -> torch.Tensor:
 
 
 def neighbors(rank: int, ranks: int) -> list[int | None]:
-    """Return the ranks to which a rank's links are tested, first with one side, then the other.
+    """Return a rank's partner in each of the two rounds of link tests, or `None` for no partner.
 
-    In each of the two rounds, every rank has at most one partner.
+    The two rounds test the links to the two neighboring ranks. No rank has two partners in a round.
     """
     even = rank - rank % 2
     first = even + 1 - rank % 2
@@ -279,7 +279,7 @@ def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[s
 def _slow(
     values: Sequence[float], kinds: Sequence[str], factor: float
 ) -> Iterable[tuple[int, float]]:
-    """Yield the index of each value far below the median of its kind's others, and the median."""
+    """Yield the index of each value far below the median of others of its kind, and that median."""
     for at, value in enumerate(values):
         others = [
             other for index, other in enumerate(values) if index != at and kinds[index] == kinds[at]

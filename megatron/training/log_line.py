@@ -91,7 +91,7 @@ def training_line(
 
 
 def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
-    """Return the line for a skipped iteration. The flag's numbers are one less."""
+    """Return the line for a skipped iteration. --iterations-to-skip counts from 0."""
     return (
         f" skipped iteration {iteration} of {train_iterations} (--iterations-to-skip "
         f"{iteration - 1}): consumed its {samples} samples without an update"

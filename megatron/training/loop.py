@@ -75,7 +75,7 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
 
 
 def _of_each_iteration(run: Run, scalars: Scalars) -> list[Callback]:
-    """Return the callbacks whose time belongs to an iteration."""
+    """Return the callbacks whose time counts as part of an iteration."""
     config = run.config
     callbacks: list[Callback] = []
     if run.section_clock is not None:

@@ -83,8 +83,8 @@ class Passes:
             another process; otherwise empty.
         labels: The number of labels of a micro-batch, whether they count or not; 0 until it is
             known.
-        kept: With --rerun-mode, the micro-batches, for `again`.
-        prints: With --rerun-mode, a number for each output, by part of the model: the sum of
+        kept: With --rerun-mode, the micro-batches, which `again` needs.
+        prints: With --rerun-mode, a fingerprint of each output, by part of the model: the sum of
             squares of hidden states, or the loss.
     """
 
@@ -133,7 +133,7 @@ class Passes:
         )
 
     def begin(self) -> None:
-        """Run the first forward pass ahead of `forward_backward`. This process needs all parts."""
+        """Run the first forward pass ahead of `forward_backward`. It needs the whole model here."""
         journal = self._run.layout.journal
         with torch.enable_grad(), self._run.timers.measure("forward-backward"):
             journal.enter("first forward pass, ahead of time")
@@ -206,7 +206,7 @@ class Passes:
         return self._record(result, micro_batch)
 
     def _note(self, chunk: int, result: Tensor | Mapping[str, Tensor]) -> None:
-        """Record one number for the output of a pass."""
+        """Record a fingerprint of a pass's output."""
         outputs = [result] if isinstance(result, Tensor) else list(result.values())
         with torch.no_grad():
             norms = [torch.linalg.vector_norm(x.detach(), dtype=torch.float32) for x in outputs]
@@ -235,7 +235,8 @@ class Passes:
     def weights(self) -> Tensor | None:
         """The share of each micro-batch's labels that counts in the loss, [micro-batches] fp32.
 
-        `None` if all losses have the same weight. Otherwise each loss was multiplied by its share.
+        It is `None` if all losses have the same weight. Otherwise each loss was multiplied by its
+        share.
         """
         return (torch.stack(self.counted) / self.labels).float() if self.counted else None
 

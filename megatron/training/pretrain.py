@@ -68,7 +68,7 @@ class Extras:
         """Run once, after the run is built and its checkpoint is loaded."""
 
     def callbacks(self, run: Run) -> list[Callback]:
-        """Return additional callbacks. They run after the others, when checkpoints are written."""
+        """Return additional callbacks, which run after the others and after any checkpoint."""
         return []
 
     def end(self, run: Run) -> None:

@@ -4,8 +4,8 @@ A GPU then receives all kernels of each pass in one call (a CUDA graph). In smal
 takes longer to launch a kernel than the kernel takes to run.
 
 The recordings cover the passes of the whole model, from a micro-batch in fixed memory to its
-losses, and from gradients of the losses to those of the weights. Everything around them happens as
-without recordings: the seed (which a replay reads again), the losses' sum and scale, gradients
+losses, and from gradients of the losses to those of the weights. Everything around them works as it
+does without recordings: the seed (which a replay reads again), the losses' sum and scale, gradients
 shared with other processes, the update. Every result is therefore bitwise identical to the result
 without recordings.
 """
@@ -102,15 +102,15 @@ class RecordedPasses:
     """Recordings of a model's passes, made when they are first needed.
 
     There is one for each micro-batch shape, and for each way in which its backward pass treats
-    existing gradients: the first of an update overwrites them, the others add. Warm-up updates, and
-    the first micro-batch of each kind, run without recordings, so that libraries can choose their
-    kernels and allocate memory.
+    existing gradients: the first micro-batch of an update overwrites them, and the others add to
+    them. Warm-up updates, and the first micro-batch of each kind, run without recordings, so that
+    libraries can choose their kernels and allocate memory.
 
     Args:
         forward: The forward pass of the whole model, which returns losses by log name.
         gradients: The buffer to which the backward pass writes.
         recorder: The device's recorder.
-        journal: The record in which `forward` and its backward pass note their communication.
+        journal: The journal in which `forward` and its backward pass note their communication.
         forget: A function that discards whatever a pass leaves for later passes, such as weights in
             other number formats. Each recording creates these again, because a recording is not
             tied to one update.

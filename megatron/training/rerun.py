@@ -39,10 +39,11 @@ class Rerun:
 
     Attributes:
         first: The losses and the gradient norm of the first computation.
-        second: Those of the second.
-        is_same: Whether they are the same, up to the order of additions.
-        ranks: If not, the ranks whose own values changed first; empty if only sums over ranks did.
-        hosts: The machines of these ranks or, if there are none, of all.
+        second: The losses and the gradient norm of the second computation.
+        is_same: Whether both are the same, up to the order of additions.
+        ranks: If they differ, the ranks whose own values changed first; empty if only sums over
+            ranks changed.
+        hosts: The machines of these ranks or, if there are none, of all ranks.
         undo: A function that returns the run to the position before the update.
     """
 
@@ -66,8 +67,8 @@ def first_to_differ(
 ) -> list[int]:
     """Return the ranks at which two computations diverge.
 
-    Outputs change from the faulty part of the model on. If none does, gradients change from the
-    faulty stage back to the first one.
+    If the forward pass is at fault, all outputs from the faulty part of the model on change. If no
+    output changes, the gradients of the faulty stage and of all stages before it change.
 
     Args:
         forward: For each rank, the first part of the model whose output changed, or `_NOWHERE`.
@@ -112,7 +113,7 @@ class Reruns:
         self._note_gradients()
 
     def _note_gradients(self) -> list[Tensor]:
-        """Return the values recorded for this rank's gradients, and start a new record."""
+        """Return the values recorded for this rank's gradients, and start recording anew."""
         return [] if self._buffer is None else self._buffer.take_prints()
 
     def is_suspicious(self, result: StepResult) -> bool:
@@ -124,7 +125,7 @@ class Reruns:
 
         Args:
             losses: The losses of the first computation, by log name.
-            norm: Its gradient norm.
+            norm: The gradient norm of the first computation.
             begun: The passes of the next update, if they have begun. They are discarded, and their
                 samples are returned to the run.
         """

@@ -43,9 +43,9 @@ class StepOutcome(StepResult):
         layer_losses: The losses of each layer's expert router, by TensorBoard tag, with
             --moe-per-layer-logging; otherwise empty.
         samples: The size of the global batch.
-        tokens: The number of tokens that the model read, padding included because it is computed.
+        tokens: The number of tokens that the model read, including the padding that it computed.
         flops: The floating-point operations of the update in the whole model.
-        length: The sequence length that the curriculum chose; `None` without one.
+        length: The sequence length that the curriculum chose; `None` without a curriculum.
         loss_scale: The factor by which the loss was multiplied.
         exit_wanted: Whether some rank asked to exit.
         save_due: Whether a checkpoint is due on some rank (`--save-interval-in-mins`).
@@ -224,7 +224,7 @@ def _watch_spikes(run: Run, result: StepResult, losses: Mapping[str, float]) -> 
 def skip_iteration(run: Run) -> None:
     """Skip the next iteration: consume its samples without updating weights or schedules.
 
-    Every process does this on its own, because no agreement is needed.
+    Every process does this on its own, without communication.
     """
     progress, journal = run.progress, run.layout.journal
     journal.iteration = progress.iteration + 1
@@ -281,7 +281,7 @@ def _may_look_ahead(run: Run) -> bool:
 
 
 class _Reading:
-    """The values that the host reads from an update, in one read because each read waits."""
+    """The values that the host reads from an update, all in one read because each read waits."""
 
     def __init__(self, run: Run, passes: Passes) -> None:
         """Add up the losses over the ranks. Collective."""
@@ -296,7 +296,7 @@ class _Reading:
     def loss_is_spike(self) -> Tensor | None:
         """Return whether the first loss exceeds its limit. The others are only logged.
 
-        It is 0 or 1, fp64, or `None` without limits.
+        The result is 0 or 1, fp64, or `None` without limits.
         """
         watch, config = self._run.spikes, self._run.config
         if watch is None:
@@ -354,9 +354,9 @@ def counted_share(passes: Passes, run: Run) -> Tensor:
     """Return the share of the global batch's labels that counts: a scalar fp64 on the device.
 
     Collective over the data axis. Each micro-batch's loss is multiplied by the share of its own
-    labels, which is known when the loss is differentiated; the global share is known once all
-    micro-batches are loaded, and divides the gradients' average. The sums are of integers, so all
-    processes get the same bits.
+    labels, which is known when the loss is differentiated. The global share is known once all
+    micro-batches are loaded, and then divides the average of the gradients. The sums are of
+    integers, so all processes get the same bits.
     """
     counted = all_reduce(torch.stack(passes.counted).sum(), run.layout.data)
     labels = passes.labels * len(passes.counted) * run.layout.data.size

@@ -120,9 +120,9 @@ def format_timers(over_ranks: dict[str, list[float]], option: str, iterations: i
 class SectionClock:
     """A clock that times this process's own work in one update, without its waits for others.
 
-    A slow process thus differs from those that wait for it. On a GPU, events in the device's own
-    queue give the times, so timing does not synchronize. On a CPU, time during which the process
-    was ready but other processes had the cores does not count either.
+    This distinguishes a slow process from those that wait for it. On a GPU, events in the device's
+    own queue give the times, so timing does not synchronize. On a CPU, time during which the
+    process was ready but other processes had the cores does not count either.
 
     Args:
         device: The device whose queue is timed.

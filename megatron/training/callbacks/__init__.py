@@ -6,12 +6,12 @@
     checkpoints         saving, and background saves
     fast_state          non-persistent checkpoints, and goodput
     skipped_updates     non-finite losses and spikes: skips, rewinds, the end of the run
-    suspicious_updates  updates that were computed twice: the machine's or the data's fault
+    suspicious_updates  updates computed twice, to tell whether a machine or the data is at fault
     replica_hashes      copies of weights and moments that differ between replicas
     stragglers          slow ranks
     profiling           traces, and the pipeline bubble
-    samples             answers of the model to a few prompts
-    small               garbage, unused memory, bad lines, sample ids, health, the progress bar
+    samples             the model's answers to a few prompts
+    small               garbage collection, unused memory, bad lines, sample ids, health, progress
 
 To add one, subclass `base.Callback`: see docs/tour.md.
 """

@@ -18,8 +18,8 @@ class Leave:
 
     Attributes:
         reason: The reason in a few words.
-        code: The exit code, the same on all ranks. It is not 0 if only a checkpoint may delay the
-            end: after a signal, or if nobody reads the log any more.
+        code: The exit code, the same on all ranks. It is not 0 if the run must end immediately,
+            apart from saving a checkpoint: after a signal, or if nothing reads the log any more.
     """
 
     reason: str
@@ -27,7 +27,7 @@ class Leave:
 
     @property
     def at_once(self) -> bool:
-        """Whether only a checkpoint may delay the end."""
+        """Whether the run must end immediately, apart from saving a checkpoint."""
         return self.code != EXIT_OK
 
 
@@ -51,7 +51,7 @@ class Callback:
         """Run before every update."""
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Run after every update; `leave` is set after the last one of this process."""
+        """Run after every update; `leave` is set if the loop ends early after this update."""
 
     def after_skipped(self, run: Run) -> None:
         """Run after an iteration of --iterations-to-skip, which has no step."""

@@ -59,7 +59,7 @@ class Checkpoints(Callback):
         return _is_due(run, run.progress.iteration + 1)
 
     def before_step(self, run: Run) -> None:
-        """Start the step's clock, which the advice uses."""
+        """Start timing the step, for the advice on how often to save."""
         self._step_began = time.perf_counter()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
@@ -120,10 +120,10 @@ class Checkpoints(Callback):
         return True
 
     def newest(self, run: Run) -> tuple[Path, int] | None:
-        """Wait for any background save, and return the newest checkpoint that this run continues.
+        """Wait for any background save, and return the newest checkpoint of this run.
 
-        Collective. It is a folder of checkpoints and an iteration, or `None` if the run has neither
-        saved nor loaded a checkpoint with an optimizer state.
+        Collective. The result is a folder of checkpoints and an iteration, or `None` if the run has
+        neither saved nor loaded a checkpoint with an optimizer state.
         """
         self._settle(run)
         return self._newest
@@ -137,15 +137,15 @@ class Checkpoints(Callback):
 
 
 def _continued(run: Run) -> tuple[Path, int] | None:
-    """Return the folder and the iteration of the durable checkpoint that a run continues.
+    """Return the folder and the iteration of the durable checkpoint from which a run continues.
 
-    Collective. It is `None` if the run, or only its optimizer, starts fresh.
+    Collective. The result is `None` if the run, or only its optimizer, starts fresh.
     """
     options, start = run.config.checkpoint, run.progress.iteration
     if options.load is None or options.finetune or options.no_load_optim or not start:
         return None
     root = Path(options.load)
-    # The run may continue a newer checkpoint that is not durable.
+    # The run may continue from a newer checkpoint that is not durable.
     newest = JsonExchange(run.layout.world).on_main(
         lambda: max(
             (one.iteration for one in scan(root)[0] if one.iteration <= start), default=start
@@ -155,7 +155,7 @@ def _continued(run: Run) -> tuple[Path, int] | None:
 
 
 def is_save_due(run: Run, outcome: StepOutcome, leave: Leave | None) -> bool:
-    """Return whether a run with --save saves after an update: a checkpoint is due or it ends."""
+    """Return whether a run with --save saves now, because a checkpoint is due or the run ends."""
     is_last = leave is not None or run.finished
     due = _is_due(run, run.progress.iteration) or outcome.save_due or is_last
     return due and run.config.checkpoint.save is not None
@@ -224,7 +224,7 @@ def advice(
     It is `None` if the run ends before the first such save.
 
     Args:
-        cost: The time in seconds for which training waits at a save.
+        cost: The time in seconds for which training waits during a save.
         step: The time per iteration in seconds.
         processes: The number of processes of the job.
         hours: The mean time between failures of the job in hours, or `None` if unknown.

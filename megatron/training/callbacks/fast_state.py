@@ -31,7 +31,7 @@ class NonPersistentCheckpoints(Callback):
         """Create the callback, which opens its folders when training starts."""
         self._scalars = scalars
         self._store: NonPersistentStore | None = None
-        self._below = 0  # checkpoints up to this iteration may belong to another run's weights
+        self._below = 0  # checkpoints up to this iteration may hold another run's weights
         self._is_told = False
 
     def on_start(self, run: Run) -> None:
@@ -42,10 +42,10 @@ class NonPersistentCheckpoints(Callback):
         self._below = run.progress.iteration - (1 if run.was_resumed else 0)
 
     def open_newest(self, above: int) -> NativeReader | None:
-        """Open the newest intact checkpoint that the run has saved or continued. Collective.
+        """Open the newest intact checkpoint that the run has saved or resumed from. Collective.
 
         Args:
-            above: The checkpoint must be of a later iteration than this.
+            above: The iteration that the checkpoint must be newer than.
         """
         assert self._store is not None, "on_start has opened it"
         return self._store.open_newest(above=max(above, self._below))
@@ -88,9 +88,9 @@ def _is_due(run: Run, iteration: int) -> bool:
 
 
 class Goodput(Callback):
-    """A callback that reports goodput: the share of the time since the first start spent in steps.
+    """A callback that reports goodput, the share of time since the first start spent in steps.
 
-    Checkpoints carry the sum, so a step that is repeated after a restart counts once.
+    Checkpoints carry the sum, so a step that is repeated after a restart counts only once.
     """
 
     def __init__(self) -> None:

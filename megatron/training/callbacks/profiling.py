@@ -51,7 +51,7 @@ class Profile(Callback):
             folder.mkdir(parents=True, exist_ok=True)
 
     def before_step(self, run: Run) -> None:
-        """Begin recording at the first iteration of a window that is not skipped."""
+        """Begin recording at a window's first iteration that is not skipped."""
         upcoming = run.progress.iteration + 1
         options = run.config.profiling
         end = next((end for start, end in options.windows if start <= upcoming < end), None)

@@ -52,7 +52,7 @@ class ReplicaHashes(Callback):
         return self._is_due(run, run.progress.iteration + 1)
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Compare if it is due, or if a checkpoint is about to be saved."""
+        """Compare if a comparison is due, or if a checkpoint is about to be saved."""
         if self._is_due(run, run.progress.iteration) or is_save_due(run, outcome, leave):
             self.compare(run)
 

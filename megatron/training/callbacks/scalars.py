@@ -33,7 +33,7 @@ _LONGEST_ERROR = 2000  # characters
 
 @dataclass(frozen=True)
 class RunStart:
-    """The description of a run, for its records.
+    """The description of a run that is written with its metrics.
 
     Attributes:
         program: The script that trains.
@@ -221,7 +221,7 @@ class WandbWriter:
         """Do nothing: the settings were given to `init`, and the package records versions."""
 
     def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
-        """Do nothing: the package keeps the log, which has these lines."""
+        """Do nothing: the package saves the log, which contains the events."""
 
     def close(self) -> None:
         """Finish the run."""

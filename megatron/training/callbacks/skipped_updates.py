@@ -117,7 +117,7 @@ class SkippedUpdates(Callback):
             )
 
     def _newest(self, run: Run) -> Reader | None:
-        """Open the newest checkpoint that this run has saved or continued. Collective.
+        """Open the newest checkpoint that this run has saved or resumed from. Collective.
 
         Raises:
             CheckpointError: The newest durable checkpoint is damaged or gone.

@@ -1,4 +1,4 @@
-"""Small callbacks: garbage, unused memory, bad lines, sample ids, health and the progress bar."""
+"""Small callbacks for garbage, unused memory, bad lines, sample ids, health and a progress bar."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class StragglerWatch:
     def _pairs(
         self, times: Mapping[str, Sequence[float]]
     ) -> list[tuple[str, tuple[int, ...], float, float]]:
-        """Return the comparisons to make: a section, ranks, their seconds and the usual seconds."""
+        """Return each comparison: a section, ranks, their seconds and the usual seconds."""
         pairs: list[tuple[str, tuple[int, ...], float, float]] = []
         for section in SECTIONS:
             for rank, seconds in enumerate(times[section]):
@@ -214,7 +214,7 @@ class Stragglers(Callback):
 
 
 def _usual(seconds: float, peers: Sequence[float]) -> float | None:
-    """Return the usual time among all peers: the median, or the other one's if there are two."""
+    """Return the usual time among all peers: the median, or the other's time if there are two."""
     others = list(peers)
     others.remove(seconds)
     return statistics.median(peers if len(others) > 1 else others) if others else None

@@ -45,9 +45,9 @@ class SuspiciousUpdates(Callback):
     """A callback that decides what follows from a second computation, as Megatron Core does.
 
     If the values differ, a machine made a transient error. The run saves the state before the
-    update and exits with 17. If they are the same, the cause is the data, or a machine that is
-    always wrong. Unless the flags skip the update anyway, the run then saves and exits with 16, so
-    that other machines can compute the update. Once they have, the cause is known.
+    update and exits with code 17. If they are the same, the cause is the data, or a machine that is
+    always wrong. Unless the flags skip the update anyway, the run then saves and exits with code
+    16, so that other machines can compute the update. Their result shows the cause.
     """
 
     def __init__(self, scalars: Scalars, checkpoints: Checkpoints | None) -> None:
@@ -133,7 +133,7 @@ class SuspiciousUpdates(Callback):
         )
 
     def _save(self, run: Run) -> str:
-        """Save unless that is already done, and return a clause for the message. Collective."""
+        """Save unless that is already done, and return words for the message. Collective."""
         at = run.progress.iteration
         if self._checkpoints is None or at == 0:
             return ""
