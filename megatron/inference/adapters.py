@@ -1,4 +1,4 @@
-"""LoRA adapters for a served model, opened and checked before the model and loaded after it.
+"""LoRA adapters for a served model: opened and checked before it is loaded, and added afterwards.
 
 An adapter's folder contains PEFT's files (`--saver peft`, `save_pretrained`) or the checkpoints of
 a run with --lora-rank. Such checkpoints also contain the base model, which is compared with the
@@ -65,7 +65,7 @@ class AdapterFiles(NamedTuple):
 
     Attributes:
         model: The base model's network, with adapters of this adapter's sizes.
-        reader: Reader of its tensors under our names.
+        reader: Reader of the adapter's tensors under our names.
         targets: The adapted projections of each adapted linear layer, by the layer's name.
     """
 
@@ -80,7 +80,7 @@ class OpenedAdapter(NamedTuple):
     Attributes:
         flag: The flag and its value, for messages.
         name: The name that requests use for it.
-        files: Its files.
+        files: The adapter's files.
     """
 
     flag: str
@@ -156,7 +156,7 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
                 linear.adapter = Adapter(linear, one.files.targets[name], plan, context, name)
         state = model_state([loaded.model])
         entries = {name: entry for name, entry in state.items() if is_adapter_parameter(name)}
-        # Adapters of the output layer may have other padding.
+        # Adapters of the output layer may have been padded differently.
         count, size = loaded.model.plan.embedding.vocabulary, loaded.tokenizer.vocab_size
         restore(PaddedReader(one.files.reader, rows=count, entries=size), entries, cast=True)
         for name, linear in own.items():

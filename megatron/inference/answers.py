@@ -34,7 +34,7 @@ class Answer(ABC):
 
     Attributes:
         request: The request that it answers.
-        sequences: Its sequences, all of which are known to the scheduler.
+        sequences: The answer's sequences, all of which are known to the scheduler.
     """
 
     def __init__(self, request: Request) -> None:
@@ -84,7 +84,7 @@ class Answer(ABC):
         return False
 
     def expect(self) -> None:
-        """Reserve a place for the token that the current step is choosing.
+        """Append a placeholder for the token that the current step is choosing.
 
         The sequence ends with `UNKNOWN` until the token is known, unless that token completes the
         answer. Call this only if `can_expect` is true.
@@ -252,7 +252,7 @@ class BeamAnswer(Answer):
         """
         super().__init__(request)
         sampling = request.sampling
-        # Of this many continuations, at least `beam_width` go on even if every one that can end
+        # At least `beam_width` of this many continuations go on, even if every one that can end
         # does.
         self._candidates = max(2, 1 + len(sampling.stop_tokens)) * sampling.beam_width
         self._tops = min(self._candidates, vocab_size)
@@ -302,9 +302,10 @@ class BeamAnswer(Answer):
         return []
 
     def _continue(self) -> list[_Beginning]:
-        """Finish a round, and return the next round's beams, best first. No beams end the search.
+        """Finish a round, and return the next round's beams, best first.
 
-        Each returned beam still has the sequence of the beam that it continues.
+        Each returned beam still has the sequence of the beam that it continues. If the result is
+        empty, the search is over.
         """
         sampling, answers = self.request.sampling, self._answers
         ways = [

@@ -48,7 +48,7 @@ _GPU_CACHE_SHARE = 0.9  # fraction of the memory left after loading the model
 # GPU memory kept free for a step's logits and activations.
 _GPU_STEP_BYTES = 3 * 2**30
 _SEQUENCES_PER_SNAPSHOT = 4  # running sequences for each snapshot of states
-_UNUSED_HEAD = 64  # size of heads for the choice of kernels in a model without attention
+_UNUSED_HEAD = 64  # head size for choosing kernels if a model has no attention
 
 
 @dataclass(frozen=True, kw_only=True)

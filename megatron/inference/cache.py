@@ -1,11 +1,13 @@
 """The KV cache and the states of recurrent layers: blocks, memory, and a step's view of it.
 
-A block holds the keys and values of consecutive tokens. A full block has a key that identifies its
-tokens and all tokens before them. Sequences with the same beginning share it. An unused block keeps
-its content until the block is needed. The block that has been unused longest is reused first.
+A block holds the keys and values of consecutive tokens, each in its own slot. A full block has a
+key that identifies its tokens and all tokens before them. Sequences with the same beginning share
+it. An unused block keeps its content until the block is needed. The block that has been unused
+longest is reused first.
 
 The states of a recurrent layer have a constant size for each sequence. Every sequence in the batch
-has its own place, to which its new states are written after each step.
+has its own place, an index into the tensors of states, to which its new states are written after
+each step.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def next_key(
 
     The key is a cryptographic hash, so nobody can construct two different prompts with the same
     key. It includes the adapter, because the same tokens have different keys and values with
-    another adapter. They also do in a sequence longer than the trained context of a model with
+    another adapter. The same is true of a sequence longer than the trained context of a model with
     LongRoPE or dynamic NTK; `variant` distinguishes these.
 
     Args:
@@ -149,7 +151,7 @@ class Snapshots:
         return self._places[key]
 
     def take(self, key: BlockKey) -> int | None:
-        """Return the place for a new snapshot, or `None` if it exists or there are no places."""
+        """Return a place for a new snapshot; `None` if it already exists or there are no places."""
         if key in self._places or not (self._empty or self._places):
             return None
         place = self._empty.pop() if self._empty else self._places.popitem(last=False)[1]
@@ -159,7 +161,7 @@ class Snapshots:
 
 @dataclass(eq=False)
 class CacheMemory:
-    """Keys and values or latent vectors, and states, of this process's layers and heads.
+    """Keys and values (or latent vectors) and states of this process's layers and heads.
 
     Attributes:
         shapes: The shape of what is cached for a token, by layer index from 0
@@ -242,7 +244,7 @@ class StepCache:
     Attributes:
         memory: The cache.
         positions: Position of each token in its sequence, int64 [s].
-        lengths: Length that decides how each token rotates, int64 [s].
+        lengths: Sequence length that determines how each token rotates, int64 [s].
         slots: Slot of each token's key and value, int64 [s].
         outputs: Indices of the tokens whose logits are computed, int64 [k].
         singles: Sequences that add one token, which come first, or `None` if there are none.
@@ -296,7 +298,7 @@ class StepCache:
         Args:
             query: Queries [s, 1, n/t, d].
             latent: Latent vectors [s, 1, w].
-            heads: How keys and values are computed from them.
+            heads: The computation of keys and values from the vectors.
             options: The layer number, the scale of the scores, and how they become weights.
 
         Returns:
@@ -332,7 +334,7 @@ class StepCache:
             recurrence: The recurrence.
 
         Returns:
-            Its results [s, 1, ...].
+            The recurrence's results [s, 1, ...].
         """
         assert self.rows is not None, "the engine was built without states"
         memory, rows = self.memory.states[layer_number], self.rows

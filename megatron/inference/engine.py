@@ -175,7 +175,7 @@ class BatchEngine:
     def _expects(self, flight: _Flight) -> bool:
         """Return whether the next step can be planned before this one's results are known.
 
-        If so, reserve a place in each sequence for the token that is being chosen.
+        If so, append a placeholder to each sequence for the token that is being chosen.
         """
         answers = [
             self._answers[row.sequence.request]

@@ -78,8 +78,8 @@ class Executor:
     """An executor of steps for the part of the model that this process holds.
 
     Attributes:
-        model: This process's part of the model, in evaluation mode; its last part with virtual
-            pipeline stages.
+        model: This process's part of the model, in evaluation mode; with virtual pipeline stages,
+            the last of its parts.
         layout: This process's place in the parallel layout.
         memory: The KV cache of the layers in this part.
         device: Device of the model and the cache.
@@ -203,7 +203,7 @@ class Executor:
         Args:
             plan: The step.
             outputs: The tokens whose logits are needed, each with the index of its row and its
-                place in the row.
+                index in the row.
         """
         send = self.device.send
         firsts = np.cumsum([0] + [row.size for row in plan])
@@ -241,7 +241,7 @@ class Executor:
         return tokens.unsqueeze(0), cache
 
     def _lengths(self, row: Row, places: Integers) -> Integers:
-        """Return the length of a row's sequence that decides how each of its tokens rotates."""
+        """Return, for each token of a row, the sequence length that determines its rotation."""
         if self.model.plan.dynamic_context is None:
             return np.full(len(places), len(row.sequence.tokens))
         # A token keeps the rotation that it had when it was new, even if it is computed again.

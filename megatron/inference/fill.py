@@ -26,13 +26,13 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 MARK = "[MASK]"
-_LONGEST_RUN = 20  # maximum number of tokens that a T5 fills in at one place
+_LONGEST_RUN = 20  # maximum number of tokens that a T5 fills in for one `[MASK]`
 # Hugging Face's T5s were trained with these lengths, although their positions have no limit.
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
 class Guess(NamedTuple):
-    """Words for a marked place, and the probability that the model gives them."""
+    """Words for one `[MASK]`, and the probability that the model gives them."""
 
     words: str
     probability: float
@@ -68,7 +68,7 @@ class Filler:
             marks, begin, end = [tokenizer.mask] * len(others), [tokenizer.cls], [tokenizer.sep]
         else:
             marks, begin, end = tokenizer.additional_special_tokens_ids, [], tokenizer.encoder_end
-            # Each place takes a sentinel and at least one token, after the first token.
+            # Each `[MASK]` takes a sentinel and at least one token, after the first token.
             most = min(len(marks), (limit - 1) // 2)
             if len(others) > most:
                 raise UserError(
@@ -148,7 +148,7 @@ def load_filler(folder: str, device: Device, *, allow_foreign: bool = False) -> 
     Args:
         folder: Folder of checkpoints.
         device: Device to run on.
-        allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
+        allow_foreign: Whether to accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged or of a different kind of model.

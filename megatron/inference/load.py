@@ -63,8 +63,8 @@ class Loaded:
         layout: This process's place in the parallel layout.
         adapters: The model's adapters, of which each request chooses one or none
             (`adapters.add_to`); `None` if it has none.
-        earlier: The parts of this process that run before `model`, if a run in training has virtual
-            pipeline stages.
+        earlier: The model parts on this process that run before `model`, if a training run has
+            virtual pipeline stages.
     """
 
     model: GPTModel
@@ -299,7 +299,7 @@ def parse_generation(
         world_size: Number of processes.
         program: Name, own flags and own checks of the program.
         has_copies: Whether additional processes may hold more copies of the model.
-        kinds: Architectures that the program accepts, the first without --load.
+        kinds: Architectures that the program accepts. Without --load, the first one is used.
 
     Raises:
         ConfigError: The command line has mistakes. The error lists all of them.
@@ -320,7 +320,7 @@ def saved_run(
     Args:
         given: Flags on the command line. Without --load, the defaults are returned.
         micro_batch: Micro-batch size of the run.
-        kinds: The architectures that the program accepts, the first without --load.
+        kinds: Architectures that the program accepts. Without --load, the first one is used.
 
     Raises:
         CheckpointError: There is no checkpoint, or it holds a different network.

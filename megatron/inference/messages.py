@@ -1,7 +1,7 @@
 """Messages between the web server, rank 0 and the other ranks: typed JSON, never pickle.
 
-A message is a JSON list of records of one dataclass. On the socket between the web server and
-rank 0, it is preceded by its length as a 4-byte big-endian integer.
+A message is a JSON list of instances of one dataclass, its records. On the socket between the web
+server and rank 0, it is preceded by its length as a 4-byte big-endian integer.
 """
 
 from __future__ import annotations

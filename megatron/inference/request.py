@@ -1,6 +1,6 @@
 """The requests that an engine takes and the events that it returns: tokens only, no text.
 
-All of them are frozen records, which processes send each other as JSON (`messages`).
+All of them are frozen dataclasses, which processes send each other as JSON (`messages`).
 """
 
 from __future__ import annotations
@@ -274,8 +274,8 @@ class Stats:
         new_tokens: Number of tokens generated since the start.
         drafted_tokens: Number of drafts that steps have checked (speculative decoding).
         accepted_tokens: Number of these drafts that were correct.
-        choosing_rows: Number of times that a step has chosen tokens for a sequence. Each chose one
-            token and accepted some drafts, unless it was a step of a beam search.
+        choosing_rows: Number of times that a step has chosen tokens for a sequence. Each time, it
+            chose one token and accepted some drafts, except in a beam search.
     """
 
     running: int = 0

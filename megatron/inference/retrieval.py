@@ -118,7 +118,7 @@ class RetroStepCache(StepCache):
     places: Tensor
 
     def whole_chunks(self, x: Tensor) -> Tensor:
-        """Store inputs [s, 1, h] of new tokens, and return those of whole chunks [C m, 1, h]."""
+        """Store inputs [s, 1, h] of new tokens; return the inputs of whole chunks [C m, 1, h]."""
         inputs = self.chunk_memory.inputs
         inputs.flatten(0, 1).index_copy_(0, self.slots, x[:, 0].to(inputs.dtype))
         return inputs[self.ending].flatten(0, 1).unsqueeze(1).to(x.dtype)
@@ -364,7 +364,7 @@ def _grouped(rows: StepPlan, blocks: Sequence[Integers], m: int) -> tuple[Intege
         m: Number of tokens in a chunk.
 
     Returns:
-        The block of each of G groups, and the index of each token among the [G m] places of all
+        The block of each of G groups, and the index of each token among the [G m] positions of all
         groups.
     """
     groups, places, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0

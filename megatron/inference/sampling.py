@@ -110,7 +110,7 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
 
 
 def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
-    """Return the flattened result of `choose` as one record per row."""
+    """Return the flattened result of `choose` as one `Chosen` per row."""
     width = result_width(choices)
     most = (width - 2) // 2
     if not most:

@@ -36,10 +36,10 @@ class SchedulerSettings:
         has_states: Whether the model has layers with states. A sequence can then reuse cached
             blocks only up to a snapshot of these states.
         snapshots: Number of snapshots that are kept.
-        trained_context: Length beyond which all tokens of a sequence have other keys and values, so
-            that a sequence that outgrows it is recomputed (LongRoPE). `None` for no such length.
-        dynamic_context: Length of a prompt beyond which its keys depend on it (dynamic NTK). Later
-            tokens' keys depend on their own position. `None` for no such length.
+        trained_context: Length beyond which all tokens of a sequence have different keys and values
+            (LongRoPE). A sequence that outgrows it is recomputed. `None` for no such length.
+        dynamic_context: Length beyond which a prompt's keys depend on the prompt's length (dynamic
+            NTK). The keys of later tokens depend on their own position. `None` for no such length.
     """
 
     blocks: int
@@ -393,7 +393,7 @@ class Scheduler:
 
         Args:
             sequence: The sequence.
-            budget: The largest number.
+            budget: The largest number of tokens that may be computed.
         """
         count = min(sequence.missing, budget)
         left = self._last_block(sequence) - sequence.computed

@@ -58,8 +58,8 @@ class _Endings:
     """The latest ends of runs of tokens in a sequence.
 
     Attributes:
-        after: For each run, the index of the token after its latest occurrence that has a next
-            token.
+        after: For each run of tokens, the index of the token that follows its latest occurrence. An
+            occurrence without a next token does not count.
         known: Number of tokens of the sequence that have been read.
     """
 
@@ -76,8 +76,8 @@ class NgramDrafter:
 
     Args:
         tokens: Maximum number of drafts.
-        longest: Length of the longest run.
-        shortest: Length of the shortest run.
+        longest: Length of the longest run of tokens to look for.
+        shortest: Length of the shortest run to look for.
     """
 
     def __init__(self, tokens: int, longest: int, shortest: int) -> None:
@@ -126,14 +126,14 @@ class _DepthWindow(NamedTuple):
 class MultiTokenDrafter:
     """A drafter that uses the model's multi-token prediction layers (`models.multi_token`).
 
-    Depth k guesses the token k places after the next one. Each depth keeps keys and values in the
-    cache, in the slots of the model's layers. At position i depth k reads token i + k. If that
+    Depth k guesses the token k positions after the next one. Each depth keeps keys and values in
+    the cache, in the slots of the model's layers. At position i depth k reads token i + k. If that
     token was a rejected draft, the position is computed again in the next step. The previous
     depth's hidden states are kept for this.
 
     Args:
         executor: The executor of the model's steps, which keeps their hidden states.
-        tokens: Number of drafts, at most the model's depths.
+        tokens: Number of drafts, at most the model's number of depths.
     """
 
     def __init__(self, executor: Executor, tokens: int) -> None:
@@ -238,7 +238,7 @@ class MultiTokenDrafter:
         first = window.start + depth + 1
         guessed = guesses.get(sequence, [])[max(0, first - len(sequence.tokens)) :]
         read = [*sequence.tokens[first : first + size], *guessed][:size]
-        # At the end of a chunk, these tokens may not be known yet, one place before the prompt's
+        # At the end of a chunk, these tokens may not be known yet, one position before the prompt's
         # end or earlier. Such positions are computed again with the next chunk.
         read += [0] * (size - len(read))
         drafts = size - 1 if window.row.goes_on else 0  # they attend one by one

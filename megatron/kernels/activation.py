@@ -41,7 +41,7 @@ PARTIALS = 4  # rows of partial sums per multiprocessor
 class _ActivationForward(NamedTuple):
     """An activation of the sum of input and bias."""
 
-    x: Pointer  # [rows, columns (SwiGLU: 2 columns)]
+    x: Pointer  # [rows, columns], or [rows, 2 * columns] for SwiGLU
     bias: Pointer | None  # in the shape of a row of x
     out: Pointer  # [rows, columns]
     amax: Pointer | None  # initially zero; raised to the largest magnitude of out
@@ -138,8 +138,8 @@ def choose_activation(
         handovers: Where to store the amaxes of the result and of the gradient of x. Only kernels
             measure them.
         fuses_gelu: Whether GELU may use the fused kernels; False with --no-bias-gelu-fusion.
-        clamp: The limit on a gated activation's two parts (`clamped_gate`); `None` for none.
-        offset: The number added to its second part.
+        clamp: The limit on a gated activation's two parts (`clamped_gate`); `None` for no limit.
+        offset: The number added to a gated activation's second part.
     """
     if clamp is not None or offset:
         return partial(clamped_gate, _GATES[name], clamp=clamp, offset=offset)
@@ -155,7 +155,7 @@ def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return OpenAI's approximation, x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    """Return OpenAI's approximation of GELU, x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     return F.gelu(_add(x, bias), approximate="tanh")
 
 
@@ -213,9 +213,9 @@ def clamped_gate(
     """Split [..., 2 f] into gate and up; return form(gate) * (up + offset) [..., f] (GPT-OSS).
 
     Args:
-        form: The function of the gate.
-        x: [..., 2 f].
-        bias: [2 f], which is added first, or `None`.
+        form: The function that is applied to the gate.
+        x: The gate and up, [..., 2 f].
+        bias: The bias [2 f], which is added first, or `None`.
         clamp: The largest value of the gate, and the largest magnitude of up; `None` for no limit.
         offset: The number added to up.
     """
@@ -244,9 +244,9 @@ def fused_activation(
     Args:
         library: Compiled kernels.
         plain: The function, as implemented in PyTorch: gelu, gelu_tanh, squared_relu or swiglu.
-        x: [..., f] (SwiGLU: [..., 2 f]).
+        x: The input [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
-        handovers: The places for the amaxes of the result and of the gradient of x.
+        handovers: The handovers for the amaxes of the result and of the gradient of x.
     """
     columns = x.shape[-1] // (2 if plain is swiglu else 1)
     if not takes(x, bias) or columns * x.element_size() % VECTOR_BYTES:
@@ -267,10 +267,10 @@ def activation_forward(
 
     Args:
         library: Compiled kernels.
-        x: [..., f] (SwiGLU: [..., 2 f]).
+        x: The input [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
         kind: The formula, as a value of `KINDS`.
-        handovers: The places for the amaxes of the result and, in the backward pass, of the
+        handovers: The handovers for the amaxes of the result and, in the backward pass, of the
             gradient of x.
 
     Returns:
@@ -301,7 +301,7 @@ def activation_backward(
         x: The input of `activation_forward`.
         bias: The bias of `activation_forward`, or `None`.
         kind: The formula, as a value of `KINDS`.
-        handover: The place for the amax of x's gradient.
+        handover: The handover for the amax of x's gradient.
 
     Returns:
         The gradients of x and of the bias (`None` without a bias).

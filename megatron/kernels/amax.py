@@ -69,7 +69,7 @@ class Zeros:
 
 
 class Handover:
-    """The place where a kernel stores the amax of the tensor that a layer casts next.
+    """The memory through which a kernel passes the amax of a tensor to the layer that casts it.
 
     Args:
         zeros: The supply of zeros for the kernel.

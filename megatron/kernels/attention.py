@@ -12,7 +12,7 @@ FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-a
 with --use-flash-attn. Its kernels, for Hopper and later GPUs, are compiled at the first use, which
 takes 15 s including the package's start-up. They are faster than cuDNN's on contiguous tensors [b,
 s, n, d] (docs/benchmarks/kernels.md). Our tensors are transposed from [s, b, n, d], and on these
-they are far slower, unless b is 1 and the two layouts are the same.
+they are far slower, except when b is 1, where the two layouts are the same.
 """
 
 from __future__ import annotations
@@ -220,10 +220,10 @@ class AttentionOptions(NamedTuple):
     def mask_of(self, query: Tensor, key: Tensor) -> Tensor | None:
         """Return the mask as a tensor that includes the window and the biases of `slopes`.
 
-        With `None`, `causal` decides.
+        If the result is `None`, `causal` decides.
 
         Args:
-            query: The queries [s, b, n, d]. Biases have their type.
+            query: The queries [s, b, n, d]. The biases get their data type.
             key: The keys [keys, b, g, d].
         """
         queries, keys, device = len(query), len(key), query.device
@@ -236,7 +236,7 @@ class AttentionOptions(NamedTuple):
         return add_slopes(mask, self.slopes, places - places[keys - queries :, None], query.dtype)
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Return the mask as a tensor that includes the window; with `None`, `causal` decides."""
+        """Return the mask as a tensor that includes the window. If `None`, `causal` decides."""
         mask = self.mask.mask if isinstance(self.mask, Segments) else self.mask
         if not self.is_limited(keys):
             return mask
@@ -256,7 +256,7 @@ def add_slopes(mask: Tensor, slopes: Tensor, distances: Tensor, dtype: torch.dty
         dtype: The type of the result.
 
     Returns:
-        [b or 1, n, q, k].
+        The biases [b or 1, n, q, k].
     """
     biases = (slopes[:, None, None] * distances.unsqueeze(-3)).to(dtype)
     return biases.masked_fill(~mask, torch.finfo(dtype).min)
@@ -377,7 +377,7 @@ def masked_softmax(
     """Return softmax(factor * scores) over keys, computed in the type of the scores.
 
     Args:
-        scores: [b, n, s, keys].
+        scores: The scores [b, n, s, keys].
         mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; replaces `causal`.
         causal: Without a mask, query i sees keys up to i + keys - s.
         factor: The factor applied to the scores.
@@ -440,9 +440,9 @@ def gpu_attention(
     """Run the fastest fused attention that supports the arguments, on a GPU.
 
     Args:
-        query: [s, b, n, d].
-        key: [s, b, g, d].
-        value: [s, b, g, d].
+        query: The queries [s, b, n, d].
+        key: The keys [s, b, g, d].
+        value: The values [s, b, g, d].
         options: Mask, dropout and scale.
         holds_scores: Whether an implementation that holds all scores in memory may run.
         package: The flash-attn-4 package, which runs if it supports the arguments.
@@ -485,7 +485,7 @@ class _FlashCall(NamedTuple):
             longest of each.
         dropout: The probability of dropping an attention weight.
         causal: Whether a query attends only to its own token and earlier ones.
-        factors: The scale, and the window if there is one, by the kernel's names.
+        factors: The scale, and the window if there is one, keyed by the kernel's argument names.
     """
 
     places: tuple[Tensor | None, Tensor | None, int, int]
@@ -611,15 +611,15 @@ class FlashPackage(NamedTuple):
     """Attention from the package `flash-attn-4`.
 
     Attributes:
-        function: Its `flash_attn_func`.
-        release: Its version.
+        function: The package's `flash_attn_func`.
+        release: The package's version.
     """
 
     function: Callable[..., Any]
     release: str
 
     def takes(self, query: Tensor, options: AttentionOptions) -> bool:
-        """Return whether the package is fast here: 16 bits, one sample, only a window."""
+        """Return whether the package is fast here: 16 bits, one sample, no option but a window."""
         return (
             query.dtype in (torch.float16, torch.bfloat16)
             and not flash_head_misfit(query.shape[-1], largest=_LARGEST_FLASH_HEAD)
@@ -650,7 +650,7 @@ class FlashPackage(NamedTuple):
 def find_flash_package(device: torch.device) -> FlashPackage | None:
     """Return the package, or `None` if it is not installed or has no kernels for the device.
 
-    With --deterministic-mode, its kernels must be deterministic.
+    With --deterministic-mode, its kernels must also be deterministic.
     """
     capability = Device(device).capability
     if capability < (9, 0):

@@ -46,15 +46,15 @@ def attend(
     """Attend within b sequences, with all scores in memory. Autograd computes the backward pass.
 
     Args:
-        query: [b, n, q, d].
-        key: [b, g, keys, d], starting with the first token of each sequence.
-        value: [b, g, keys, d].
+        query: The queries [b, n, q, d].
+        key: The keys [b, g, keys, d], starting with the first token of each sequence.
+        value: The values [b, g, keys, d].
         seen: bool, broadcast to [b, 1, q, keys]: True where a query may attend. With slopes, the
             last of these keys must be the query's own.
         options: How scores become weights. Mask, `causal` and window are ignored.
 
     Returns:
-        [b, n, q, d].
+        The result [b, n, q, d].
     """
     queries, keys = query.shape[2], key.shape[2]
     times = query.shape[1] // key.shape[1]

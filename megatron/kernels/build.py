@@ -137,7 +137,7 @@ def find_built(architecture: str, folder: Path, say: Say, version: str = "*") ->
         architecture: The GPU architecture, such as "sm_90a".
         folder: The cache, or the folder that `pip install` fills.
         say: A function that prints one line about each library that is not used.
-        version: The version of NVRTC that built the library; `None` accepts any.
+        version: The version of NVRTC that built the library; "*" accepts any.
     """
     reasons = []
     for path in sorted(folder.glob(f"kernels-{architecture}-{digest()}-cuda{version}-*.bin")):

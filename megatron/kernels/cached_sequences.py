@@ -1,4 +1,4 @@
-"""Records of the sequences that add tokens to a cache in blocks (`paged_attention`)."""
+"""Descriptions of the sequences that add tokens to a cache in blocks (`paged_attention`)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Chunks:
     Attributes:
         starts: The number of each sequence's tokens that are already in the cache.
         sizes: The number of new tokens of each sequence.
-        ends: Cumulative numbers of new tokens and of all tokens over the sequences, int32 [2, c +
+        ends: Cumulative counts of new tokens and of all tokens over the sequences, int32 [2, c +
             1]. Each row begins with 0.
         slots: The slots of all tokens, sequence by sequence, int64 [l]; `None` if all tokens are
             new.
@@ -78,7 +78,7 @@ class Chunks:
         """Return, for each of all tokens, the index of its sequence's first new token, int64 [l].
 
         Args:
-            before: The step's tokens before those of these sequences.
+            before: The number of tokens that precede those of these sequences in the step.
         """
         new, known = self.ends.long()
         total = sum(self.starts) + sum(self.sizes)

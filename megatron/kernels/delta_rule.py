@@ -39,9 +39,9 @@ def chunked_delta_rule(
     only the states pass from chunk to chunk. Everything is computed in fp32 (fp64 for fp64 values).
 
     Args:
-        query: [s, b, m, e], before normalization.
-        key: [s, b, m, e], before normalization.
-        value: [s, b, n, d].
+        query: The queries [s, b, m, e], before normalization.
+        key: The keys [s, b, m, e], before normalization.
+        value: The values [s, b, n, d].
         decay: Logarithm of each token's decay, at most 0, fp32 [s, b, n].
         rate: The rate of each token, 0 to 1, [s, b, n].
         chunk: Number of tokens of a chunk.
@@ -100,9 +100,9 @@ def delta_rule_step(
     """Apply the rule to one token of each sequence.
 
     Args:
-        query: [1, b, m, e], before normalization.
-        key: [1, b, m, e], before normalization.
-        value: [1, b, n, d].
+        query: The queries [1, b, m, e], before normalization.
+        key: The keys [1, b, m, e], before normalization.
+        value: The values [1, b, n, d].
         decay: Logarithm of the decay, at most 0, fp32 [1, b, n].
         rate: The rate, 0 to 1, [1, b, n].
         state: The states before the token, fp32 [b, n, e, d].

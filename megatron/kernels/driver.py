@@ -99,7 +99,8 @@ class Driver:
         """Return the handle of compiled code.
 
         Raises:
-            DriverError: The driver rejects the code, for example because it is for an older CUDA.
+            DriverError: The driver rejects the code, for example because the driver is for an older
+                CUDA.
         """
         library = ctypes.c_void_p()
         nothing = (None, None, 0) * 2
@@ -151,7 +152,7 @@ class PreparedLaunches:
     Attributes:
         packer: The packer that writes a call's values into `values`.
         values: The memory of the values that differ between calls, and of constants.
-        picks: For each packed value, its place among the call's values and an offset; `None` if the
+        picks: For each packed value, its index among the call's values and an offset; `None` if the
             values are packed unchanged.
         calls: The arguments of the driver's launch function, for each launch.
         kept: The objects to which these arguments point.
@@ -198,7 +199,7 @@ def prepare(
         launches: The launches that a plan has returned.
         handles: The handle of each launch's kernel.
         letters: The letters of each kernel's parameters (`sources.parameters`).
-        places: The places of the values that calls will provide, among an operation's arguments.
+        places: The indices, among an operation's arguments, of the values that calls will provide.
         target: The GPU and stream on which the plan will run.
 
     Raises:

@@ -107,7 +107,7 @@ TAKE_GRADIENT = Kernel.of("take_gradient", _TakeGradient)
 
 
 class Grouping(NamedTuple):
-    """The rows of all experts; n is their number.
+    """The rows of all experts; n is the number of rows.
 
     Attributes:
         order: The choice that belongs to each row, int64 [n]. Choice c belongs to token c // k.
@@ -247,7 +247,7 @@ def collect(
 
     Args:
         rows: The outputs of the experts.
-        weights: The factor of each choice, fp32 [T, k].
+        weights: The weight of each choice, fp32 [T, k].
         grouping: The rows of the tokens.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
@@ -297,9 +297,9 @@ def combine_rows(
 
     Args:
         library: Compiled kernels.
-        rows: [n, h], contiguous.
+        rows: The rows [n, h], contiguous.
         place: The row of each choice, int64 [T, k]; -1 for none.
-        weights: The factor of each choice, fp32 [T, k]; `None` means 1.
+        weights: The weight of each choice, fp32 [T, k]; `None` means 1.
 
     Returns:
         The sums [T, h] in the rows' type.
@@ -343,7 +343,7 @@ def combine_rows_backward(
 
 
 class GroupedProduct:
-    """The products of experts and their rows; in this class, one expert after another.
+    """The products of experts' weights and rows. This class computes one expert after another.
 
     Rows are [n, in], weights [experts, out, in]; `ends` is `Grouping.ends`. Results for rows
     without an expert are arbitrary.
@@ -392,7 +392,7 @@ class LibraryGroupedProduct(GroupedProduct):
         return torch._grouped_mm(rows, weight.mT, offs=ends), (weight,)
 
     def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
-        """Return the rows' gradient for the outputs' gradient."""
+        """Return the rows' gradient, given the outputs' gradient."""
         return torch._grouped_mm(grad, weight[0], offs=ends)
 
     def weight_gradient(
@@ -436,7 +436,7 @@ class Fp8GroupedProduct(GroupedProduct):
         return self._multiply(rows, by_out, ends), by_in
 
     def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
-        """Return the rows' gradient for the outputs' gradient."""
+        """Return the rows' gradient, given the outputs' gradient."""
         return self._multiply(grad, Fp8(*weight), ends)
 
     def weight_gradient(
@@ -496,7 +496,7 @@ def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulat
         library: Compiled kernels.
         value: The gradient, contiguous.
         into: The memory, fp32 in the shape of `value`, contiguous.
-        accumulate: Whether to add.
+        accumulate: Whether to add the gradient instead of overwriting the memory.
     """
     sizes = (value.numel(), int(accumulate), DTYPE_CODES[value.dtype])
     library.launch(TAKE_GRADIENT, value, into, *sizes)
@@ -514,7 +514,7 @@ def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
 
 
 def _one_by_one(x: Tensor, factors: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows [n, a] by its factor [experts, a, b]. Waits for the device."""
+    """Multiply each expert's rows [n, a] by its matrix [experts, a, b]. Waits for the device."""
     out = x.new_zeros(len(x), factors.shape[2])
     for expert, rows in _occupied(ends):
         torch.mm(x[rows], factors[expert], out=out[rows])

@@ -42,12 +42,12 @@ from megatron.kernels.driver import Driver, DriverError, LaunchTarget, PreparedL
 from megatron.kernels.plans import KINDS, Arguments, Number, Plan, PlanError, Pointer
 from megatron.kernels.sources import parameters
 
-OLDEST_CAPABILITY = (8, 0)  # bf16 and asynchronous copies
+OLDEST_CAPABILITY = (8, 0)  # the first with bf16 and asynchronous copies
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in common.cuh
 VECTOR_BYTES = 16  # the size of a kernel's reads and writes
 
 MOST_PLANS = 4096  # per thread; every new size adds one
-EARLY_CAPABILITY = (9, 0)  # programmatic dependent launch
+EARLY_CAPABILITY = (9, 0)  # the first with programmatic dependent launch
 
 Argument = Tensor | int | float | None
 
@@ -73,7 +73,7 @@ class Kernel:
 
     @classmethod
     def of(cls, name: str, arguments: Callable[..., Arguments]) -> Kernel:
-        """Return the operation whose arguments are the fields of a record.
+        """Return the operation whose arguments are the fields of a named tuple.
 
         Args:
             name: The name of the operation.
@@ -107,7 +107,8 @@ class KernelLibrary:
 
         Raises:
             OSError: The file is unsafe or damaged (`read_built`), or there is no driver.
-            DriverError: The driver rejects the code, for example because it is for an older CUDA.
+            DriverError: The driver rejects the code, for example because the driver is for an older
+                CUDA.
         """
         self.path = str(path)
         codes, self._kernels = split(read_built(Path(path)))

@@ -181,8 +181,8 @@ def add_norm(
         weight: The weight [h].
         bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
         epsilon: The number added to the variance.
-        handovers: The places for the amaxes of the normalized sum and of delta's gradient. Only the
-            kernel measures these amaxes.
+        handovers: The handovers for the amaxes of the normalized sum and of delta's gradient. Only
+            the kernel measures these amaxes.
 
     Returns:
         The sum in the residual's type, and the normalized sum in the weights' type.
@@ -241,7 +241,7 @@ def add_norm_forward(
         weight: The weight [h].
         bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
         epsilon: The number added to the variance.
-        handovers: The places for the amaxes of the normalized sum and, in the backward pass, of
+        handovers: The handovers for the amaxes of the normalized sum and, in the backward pass, of
             delta's gradient.
 
     Returns:
@@ -287,7 +287,7 @@ def add_norm_backward(
         weight: The weight [h].
         moments: The moments that `add_norm_forward` returned.
         round_for_delta: Whether to also return the sum's gradient in the weight's type.
-        handover: The place for the amax of the sum's gradient in the weight's type.
+        handover: The handover for the amax of the sum's gradient in the weight's type.
 
     Returns:
         The gradients of the sum in its own type, of the sum in the weight's type (`None` unless

@@ -40,7 +40,7 @@ from megatron.kernels.sources import FLOATS, constant, instance
 
 
 class _PagedAttention(NamedTuple):
-    """Attention of one query per row, in 16 bits on tensor cores, otherwise in fp32.
+    """Attention of one query per row: on tensor cores for 16-bit values, otherwise in fp32.
 
     A query sees the last of its `lengths` tokens and the `window` tokens before it.
     """
@@ -180,8 +180,8 @@ _JOIN_THREADS = 128  # of a block that merges parts of long results
 class LatentHeads(Protocol):
     """How a layer computes keys and values from cached vectors of w channels.
 
-    The computation is linear. One can therefore attend to the keys and values, or attend from
-    transformed queries to the vectors themselves, which is cheaper if there are few queries.
+    The computation is linear. Queries can therefore attend to the keys and values or, after a
+    linear map, to the vectors themselves, which is cheaper if there are few queries.
 
     Attributes:
         rank: The number of channels, the first of each vector, from which values are computed.
@@ -194,12 +194,13 @@ class LatentHeads(Protocol):
 
         Args:
             latent: The vectors. Their sequences may have different adapters.
-            tokens: Returns, for each vector, the index of a new token of its sequence, int64 [l].
+            tokens: A function that returns, for each vector, the index of a new token of its
+                sequence, int64 [l].
         """
         ...
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Map queries of keys to queries of vectors, [s, n/t, w].
+        """Map queries for keys to queries for cached vectors, [s, n/t, w].
 
         Args:
             query: Queries of the step's first tokens, [s, n/t, d].
@@ -207,13 +208,13 @@ class LatentHeads(Protocol):
         ...
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Map weighted sums of vectors to those of values.
+        """Map weighted sums of vectors to weighted sums of values.
 
         Args:
             mixed: Sums of vectors for the step's first tokens, [s, n/t, rank].
 
         Returns:
-            [s, n/t, d].
+            The weighted sums of values, [s, n/t, d].
         """
         ...
 
@@ -239,7 +240,7 @@ def choose_paged_attention(
 
     Args:
         library: The kernels; `None` if there are none.
-        head_size: The channels of a head.
+        head_size: The number of channels of a head.
         dtype: The number format of the cache.
         latent: The sizes of latent vectors, if they are cached instead of keys and values.
         batch_invariant: Whether results must be bitwise identical to those of training.
@@ -297,7 +298,7 @@ class PagedAttention:
             keys: The cached keys [slots, g, d], including the new ones.
             values: The cached values, in the shape of the keys.
             singles: The sequences.
-            options: The window, or the chunks.
+            options: The attention options; the mask and `causal` are not used.
 
         Returns:
             The results [u, n, d], which are undefined for sequences without tokens.
@@ -330,9 +331,9 @@ class PagedAttention:
         Args:
             query: The queries [u, n, d].
             vectors: The cached vectors [slots, 1, w], including the new ones.
-            heads: How keys and values are computed from them.
+            heads: The computation of keys and values from the vectors.
             singles: The sequences.
-            options: The window, and the scale of the scores.
+            options: The attention options; the mask and `causal` are not used.
 
         Returns:
             The results [u, n, d], which are undefined for sequences without tokens.
@@ -380,7 +381,7 @@ class PagedAttention:
             value: The values of the new tokens, [s, g, d].
             cache: The cached keys and values [slots, g, d], including those of the new tokens.
             chunks: The sequences.
-            options: The window, or the chunks.
+            options: The attention options; the mask and `causal` are not used.
 
         Returns:
             The results [s, n d].
@@ -467,7 +468,7 @@ class FusedPaged(PagedAttention):
     can_capture = True
 
     def __init__(self, library: KernelLibrary) -> None:
-        """Store the kernels to attend with."""
+        """Store the compiled kernels."""
         self.name = "fused over the cache"
         self._library = library
 
@@ -604,7 +605,7 @@ def chunk_attention(
         value: The values of the new tokens, [s, g, d].
         cached: The cached keys and values [slots, g, d], including those of the new tokens.
         chunks: The sequences.
-        options: The window, or the chunks.
+        options: The attention options; the mask and `causal` are not used.
 
     Returns:
         The results [s, n d].

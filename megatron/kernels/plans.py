@@ -27,7 +27,7 @@ class Pointer:
     """A tensor argument.
 
     Attributes:
-        place: Its place among the operation's arguments.
+        place: Its index among the operation's arguments.
         offset: The number of bytes from the tensor's first element to the kernel's first.
     """
 
@@ -45,7 +45,7 @@ class Strided(Pointer):
 
 @dataclass(frozen=True)
 class Number:
-    """A floating-point argument, identified by its place among the operation's arguments."""
+    """A floating-point argument, identified by its index among the operation's arguments."""
 
     place: int
 

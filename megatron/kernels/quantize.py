@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, stored as codes and a scale for each block of 64 neighbors in a row.
+"""Weights in 8 or 4 bits: codes, and a scale for each block of 64 neighboring elements of a row.
 
 A block's scale is its largest magnitude, which is exact in the weights' number format. An element
 is represented by its level, a number between -1 and 1, times the scale. Its code represents the
@@ -26,7 +26,7 @@ from megatron.kernels.sources import FLOATS, constant, instance
 
 FrozenFormat = Literal["fp8", "nf4"]
 
-BLOCK = FROZEN_BLOCK  # elements that share a scale, neighbors in a row
+BLOCK = FROZEN_BLOCK  # neighboring elements of a row that share a scale
 # The 16 levels of NormalFloat are quantiles of a normal distribution, scaled to [-1, 1], so that
 # each is used about equally often. The lower 8 levels include -1 and 0, the upper 8 include 1.
 _LEVELS = 16
@@ -85,7 +85,7 @@ def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @functools.cache
 def _nf4_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two levels of each byte, [256, 2], that of the lower four bits first."""
+    """Return the two levels of each byte, [256, 2], the level of the lower four bits first."""
     levels = nf4_levels(dtype, device)
     return torch.stack((levels.repeat(_LEVELS), levels.repeat_interleave(_LEVELS)), dim=1)
 
@@ -95,7 +95,7 @@ def bytes_of(parameters: int, form: FrozenFormat, scale_bytes: int) -> int:
 
     Args:
         parameters: The number of weights.
-        form: Their format.
+        form: The format of the weights.
         scale_bytes: The size of a scale, which is in the weights' number format.
     """
     codes = parameters if form == "fp8" else parameters // 2

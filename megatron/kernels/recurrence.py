@@ -2,8 +2,8 @@
 
 The package (https://github.com/fla-org/flash-linear-attention, distribution `fla-core`) has Triton
 kernels for the gated delta rule, for Mamba-2's scan and for the causal convolution. The references
-are `delta_rule.py`, and `scan` and `CausalConvolution` in `models`. Shapes here are theirs: s
-sequence, b samples, g groups, r heads per group, m key heads, n value heads.
+are `delta_rule.py`, and `scan` and `CausalConvolution` in `models`. Shapes here are those of the
+references: s sequence, b samples, g groups, r heads per group, m key heads, n value heads.
 
 The package expects samples first and heads in one dimension, [b, s, heads, channels]. Mamba-2's
 scan is its "simple gated linear attention", with C as queries, B as keys, time step x input as
@@ -34,7 +34,7 @@ from megatron.device import Device
 _DISTRIBUTION = "fla-core"
 _OLDEST_RELEASE = (0, 6)
 _OLDEST_CAPABILITY = (8, 0)
-_SIZES = 16  # heads are a multiple of this, the smallest tile of a product
+_SIZES = 16  # head sizes are multiples of this, the smallest tile of a product
 _LARGEST_KEY = 256
 _SHORTEST = 64  # tokens; with fewer, the kernels would be tuned again
 _RESET = -64.0  # logarithm of the decay at the start of a document
@@ -98,8 +98,8 @@ class RecurrenceKernels:
             x: Inputs, [s, b, g, r, p].
             steps: Time steps, fp32 [s, b, g, r].
             rates: Negative decay rates, fp32 [g, r].
-            b: [s, b, g, n].
-            c: [s, b, g, n].
+            b: Each token's vectors B, [s, b, g, n].
+            c: Each token's vectors C, [s, b, g, n].
             state: States before the first token, fp32 [b, g, r, p, n]; `None` means zeros.
             documents: The index of each token's document, [s, b]; `None` for a single document.
 
@@ -125,12 +125,12 @@ class RecurrenceKernels:
         """Compute a single token of each sequence, like `models.mamba.step`, in fp32.
 
         Args:
-            x: [1, b, g, r, p].
-            steps: [1, b, g, r].
-            rates: [g, r].
-            b: [1, b, g, n].
-            c: [1, b, g, n].
-            state: [b, g, r, p, n].
+            x: Inputs, [1, b, g, r, p].
+            steps: Time steps, fp32 [1, b, g, r].
+            rates: Negative decay rates, fp32 [g, r].
+            b: The token's vectors B, [1, b, g, n].
+            c: The token's vectors C, [1, b, g, n].
+            state: States before the token, [b, g, r, p, n].
 
         Returns:
             The outputs [1, b, g, r, p] and the states after the token.
@@ -160,9 +160,9 @@ class RecurrenceKernels:
         """Apply the gated delta rule to whole sequences, like `chunked_delta_rule`, in 16 bits.
 
         Args:
-            query: [s, b, m, e], before normalization.
-            key: [s, b, m, e], before normalization.
-            value: [s, b, n, d].
+            query: The queries [s, b, m, e], before normalization.
+            key: The keys [s, b, m, e], before normalization.
+            value: The values [s, b, n, d].
             decay: Logarithm of each token's decay, fp32 [s, b, n].
             rate: The rate of each token, 0 to 1, [s, b, n].
             documents: The index of each token's document, [s, b]; `None` for a single document.
@@ -199,9 +199,9 @@ class RecurrenceKernels:
         """Apply the gated delta rule to one token of each sequence, like `delta_rule_step`.
 
         Args:
-            query: [1, b, m, e], before normalization.
-            key: [1, b, m, e], before normalization.
-            value: [1, b, n, d].
+            query: The queries [1, b, m, e], before normalization.
+            key: The keys [1, b, m, e], before normalization.
+            value: The values [1, b, n, d].
             decay: Logarithm of the decay, fp32 [1, b, n].
             rate: The rate, 0 to 1, [1, b, n].
             state: The states before the token, fp32 [b, n, e, d].
@@ -229,9 +229,9 @@ class RecurrenceKernels:
         """Convolve each channel over its last tokens and apply SiLU, like `CausalConvolution`.
 
         Args:
-            x: [s, b, c], with at least k - 1 tokens.
-            weight: [c, k], the latest token last.
-            bias: [c], or `None`.
+            x: The input [s, b, c], with at least k - 1 tokens.
+            weight: The weight [c, k], with the factor of the latest token last.
+            bias: The bias [c], or `None`.
             state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
 
         Returns:
@@ -251,14 +251,15 @@ class RecurrenceKernels:
         """Normalize rows (RMSNorm) and multiply them by SiLU(gate), in fp32.
 
         Args:
-            x: [s, b, n, c].
-            gate: [s, b, n, c].
-            weight: [c], or [n, c] if the rows of a token have different weights.
+            x: The rows [s, b, n, c].
+            gate: The gate of each element, [s, b, n, c].
+            weight: The weight of the normalization: [c], or [n, c] if the rows of a token have
+                different weights.
             epsilon: Number added to the mean square.
             gate_first: Whether rows are multiplied by SiLU(gate) before they are normalized.
 
         Returns:
-            [s, b, n, c] in the type of x.
+            The result [s, b, n, c] in the type of x.
         """
         shape, size = x.shape, x.shape[-1]
         if weight.dim() == 2:
@@ -289,7 +290,7 @@ def _scan_inputs(
 
 
 def _reset(decay: Tensor, documents: Tensor | None) -> Tensor:
-    """Return decays [s, b, ...] that clear the state at the first token of a later document."""
+    """Return decays [s, b, ...] that clear the state where each document after the first begins."""
     if documents is None:
         return decay
     begins = F.pad(documents[1:] != documents[:-1], (0, 0, 1, 0))

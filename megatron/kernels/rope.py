@@ -109,8 +109,8 @@ class Scaling(NamedTuple):
 
     Attributes:
         factor: The divisor of the lowest frequencies, above 0.
-        kept: Number of turns within the original context from which a frequency is kept, at least
-            1.
+        kept: The smallest number of turns within the original context at which a plane keeps its
+            frequency, at least 1.
     """
 
     factor: float
@@ -132,8 +132,9 @@ class Yarn(NamedTuple):
     Attributes:
         factor: The extended context divided by the trained one.
         original: The trained context in tokens.
-        fast: Number of turns within the trained context from which a frequency is kept.
-        slow: Number of turns up to which a frequency is divided by the whole factor.
+        fast: The smallest number of turns within the trained context at which a plane keeps its
+            frequency.
+        slow: The largest number of turns at which a frequency is divided by all of `factor`.
         rounds: Whether these limits are rounded to whole planes.
         concentration: Factor applied to cosines and sines, and therefore to queries and keys.
     """
@@ -150,7 +151,7 @@ class Yarn(NamedTuple):
 
         Args:
             frequency: The frequencies base^(-2i/r), in radians per token.
-            base: Their base, above 1.
+            base: The base of the frequencies, above 1.
         """
         planes = len(frequency)
 
@@ -239,7 +240,7 @@ def rotation_table(
 ) -> Tensor:
     """Return cosines and sines of every position: fp32 [2, positions, r].
 
-    With `long_rope`, [2, 2 positions, r]: those of short sequences, then those of long ones.
+    With `long_rope`, [2, 2 positions, r]: the values for short sequences, then those for long ones.
 
     Args:
         positions: The number of positions, counted from 0.
@@ -247,8 +248,8 @@ def rotation_table(
         base: The base of the frequencies.
         interpolation: The divisor of the positions, to extend a trained context (Chen et al.,
             2023).
-        planes: The number of planes with the highest frequencies that rotate, while the others do
-            not; `None` for all.
+        planes: The number of planes that rotate, which are those with the highest frequencies;
+            `None` for all.
         scaling: Llama 3.1's changes to the frequencies.
         yarn: YaRN's changes to the frequencies.
         long_rope: LongRoPE's divisors of the frequencies.
@@ -474,7 +475,7 @@ def split_rotate_backward(
         grad_value: The gradient of the values, in any layout.
         cosine: The cosines, as for `split_rotate_forward`.
         sine: The sines, of the same shape as the cosines.
-        handover: The place for the amax of the result.
+        handover: The handover for the amax of the result.
 
     Returns:
         The gradient, in the shape of the projection.

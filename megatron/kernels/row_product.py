@@ -72,7 +72,7 @@ class RowProduct:
     """Products whose rows have the same bits in any batch."""
 
     def __init__(self, library: CublasLt) -> None:
-        """Store the library to multiply with."""
+        """Store the loaded library."""
         self._library = library
         self._families: dict[_Shape, KernelFamily | None] = {}
         self._plans: dict[tuple[_Shape, int], tuple[Problem, Algorithm]] = {}

@@ -107,7 +107,7 @@ def choose_tensor_sums(
         device: The device of the tensors and of the result.
         library: The compiled kernels; `None` means plain PyTorch.
         counts: Whether the second number is needed. If not, it may be 0, because plain PyTorch
-            would read everything again for it.
+            would have to read everything again to count.
     """
     if library is None:
         return partial(tensor_sums_reference, tensors, device, counts=counts)

@@ -1,7 +1,7 @@
 """Weight gradients, added directly to a gradient buffer.
 
-Otherwise a linear layer or an embedding would write a 16-bit gradient as large as its weight, and
-another pass over memory would add it to the buffer.
+Without this, a linear layer or an embedding would write a 16-bit gradient as large as its weight,
+and another pass over memory would add it to the buffer.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> Emb
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add in PyTorch, which is also deterministic on a GPU: it adds entries in sorted order."""
+    """Add with PyTorch. This is deterministic even on a GPU: entries are added in sorted order."""
     inside = (entries >= 0) & (entries < into.shape[0])
     rows = torch.where(inside, entries, 0)
     values = torch.where(inside[:, None], grad, 0).to(into.dtype)

@@ -7,8 +7,8 @@ trained magnitude. The backward pass treats the norm as a constant, as in PEFT.
 
 The weight of a layer may hold several projections (queries, keys and values). Each projection has
 its own A and B, as in PEFT, but projections that a single Hugging Face module computes share one A
-and one B. All are multiplied together: the A's are stacked, and the B's are blocks of a matrix with
-as many rows as the weight.
+and one B. All projections are computed together: the A's are stacked, and the B's are blocks of a
+matrix with as many rows as the weight.
 
 With tensor parallelism, a layer split by columns has whole A's and splits its B's like its weight;
 low-rank products are gathered along the sequence. A layer split by rows splits its A's like its
@@ -48,8 +48,8 @@ class AdapterPlan:
 
     Attributes:
         rank: The rank.
-        scale: The factor of the adapter's output.
-        dropout: The dropout probability of its input.
+        scale: The factor by which the adapter's output is multiplied.
+        dropout: The dropout probability of the adapter's input.
         is_dora: Whether the norms of the weight's rows are trained separately (DoRA).
     """
 
@@ -61,9 +61,9 @@ class AdapterPlan:
 
 @runtime_checkable
 class AdaptedLayer(Protocol):
-    """What an adapter needs to know about the layer to which it adds.
+    """The attributes of a layer that its adapter needs.
 
-    `Linear` explains the attributes.
+    They are described in `Linear`.
     """
 
     in_features: int
@@ -79,7 +79,7 @@ class Factors(nn.Module):
     Args:
         linear: The layer.
         out_features: The output features of the whole projection.
-        plan: The sizes.
+        plan: The sizes of the adapter.
         context: The layer's build context.
     """
 
@@ -121,7 +121,7 @@ class Adapter(nn.ModuleDict):
     Args:
         linear: The layer.
         names: The projections that are adapted; `WHOLE` if the layer has only one.
-        plan: The sizes.
+        plan: The sizes of the adapter.
         context: The layer's build context.
         site: The layer's name, which gives the adapter its own dropout mask.
     """
@@ -157,8 +157,8 @@ class Adapter(nn.ModuleDict):
     def product(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """Return the layer's output without a bias, on a single tensor rank.
 
-        With dropout this returns `None`: only the adapter's input is dropped, so its products are
-        separate from the frozen weight's.
+        With dropout, this returns `None`: dropout applies only to the adapter's input, so the
+        adapter's products must be computed separately from the frozen weight's.
 
         Args:
             x: The layer's input [s, b, in].
@@ -201,7 +201,7 @@ class Adapter(nn.ModuleDict):
         """Add the adapter's output to the frozen weight's output; with DoRA, also scale the sum.
 
         Args:
-            low: The low-rank product of `project_down`.
+            low: The low-rank product that `project_down` returned.
             out: The product with the frozen weight, without a bias. It may be changed in place.
             weight: The frozen weight.
         """
@@ -209,7 +209,7 @@ class Adapter(nn.ModuleDict):
         return self._with_magnitudes(_AddProduct.apply(out, low, b), weight, b)
 
     def _with_magnitudes(self, out: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-        """Replace the norms of the rows of W + scale B A by the magnitudes, if this is DoRA."""
+        """With DoRA, scale the output as if the rows of W + scale B A had the trained norms."""
         if not self.plan.is_dora:
             return out
         with torch.no_grad():
@@ -223,7 +223,7 @@ class Adapter(nn.ModuleDict):
         Args:
             weight: The frozen weight. With ZeRO stage 3, it and the magnitudes are sharded.
         """
-        from torch.distributed.tensor import DTensor  # imports for 0.5 s, for runs without adapters
+        from torch.distributed.tensor import DTensor  # takes 0.5 s; not needed without adapters
 
         if isinstance(weight, DTensor):
             weight = weight.full_tensor().to(self.dtype)
@@ -240,10 +240,10 @@ class Adapter(nn.ModuleDict):
                 magnitude.copy_(part.flatten())
 
     def change(self, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the weight [out, in], without DoRA.
+        """Return the matrix [out, in] that the adapter adds to the weight, ignoring DoRA.
 
         Args:
-            dtype: The number format to compute it in.
+            dtype: The number format in which to compute the matrix.
         """
         return self.plan.scale * (self._joined_b().to(dtype) @ self._joined_a().to(dtype))
 
@@ -269,8 +269,8 @@ class Adapter(nn.ModuleDict):
             weight: The frozen weight.
 
         Returns:
-            A [ranks, in], the scaled B [out, ranks], and with DoRA the factor of each row of the
-            weight, fp32 [out].
+            A [ranks, in], the scaled B [out, ranks], and, with DoRA, the factor by which each row
+            of the weight is multiplied, fp32 [out].
         """
         a, b = self._joined_a(), self._joined_b()
         ratio = None

@@ -37,8 +37,8 @@ class AdapterRows:
     Attributes:
         names: The names of the adapters.
         of_tokens: The adapter of each token, int64 [s], counted from 1; 0 is the base model. `None`
-            means that no token has an adapter, and layers compute nothing for them.
-        of_outputs: The same of the tokens whose logits are computed, int64 [k].
+            means that no token has an adapter, and layers skip the products of adapters.
+        of_outputs: The same for the tokens whose logits are computed, int64 [k].
     """
 
     names: tuple[str, ...]
@@ -114,7 +114,7 @@ class AdapterStack(nn.Module):
         linear: The layer.
         parts: The adapters that change this layer, at least one.
         rows: The adapters of the tokens.
-        products: The products to multiply with.
+        products: The implementation of the matrix products.
         layout: The grid of processes as this process sees it.
         of_outputs: Whether the layer computes only the tokens whose logits are needed.
     """
@@ -157,10 +157,11 @@ class AdapterStack(nn.Module):
 
     @contextmanager
     def reading(self, tokens: Callable[[], Tensor]) -> Iterator[None]:
-        """Choose the adapters of rows that are not the step's tokens, inside the context.
+        """Inside the context, choose the adapters of rows that are not the step's tokens.
 
         Args:
-            tokens: Returns the index of a token with each row's adapter, int64 [rows].
+            tokens: A function that returns, for each row, the index of a token that uses the row's
+                adapter, int64 [rows].
         """
         of_tokens = self._rows.of_tokens
         if of_tokens is not None:
@@ -174,7 +175,7 @@ class AdapterStack(nn.Module):
         """Return the factors and which of them each token uses, or `None` if no token uses any.
 
         Args:
-            count: The number of tokens, the first of the step.
+            count: The number of tokens to compute, counted from the first token of the step.
         """
         if self._chosen is None:
             return None
@@ -209,7 +210,7 @@ class AdapterStack(nn.Module):
         """Add the adapters' outputs to the frozen weight's output.
 
         Args:
-            low: The low-rank product of `project_down`.
+            low: The low-rank product that `project_down` returned.
             out: The product with the frozen weight, without a bias. It may be changed in place.
             weight: The frozen weight.
         """
@@ -221,7 +222,7 @@ class AdapterStack(nn.Module):
 
 
 class ExpertAdapterStack(nn.Module):
-    """The adapters of the experts' weights in inference. Each row uses its token's, if any.
+    """The adapters of the experts' weights in inference. Each row uses its token's adapter, if any.
 
     Args:
         parts: The adapters that change this layer, at least one.

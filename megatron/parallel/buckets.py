@@ -138,7 +138,7 @@ class PlannedParameter:
 
     Attributes:
         traits: The traits of the parameter.
-        slot: Its elements in the flat buffer.
+        slot: The parameter's elements in the flat buffer.
     """
 
     traits: ParameterTraits
@@ -151,7 +151,7 @@ class Bucket:
 
     Attributes:
         span: All elements of the bucket, padding included.
-        members: Its parameters in the order of their slots.
+        members: The bucket's parameters, in the order of their slots.
         waves: In stage 2, the pipeline operations that add to the bucket's gradients. Each of them
             adds to all of these gradients.
     """
@@ -250,7 +250,7 @@ def plan_buckets(
         waves = list(dict.fromkeys(p.waves for p in arranged))
         arranged.sort(key=lambda p: (waves.index(p.waves), not p.comes_first))
 
-    def is_cast(p: ParameterTraits) -> bool:  # one process gathers nothing
+    def is_cast(p: ParameterTraits) -> bool:  # a single process gathers nothing
         return p.gathered_in_8_bits and replicas[p.replica_axis] > 1
 
     by_kind: dict[tuple[Hashable, ...], list[ParameterTraits]] = {}
@@ -376,7 +376,7 @@ def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]
         shards: The number of shards.
 
     Returns:
-        Each tensor's shard and its place in that shard, and the size of the fullest shard.
+        Each tensor's shard and its offset in that shard, and the size of the fullest shard.
     """
     filled = [(0, shard) for shard in range(shards)]
     dealt = [(0, 0)] * len(sizes)

@@ -68,8 +68,8 @@ class Kernels:
         output_products: The products that compute logits.
         expert_casts: The casts for experts that multiply in 8 bits; `None` if they do not.
         attention: The implementation of the attention core.
-        own_attention: The same for sequences that this rank holds whole, regardless of the number
-            of context-parallel ranks.
+        own_attention: The attention core for sequences that are entirely on this rank, regardless
+            of the number of context-parallel ranks.
         recurrence: The kernels of mixers that carry states from token to token.
         activation: A function that returns the implementation of an MLP's activation, given its
             name and `handovers`.
@@ -93,7 +93,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """The settings that a layer's constructor takes in addition to the layer's record.
+    """The settings that a layer's constructor takes in addition to the layer's plan.
 
     Attributes:
         layout: The grid of processes as this process sees it.
@@ -111,7 +111,8 @@ class BuildContext:
             collectives.
         weight_gradients: The queue in which the backward pass defers weight gradients; `None`
             computes them immediately.
-        registry: The registry in which layers record what they will need.
+        registry: The registry in which layers record what they will need once the model is
+            complete.
         recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
         frozen_format: The format in which linear layers keep frozen weights; `None` keeps them in
             `dtype`.

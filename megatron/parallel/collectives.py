@@ -147,7 +147,7 @@ def start_sum_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> I
     The backward pass joins the gradients of the parts.
 
     Args:
-        x: The terms of all parts.
+        x: This rank's terms of the sums, for all parts.
         axis: The ranks.
         exchange: The exchange over the axis that sends the terms; `None` runs collectives.
     """
@@ -257,7 +257,7 @@ class RowMap(Protocol):
         """Return the result."""
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the received rows, given that of the result."""
+        """Return the gradient of the received rows, given the gradient of the result."""
 
 
 class _AsReceived:
@@ -474,7 +474,7 @@ class Communication:
         return self._maybe_wait(start_all_gather(x, self.axis) if self.gathers else Pending(x))
 
     def start_max(self, x: Tensor) -> Pending:
-        """If the input is only a part, start computing the maximum over the ranks in place."""
+        """Start computing the maximum over the ranks in place, if the input is only a part."""
         if not self.gathers:
             return Pending(x)
         return self._maybe_wait(start_all_reduce(x, self.axis, dist.ReduceOp.MAX))

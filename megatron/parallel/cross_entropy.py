@@ -55,7 +55,7 @@ def vocabulary_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """A cross entropy that saves the logits and two numbers per row and recomputes the softmax."""
+    """A cross entropy that saves the logits and two values per row and recomputes the softmax."""
 
     @staticmethod
     def forward(
@@ -129,8 +129,9 @@ def linear_cross_entropy(
     gradient of that sum, a single number. Only this sum can be differentiated.
 
     Args:
-        call: The factors of the logits: the input [s, b, h], or this rank's part [s/t, b, h] with
-            sequence parallelism; this rank's rows of the weight, [v/t, h]; and the bias [v/t].
+        call: The factors of the product that gives the logits: the input [s, b, h], or this rank's
+            part [s/t, b, h] with sequence parallelism; this rank's rows of the weight, [v/t, h];
+            and the bias [v/t].
         labels: The labels [s, b], as ids in the whole vocabulary.
         communication: The communication around the product.
         loss_mask: The weight of each token's loss, [s, b]; `None` means 1.
@@ -199,7 +200,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         squares = mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
         # `grad`, but exactly 0 if no token counts.
         factor = (grad * mask * mask).sum() / squares / _UNIT
-        # The view has one dimension, because on a GPU a factor without dimensions is rounded to the
+        # The view has one dimension, because on a GPU a zero-dimensional factor is rounded to the
         # format of the other factor. In bf16, this would change all gradients of the network by up
         # to 0.2%; in fp16, some would be lost.
         input_grad = torch.empty_like(input_sum)
@@ -219,9 +220,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return summing.wait(), weight_grad, bias_grad, None, None, None
 
 
-# The factor of stored gradients until the backward pass. Without it, small gradients would be lost
-# in 16 bits (fp16's smallest number is 6e-8, and many probabilities are smaller). Multiplying by a
-# power of two is exact.
+# The factor by which stored gradients are multiplied until the backward pass. Without it, small
+# gradients would be lost in 16 bits (fp16's smallest number is 6e-8, and many probabilities are
+# smaller). Multiplying by a power of two is exact.
 _UNIT = 1024.0
 
 

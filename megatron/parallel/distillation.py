@@ -156,7 +156,7 @@ class _How(NamedTuple):
 
 
 class _Distillation(torch.autograd.Function):
-    """An autograd function for both losses, which saves the logits and a few numbers per token."""
+    """An autograd function for both losses, which saves the logits and a few values per token."""
 
     @staticmethod
     def forward(
@@ -168,8 +168,8 @@ class _Distillation(torch.autograd.Function):
         part = how.form.statistics(rows, local)
         maxima, sums, loss = join_statistics(part, local, size, axis)
         divergence = torch.empty_like(loss)
-        # For each token: the log of the student's sum of exponentials, and the teacher's, or the
-        # log of the probability outside the top k.
+        # For each token: the log of the student's sum of exponentials, and either the teacher's or,
+        # with a top k, the log of the probability outside it.
         notes = torch.empty(2, n, device=rows.device)
         for some in _chunks(n, size):
             chunk = _chunk_of(rows, teacher, some, how)

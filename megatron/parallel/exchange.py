@@ -8,7 +8,7 @@ and receives from the i-th rank before it, cyclically.
 On a GPU, ranks write into each other's memory. Each rank keeps track of which part of it is free
 (`Ledger`) without asking the others. The ranks are not synchronized, but each makes the same calls
 in the same order. When a rank has sent rows for a use, its queue has therefore already closed every
-use that the code closes before it.
+use that the code closes before this use.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Ledger:
         return use
 
     def may_send(self, use: int) -> bool:
-        """Return whether all other ranks have closed the previous use of this use's slot."""
+        """Return whether all other ranks have closed the previous use of the same slot."""
         return use - self._slots < self._known
 
     def met(self) -> None:

@@ -45,12 +45,12 @@ class Arrived:
         tokens: The tokens, [R, h].
         choices: The experts that each token uses, numbered from this process's first, int64 [R, k];
             -1 for experts of other processes.
-        weights: Their weights, fp32 [R, k].
+        weights: The weights of these choices, fp32 [R, k].
         count: A function that returns how many choices are experts on this process, and may wait
-            for the device; `None` means that any choice may be.
-        send_back: A function that starts returning the outputs for these tokens, [R, h]. It returns
-            a function that waits for the sums of this process's tokens, [T, h]. `None` without an
-            exchange.
+            for the device; `None` if any number of them may be.
+        send_back: A function that starts sending the outputs for these tokens, [R, h], back. It
+            returns a function that waits for the sums for this process's own tokens, [T, h]. `None`
+            without an exchange.
     """
 
     tokens: Tensor | InTransit
@@ -139,7 +139,7 @@ class ExpertExchange:
         """Start sending tokens to their experts. Collective over expert and expert tensor ranks.
 
         Args:
-            tokens: [T, h].
+            tokens: The tokens, [T, h].
             choices: The experts of each token, int64 [T, k]; -1 for none.
             weights: The weights of the choices, fp32 [T, k].
             equally_many: Whether T is the same on all processes.
@@ -160,7 +160,7 @@ class ExpertExchange:
         return send(axis, tokens, choices, weights)
 
     def bring_back(self, outputs: Tensor, arrived: Arrived) -> Callable[[], Tensor]:
-        """Start returning the sums of the outputs on this process.
+        """Start sending this process's sums of outputs back to the tokens' processes.
 
         Args:
             outputs: The weighted sum of each token's outputs, [R, h].
@@ -183,7 +183,7 @@ class ExpertExchange:
         return wait
 
     def _send_to_all(self, axis: Axis, tokens: Tensor, choices: Tensor, weights: Tensor) -> Arrived:
-        """Gather all tokens. The host waits for the number of rows only when it is requested.
+        """Gather all tokens. The host waits for the number of rows only when `count` is called.
 
         Before that, the host queues all work that does not depend on the number, so that the device
         is busy while the host wakes up.

@@ -133,7 +133,7 @@ class ExpertFactors(nn.Module):
 
     Args:
         linear: The layer.
-        plan: The sizes.
+        plan: The sizes of the adapters.
         context: The layer's build context.
     """
 
@@ -168,7 +168,7 @@ class ExpertAdapter(nn.ModuleDict):
 
     Args:
         linear: The layer.
-        plan: The sizes. Dropout and DoRA are not supported.
+        plan: The sizes of the adapters. Dropout and DoRA are not supported.
         context: The layer's build context.
     """
 

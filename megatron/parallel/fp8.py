@@ -6,14 +6,14 @@ values (current scaling) or from the same tensors' values in earlier updates (de
 
 A cast that scales by its own tensor's largest magnitude (amax) reads the tensor twice. A cast that
 scales by the amax of earlier updates reads it once and finds this update's amax on the way
-(Transformer Engine's DelayedScaling). A layer's input, weight and gradient each have a slot. Within
-an update the slot's `held` is constant and its `found` only increases, so neither the number and
-order of micro-batches nor recomputation matters. Once per update, all slots of a process advance
-together, after a single maximum over all processes that hold a part or a replica of the same
-layers: tensor, context and data-parallel ranks. All of them then have the same scales. The scales
-depend on global batches and not on how these are divided, with one exception: a process divides its
-losses, and therefore its gradients, by the number of its micro-batches. None of this waits for the
-device.
+(Transformer Engine's DelayedScaling). A layer's input, weight and gradient each have a slot
+(`AmaxSlot`). Within an update the slot's `held` is constant and its `found` only increases, so
+neither the number and order of micro-batches nor recomputation matters. Once per update, all slots
+of a process advance together, after a single maximum over all processes that hold a part or a
+replica of the same layers: tensor, context and data-parallel ranks. All of them then have the same
+scales. The scales depend on global batches and not on how these are divided, with one exception: a
+process divides its losses, and therefore its gradients, by the number of its micro-batches. None of
+this waits for the device.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class AmaxHistory:
     """The amaxes of past updates for all layers of this process, from which scales are derived.
 
     Args:
-        layers: The names of the layers. No other process may use them for different layers.
+        layers: The names of the layers. No other process may use the same names for different
+            layers.
         largest: The largest value of each role's fp8 format, in the order of `ROLES`.
         scaling: The rule that derives scales from the history.
         layout: The grid, whose tensor ranks hold parts of these layers and whose replicas hold

@@ -101,7 +101,7 @@ class Reducer:
     Attributes:
         overlap: As given, but False if no other process holds the same weights.
         uses: For each parameter with slots, by `id`, how many times a backward pass adds to its
-            gradient. All other parameters' gradients are added to once. This mapping is read again
+            gradient. Every other parameter's gradient is added to once. This mapping is read again
             at each call of `expect`.
         prints: If not `None`, a list that receives the sum of squares of each bucket's gradients on
             this rank alone, fp32 scalars.
@@ -383,7 +383,7 @@ class GradientBuffer:
         return view
 
     def slot(self, parameter: nn.Parameter) -> WeightSlot | None:
-        """Return a slot for one use of the parameter, which autograd must no longer differentiate.
+        """Return a slot for one use of the parameter. Autograd must not differentiate this use.
 
         With several uses (tied embeddings), each use asks for its own slot. The gradient is
         complete when all of them have added to it.
@@ -421,7 +421,7 @@ class GradientBuffer:
     def share_weights(
         self, overlap_in: Sequence[nn.Module] | None, in_8_bits: Mapping[nn.Parameter, Fp8Products]
     ) -> WeightBuffer | None:
-        """Return the object that gathers updated weights, or `None` if each process updates all.
+        """Return the object that gathers updated weights; `None` if every process updates them all.
 
         This moves the parameters' values, so call it before `part`.
 
@@ -446,7 +446,7 @@ class GradientBuffer:
                     for bucket in self._reducer.buckets
                     for run in runs(bucket.members, lambda p: id(p) not in self._uses)
                 ]
-            if self._unslotted:  # in one kernel; one kernel each took 2 ms for a 1.7B GPT
+            if self._unslotted:  # in one kernel; separate ones took 2 ms for a 1.7B GPT
                 torch._foreach_zero_(self._unslotted)
             self._stale = set(self._uses)
         for parameter, view in self._in_place.items():
@@ -490,8 +490,8 @@ class GradientBuffer:
     def take_prints(self) -> list[Tensor]:
         """Return a number for each gradient bucket that this rank has filled since the last call.
 
-        The first call returns nothing, and starts the record. Each number is the sum of squares of
-        this rank's own gradients, before those of other ranks are added: fp32 [].
+        The first call returns an empty list and starts recording. Each number is the sum of squares
+        of this rank's own gradients, before those of other ranks are added: fp32 [].
         """
         taken, self._reducer.prints = self._reducer.prints or [], []
         return taken

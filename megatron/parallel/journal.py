@@ -48,7 +48,7 @@ class Transfer:
     """A communication in progress, a `torch.distributed.Work` with a name and participants.
 
     Attributes:
-        kind: The kind of communication: "all-reduce", "receive" ...
+        kind: The kind of communication, such as "all-reduce" or "receive".
         ranks: The global ranks of the group, including this one. For a message, only the rank at
             the other end.
         number: How many collectives the process has started with these ranks, including this one;
@@ -66,7 +66,7 @@ class Transfer:
         """Wait for the data. On a GPU, later kernels wait for it, but this process does not."""
         self._journal.begin_wait(self)
         self._work.wait()
-        self._journal.end_wait()  # skipped after an error, which this wait explains
+        self._journal.end_wait()  # skipped after an error, so that this wait is still reported
 
     def is_completed(self) -> bool:
         """Return whether the work is done, without waiting for it."""
@@ -104,7 +104,7 @@ class Journal:
         self._places = deque([self._place], maxlen=_KEPT_PLACES if marks is not None else 1)
 
     def enter(self, operation: object) -> None:
-        """Record that the process is in `operation`, whose `str` users will read."""
+        """Record that the process is in `operation`. Reports show `str(operation)`."""
         self._moved = time.monotonic()
         number = self._place.number + 1
         self._place = Place(number, self.iteration, operation)
@@ -122,7 +122,7 @@ class Journal:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """Send no marks inside the block, which is recorded: each replay would resend them."""
+        """Send no marks inside the block, which a device records: each replay would resend them."""
         marks, self._marks = self._marks, None
         clock, self.clock = self.clock, None
         try:
@@ -139,7 +139,8 @@ class Journal:
     def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """Wrap a collective that another library starts and waits for.
 
-        On a GPU it is only queued in a stream of that library, where marks would be out of order.
+        On a GPU, the collective is only queued, in a stream of that library, where marks would be
+        out of order.
         """
         self.begin_wait(self.transfer(kind, ranks, None))
         yield
@@ -172,7 +173,7 @@ class Journal:
 
     @property
     def place(self) -> Place:
-        """The place of the process, or of its device, which lags behind it."""
+        """The latest line that the process or, if there are marks, its device has reached."""
         if self._marks is None:
             return self._place
         behind = self._marks.behind(self._place.number)

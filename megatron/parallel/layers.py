@@ -30,12 +30,12 @@ class Projections:
     """Several projections of one input, computed with a single weight.
 
     Attributes:
-        names: Their names.
-        widths: The output features of each.
-        groups: The number of groups that order the weight's rows. Each group has an equal share of
-            every projection, and tensor ranks hold whole groups. `None` stacks the projections,
-            which must have equal widths: the weight's global shape is [projections, width, in], and
-            each projection is split separately.
+        names: The names of the projections.
+        widths: The number of output features of each projection.
+        groups: The number of groups into which the weight's rows are divided. Each group has an
+            equal share of every projection, and tensor ranks hold whole groups. `None` stacks the
+            projections, which must have equal widths: the weight's global shape is [projections,
+            width, in], and each projection is split separately.
     """
 
     names: tuple[str, ...]
@@ -68,9 +68,9 @@ class Linear(nn.Module):
         bias: Whether the layer has a bias.
         adds_bias: Whether the layer adds the bias. Otherwise the caller adds `bias_to_add`.
         projections: The projections that make up the output, if there are several.
-        adapted_as: The parts of the output that have an adapter each, if these are not the
-            projections. Each joins neighboring projections, which one module of Hugging Face
-            computes.
+        adapted_as: The parts of the output that each have their own adapter, if these are not the
+            projections themselves. Each part joins neighboring projections that a single Hugging
+            Face module computes.
 
     Attributes:
         adapter: An adapter that adds to the frozen weight's output, or a stack of adapters, one of
@@ -138,7 +138,7 @@ class Linear(nn.Module):
         return None if self.bias is None or self.adds_bias else self.bias.flatten()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply [s, b, in] -> [s, b, out].
+        """Multiply the input by the weight: [s, b, in] -> [s, b, out].
 
         On the split side, the features are divided by t. On the other side, s is divided by t with
         sequence parallelism.

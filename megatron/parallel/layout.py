@@ -27,7 +27,7 @@ class Axis:
     Attributes:
         size: The number of processes along the axis.
         rank: The index of this process among them.
-        ranks: Their global ranks, in order.
+        ranks: The global ranks of the processes along the axis, in order.
         group: The group for collectives; `None` if this process is the only one.
         journal: The record of this process's communication, which all axes share.
     """
@@ -49,7 +49,7 @@ class Axis:
         return self.rank == self.size - 1
 
     def transfer(self, kind: str, work: Any) -> Transfer:
-        """Record a started collective of this axis by its name."""
+        """Record that a collective of this axis has been started; `kind` is its name."""
         return self.journal.transfer(kind, self.ranks, work)
 
     def joining(self, kind: str) -> AbstractContextManager[None]:
@@ -123,7 +123,7 @@ class Layout:
         expert: int = 1,
         expert_tensor: int | None = None,
     ) -> Layout:
-        """Return the grid as seen by process `rank` of `world_size`, unable to communicate."""
+        """Return the grid as seen by process `rank` of `world_size`, without process groups."""
 
         def axis(*ranks: int) -> Axis:
             return Axis(len(ranks), ranks.index(rank), ranks)

@@ -1,7 +1,8 @@
 """Matrix products of split layers, overlapped with communication.
 
-A product has two independent properties: the number format of its factors (`products.Products`) and
-the transport that brings the factors to the ranks that need them:
+A product has two independent properties: the number format of its factors (the two matrices that
+are multiplied; see `products.Products`) and the transport that brings the factors to the ranks that
+need them:
 
 - `Whole` uses collectives around the product, or none. If every rank holds different rows of the
   weight [out, in], the backward pass has two products, for the input's gradient, which must be
@@ -130,7 +131,7 @@ class Owner:
         """Compute the gradient, or defer it to the queue.
 
         Args:
-            product: The product that computes it.
+            product: The product that computes the gradient.
             later: A list of functions that this backward pass will call; `None` computes the
                 gradient now.
         """
@@ -188,14 +189,16 @@ class Transport(Protocol):
     def backward(
         self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
     ) -> tuple[WeightProduct, Finish]:
-        """Start the input's gradient. Return the weight's product and a function to finish.
+        """Start computing the input's gradient.
+
+        Return the product for the weight's gradient, and a function that finishes the input's.
 
         Args:
             products: The layer's products, which determine the number format.
             grad: The gradient of the output.
             saved: The tensors of the forward pass.
-            wanted: The gradients that are needed. The weight's product is started unless it is
-                deferred or not needed.
+            wanted: The gradients that are needed. The product for the weight's gradient is started
+                unless it is deferred or not needed.
         """
 
 
@@ -213,9 +216,9 @@ def parallel_linear(
             flattened to two dimensions; and the bias, which is flattened to [out].
         transport: How factors get to the ranks that need them; `None` if each rank already has its
             factors.
-        queue: The queue in which the backward pass defers the weight's product. The pushed work
-            accumulates its result as autograd would, including hooks. Running it is collective if
-            the input is split along the sequence.
+        queue: The queue in which the backward pass defers the product for the weight's gradient.
+            The pushed work accumulates its result as autograd would, including hooks. Running it is
+            collective if the input is split along the sequence.
         slot: The destination of the weight's gradient; `None` leaves it to autograd.
         products: The layer's products, which determine the number format.
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megatron.device import Copied, CopyQueue
 
-# Calls of modules whose tensors may be on their way to the host. The device waits for the copies of
-# the call before these.
+# The number of module calls whose tensors may be in transit to the host. The device waits for the
+# copies of the call before these.
 _UNDER_WAY = 2
 
 
@@ -26,8 +26,8 @@ class _Kept:
 
     Args:
         source: The tensor on the device.
-        host: Host memory of its shape.
-        call: The call of a module that keeps it.
+        host: Host memory of the same shape.
+        call: The module call that keeps the tensor.
     """
 
     def __init__(self, source: Tensor, host: Tensor, call: _Call) -> None:
@@ -42,7 +42,8 @@ class _Call:
     """A call of a module, whose tensors leave and return together.
 
     Args:
-        before: The call before it in the same forward pass, whose tensors backward needs next.
+        before: The previous call in the same forward pass, whose tensors the backward pass needs
+            next.
     """
 
     def __init__(self, before: _Call | None) -> None:
@@ -62,7 +63,7 @@ class HostActivations:
     Args:
         device: The device that computes.
         modules: The names of the modules whose tensors go to the host.
-        least: The smallest number of elements of a tensor that goes there.
+        least: The smallest number of elements that a tensor must have to go there.
 
     Attributes:
         bytes_sent: The number of bytes that have gone to the host.

@@ -69,7 +69,7 @@ class Products:
         keeps_input: Whether the weight's gradient needs the input itself.
         is_autograds: Whether `F.linear` under autograd computes the same products.
         can_be_cut: Whether products may be computed from any part of the rows.
-        handovers: The places where kernels store the amaxes of the input and of the output's
+        handovers: The handovers in which kernels store the amaxes of the input and of the output's
             gradient, for a format that casts them.
     """
 

@@ -4,8 +4,8 @@ A `PackedWeight` represents a matrix. It is a tensor without its own memory, and
 it recomputes the matrix from codes and scales (kernels/quantize.py). A product therefore saves only
 the codes for the backward pass, and the matrix exists only while a product reads it.
 
-Quantizing a matrix that was read back changes nothing. A checkpoint can therefore hold the matrix
-in the weights' wider format, and a resumed run continues with the same bits.
+Reading the matrix back and quantizing it again changes nothing. A checkpoint can therefore hold the
+matrix in the weights' wider format, and a resumed run continues with the same bits.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ class PackedWeight(torch.Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, Tensor], None]:
-        """Return what `fully_shard` gathers: a shard's codes and scales (ZeRO stage 3).
+        """Return the tensors that `fully_shard` gathers: a shard's codes and scales (ZeRO stage 3).
 
         Args:
             mesh: The processes that share the weight.
             outer_size: The shape of the whole weight.
-            outer_stride: Its strides.
+            outer_stride: The strides of the whole weight.
             module: The module that holds it.
             mp_policy: The data types of the other weights.
         """

@@ -78,7 +78,10 @@ class Gradients(Protocol):
         in_8_bits: Mapping[nn.Parameter, Fp8Products],
         /,
     ) -> SharedWeights | None:
-        """Return the gatherer of updated weights, or `None` if each process updates all of them."""
+        """Return the object that gathers updated weights.
+
+        The result is `None` if every process updates all weights itself.
+        """
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""

@@ -1,4 +1,4 @@
-"""Records of expert routers: losses and token counts of a pass, and biases for the next pass.
+"""The state of expert routers: losses and token counts of a pass, and biases for the next pass.
 
 Routers are in the middle of a model, where no loss is returned. `attach` adds their losses to the
 graph of a tensor that passes through. The backward pass then also starts from these losses, with
@@ -42,11 +42,11 @@ class _Attach(torch.autograd.Function):
 
 
 class RouterState:
-    """One router's record of an update's passes, at fixed addresses.
+    """One router's losses, counts and biases during an update, at fixed memory addresses.
 
     Args:
         experts: Number of experts.
-        losses: Kinds of the router's losses.
+        losses: The kinds of losses that the router has.
         bias_rate: Amount by which biases change in an iteration; `None` for no biases.
         routers: All routers of the process.
 
@@ -120,7 +120,7 @@ class RouterState:
         """Raise the biases of experts with few tokens and lower those of experts with many.
 
         Args:
-            counts: Tokens of each expert in the whole batch.
+            counts: The number of tokens sent to each expert in the whole batch.
         """
         if self.bias is not None and self._rate is not None:
             self.bias.add_((counts.mean() - counts).sign(), alpha=self._rate)
@@ -146,7 +146,7 @@ class Routers:
     """
 
     def __init__(self) -> None:
-        """Create an empty record."""
+        """Create an object without routers."""
         self.states: list[RouterState] = []
         self.loss_scale: Tensor | None = None
         self.is_paused = False

@@ -12,9 +12,9 @@ With d processes this takes 4/d + 4/d bytes per parameter, plus optimizer states
 
 Packed frozen weights (--frozen-weights-dtype) are sharded and gathered as codes and scales.
 
-The experts of a layer are gathered separately, from the processes that hold the same experts.
-Gathering them starts together with the rest of their layer: a host that waits for the token counts
-of a mixture could not start it in time.
+The experts of a layer are gathered separately, from the processes that hold the same experts. Their
+gathering starts together with that of the rest of their layer, because a host that waits for the
+token counts of a mixture could not start it in time.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
@@ -50,8 +50,8 @@ class ShardedModel:
     not filled. Each keeps its `spec` and has the shard of its gradient as a 1-D `main_grad`.
 
     Args:
-        parts: The parts, built with fp32 parameters that have no memory ("meta") or whose values
-            may be discarded.
+        parts: The parts of the model, built with fp32 parameters that have no memory ("meta") or
+            whose values may be discarded.
         layout: The grid. The processes of its replica axis share the model, and those of its expert
             replica axis share the experts. Partial gradients are summed over its tensor axis.
         device: The device of the shards.

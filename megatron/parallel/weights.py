@@ -5,7 +5,7 @@ process's shard of a bucket holds the weights for which it has reduced gradients
 
 Weights that only FP8 products read may be gathered in 8 bits. A scale applies to a whole weight,
 but a process knows only its own shard. With current scaling, the processes first take the maximum
-of their parts' amaxes, for all weights at once. With delayed scaling they already know the scale,
+of their parts' amaxes, for all weights together. With delayed scaling they already know the scale,
 and a part's amax goes into the history, which takes the maximum later. Each process casts its shard
 and sends the cast, which has half the bytes. The result is bit for bit equal to a cast of the
 gathered weight. In 16 bits, a process then has only the weights that it updates, until `wait`
@@ -154,7 +154,7 @@ class WeightBuffer:
             self._is_behind = False
 
     def forget(self) -> None:
-        """Discard the gathered weights, because all processes have changed theirs."""
+        """Discard the gathered weights, because all processes have changed their weights."""
         assert not self._works and not self._is_behind, "call wait before changing a weight"
         for cast in self._casts:
             cast.forget()
@@ -177,7 +177,7 @@ def _move(flat: FlatBuffer) -> Tensor:
 
 
 def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield every parameter with a module whose forward pass starts before any use of it.
+    """Yield every parameter, with a module whose forward pass starts before the parameter is used.
 
     This is the outermost module below the model that is called and contains the parameter's reader
     (lists and dicts of modules are not called). For parameters that the model uses directly, it is
@@ -200,7 +200,7 @@ class Fp8Weights:
 
     Args:
         flat: The weights, all [..., out, in], and the shards of this process.
-        storage: Their memory in 16 bits.
+        storage: The memory of the weights in 16 bits.
         products: The products that use each weight, all in the same format. Nothing else may read
             the weights.
 

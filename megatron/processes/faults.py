@@ -26,7 +26,7 @@ from megatron.errors import say_on_stderr
 from megatron.parallel.journal import Journal, Transfer
 
 _EXIT_CODE = 1
-_SPIKE = 1000.0  # the factor of the fault "spike"
+_SPIKE = 1000.0  # by which the fault "spike" multiplies values
 _DAMAGES = ("nan", "spike", "flip")
 _FULL_BYTES = 4096  # the largest file that a process can write after the fault "full"
 _FOREVER = 1e9  # seconds

@@ -57,7 +57,7 @@ def process_group(
         unmet: The requirements that this device does not meet (see `refuse_together`).
         record: A function that is called with the reason for a failure, in one of the processes.
         faults: The faults to inject into this process.
-        hang_files: The files to which a view of a hang is written, if any.
+        hang_files: The files in which a hang is recorded, if any.
 
     Raises:
         ConfigError: The device of some process does not meet the requirements of the run.

@@ -29,7 +29,7 @@ from megatron.processes.watchdog import State, absent_ranks, ranks_text
 REPORT = "report.json"
 _MAX_BYTES = 2**26
 _WATCHDOG = ("_talk", "_watch")  # threads that are not part of the work
-_SHOWN = 5  # unfinished collectives of a device
+_SHOWN = 5  # maximum number of unfinished collectives to list for a device
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _unfinished_collectives() -> list[str]:
             f"{entry['process_group'][-1]} ({entry['state']})"
             for entry in pending[:_SHOWN]
         ]
-    except Exception:  # a view without it is better than none, and the format may change
+    except Exception:  # a report without it is better than none, and the format may change
         return []
 
 

@@ -34,12 +34,12 @@ class Launch:
     Attributes:
         rank: The index of this process.
         world_size: The number of processes.
-        local_rank: The index among those on this machine.
+        local_rank: The index of this process among those on this machine.
         local_world_size: The number of processes on this machine.
         restart_count: How many times torchrun has restarted the processes of this machine.
         is_restart: Whether torchrun or SLURM, not a person, has restarted the run.
-        store_stays: Whether the store lasts until all processes have ended, because a launcher on
-            the only machine holds it.
+        store_stays: Whether the store lasts until all processes have ended, because the run has a
+            single machine, whose launcher holds it.
     """
 
     rank: int = 0
@@ -106,7 +106,7 @@ def is_launched() -> bool:
 
 
 def bare_task() -> int:
-    """Return the index of this task of SLURM or mpirun if there is no other launcher, otherwise 0.
+    """Return this task's index from SLURM or mpirun, or 0 if another launcher is used.
 
     Raises:
         ConfigError: The variable is not a number.
@@ -218,14 +218,14 @@ def tell_saved(launch: Launch) -> None:
     """
     launcher = _running_launcher()
     if launcher is not None and _is_restarted(launch):
-        signal.signal(SAVED, signal.SIG_IGN)  # the launcher ends the other processes with it
+        signal.signal(SAVED, signal.SIG_IGN)  # with it, the launcher ends the other processes
         if launch.local_rank == 0:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(launcher, SAVED)
 
 
 def _running_launcher() -> int | None:
-    """Return our launcher if it is still a parent of this process or of its parent."""
+    """Return the id of our launcher if it is still this process's parent or grandparent."""
     launcher, parent = whole_number(_LAUNCHER_ENV, 0), os.getppid()
     above = 0
     with suppress(OSError):

@@ -86,7 +86,7 @@ def processes(
         config: The run's configuration.
         launch: The ranks of this process, from the launcher.
         before_end: Callbacks to run before the process groups end (see `process_group`).
-        crashes: Records a failure of this process, if given.
+        crashes: The log that records a failure of this process, if any.
 
     Raises:
         ConfigError: The device does not support a flag.

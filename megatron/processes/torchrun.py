@@ -2,8 +2,8 @@
 
     python -m megatron.processes.torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
-takes torchrun's flags. With --max-restarts, ranks restart without importing their modules again
-(`warm`). torchrun itself exits with 1 whatever happened, so a scheduler cannot tell a
+This command takes torchrun's flags. With --max-restarts, ranks restart without importing their
+modules again (`warm`). torchrun itself exits with 1 whatever happened, so a scheduler cannot tell a
 run that saved and wants to continue (3) from one with a wrong flag (9). On SIGTERM it also kills
 the ranks after 30 seconds, which is too short for a large checkpoint. Here SIGTERM goes to the
 ranks, which save and exit together, and the scheduler's own limit decides how long that may take.

@@ -227,7 +227,7 @@ class Verdict:
     missing: str = ""
 
     def is_like(self, other: Verdict) -> bool:
-        """Return whether both mean the same failure. Which rank reports it first may differ."""
+        """Return whether both verdicts mean the same failure, whichever rank reported it first."""
         ours = (self.code, self.iteration, self.missing)
         return ours == (other.code, other.iteration, other.missing)
 
@@ -259,7 +259,7 @@ class Watchdog:
             first rank on this machine prints why the run ends.
         seconds: The longest time that a process may wait for another.
         record: A function that is called with the verdict, in the process that announces it.
-        files: The files to which a view of a hang is written, if any.
+        files: The files in which a hang is recorded, if any.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class Watchdog:
         """Have the clock end this process, whatever it is doing then, unless it ends by itself.
 
         Args:
-            seconds: The time until then. An earlier deadline stays in force.
+            seconds: The time until the clock ends the process. An earlier deadline stays in force.
             code: The exit code.
             text: The last message of the process, or `None` if it has already printed why it ends.
         """
@@ -437,7 +437,7 @@ class Watchdog:
             self._leave(HangError.exit_code)
 
     def _explain_loss(self, ended: frozenset[int]) -> None:
-        """End the run if ranks on this machine ended without a word while this process waits.
+        """End the run if ranks on this machine ended without a verdict while this process waits.
 
         gloo reports a broken connection, but a device waits forever for a process that was killed.
         """
@@ -574,7 +574,7 @@ class Watchdog:
         return f"[rank {self._rank}] exits: rank {verdict.rank} ended the run: {verdict.reason}"
 
     def _leave(self, code: int, text: str | None = None) -> None:
-        """End the process, whatever its main thread or the reader of its output waits for."""
+        """End the process, even if its main thread is blocked or nobody reads its output."""
 
         def write_last() -> None:
             with suppress(OSError, ValueError):  # the disk of the log is full, or its reader ended

@@ -136,8 +136,8 @@ def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
 
     Args:
         options: The command line.
-        width: Its --hidden-size.
-        seed: Its --seed.
+        width: The run's --hidden-size.
+        seed: The run's --seed.
     """
     heads = options.heads or width // options.head_size
     words = [*_START, "--seed", str(seed), *options.words]
@@ -148,7 +148,7 @@ def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
 
 
 def changes_after(config: RunConfig, steps: int) -> Changes:
-    """Return the mean magnitude by which each activation of a batch changes in some iterations.
+    """Return the mean magnitude by which each activation of a batch changes during training.
 
     Args:
         config: The run.
@@ -183,7 +183,7 @@ def activations(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 
     Args:
         model: The whole model.
-        tokens: [b, s].
+        tokens: The tokens [b, s].
     """
     import torch
 

@@ -64,7 +64,8 @@ class Validation:
         entropy: The unigram entropy of their tokens in nats per token, which is the loss of a model
             that knows only how frequent each of these tokens is.
         bytes_per_token: The number of UTF-8 bytes of their text per token.
-        texts: Their first sentences of at least 8 tokens, or of any length if there are none.
+        texts: The documents' first sentences of at least 8 tokens, or of any length if there are
+            none.
     """
 
     entropy: float
@@ -216,7 +217,7 @@ def training_command(
 
 
 def split_of(documents: int) -> tuple[str, int]:
-    """Return a `--split` that validates on a twentieth of the documents, and the first of these.
+    """Return a `--split` that validates on 1/20 of the documents, and the first one's index.
 
     Raises:
         DataError: There is only one document.

@@ -42,7 +42,8 @@ _WORDS = (
     *("time", "object", "type", "error", "index", "data", "size", "result", "method", "number"),
 )
 _FORM = re.compile(r"Answer: [a-z]+( [a-z]+)*\.")
-# The server and finetune.py find it next to the tokenizer. Text inside `generation` is trained.
+# The server and finetune.py find it next to the tokenizer. Text inside `generation` counts in the
+# loss.
 _TEMPLATE = """\
 {%- for message in messages -%}
 {{ message['role'] + ':\\n' }}
@@ -138,7 +139,7 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
     """Run all steps and print how good the answers are.
 
     Args:
-        out: An empty folder.
+        out: An empty folder for everything that the demo writes.
         source: The text to pretrain on, or `None` for the source of the standard library.
         iterations: The number of updates in pretraining and in finetuning.
 

@@ -49,7 +49,7 @@ _GPT = f"--num-layers 9 --seq-length {_LENGTH}"
 
 
 def documents_for(iterations: int) -> int:
-    """Return the number of documents such that training reads each about once."""
+    """Return the number of documents with which training reads each of them about once."""
     length = _PASSAGE * (1 + _QUOTES)
     return max(2 * _SHARE, iterations * _BATCH * _LENGTH // length)
 
@@ -165,7 +165,7 @@ def demo(out: Path, iterations: int) -> None:
     """Run all steps and print the three losses.
 
     Args:
-        out: An empty folder.
+        out: An empty folder for everything that the demo writes.
         iterations: The number of updates of the Retro and of the GPT.
 
     Raises:

@@ -168,7 +168,7 @@ def draw_comparison(curves: Mapping[str, Points], output: Path, *, title: str) -
 
 
 def compared(words: Sequence[str]) -> dict[str, Points]:
-    """Return the validation losses in the files of LABEL=FILE words, by label.
+    """Return the validation losses in the files given as LABEL=FILE, by label.
 
     Raises:
         ConfigError: A word does not have this form.

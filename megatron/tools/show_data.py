@@ -126,15 +126,17 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Corpus(NamedTuple):
-    """The documents that a word of --data-path names, of any kind.
+    """The documents that a word of --data-path names, in any kind of file.
 
     Attributes:
         name: The word.
         documents: A function that yields the sequences of each document, `[tokens]` each, beginning
             with the document that has the given number.
-        bad: The lines without a document that `documents` has met, with their places.
-        counts: The numbers of documents and tokens and their type, if the kind of file knows them.
-        lengths: The number of tokens of each document, `[documents]`, if the kind of file knows
+        bad: The lines in which `documents` has found no document, each with the reason and its
+            location.
+        counts: The numbers of documents and tokens and the type of the tokens, if the kind of file
+            gives them.
+        lengths: The number of tokens of each document, `[documents]`, if the kind of file gives
             them. Otherwise the beginning of the text is read.
     """
 

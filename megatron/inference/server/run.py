@@ -122,7 +122,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
 
 
 def _name_of(folder: str | None, server: ServerConfig) -> str:
-    """Return the model's name for clients: that of its folder, if no flag gives one.
+    """Return the model's name for clients, which is its folder's name if no flag gives one.
 
     Raises:
         ConfigError: An adapter has the same name.
@@ -226,7 +226,7 @@ def web_server(listener: socket.socket) -> Iterator[socket.socket]:
             [*module_command("megatron.inference.server.front"), *map(str, handed)],
             pass_fds=handed,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # only rank 0 gets Ctrl-C; the web server ends when it does
+            start_new_session=True,  # only rank 0 gets Ctrl-C; the web server ends with rank 0
         )
     try:
         yield ours

@@ -44,7 +44,7 @@ class Setup:
 
     Attributes:
         limits: Limits on the time and memory of a job.
-        niceness: Priority to give up, from 0 to 19.
+        niceness: Amount by which to lower the priority of the process, from 0 to 19.
         most_bytes: Largest size of a text that can fit in the model's context, in bytes. If a
             template writes a longer text, the rest is cut off, since the text is refused anyway.
         tokenizer: Files of the tokenizer, or `None` in a process that renders a template.
@@ -160,7 +160,7 @@ def _write(result: Result) -> None:
 
 
 def _prepare(setup: Setup) -> Callable[[Job], Result]:
-    """Return the function that does the jobs, and limit this process."""
+    """Return the function that does the jobs, and limit this process's resources."""
     os.nice(setup.niceness)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the web server ends this process
     work: Callable[[Job], Result]

@@ -54,7 +54,7 @@ class BlockDocuments(NamedTuple):
     Attributes:
         query_ends: int32 [documents + 1], 0 and then the end of each document among the b q
             queries.
-        key_ends: The same among the b k keys.
+        key_ends: The same for the b k keys.
         longest: The largest number of tokens that a document may have.
         has_keys: bool [b, q], whether a query's document has a key in the block; `None` if all have
             one.
@@ -77,7 +77,7 @@ class ScoreRules(NamedTuple):
     Attributes:
         scale: The factor applied to the scores; `None` means 1 / sqrt(d).
         window: The largest number of earlier tokens that a query attends to; `None` for all.
-        slopes: ALiBi's slope for each query head, [n]; `None` for none (`AttentionOptions`).
+        slopes: ALiBi's slope for each query head, [n]; `None` without ALiBi (`AttentionOptions`).
         query_places: The positions of the queries in their sequences, int64 [q].
         key_places: The positions of the keys, int64 [k].
     """
@@ -256,8 +256,8 @@ def flash_forward(
     """Compute attention with the flash kernel. The result keeps the 16-bit type of the inputs.
 
     The kernel draws from a counter-based generator (Philox) and returns the seed and offset that it
-    used. With documents, the variant for sequences of different lengths is used. A document without
-    queries or keys in the block costs almost nothing in it.
+    used. With documents, the variant for sequences of different lengths is used. In this variant, a
+    document without queries or keys in the block costs almost nothing.
     """
     if documents is not None:
         samples, _, length, _ = query.shape

@@ -63,7 +63,7 @@ _PLAIN = plain_block("windows and biases")
 
 @dataclass(frozen=True)
 class RingStep:
-    """A block, in which this rank's tokens `queries` attend to the tokens `keys` of a rank.
+    """A block, in which this rank's tokens `queries` attend to the tokens `keys` of `source`.
 
     Attributes:
         source: The rank whose keys and values are used.
@@ -131,7 +131,7 @@ def _pairs_of_chunks(axis: Axis, chunk: int, window: int, longest: int | None) -
             if ours[i] >= theirs[j]
         ]
         for chunks, queries, keys in sorted(pairs, key=lambda pair: pair[0]):
-            nearest = (chunks - 1) * chunk + 1  # the distance from a query to the last key
+            nearest = (chunks - 1) * chunk + 1  # the distance from the first query to the last key
             is_empty = chunks > 0 and (
                 window < nearest or (longest is not None and longest <= nearest)
             )
@@ -250,7 +250,7 @@ class _Transfer:
                 dist.P2POp(dist.irecv, received, previous, axis.group),
             ]
         )
-        # NCCL returns one work for both, so waiting for the received tensor waits for both.
+        # NCCL returns one work object for both, so waiting for the received tensor waits for both.
         ends = (("send", following), ("receive", previous))[-len(works) :]
         messages = [
             axis.journal.message(kind, peer, work)
@@ -387,7 +387,7 @@ def ulysses_attention(
 
     Args:
         query: The queries [s/C, b, n, d] of this rank's part of the sequence (`split_sequence`). C
-            divides n and g.
+            must divide n and g.
         key: The keys [s/C, b, g, d].
         value: The values [s/C, b, g, d].
         options: The attention options. A mask must be the `Segments` of whole sequences.

@@ -73,7 +73,7 @@ def split_segments(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
     assert length % (2 * size) == 0, f"{length} tokens in {2 * size} chunks"
     chunk, starts, ends = length // (2 * size), segments.ends[:-1], segments.ends[1:]
     chunks = torch.arange(2 * size, dtype=torch.int32, device=starts.device).unsqueeze(1)
-    firsts = starts - starts % length + chunk * chunks  # [2C, segments]: in the segment's sample
+    firsts = starts - starts % length + chunk * chunks  # [2C, segments]: starts of chunks
     common = torch.minimum(ends, firsts + chunk) - torch.maximum(starts, firsts)
     early, late = common.clamp(min=0).chunk(2)
     return early, late.flip(0)

@@ -87,7 +87,7 @@ class PipelineChannel:
         edge.pending.append((edge.start(buffer), buffer))
 
     def receive(self, operation: Operation) -> Tensor:
-        """Return the oldest message of this edge that has been posted and not yet returned.
+        """Return this edge's oldest message whose receive was posted and that was not yet returned.
 
         On a CPU, the process waits for it. On a GPU, kernels launched from now on wait for it.
         """
@@ -108,7 +108,8 @@ class PipelineChannel:
         edge = self._edge(operation)
         tensor = tensor.detach().contiguous()
         edge.pending.append((edge.start(tensor), tensor))
-        while edge.pending and edge.pending[0][0].is_completed():  # gloo: never before `finish`
+        # With gloo, no send counts as completed before `finish`.
+        while edge.pending and edge.pending[0][0].is_completed():
             edge.pending.popleft()
 
     def finish(self) -> None:

@@ -2,7 +2,7 @@
 
 The model is split into stages x chunks parts. Chunk c of stage p is part c * stages + p, so with
 several chunks a micro-batch goes around the ring of stages once per chunk. A schedule is a pure
-function of its kind and three numbers.
+function of its kind and the numbers of stages, chunks and micro-batches.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
 _POSITIONS = f"{WEIGHTS}embedding.position.weight"
 _WORDPIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # fields of TokenizerConfig
-# By `Reader.format`.
+# The name of the loader for each `Reader.format`.
 LOADER_OF = {"native": "native"} | dict.fromkeys(("legacy", "core", "deepspeed"), "megatron")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -271,7 +271,7 @@ def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check
 def save_core(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
     """Write a Megatron Core checkpoint with the optimizer settings of the source's run.
 
-    The grid is also that of the source's run.
+    The parallel sizes are also those of the source's run.
     """
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     sizes = ("tensor", "pipeline", "expert")
@@ -541,7 +541,7 @@ def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, b
 def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | None]:
     """Return the ids of the tokens that begin and end a GPT's texts, from its tokenizer.
 
-    Without these keys, a config.json implies the default ids of its model family, which stand for
+    A config.json without these ids implies the default ids of its model family, which stand for
     other tokens in this vocabulary.
     """
     if not source.decodes_only:
@@ -562,7 +562,7 @@ def _true_vocabulary(
     given: TokenizerConfig,
     template: Mapping[str, object] | None,
 ) -> int:
-    """Return the number of rows to write, which the flag, the original or the tokenizer gives.
+    """Return the number of rows to write, from the flag, the original model or the tokenizer.
 
     If none of them does, all rows are written.
     """

@@ -88,7 +88,7 @@ def verify(
 
     Args:
         reader: The opened checkpoint.
-        config: The configuration of its run.
+        config: The configuration of the checkpoint's run.
         folder: The folder of the same model.
         tolerance: The largest difference allowed, as a fraction of the largest logit or of 1,
             whichever is larger.
