@@ -68,13 +68,13 @@ def _saved(root: Path, network: str) -> Saved:
     save_run(build_toy(Layout.single(), f"{words} --save {base}".split()))
     for number, flags in enumerate(ADAPTERS[network], 1):
         target = f"{words} {flags} --load {base} --finetune --save {folder / str(number)}"
-        save_run(_with_random_adapters(target))
+        save_run(_with_random_adapters(target, seed=number))
     return Saved(base, (str(folder / "1"), str(folder / "2")))
 
 
-def _with_random_adapters(words: str) -> Run:
+def _with_random_adapters(words: str, seed: int) -> Run:
     run = build_toy(Layout.single(), words.split())
-    generator = torch.Generator().manual_seed(len(words))
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in run.named_parameters():
             if parameter.requires_grad:
@@ -184,7 +184,7 @@ def test_a_run_generates_with_adapters_that_are_not_merged(frozen: str) -> None:
     """Latent attention reads its weight directly, and has to see the adapter."""
     sizes = "--hidden-size 64 --kv-lora-rank 64 --q-lora-rank 64 --v-head-dim 16" * bool(frozen)
     words = f"{NETWORKS['latent']} {_ALSO} --lora-rank 4 --use-dora {sizes} {frozen}"
-    run = _with_random_adapters(words)
+    run = _with_random_adapters(words, seed=1)
     loaded = Loaded(run.parts[0].eval(), run.tokenizer, run.config, 1, run.layout)
     scored = greedy(8, logprobs=True)
     requests = [Request(str(i), prompt, scored) for i, prompt in enumerate(PROMPTS)]

@@ -248,7 +248,7 @@ def test_huggingface_never_goes_to_the_network(tmp_path):
     with pytest.raises(ConfigError, match="nothing is downloaded"):
         build("HuggingFaceTokenizer", tokenizer_model="openai-community/gpt2")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer.json: not a tokenizer.json"):
+    with pytest.raises(DataError, match=r"tokenizer.json: not a Hugging Face tokenizer.json"):
         build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
 
 

@@ -235,7 +235,7 @@ def test_the_other_tools(fails, tool):
         (
             "--tokenizer-model v --tokenizer-type HuggingFaceTokenizer",
             (json.dumps({"model": 1}).encode(),),
-            "v: not a tokenizer.json",
+            "v: not a Hugging Face tokenizer.json",
         ),
     ],
 )
