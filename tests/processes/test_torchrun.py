@@ -40,7 +40,9 @@ def _start(folder: Path, code: int, count: int, *flags: str) -> subprocess.Popen
     words = ["--standalone", "--nproc-per-node", str(count), *flags]
     words += [str(folder / "rank.py"), str(folder)]
     # torchrun would kill the ranks one second after a signal, before they have saved.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    # It also prints a warning if OMP_NUM_THREADS is not set.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
     return subprocess.Popen(
         [sys.executable, "-m", "megatron.processes.torchrun", *words, str(code)],
         env=environment,
