@@ -19,8 +19,9 @@ Z_LOSS = "z_loss"
 _LAST_OF = re.compile(r"last-of-([1-9][0-9]{0,4})")
 
 _MIXTURE = Need(lambda run: run.model.num_experts, "--num-experts")
-_BIASED = Need(
-    lambda run: run.model.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias"
+_BALANCED = Need(
+    lambda run: run.model.moe_router_enable_expert_bias and run.model.lora_rank is None,
+    "--moe-router-enable-expert-bias, or with --lora-rank",
 )
 _GROUPED = Need(lambda run: run.model.moe_router_num_groups, "--moe-router-num-groups")
 _SHARED = Need(
@@ -148,7 +149,7 @@ class ExpertOptions:
     )
     moe_router_topk_scaling_factor: float | None = flag(None, above=0, requires=_MIXTURE)
     moe_router_enable_expert_bias: bool = flag(False, requires=_MIXTURE)
-    moe_router_bias_update_rate: float = flag(1e-3, at_least=0, needs=_BIASED)
+    moe_router_bias_update_rate: float = flag(1e-3, at_least=0, needs=_BALANCED)
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",), choices=(*BALANCING_LOSSES, "sinkhorn", "none"), needs=_MIXTURE
     )

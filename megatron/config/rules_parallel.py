@@ -107,8 +107,14 @@ def excluded(config: RunOptions, shown: str, exclusions: Exclusions) -> Iterator
     """Yield an error for each value that cannot be combined with the flag `shown`."""
     values = flatten(config)
     for path, (passing, reason) in exclusions.items():
-        if values[path] not in passing:
-            flag = field_at(path).spell(values[path])
+        if values[path] in passing:
+            continue
+        field = field_at(path)
+        needed = field.spell(next(iter(passing)))
+        if needed and values[path] == field.default:  # there may be no flag to drop
+            yield f"{shown} requires {needed}: {reason}: add it"
+        else:
+            flag = field.spell(values[path])
             yield f"{shown} cannot be combined with {flag}: {reason}: drop one of them"
 
 

@@ -24,6 +24,7 @@ from megatron.checkpoint.huggingface.peft import (
     names_in,
     network_with,
     peft_names,
+    tensor_names,
 )
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.merged import network_in
@@ -234,8 +235,9 @@ def _open_peft(
     ]
     layers = adapted_layers(replace(model, lora_target_modules=tuple(names)), rows)
     of_base = (base.meta.get("huggingface") or {}).get("family")
+    theirs = tensor_names(folder, allow_foreign=allow_foreign)
     try:
-        family = family_in(folder, model, layers, rows, base=of_base, allow_foreign=allow_foreign)
+        family = family_in(theirs, model, layers, rows, base=of_base)
         known = peft_names(model, layers, family, rows)
     except CheckpointError as error:
         raise CheckpointError(

@@ -575,14 +575,18 @@ def _load_adapter(
         The parts that the files do not hold either.
     """
     # Few runs need these modules.
-    from megatron.checkpoint.huggingface.peft import PeftReader, family_in, peft_names
+    from megatron.checkpoint.huggingface.peft import (
+        PeftReader,
+        family_in,
+        peft_names,
+        tensor_names,
+    )
 
     trust, model = run.config.checkpoint.allow_foreign_checkpoints, run.config.model
     vocabulary = run.plan.embedding.vocabulary
     layers, of_base = adapted_layers(model, vocabulary), base.meta.get("huggingface") or {}
-    family = family_in(
-        folder, model, layers, vocabulary, base=of_base.get("family"), allow_foreign=trust
-    )
+    theirs = tensor_names(folder, allow_foreign=trust)
+    family = family_in(theirs, model, layers, vocabulary, base=of_base.get("family"))
     names = peft_names(model, layers, family, vocabulary)
     files = PeftReader(folder, model, names, allow_foreign=trust)
     reader = PaddedReader(files, rows=vocabulary, entries=run.tokenizer.vocab_size)

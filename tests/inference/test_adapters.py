@@ -314,6 +314,13 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
     assert "has shape [3, 32], but it is [3, 48]" in _refused(
         str(tmp_path / "wide"), saved.folders["some"]
     )
+    damaged = tmp_path / "damaged"
+    shutil.copytree(saved.folders["some"], damaged)
+    with (damaged / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    told = _refused(saved.base, damaged)
+    assert "adapter_model.safetensors: not a safetensors file" in told
+    assert "name modules" not in told
     # PEFT's files name modules that this network does not have: GPT-2's are `c_attn` and others.
     save_run(build_toy(Layout.single(), f"--save {tmp_path / 'gpt2'} --save-interval 1".split()))
     fused = _refused(str(tmp_path / "gpt2"), saved.folders["some"])

@@ -142,34 +142,40 @@ def _module(name: str, family: Family) -> str:
     return f"{family.module_prefix}{name.removeprefix(family.prefix)}"
 
 
+def tensor_names(path: Path, *, allow_foreign: bool = False) -> frozenset[str]:
+    """Return PEFT's names of the tensors in a folder, or none if its file is missing.
+
+    Raises:
+        CheckpointError: The file is damaged, or may not be used.
+    """
+    if not (path / ADAPTER).is_file():
+        return frozenset()  # the reader says what is missing
+    return frozenset(MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign).header())
+
+
 def family_in(
-    path: Path,
+    theirs: frozenset[str],
     model: ModelConfig,
     layers: Mapping[str, AdaptedLayer | ExpertLinear],
     rows: int,
     *,
     base: str | None = None,
-    allow_foreign: bool = False,
 ) -> Family:
     """Among the families that can express a network, return the one that PEFT's files name.
 
     Args:
-        path: The folder of PEFT's files.
+        theirs: PEFT's names of the tensors.
         model: The network with adapters.
         layers: Its layers that have adapters, by name.
         rows: Rows of the word embedding.
         base: The family of the model that is adapted, if known.
-        allow_foreign: Accept files owned by other users.
 
     Raises:
         CheckpointError: No family can express the network.
     """
     plain = plain_network(model)
     first = family_for(plain, rows, None)
-    if not (path / ADAPTER).is_file():
-        return first  # the reader says what is missing
-    theirs = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign).header()
-    known = families()
+    known = families() if theirs else {}
     for name in sorted(known, key=lambda name: name != base):
         if misfits(known[name], plain, rows):
             continue
@@ -177,7 +183,7 @@ def family_in(
             names = {one.name for one in peft_names(model, layers, known[name], rows).values()}
         except CheckpointError:
             continue
-        if names.issuperset(theirs.keys() - {_FROZEN_OUTPUT}):
+        if names.issuperset(theirs - {_FROZEN_OUTPUT}):
             return known[name]
     return first
 
