@@ -6,7 +6,7 @@ Nothing here touches a GPU or needs `torch.distributed`.
     memory              the memory of a process
     cost                the time of a micro-batch in a layer, and of messages
     pipeline_balance    the bubble of a pipeline, and a distribution of layers that shrinks it
-    prediction          the time of a whole update with its parts, its memory, and the time that
+    prediction          the time of a whole update with a breakdown, its memory, and the time that
                         failures and checkpoints cost
     search              all sensible layouts on a number of GPUs, and the fastest of them
     command             `megatron plan`

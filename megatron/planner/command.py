@@ -5,9 +5,9 @@ r"""Find the fastest layouts of a run on a cluster, without a GPU.
     megatron plan --gpus 2xH200 --memory --time -- FLAGS   # only predict for the given FLAGS
 
 It tries all sensible combinations of tensor, sequence, context, pipeline (chunks, schedule), expert
-and data parallelism, ZeRO stage, recomputation and micro-batch. It predicts the memory and time of
-each and prints the fastest ones that fit, with a breakdown of their times. docs/planner.md explains
-the predictions and how close they come to measurements.
+and data parallelism, ZeRO stage, recomputation and micro-batch size. It predicts the memory and
+time of each and prints the fastest ones that fit, with a breakdown of their times. docs/planner.md
+explains the predictions and how close they come to measurements.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def build_parser() -> ToolParser:
     add("--model", metavar="MODEL",
         help="A recipe, a YAML file, or a Hugging Face folder or config.json.")  # fmt: skip
     add("--teacher", metavar="MODEL",
-        help="Teacher of a distillation, as in --model: include its memory and time.")  # fmt: skip
+        help="Teacher for distillation, given like --model. Its memory and time are "
+        "included.")  # fmt: skip
     add("--gpus", required=True, metavar="NxGPU", help="For example 256xH100.")
     add("--global-batch", type=int, metavar="N", help="Samples per update.")
     add("--memory", nargs="?", type=float, const=math.nan, metavar="GIB",
@@ -76,15 +77,15 @@ def build_parser() -> ToolParser:
         help="Longest acceptable time per update (default: any). Without a number: predict only "
         "the time for the given flags.")  # fmt: skip
     add("--machine", type=Path, metavar="FILE",
-        help="Measured rates: the file of tools/benchmark.py --ceilings, or fields of Machine as "
-        "JSON.")  # fmt: skip
+        help="File with measured rates: the output of tools/benchmark.py --ceilings, or fields of "
+        "Machine as JSON.")  # fmt: skip
     add("--top", type=int, default=10, metavar="N", help="Layouts to print (default: 10).")
     add("--draw", type=Path, metavar="FILE.png", help="Draw the timeline of the fastest layout.")
     add(
         "--output",
         type=Path,
         metavar="FILE.yaml",
-        help="File with the run and its fastest layout, for --config.",
+        help="Write the run with its fastest layout to this file, for --config.",
     )
     add("--jsonl", type=Path, metavar="FILE.jsonl",
         help="Write the printed layouts with their flags and predictions, one JSON object per "
@@ -316,17 +317,17 @@ def _read_teacher(options: argparse.Namespace, start: RunOptions) -> ModelConfig
 
 
 def _read_cluster(options: argparse.Namespace) -> tuple[int, Machine]:
-    """Return the number of GPUs and their kind.
+    """Return the number of GPUs and their machine.
 
     Raises:
-        UserError: The number, the kind or the file for --machine is wrong.
+        UserError: The number, the GPU type or the file for --machine is wrong.
     """
     found = re.fullmatch(r"(\d+)(?:x(\w+))?", options.gpus)
     if found is None or int(found[1]) < 1:
-        raise ConfigError(f"--gpus {options.gpus}: give a number and a kind, such as 256xH100")
+        raise ConfigError(f"--gpus {options.gpus}: give a number and a GPU type, such as 256xH100")
     if found[2] is None and options.machine is None:
         kinds = ", ".join(MACHINES)
-        raise ConfigError(f"--gpus {options.gpus}: add the kind, such as {found[1]}xH100 ({kinds})")
+        raise ConfigError(f"--gpus {options.gpus}: add the type, such as {found[1]}xH100 ({kinds})")
     machine = find_machine(found[2]) if found[2] else DEFAULT
     if options.machine is not None:
         machine = read_machine(options.machine, machine)
@@ -348,9 +349,9 @@ _PATHS = (
 
 
 def _model_words(model: str | None, flags: list[str]) -> tuple[list[str], set[str], int, str]:
-    """Return a model's flags, the values it sets, its vocabulary and the kind of network.
+    """Return a model's flags, the names of the values they set, its vocabulary and architecture.
 
-    Without a model, `flags` determine the kind of network.
+    Without a model, `flags` determine the architecture.
     """
     if model is None:
         return [], set(), _VOCABULARY, catalog.kind_of(split(flags))
@@ -368,7 +369,7 @@ def _model_words(model: str | None, flags: list[str]) -> tuple[list[str], set[st
 
 
 def predict_given(request: PlanRequest, memory: bool, seconds: bool) -> Plan:
-    """Print the predicted memory, time or both for the given flags, and return both.
+    """Print the predicted memory, time or both for the given flags, and return the prediction.
 
     Raises:
         ConfigError: The flags are wrong for this number of GPUs.
@@ -468,7 +469,7 @@ def reasons(plans: list[Plan]) -> str:
 
 
 def on_other_hosts(request: PlanRequest, plan: Plan, network: ModelPlan) -> str:
-    """Return how much an update's time depends on the host, as a line, or "" if it does not."""
+    """Return a line that says how an update's time depends on the host, or "" if it does not."""
     low, high = seconds_by_host(plan.config, network, request.gpus, request.machine)
     if high - low < _HOST_BOUND * plan.prediction.seconds:
         return ""

@@ -1,7 +1,7 @@
 """The time of a micro-batch in a layer, of messages and of an update, on a given machine.
 
-All times are in seconds. They are computed from the layer plan: operations of matrix products and
-of attention, bytes that the other kernels move, and bytes that processes exchange.
+All times are in seconds. They follow from quantities computed from the layer plan: the FLOPs of
+matrix products and attention, and the bytes that other kernels move and that processes exchange.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.planner.memory import micro_batch
 
 # How many times kernels without matrix products read or write each byte of a kept activation.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1.3, 1.7
-# The sequence length at which attention reaches half of its rate: causal and bidirectional.
+# The sequence length at which attention reaches half of its full rate: causal and bidirectional.
 _CAUSAL_HALF, _SQUARE_HALF = 674, 450
 # Copies around attention with all-to-all (parallel/context/ring.py), forward and backward: copies
 # of queries, keys and values together, copies of results, and the number of their kernels in
@@ -47,7 +47,7 @@ OPTIMIZER_BYTES = 32
 # Fraction of a message's time that remains when it overlaps with products, which it slows down.
 _OVERLAPPED = 0.25
 IN_BUCKETS = 0.8  # the same for gradients and weights that are sent in buckets
-# Kernels without products in a sublayer, in each direction, and additional ones in a mixture.
+# Kernels without matrix products in a sublayer, in each direction, and those that a mixture adds.
 _KERNELS, _MIXTURE_KERNELS = 4, 30
 # Bytes that the divergence from a teacher reads and writes per logit, forward and backward: for
 # whole distributions, and for the top k from files (parallel/distillation.py).
@@ -136,12 +136,12 @@ class Setting:
     Attributes:
         machine: The rates of the machine.
         batch: The micro-batch on a process.
-        expert: Processes that divide the experts of a mixture.
+        expert: Expert-parallel processes.
         tensor_link: Connection of the tensor-parallel processes.
         context_link: Connection of the context-parallel processes.
-        expert_link: Connection of the processes that divide experts.
-        fp8: Whether layers multiply in 8 bits.
-        fp8_weights: Whether they also compute the gradients of weights in 8 bits.
+        expert_link: Connection of the expert-parallel processes.
+        fp8: Whether layers compute their matrix products in FP8.
+        fp8_weights: Whether they also compute weight gradients in FP8.
         overlaps: Whether tensor-parallel messages overlap with products.
         ring: Whether context-parallel processes pass keys and values around a ring.
         gathers: Whether each layer's weights are gathered when it is used (ZeRO stage 3).
@@ -327,7 +327,10 @@ def _copies(part: SublayerPlan, setting: Setting, inputs: int, results: int, ker
 
 
 def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[float, float, float]:
-    """Return the exposed time of messages: forward, for input gradients, for weight gradients."""
+    """Return the exposed time of messages in the forward, input-gradient and weight-gradient pass.
+
+    `attention` is the time of the sublayer's attention, with which ring messages overlap.
+    """
     batch, ahead, back, beside = setting.batch, 0.0, 0.0, 0.0
     if batch.tensor > 1:
         message = _message(batch, part.hidden, setting.tensor_link)

@@ -12,12 +12,12 @@ from megatron.errors import ConfigError, DataError
 
 _GIB = 1024.0**3
 _CEILINGS = ("attention_forward", "attention_backward", "copy")
-_OF_COPY = 0.87  # the rate of kernels without products, relative to a copy
+_OF_COPY = 0.87  # the rate of kernels without matrix products, relative to a copy
 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of a GPU to other GPUs.
+    """A connection from a GPU to other GPUs.
 
     Attributes:
         bandwidth: Bytes/s that a GPU sends while it receives at the same rate.
@@ -30,7 +30,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The rates that GPUs sustain for seconds at a time. They are below the datasheet's rates.
+    """The rates that GPUs sustain for several seconds, which are below those of the datasheet.
 
     Attributes:
         name: Name of the GPU.
@@ -43,7 +43,7 @@ class Machine:
         attention: FLOP/s of attention with heads of 128 channels and long sequences, forward and
             backward together, with 3 products of the backward pass counted as 2 (like model FLOPs).
         ring: Rate of the kernel that ring attention uses, as a fraction of `attention`.
-        copy: Bytes/s that kernels without products read and write.
+        copy: Bytes/s that kernels without matrix products read and write.
         kernel: Seconds that every kernel takes to start and end.
         launch: Seconds that the host takes to launch a kernel.
         link: Connection to the GPUs of the same node.
@@ -72,7 +72,8 @@ class Machine:
     def connection(self, size: int, stride: int) -> Link:
         """Return the connection among `size` processes that are `stride` ranks apart.
 
-        If the processes span several nodes, the processes on one node share the node's traffic.
+        If the processes span several nodes, those on the same node divide its traffic among their
+        network links.
         """
         within = max(1, min(size, self.node // stride))
         if within == size:
@@ -85,7 +86,7 @@ class Machine:
 
 
 # Fitted to measurements, as docs/planner.md explains. The rates of the H100 are those that Megatron
-# Core reached on it; the A100 and B200 are scaled by datasheet.
+# Core reached on it; those of the A100 and B200 are scaled by their datasheets.
 MACHINES = {
     "A100": Machine(
         name="A100",
@@ -148,13 +149,13 @@ HOST_SPREAD = (0.7, 1.8)
 
 
 def like_device(name: str, memory: float) -> Machine:
-    """Return the built-in machine for a device's name, or the default, with this much memory."""
+    """Return the built-in machine for a device's name, or the default, with `memory` bytes."""
     found = next((machine for kind, machine in MACHINES.items() if kind in name), DEFAULT)
     return replace(found, memory=memory)
 
 
 def find_machine(name: str) -> Machine:
-    """Return a built-in machine.
+    """Return the built-in machine called `name`, ignoring case.
 
     Raises:
         ConfigError: There is no such machine.
@@ -169,9 +170,9 @@ def find_machine(name: str) -> Machine:
 
 
 def read_machine(path: Path, start: Machine) -> Machine:
-    """Return `start` with the rates in a file that `tools/benchmark.py --ceilings` wrote.
+    """Return `start` with its rates replaced by those that `tools/benchmark.py --ceilings` wrote.
 
-    The file may also have fields of `Machine`, which replace those of `start`.
+    The file may also contain fields of `Machine`, which replace those of `start`.
 
     Raises:
         DataError: The file cannot be read or contains no such rates.
@@ -181,7 +182,7 @@ def read_machine(path: Path, start: Machine) -> Machine:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"--machine {path}: cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise DataError(f"--machine {path}: must hold a JSON object")
+        raise DataError(f"--machine {path}: must contain a JSON object")
     others = {"name", "link", "network", "experts_in_fp8"}
     rates = {entry.name for entry in fields(Machine)} - others
     numbers = {"peak": found.get("datasheet")} | {name: found[name] for name in rates & set(found)}
@@ -195,7 +196,7 @@ def read_machine(path: Path, start: Machine) -> Machine:
     numbers = {name: value for name, value in numbers.items() if value is not None}
     if not numbers and not known:
         raise DataError(
-            f"--machine {path}: no rates found: write it with tools/benchmark.py --ceilings"
+            f"--machine {path}: no rates found: write the file with tools/benchmark.py --ceilings"
         )
     wrong = [name for name, value in (numbers | known).items() if not _is_rate(name, value)]
     if wrong:

@@ -133,7 +133,7 @@ def largest_process(
 def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
     """Return the size in bytes of the largest message that a split layer sends to one rank.
 
-    A message is the rank's part of a micro-batch's hidden states.
+    A message is the rank's shard of a micro-batch's hidden states.
 
     Args:
         config: The run's configuration.
@@ -150,11 +150,11 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
 
 
 def largest_expert_message(config: RunConfig, plan: ModelPlan, layout: Layout) -> int:
-    """Return the size in bytes of the largest message between ranks that divide experts.
+    """Return the size in bytes of the largest message between expert-parallel ranks.
 
-    If every rank sends all its tokens to all others, a message holds their hidden states. The size
-    is 0 if ranks send only the tokens that need the others' experts, or if micro-batches are halved
-    to overlap their messages (--overlap-moe-expert-parallel-comm).
+    If every rank sends all its tokens to all other ranks, a message contains their hidden states.
+    The size is 0 if each rank receives only the tokens routed to its experts, or if micro-batches
+    are halved to overlap messages with computation (--overlap-moe-expert-parallel-comm).
 
     Args:
         config: The run's configuration.

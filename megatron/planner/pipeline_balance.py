@@ -49,7 +49,7 @@ class Durations(NamedTuple):
         return cls(passes.forward.total, passes.inputs.total, passes.weights.total)
 
     def at_least(self, host: float) -> Durations:
-        """Return these times, lengthened until their sum is at least `host`, the time to launch."""
+        """Return these times, lengthened so that they sum to at least the launch time, `host`."""
         late = max(0.0, host - sum(self))
         return Durations(self.forward + late / 3, self.inputs + late * 2 / 3, self.weights)
 
@@ -72,7 +72,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: RunConfig, plan: ModelPlan, machine: Machine = DEFAULT) -> Costs:
-        """Estimate the device's times in seconds, excluding its waits for messages and the host."""
+        """Estimate the device's times in seconds, without waits for messages or the host."""
         return replace(cls.from_passes(*model_passes(config, plan, machine)), host=())
 
     @classmethod
@@ -141,7 +141,8 @@ class Pipeline:
 
     @property
     def _rounds(self) -> int:
-        # A partial last group takes more than its share, so it is also simulated.
+        # A partial last group of micro-batches takes more than its share of the time, so it is
+        # also simulated.
         return min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
 
     @cached_property
@@ -177,8 +178,8 @@ class Pipeline:
 def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
     """Yield distributions of the layers over the parts.
 
-    Distributions with the extra layers in later parts come first, because fewer micro-batches wait
-    there.
+    Distributions with the extra layers in later parts come first, because fewer micro-batches are
+    in flight there.
     """
     even = (layers + costs.head_in_layers) / parts
     fewest = max(0, int(even - costs.head_in_layers))

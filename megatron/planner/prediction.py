@@ -1,4 +1,4 @@
-"""The time of a whole update with its parts, its memory, and the cost of failures."""
+"""The time of a whole update with a breakdown, its memory, and the cost of failures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COPIED_WHOLE, _COPIED_SHARD = 14, 24
 
 # When --cuda-graph-impl auto records passes:
 _LEAST_HOST = 0.7  # at this fraction of the device's time, the host begins to limit the speed
-_MOST_MEMORY = 0.5  # fraction of the GPU, because recordings keep memory that others may need
+_MOST_MEMORY = 0.5  # of the GPU's, because recorded graphs keep memory that other work may need
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Grid:
         context: Context-parallel processes.
         pipeline: Pipeline stages.
         data: Data-parallel processes.
-        expert: Processes that divide experts.
-        expert_tensor: Processes that split each expert.
+        expert: Expert-parallel processes.
+        expert_tensor: Tensor-parallel processes of each expert.
     """
 
     tensor: int
@@ -74,7 +74,7 @@ class Grid:
         """Count the parameters of the largest stage, outside and inside experts.
 
         Experts are counted separately, because they are replicated over other processes. Each count
-        comes with the number of copies, and the distance between the ranks of two copies.
+        comes with the number of copies and the stride between the ranks of adjacent copies.
         """
         split = WeightSplit(
             tensor=self.tensor, expert=self.expert, expert_tensor=self.expert_tensor

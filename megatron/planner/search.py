@@ -193,7 +193,7 @@ class Search:
                 yield Candidate(values, plan, bounds[key])
 
     def _bound(self, config: RunConfig, plan: ModelPlan) -> float:
-        """Return a lower bound on an update's time, infinite if the sizes do not fit.
+        """Return a lower bound on an update's time, or infinity if the sizes do not fit.
 
         A stage computes all its passes. Before that, the first micro-batch passes through the
         earlier stages, and afterwards the last one returns through them.
@@ -280,7 +280,7 @@ def with_teacher(plan: ModelPlan, teacher: ModelConfig | None) -> ModelPlan:
 
 
 def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]:
-    """Yield layouts by "section.field". The rules refuse many of them.
+    """Yield layouts as values by "section.field", including many that the rules will refuse.
 
     Args:
         start: The run.
@@ -330,7 +330,7 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
 
 
 def _schedules(model: ModelOptions, stages: int) -> list[Values]:
-    """Return the schedules of a pipeline: 1F1B, zero-bubble, and interleaved with some chunks."""
+    """Return the schedules to try: 1F1B, zero-bubble, and interleaved with various chunk counts."""
     layers = (model.num_layers or 1) + (model.decoder_num_layers or 0)
     if stages == 1:
         return [{}]
@@ -339,7 +339,7 @@ def _schedules(model: ModelOptions, stages: int) -> list[Values]:
         uneven: list[Values] = []
         for parts in (stages * n for n in _powers(layers // stages)):
             each, left = divmod(layers, parts)
-            # The larger parts come last, except that the part with the head is not one of them.
+            # The larger parts come just before the last part, which has the head.
             counts = tuple(each + (parts - 1 - left <= i < parts - 1) for i in range(parts))
             uneven.append({"parallel.pipeline_model_parallel_layout": layout_text(counts)})
         return [uneven[0], {**uneven[0], **bubble}, *uneven[1:]]

@@ -241,7 +241,7 @@ def test_layouts_are_written_with_their_flags_and_predictions(tmp_path, capsys):
     [
         ("--gpus many", "256xH100"),
         ("--gpus 8xV100", "use one of A100, H100, H200, B200"),
-        ("--gpus 8", "add the kind"),
+        ("--gpus 8", "add the type"),
         ("--gpus 8xH100", "--global-batch is required"),
         ("--gpus 8xH100 --global-batch 8 --model gpt-5", "megatron recipes"),
         ("--gpus 8xH100 --global-batch 8 --memory -3", "must be above 0"),
