@@ -26,9 +26,9 @@ from megatron.errors import (
     warn,
 )
 
-PanelRow = tuple[str, str]  # a line of a start-up panel: its name and its value
+PanelRow = tuple[str, str]  # a row of a start-up panel: name and value
 _SPARE = 16 << 20  # bytes of address space that a rehearsal must leave free
-_rehearsal: list[mmap.mmap] = []  # memory that this process reserves if it only rehearses
+_rehearsal: list[mmap.mmap] = []  # memory reserved by a rehearsing process; empty in others
 _without_output: list[Callable[[], object]] = []  # the callbacks of `outliving_output`
 
 
@@ -200,7 +200,7 @@ def run_command(work: Callable[[], int | None]) -> int:
     Returns:
         The code that `work` returns (0 by default); 130 after Ctrl-C; 141 if the reader of stdout
         is gone; after a UserError or a lack of memory, that error's code, once its message has been
-        printed on stderr.
+        printed to stderr.
     """
     prepare_streams()
     previous = signal.signal(signal.SIGTERM, _unwind)
@@ -226,7 +226,7 @@ def run_command(work: Callable[[], int | None]) -> int:
 
 
 def prepare_streams() -> None:
-    """Set up standard streams that accept any text.
+    """Make the standard streams accept any text.
 
     Streams that were closed when the process started, for example by a daemon or `>&-`, are
     replaced by the null device. Python sets those to `None`, and the next file to be opened would

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Peak dense bf16/fp16 FLOP/s from the datasheet, by the first pattern found in the device's name.
+# Peak dense bf16/fp16 FLOP/s from datasheets. The first pattern found in a device's name applies.
 _PEAK_FLOPS = (
     ("H100 PCIe", 756e12),
     ("H100|H200|H800", 989e12),
@@ -80,7 +80,7 @@ class Device:
 
     @property
     def type(self) -> str:
-        """PyTorch's name for this kind of device."""
+        """PyTorch's device type: "cuda" or "cpu"."""
         return self.torch_device.type
 
     @property
@@ -105,7 +105,7 @@ class Device:
 
     @property
     def block_memory(self) -> int:
-        """The bytes of shared memory available to a block of a kernel (emulated on a CPU)."""
+        """The bytes of shared memory available to a thread block. A CPU emulates a Hopper GPU."""
         if not self.is_gpu:
             return 227 * 1024
         found: Any = _properties(self.torch_device)  # the type stub lacks this property
@@ -148,7 +148,7 @@ class Device:
 
     @property
     def stream(self) -> int:
-        """The queue to which this thread sends work: the address of a GPU's stream, 0 on a CPU."""
+        """The address of the GPU stream to which this thread submits work, or 0 on a CPU."""
         return stream_handle(self.torch_device.index or 0) if self.is_gpu else 0
 
     def seconds_between(self, start: Any, end: Any) -> float:
@@ -254,7 +254,7 @@ class CopyQueue:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def follow(self) -> None:
-        """Make later copies wait for the work that the device has queued so far."""
+        """Make later copies wait for the work queued on the device so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -285,7 +285,7 @@ class Copied:
             self._event.synchronize()
 
     def lead(self) -> None:
-        """Make the work that the device queues from now on wait for the copy."""
+        """Make work that is queued on the device from now on wait for the copy."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -293,12 +293,12 @@ class Copied:
 class Ferry:
     """Double-buffered copying between a GPU and the host for one thread, through pinned memory.
 
-    While the thread uses one piece, the next one is copied.
+    While the thread uses one chunk, the next one is copied.
 
     Args:
-        device: The GPU, which becomes the thread's current device. Without this, the thread would
-            open another context on the first GPU.
-        size: The number of bytes in a piece. Twice this many stay pinned while the ferry exists.
+        device: The GPU, which becomes the thread's current device. Otherwise, the thread would also
+            create a context on the first GPU.
+        size: The number of bytes in a chunk. Twice this many stay pinned while the ferry exists.
 
     Raises:
         MemoryError: There is not enough host memory.
@@ -312,22 +312,22 @@ class Ferry:
         self._arrived = torch.cuda.Event(), torch.cuda.Event()
 
     def take(self, data: Tensor) -> Iterator[memoryview]:
-        """Yield all bytes in order. Each piece is valid until the next one is requested.
+        """Yield all bytes in order, in chunks. Each is valid until the next one is requested.
 
         Args:
             data: A 1-D uint8 tensor on the device. It is read after the work already queued there,
-                and must not change before the last piece.
+                and must not change before the last chunk is yielded.
         """
         pieces, places = data.split(self._size), self._memory.split(self._size)
         self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
         try:
             for index in range(len(pieces) + 1):
-                if index < len(pieces):  # fetch this piece
+                if index < len(pieces):  # begin to copy this chunk
                     with torch.cuda.stream(self._stream):
                         place = places[index % 2][: len(pieces[index])]
                         place.copy_(pieces[index], non_blocking=True)
                         self._arrived[index % 2].record(self._stream)
-                if index > 0:  # while the caller uses the previous one
+                if index > 0:  # meanwhile, the caller uses the previous one
                     self._arrived[(index - 1) % 2].synchronize()
                     yield places[(index - 1) % 2][: len(pieces[index - 1])].numpy().data
         finally:  # even on an early exit, because the target of an ongoing copy must not be freed
@@ -348,7 +348,7 @@ class Ferry:
         for index, (piece, there) in enumerate(pairs):
             place, gone = places[index % 2][: len(piece)], self._arrived[index % 2]
             gone.synchronize()
-            np.copyto(place.numpy(), piece.numpy())  # in this thread alone, unlike torch
+            np.copyto(place.numpy(), piece.numpy())  # runs in this thread only, unlike torch's copy
             with torch.cuda.stream(self._stream):
                 there.copy_(place, non_blocking=True)
                 gone.record(self._stream)
@@ -359,7 +359,7 @@ class Ferries(threading.local):
     """One ferry per thread, created on first use and kept for the life of the thread.
 
     Args:
-        size: The number of bytes in a piece (see `Ferry`).
+        size: The number of bytes in a chunk (see `Ferry`).
     """
 
     def __init__(self, size: int) -> None:
@@ -412,9 +412,10 @@ class Recorder:
         return result, graph.replay
 
     def release(self) -> None:
-        """Free all recordings, none of which may run again.
+        """Free all recordings. None of them may be replayed afterwards.
 
-        Call this before process groups end: NCCL cannot end a group whose kernels are recorded.
+        Call this before process groups are destroyed: NCCL cannot destroy a group whose kernels are
+        recorded.
         """
         for graph in self._graphs:
             graph.reset()

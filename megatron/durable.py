@@ -1,7 +1,7 @@
 """Files that are written completely or not at all, even if the process or machine fails.
 
 Every temporary file of the package is created by `create`, so no other user can create a file with
-that name first. Files loaded from a folder that others may write to are opened by `open_trusted`.
+that name first. Files in folders that other users may write to are opened with `open_trusted`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.errors import ConfigError, StorageError, warn
 
 TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
-PICTURES = (".png", ".pdf", ".svg")  # allowed file extensions of pictures
+PICTURES = (".png", ".pdf", ".svg")  # allowed file extensions of plots
 
 # A check of a complete folder before it gets its final name. It rejects a folder by raising.
 Check = Callable[[Path], None] | None
@@ -67,7 +67,7 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
 
 
 def picture_problems(flag: str, path: Path) -> list[str]:
-    """Return an error line if a picture's name does not end in a supported format."""
+    """Return an error line if the file name of a plot does not have a supported extension."""
     if path.suffix.lower() in PICTURES:
         return []
     return [f"{flag} {path}: give a name that ends in {', '.join(PICTURES)}"]
@@ -139,7 +139,7 @@ def private_folder(path: Path) -> Path:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file and flush it to the disk. The folder is not flushed."""
+    """Yield a new file, and flush it to disk at the end. Its folder is not flushed."""
     with create(path) as file:
         yield file
         file.flush()
@@ -150,7 +150,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that gets its final name if the body succeeds and is removed if it fails.
 
-    The folder is not flushed.
+    Its folder is not flushed.
     """
     temporary = beside(path, TEMPORARY)
     try:

@@ -97,10 +97,10 @@ def private_cache(name: str) -> Path:
 
 
 def name_problem(name: str) -> str | None:
-    """Return why libraries could not use this path or text, with the remedy, or `None`.
+    """Return why libraries cannot use this path or text and the remedy, or `None` if they can.
 
     Libraries expect names in UTF-8, but Python uses the encoding of the locale. A name is usable
-    only if both give the same result.
+    only if both encodings give the same bytes.
     """
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8" and not name.isascii():
@@ -113,7 +113,7 @@ def name_problem(name: str) -> str | None:
 
 
 def with_our_programs() -> dict[str, str]:
-    """Return this process's variables, with the folder of our interpreter first on the PATH."""
+    """Return the environment variables, with our interpreter's folder first on the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, "PATH": path}
 
@@ -136,7 +136,7 @@ def module_command(module: str) -> list[str]:
     """Return the command that runs a module's `main` in a new interpreter.
 
     `python -m` would first look for every module in the current folder, where another user may have
-    put a `json.py`. The new interpreter gets the folder of this package instead.
+    put a `json.py`. The new interpreter searches the folder that contains this package instead.
     """
     root = str(Path(__file__).resolve().parent.parent)
     return [sys.executable, "-P", "-c", _START.format(root=root, module=module)]

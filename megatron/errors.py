@@ -20,7 +20,7 @@ EXIT_SAVED_ON_SIGNAL = 3
 
 
 def say_on_stderr(text: str) -> None:
-    """Print a line on the error stream immediately, even if output is piped.
+    """Print a line to the error stream immediately, even if output is piped.
 
     If the disk that holds the log is full, the line is dropped, so that neither the work nor its
     exit code changes.
@@ -79,7 +79,7 @@ class NumericsError(UserError, exit_code=7):
 
 
 class SuspiciousResultError(NumericsError, exit_code=16):
-    """An update gave unusable values twice. Other machines can show if the data is at fault."""
+    """An update gave unusable values twice. A run elsewhere shows whether the data is at fault."""
 
 
 class TransientFaultError(NumericsError, exit_code=17):
@@ -94,7 +94,7 @@ class ShortageError(UserError, exit_code=10):
     """The device or the host has less memory, or allows fewer open files, than the run needs."""
 
 
-# Messages of the system, PyTorch, the dynamic linker, Rust and C++ about a lack of memory.
+# Out-of-memory messages of the operating system, PyTorch, the dynamic linker, Rust and C++.
 _SHORTAGE = re.compile(
     "(can't|cannot|unable to|failed to) (allocate|mmap|map)|out of memory|bad_alloc"
     "|not enough memory|can't start new thread",
@@ -104,10 +104,10 @@ _REMEDY = "Free memory, raise the limit of the process or container, or use a ma
 
 
 def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None:
-    """Return the error to report if `error` means a lack of memory or files, otherwise `None`.
+    """Return the error to report if memory or file descriptors ran out, otherwise `None`.
 
-    Memory can run out anywhere, and each library reports it differently. This is the only place
-    that knows all of their messages.
+    Memory can run out anywhere, and each library reports it differently. This is the only function
+    that recognizes all of their messages.
 
     Args:
         error: Any exception.
@@ -115,7 +115,7 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
     """
     if isinstance(error, ShortageError):
         return error
-    # Code that wraps all errors of a file or library cannot tell which are about memory.
+    # Code that wraps every error of a file or library cannot know which ones are about memory.
     cause: BaseException | None = error
     while cause is not None and not _is_shortage(cause):
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
@@ -135,7 +135,7 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
 
 
 def _is_shortage(error: BaseException) -> bool:
-    if isinstance(error, UserError):  # may quote a file that mentions memory
+    if isinstance(error, UserError):  # its message may quote a file that mentions memory
         return isinstance(error, ShortageError)
     is_told = isinstance(error, MemoryError) or _SHORTAGE.search(str(error)) is not None
     return is_told or _lacks_files(error)

@@ -13,7 +13,7 @@ def packages_of(extra: str) -> Iterator[None]:
     """Turn the failed import of an optional package into an error that says how to install it.
 
     Args:
-        extra: The extra of pyproject.toml that has the package, for example "corpora".
+        extra: The extra of pyproject.toml that includes the package, for example "corpora".
 
     Raises:
         ConfigError: A package is missing.

@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _become_launcher(count: int | None, words: Sequence[str]) -> None:
-    """Turn this process into a launcher of this machine's processes.
+    """Replace this process with a launcher that starts one process per GPU, or `count` processes.
 
     Raises:
         ConfigError: The count is below 1.
@@ -82,7 +82,7 @@ def _become_launcher(count: int | None, words: Sequence[str]) -> None:
 
 
 def _test(launch: Launch, folder: Path | None, factor: float) -> int:
-    """Test this process's device together with the others', and return the exit code."""
+    """Test this process's device at the same time as all other ranks. Return the exit code."""
     from megatron.config.parallel import ParallelConfig
     from megatron.device import Device
     from megatron.processes.groups import process_group

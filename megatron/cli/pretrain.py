@@ -95,7 +95,7 @@ def _pretrain_small(given: Sequence[Given]) -> None:
     """Run the demo with the recipe's kind of network.
 
     Raises:
-        UserError: There is no recipe, or the demo's flags need to be changed.
+        UserError: No recipe is named, or a flag is not accepted with --small.
     """
     from megatron.tools import demo
     from megatron.tools.demo_kinds import small_kind
@@ -136,7 +136,7 @@ def training_command(
 
     Args:
         words: The arguments after `megatron pretrain` or `megatron finetune`.
-        finetunes: Whether they follow `megatron finetune`.
+        finetunes: Whether the command is `megatron finetune`.
 
     Returns:
         `python`, with the launcher and its flags if there are several processes; the script; and
@@ -156,7 +156,7 @@ def training_command(
         checked = flags
     count = _processes(counts[-1] if counts else None)
     launcher = f"-m {_LAUNCHER} --standalone --nproc-per-node {count}" if count > 1 else ""
-    if count > 1:  # reports a mistake in one line, without torchrun's report on each process
+    if count > 1:  # report a mistake in one line, without torchrun's report on each process
         catalog.check_flags(architecture, checked, count)
     # Our scripts are installed as modules next to the package.
     spec = importlib.util.find_spec(script)

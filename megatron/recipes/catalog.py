@@ -1,4 +1,4 @@
-"""The recipes of the package and of the user's own files."""
+"""Recipes from the package and from the user's own files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class NamedRun:
     """A recipe: the values of a run, and facts about it.
 
     Attributes:
-        name: Its name, for example "gpt-125m".
+        name: The recipe's name, for example "gpt-125m".
         path: The YAML file for `--config`, or the Hugging Face folder or config.json.
         about: The section `recipe` of the file.
         values: The values for one process, by "section.field".
-        layouts: The numbers of processes for which it has layouts.
+        layouts: The numbers of processes for which the recipe has layouts.
     """
 
     name: str
@@ -138,7 +138,7 @@ def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
 def kind_of(given: Sequence[Given]) -> str:
     """Return the kind of network that flags imply, for a run without a recipe.
 
-    For example, `--retro-workdir` is for Retro. Flags for several kinds mean a GPT.
+    For example, `--retro-workdir` implies Retro. If the flags imply none or several, it is a GPT.
     """
     names = {flag.name for flag in given}
     kinds: set[str] = set()
@@ -174,10 +174,10 @@ def check_flags(architecture: str, flags: Sequence[str], processes: int) -> None
 
 
 def name_of(given: Sequence[Given]) -> str | None:
-    """Return the word before all flags, or `None` if there is none.
+    """Return the name of the recipe: the word before all flags, or `None` if there is none.
 
     Raises:
-        ConfigError: There are several.
+        ConfigError: There are several such words.
     """
     named = [value for flag in given if not flag.name for value in flag.values]
     if len(named) > 1:

@@ -61,7 +61,7 @@ def describe_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def network_flags(model: ModelConfig) -> list[str]:
-    """Return the flags for a network."""
+    """Return the flags that describe a network, without those at their defaults."""
     return _flags(_differences("model", model))
 
 

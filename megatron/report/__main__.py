@@ -22,7 +22,7 @@ _DOC = """Write a report of a run as one HTML page.
 
 
 def build_parser() -> ToolParser:
-    """Return the parser."""
+    """Define the command line."""
     parser = ToolParser("megatron report", _DOC)
     add = parser.add_argument
     add(
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
     page = render([source.history for source in open_runs(options.runs)]).encode()
     try:
         with output.open("rb") as file:
-            is_report = GENERATOR.encode() in file.read(1024)  # an earlier one may be replaced
+            is_report = GENERATOR.encode() in file.read(1024)  # an earlier report may be replaced
     except OSError:
         is_report = False
     if not is_report:

@@ -27,7 +27,7 @@ class Curve:
     def add(self, iteration: int, value: float) -> None:
         """Add a point, after dropping the points at this and later iterations.
 
-        Those come from before a restart, after which the run repeats their iterations.
+        Those points were recorded before a restart, after which the run repeats their iterations.
         """
         self.cut(iteration)
         self.iterations.append(iteration)

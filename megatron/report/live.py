@@ -1,4 +1,4 @@
-"""The local server behind `--live`: it serves the page, and new data as runs write them.
+"""The local server behind `--live`: it serves the page, and new data as runs write it.
 
 It is bound to 127.0.0.1, answers only requests whose Host header names this machine, and never
 writes anything.
@@ -81,7 +81,7 @@ class LiveRuns:
         return news
 
     async def page(self) -> str:
-        """Return the page."""
+        """Return the HTML page of the runs as they were last read."""
         async with self._lock:
             return await run_in_threadpool(
                 lambda: render([source.history for source in self._sources], live=True)
@@ -89,7 +89,7 @@ class LiveRuns:
 
 
 def build_app(runs: LiveRuns) -> ASGIApp:
-    """Return the application, which serves only this machine."""
+    """Return the web application, which answers only requests from this machine."""
 
     async def page(_: Request) -> Response:
         return Response(await runs.page(), headers=_HEADERS, media_type="text/html")

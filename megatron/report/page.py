@@ -16,9 +16,9 @@ from megatron.report.charts import make_charts, reduce_curve
 from megatron.report.history import Curve, History
 
 GENERATOR = '<meta name="generator" content="megatron report">'
-# In JSON, these characters occur only in strings, where an escape has the same meaning.
 _MOST_EVENTS = 500
 _CLOCK = 500  # points of the curves that convert iterations to samples and hours
+# In JSON, these characters occur only in strings, where an escape has the same meaning.
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
@@ -100,7 +100,7 @@ def as_json(data: Any) -> str:
 
 
 def render(histories: Sequence[History], *, live: bool = False) -> str:
-    """Return the page.
+    """Return the HTML page of a report.
 
     Args:
         histories: The runs, in order.

@@ -101,7 +101,7 @@ class EventFiles:
         self.history = History(name, sources=[str(folder)])
 
     def read(self) -> bool:
-        """Read the event files to their end. A damaged record ends a file."""
+        """Read the event files to their end, or up to their first damaged record."""
         events = self._events.Reload()
         tags = events.Tags()
         counts = {tag: len(events.Scalars(tag)) for tag in tags["scalars"]}
@@ -187,7 +187,7 @@ def find_sources(path: Path) -> list[RunRecords]:
 
 
 def _find_in(folder: Path, name: str, *, events: bool) -> list[RunRecords]:
-    """Return the records in a folder itself: those of its event files, or of its metrics files."""
+    """Return the records of the event files (or metrics files) that are directly in a folder."""
     if events:
         return [EventFiles(name, folder)] if any(folder.glob(_EVENT_FILES)) else []
     found = [file for file in sorted(folder.glob("*.jsonl")) if _is_metrics(file)]
@@ -234,7 +234,7 @@ def open_runs(
     for number, source in enumerate(sources):
         place = places.get(tuple(source.history.sources))
         if place is not None:
-            opened[place].history.name = source.history.name  # a single run has its folder's name
+            opened[place].history.name = source.history.name  # a single run is named by its folder
             sources[number] = opened[place]
             continue
         source.read()

@@ -215,7 +215,7 @@ def _hosts(run: Description) -> list[Host]:
 
 
 def _flags(words: list[str]) -> list[list[str]]:
-    """Return the words of a command, with a list for each flag and its values."""
+    """Return the words of a command in groups, one for each flag and its values."""
     lines: list[list[str]] = []
     for word in words:
         if not lines or word.startswith("--"):
@@ -232,7 +232,7 @@ def _seconds(time: str | None) -> int | None:
 
 
 def _toleration(text: str) -> dict[str, str]:
-    """Return a toleration for a taint as kubectl writes it."""
+    """Return the toleration of a pod from kubectl's notation, such as KEY=VALUE:EFFECT."""
     taint, _, effect = text.partition(":")
     key, equals, value = taint.partition("=")
     matching = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}

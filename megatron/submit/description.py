@@ -1,4 +1,4 @@
-"""The description of a run for a cluster: its sections, reading them, and their rules."""
+"""The description of a run for a cluster: its sections, how they are read, and their rules."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def read_description(
     return Description(*parts)
 
 
-# Words that are special neither to any shell nor to SLURM when it reads `#SBATCH` lines.
+# Words without characters that are special to a shell or to SLURM when it reads `#SBATCH` lines.
 _PLAIN = r"[\w.,:/=@%+&|()\[\]*-]+"
 _PATTERNS = {
     "name": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "at most 40 lowercase letters, digits and "
