@@ -143,18 +143,28 @@ def run(options: argparse.Namespace) -> int:
     """
     import torch
 
+    from megatron.device import gpu_count
     from tests.reliability.scoreboard.rows import ROWS
 
     torch.set_num_threads(1)  # as in the tests: forked processes start clean
     known = {row.number for row in ROWS}
     if absent := sorted(set(options.rows or ()) - known):
         raise ConfigError(f"--rows {absent[0]}: choose from {', '.join(map(str, sorted(known)))}")
+    wanted = [row for row in ROWS if row.number in (options.rows or ())]
+    if lacking := [row for row in wanted if row.gpus > gpu_count()]:
+        raise ConfigError(
+            f"--rows {lacking[0].number}: it needs {lacking[0].gpus} GPU(s), and there are "
+            f"{gpu_count()}: try it on a machine with GPUs"
+        )
     if options.out:  # fail before hours of trials, not after
         read_page(options.out)
     lines, failures = {}, 0
     commit = commit_and_day()
     for row in ROWS:
         if options.rows and row.number not in options.rows:
+            continue
+        if gpu_count() < row.gpus:
+            print(f"{row.number}: not tried: it needs {row.gpus} GPU(s)", flush=True)
             continue
         started = time.monotonic()
         trials = try_row(row, row.full)

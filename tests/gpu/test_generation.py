@@ -53,6 +53,12 @@ BOUNDED = ("--attn-logit-softcapping", "20", "--softmax-scale", "0.1")
 SINKS = ("--softmax-type", "learnable", "--window-size", "60,0", "--window-attn-skip-freq", "2")
 
 
+CHUNKS = (
+    *("--no-rope-freq", "2", "--attention-chunk-size", "64", "--qk-l2-norm"),
+    *("--attention-temperature-scale", "0.1", "--attention-temperature-floor", "50"),
+)
+
+
 AHEAD = ("--mtp-num-layers", "2")
 LATENT = (
     *("--multi-latent-attention", "--kv-lora-rank", "128", "--q-lora-rank", "192"),
@@ -85,8 +91,8 @@ def engine(options: EngineOptions, further: tuple[str, ...] = ()) -> BatchEngine
 
 @pytest.mark.parametrize(
     "further",
-    [(), MIXTURE, SINKS, BOUNDED, LATENT],
-    ids=["dense", "mixture", "sinks", "bounded", "latent"],
+    [(), MIXTURE, SINKS, BOUNDED, CHUNKS, LATENT],
+    ids=["dense", "mixture", "sinks", "bounded", "chunks", "latent"],
 )
 def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
     """Results are equal to the bit, though a recording has more rows."""
@@ -99,7 +105,9 @@ def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "further", [(), MIXTURE, SINKS, LATENT], ids=["dense", "mixture", "sinks", "latent"]
+    "further",
+    [(), MIXTURE, SINKS, CHUNKS, LATENT],
+    ids=["dense", "mixture", "sinks", "chunks", "latent"],
 )
 def test_the_batch_does_not_show(further: tuple[str, ...]) -> None:
     """Neither tokens nor log-probability bits depend on it, for prompts and generated text."""

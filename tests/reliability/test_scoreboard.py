@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron import device
+from megatron.errors import ConfigError
 from tests.reliability.scoreboard.rows import ROWS
 from tests.reliability.scoreboard.score import Row, Trials, expect
 from tools import scoreboard
@@ -70,3 +72,12 @@ def test_a_page_without_a_place_is_refused_before_anything_is_tried(
         assert message in error
     assert scoreboard.main(["--rows", "33", "999"]) == 9
     assert "error: --rows 999: choose from 1, 2, 3" in capsys.readouterr().err
+
+
+def test_rows_for_gpus_are_refused_without_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "gpu_count", lambda: 0)
+    monkeypatch.setattr(scoreboard, "try_row", lambda *_: pytest.fail("it was tried"))
+    assert scoreboard.main(["--rows", "13"]) == ConfigError.exit_code
+    assert "--rows 13: it needs 1 GPU(s), and there are 0" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from tests.reliability.scoreboard.corpora import (
 from tests.reliability.scoreboard.damage import damaged_files, torn_trackers
 from tests.reliability.scoreboard.disks import failing_disk, full_disk, shared_folders
 from tests.reliability.scoreboard.forgery import forged_tables
+from tests.reliability.scoreboard.gpus import restarts_on_gpus, saving_throughput
 from tests.reliability.scoreboard.hangs import hanging_ranks
 from tests.reliability.scoreboard.hostile import every_reader, hostile_pickles
 from tests.reliability.scoreboard.kills import (
@@ -157,6 +158,15 @@ ROWS: tuple[Row, ...] = (
         waiting_time,
         full=10,
         quick=0,
+    ),
+    Row(
+        13,
+        "a model of 1.3B parameters on GPUs, whose iterations take about 0.3 s: with a save in the "
+        "background every 50 iterations, it trains at least 98% as fast as without",
+        saving_throughput,
+        full=3,
+        quick=0,
+        gpus=1,
     ),
     Row(
         14,
@@ -431,5 +441,15 @@ ROWS: tuple[Row, ...] = (
         hostile_checkpoints,
         full=1000,
         quick=30,
+    ),
+    Row(
+        44,
+        "SIGKILL to one of the ranks that train a model of 1.3B parameters on GPUs, at a random "
+        "time: the next step follows within 30 s, and no more than the steps since the last "
+        "checkpoint are repeated",
+        restarts_on_gpus,
+        full=3,
+        quick=0,
+        gpus=2,
     ),
 )

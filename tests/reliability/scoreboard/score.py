@@ -117,6 +117,7 @@ class Row:
         run: Tries it in an empty folder, about as many times as asked.
         full: How often the command tries.
         quick: How often the tests try.
+        gpus: The number of GPUs that it needs.
     """
 
     number: int
@@ -124,6 +125,7 @@ class Row:
     run: Callable[[Path, int], Trials]
     full: int
     quick: int
+    gpus: int = 0
 
 
 def expect(condition: object, text: str) -> None:
