@@ -1,4 +1,4 @@
-"""Averages of the weights over updates, in fp32, for the weights that each process updates.
+"""Averages of the weights over updates, in fp32. Each process averages the weights it updates.
 
 Averaged weights are often better than the latest ones, especially while the learning rate is high.
 
@@ -42,14 +42,16 @@ class WeightAverage(Protocol):
     def sets(self) -> dict[str, list[Tensor]]:
         """Return the tensors to save, one for each weight, by name prefix.
 
-        The tensors of `AVERAGES` may be copies. Loading copies into the others in place.
+        Tensors with the prefix `AVERAGES` may be copies. A checkpoint is loaded into all others in
+        place.
         """
 
     def prepare(self, held: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
         """Return the tensors to load from a checkpoint, by name prefix.
 
         Args:
-            held: Function that returns whether the checkpoint has tensors with a name prefix.
+            held: Function that returns whether the checkpoint contains tensors with a given name
+                prefix.
             count: The value of `count` in the saved run.
         """
 
@@ -59,7 +61,7 @@ class MovingAverage:
 
     Args:
         weights: The weights to average, in fp32 or packed.
-        decay: The share of the average that an update keeps.
+        decay: The fraction of the average that each update keeps.
     """
 
     kind = "ema"
@@ -101,8 +103,8 @@ class LatestAverage:
 
     Args:
         weights: The weights to average, in fp32 or packed.
-        interval: Updates between snapshots.
-        window: Snapshots in the mean.
+        interval: Number of updates between snapshots.
+        window: Number of snapshots in the mean.
     """
 
     kind = "lawa"
@@ -122,7 +124,7 @@ class LatestAverage:
                 snapshot.copy_(values_of(weight))
 
     def _add(self) -> list[Tensor]:
-        """Return the tensors for a new snapshot: the oldest snapshot's if the window is full."""
+        """Return tensors for a new snapshot. If the window is full, reuse the oldest one's."""
         full = len(self._snapshots) == self._window
         new = self._snapshots.pop() if full else [new_like(weight) for weight in self._weights]
         self._snapshots.insert(0, new)
@@ -137,7 +139,7 @@ class LatestAverage:
         return total / len(self._snapshots)
 
     def sets(self) -> dict[str, list[Tensor]]:
-        """Return the tensors to save: the mean, and the snapshots."""
+        """Return the tensors to save: the mean and the snapshots."""
         if not self._snapshots:
             return {}
         means = {AVERAGES: [self.values(index) for index in range(len(self._weights))]}
@@ -175,5 +177,5 @@ def _snapshot(age: int) -> str:
 
 
 def new_like(weight: State) -> Tensor:
-    """Return fp32 zeros with the shape and the device of a weight."""
+    """Return fp32 zeros with the shape and device of a weight."""
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)

@@ -42,8 +42,8 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
 def is_vocabulary(parameter: nn.Parameter) -> bool:
     """Return whether this is the weight of the word embedding or of the output layer.
 
-    Megatron Core calls these embedding or output parameters. Positions, token types, biases and
-    other heads are not included.
+    Megatron Core calls these embedding or output parameters. Position and token-type embeddings,
+    biases and other heads are not included.
     """
     spec = getattr(parameter, "spec", None)
     return spec is not None and spec.is_vocabulary
@@ -55,7 +55,7 @@ def split_groups(
     *,
     decouples: bool = False,
 ) -> list[ParameterGroup]:
-    """Split parameters into groups. Each rule's decayed group comes before its other group.
+    """Split parameters into groups, with each rule's decayed group before its other group.
 
     Empty groups and parameters without gradients are left out.
 
@@ -63,7 +63,7 @@ def split_groups(
         named_parameters: Parameters of the model on this process.
         choose_rule: Function that returns a parameter's update rule.
         decouples: Whether the word embedding and the output layer have their own learning rate.
-            They then form separate groups, which follow the other groups of each rule.
+            They then form separate groups, which come after each rule's other groups.
     """
     members: dict[tuple[UpdateRule, bool, bool], dict[str, nn.Parameter]] = {}
     for name, p in named_parameters:

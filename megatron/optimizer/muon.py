@@ -2,12 +2,12 @@
 
 Under ZeRO stages 1 and 2 the bucket plan gives each matrix to one process of the replica axis,
 which holds its momentum and orthogonalizes it. Under stage 3 every process holds some rows of each
-matrix; the rows of an update travel to one process and come back orthogonalized (`RowExchange`).
-Matrices that tensor ranks divide follow --muon-tp-mode.
+matrix; the rows of an update are sent to one process and come back orthogonalized (`RowExchange`).
+Matrices that are split over tensor ranks follow --muon-tp-mode.
 
 Newton-Schulz iterations orthogonalize matrices with matrix products only. For a matrix X = U S V^T,
-an iteration computes a X + (b G + c G G) X with G = X X^T: it maps every singular value s to a s +
-b s^3 + c s^5 and does not change U and V. A few iterations bring all singular values of a
+an iteration computes a X + (b G + c G G) X with G = X X^T: it maps every singular value s to
+a s + b s^3 + c s^5 and does not change U and V. A few iterations bring all singular values of a
 normalized matrix close to 1.
 """
 
@@ -33,7 +33,7 @@ CHUNK = 2**27  # elements orthogonalized at a time, which bounds the temporary m
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     # One polynomial for all iterations, steep at 0: singular values end between 0.7 and 1.2.
     "simple": ((3.4445, -4.7750, 2.0315),),
-    # A polynomial for each of five iterations, which end closer to 1.
+    # One polynomial for each of five iterations: singular values end closer to 1.
     "quintic": (
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),
@@ -56,15 +56,15 @@ class Muon:
 
     Attributes:
         momentum: The decay rate beta.
-        nesterov: Whether the update looks ahead by one gradient.
-        split_qkv: Whether the projections in one weight (queries, keys, values) are orthogonalized
+        nesterov: Whether to use Nesterov momentum.
+        split_qkv: Whether to orthogonalize the query, key and value projections of one weight
             separately.
         scale_mode: How the scale depends on the matrix's size; see `scale_of`.
         extra_scale: A factor applied to every scale.
         steps: The number of Newton-Schulz iterations.
-        coefficients: The name of their coefficients.
-        precision: Their number format.
-        tensor_mode: The treatment of matrices that tensor ranks divide.
+        coefficients: The name of the iterations' coefficients.
+        precision: The precision of the iterations' matrix products; see `orthogonalize`.
+        tensor_mode: How to orthogonalize matrices that are split over tensor ranks.
     """
 
     momentum: float = 0.9
@@ -177,7 +177,7 @@ class _Chunk:
 
 
 def _chunks(places: Sequence[MatrixPlace]) -> list[list[int]]:
-    """Return lists of parameters that are exchanged in the same way."""
+    """Return chunks of limited size, as indices of parameters that are exchanged together."""
     by_rows: dict[Axis | None, list[int]] = {}
     for i, place in enumerate(places):
         by_rows.setdefault(place.rows, []).append(i)
@@ -235,7 +235,7 @@ class RowExchange:
 
     @classmethod
     def plan(cls, places: Sequence[MatrixPlace]) -> RowExchange | None:
-        """Return the exchange of these parameters, or `None` if each process has all of them."""
+        """Return the exchange for these parameters, or `None` if each process has all of them."""
         axis = places[0].rows
         return None if axis is None else cls(places, axis)
 
@@ -297,7 +297,7 @@ def _find(index: int, groups: tuple[int, int, int], rows: slice, tensor: Tensor)
 
 
 class _Orthogonalization:
-    """The orthogonalization of whole tensors in place, equal matrices in one batch.
+    """In-place orthogonalization of whole tensors, with equally shaped matrices in one batch.
 
     Args:
         rule: The settings.
@@ -353,7 +353,7 @@ class _Orthogonalization:
         return found
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their scaled orthogonalizations. Collective over the tensor axis."""
+        """Replace tensors with their scaled orthogonalizations. Collective over the tensor axis."""
         whole = [
             self._gather(tensor, place) if gathers else tensor
             for tensor, place, gathers in zip(tensors, self._places, self._gathers, strict=True)
@@ -412,7 +412,8 @@ def orthogonalize(
     Collective over `axis`, if it is given: each process then has a part of every matrix.
 
     Args:
-        x: Equally shaped matrices, [k, rows, columns]; bf16 if `precision` is medium, or fp32.
+        x: Equally shaped matrices, [k, rows, columns]: bf16 if `precision` is "medium", otherwise
+            fp32.
         coefficients: The coefficients of the first iterations; later iterations repeat them.
         steps: The number of iterations.
         precision: "medium" computes in bf16. "high" and "highest" compute in fp32, with PyTorch's

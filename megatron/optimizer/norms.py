@@ -1,14 +1,14 @@
 """Norms and counts over all gradients or parameters of a model, however it is split.
 
-Each process adds up the tensors assigned to it, and the sums are added over the tensor and the
-pipeline axis, so every element of the model counts once. A tensor that all tensor ranks hold whole
-(`split_dim` None) is assigned to the first of them. A parameter with two uses (tied embeddings) is
-one tensor with one gradient and counts once. After the reduction, data and context ranks hold equal
-gradients, and nothing is added over them. If gradients are sharded, each rank holds its own part,
-and the sums are added over these ranks too.
+Each process sums over the tensors assigned to it, and the results are added over the tensor and
+pipeline axes, so every element of the model counts once. A tensor that is not split over the tensor
+ranks (`split_dim` None) is assigned to the first of them. A parameter with two uses (tied
+embeddings) is one tensor with one gradient and counts once. After the reduction, data and context
+ranks hold equal gradients, so nothing is added over these axes. If gradients are sharded, each rank
+holds its own shard, and the sums are added over these ranks too.
 
-If processes divide the experts, expert weights are replicated over different ranks from the rest.
-The first replica of each weight then counts it, and the sums are added over all processes.
+If processes divide the experts, expert weights have different replicas than the other weights. The
+first replica of each weight then counts it, and the sums are added over all processes.
 
 Everything stays on the device. Only `parameters_norm` and `state_sizes` wait for it.
 """
@@ -32,7 +32,7 @@ def is_counted_here(parameter: nn.Parameter, layout: Layout, *, is_sharded: bool
     Args:
         parameter: A parameter of this process.
         layout: The grid of processes and this process's position in it.
-        is_sharded: Whether each replica counts its own part of the parameter.
+        is_sharded: Whether each replica counts its own shard of the parameter.
     """
     spec = getattr(parameter, "spec", None)
     if spec is None:
@@ -53,7 +53,7 @@ def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = Fals
     Collective over the tensor and pipeline axes, or over the world if processes divide the experts.
 
     Args:
-        values: Sums of this process.
+        values: This process's sums.
         layout: The grid of processes and this process's position in it.
         over_replicas: Whether to add over the replica axis too, because tensors are sharded.
     """
@@ -103,7 +103,7 @@ def state_sizes(
     Args:
         tensors: The tensors that this process counts, by a name that is the same on all processes.
         layout: The grid of processes and this process's position in it.
-        device: The device of the communication.
+        device: The device on which the sums are communicated.
         over_replicas: Whether to add over the replica axis too, because tensors are sharded.
 
     Returns:

@@ -8,8 +8,8 @@ update runs there: gradients go to the host, new weights come back, and the step
 With --overlap-cpu-optimizer-d2h-h2d, the host updates some weights while others are copied.
 
 If the gradients are sharded over the processes that hold the same weights (ZeRO), masters and
-moments exist only for this process's shard. The process updates its shard and gathers the others'
-weights.
+moments exist only for this process's shard. The process updates its shard of the weights and
+gathers the other shards.
 
 fp16 gradients below 6e-8 vanish. The loss is therefore multiplied by a scale before the backward
 pass, and the gradients are divided by it before the update (`LossScale`).
@@ -127,7 +127,7 @@ class LossScale:
 
 
 def loss_scale_of(precision: PrecisionConfig) -> LossScale:
-    """Return the scale that the flags ask for: dynamic for fp16, constant if given, otherwise 1."""
+    """Return the scale that the flags ask for: constant if given, dynamic for fp16, otherwise 1."""
     if precision.loss_scale is not None and (precision.fp16 or precision.bf16):
         return LossScale(precision.loss_scale)
     return LossScale(
@@ -147,7 +147,7 @@ class StepResult:
     Attributes:
         applied: Whether weights and state changed. If not, they are bitwise unchanged.
         grad_norm: Global L2 norm before clipping, with the loss scale divided out.
-        found_nonfinite: Whether some rank's gradients held inf or nan.
+        found_nonfinite: Whether some rank's gradients contained inf or nan.
         found_spike: Whether the norm or a loss was too large, and all gradients were finite.
         overflow: Whether gradients were not finite and a dynamic loss scale can still shrink in
             response, which is a normal part of fp16 training.
@@ -180,7 +180,7 @@ class _OwnPart:
         names: Names of the parameters.
         parameters: Parameters that are updated here, in whole or in part.
         parts: Tensors that are updated: the parameters themselves, or 1-D views of parts of them.
-        formats: Number formats in which the forward pass uses them.
+        formats: The dtype in which the forward pass uses each parameter.
         weights: The parts in fp32 (the parts themselves, or copies of them), or packed copies.
         state: State tensors by name, one for each weight, in fp32 or packed.
     """
@@ -340,7 +340,7 @@ class Optimizer:
         self._gradient_sums = choose_tensor_sums(
             counted_views, self._device, library, counts=count_zeros
         )
-        # A rule that joins rows may own no rows of a parameter.
+        # With a rule that joins rows, a process may own no rows of a parameter.
         self._held = [
             _HeldWeight(*member)
             for own in self._owned
@@ -376,7 +376,7 @@ class Optimizer:
         return float(self._measure(scale if divisor is None else scale * divisor)[0])
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to call backward on."""
+        """Return the scaled loss, on which to call backward."""
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale
 
     @property
@@ -405,14 +405,15 @@ class Optimizer:
             lr: Learning rate.
             weight_decay: Weight decay of the groups that decay.
             decoupled_lr: Learning rate of the decoupled groups; `None` means `lr`.
-            divisor: Factor by which the gradients are too large, in addition to the loss scale: a
-                scalar fp64 on the device, the same on all ranks. `None` means 1.
-            norm_limit: Largest norm, before clipping, with which the update is applied.
-            loss_is_spike: 1 if the loss is a spike, so that the update is skipped, otherwise 0: a
-                scalar fp64 on the device.
+            divisor: Factor by which the gradients are too large, in addition to the loss scale: an
+                fp64 scalar on the device, the same on all ranks. `None` means 1.
+            norm_limit: Largest norm, before clipping, at which the update is applied.
+            loss_is_spike: 1 if the loss is a spike, which skips the update, otherwise 0: an fp64
+                scalar on the device.
 
         Returns:
-            The input of `end_step`, fp64 [4] on the device.
+            The norm, the number of zeros, and 0 or 1 for non-finite gradients and for a spike:
+            fp64 [4] on the device, the input of `end_step`.
         """
         if self._shared_weights is not None:
             self._shared_weights.settle()  # waits for gathers that no forward pass has used
@@ -485,8 +486,8 @@ class Optimizer:
         """Copy loaded weights to their fp32 masters or copies.
 
         Args:
-            include_16_bit: Whether to overwrite the masters of 16-bit weights too. False if the
-                masters themselves were loaded.
+            include_16_bit: Whether to overwrite the masters of 16-bit weights too. Pass False if
+                the masters themselves were loaded.
         """
         if self._shared_weights is not None:
             self._shared_weights.forget()
@@ -528,7 +529,7 @@ class Optimizer:
         """Return the tensors of the average with their names in a checkpoint.
 
         Args:
-            sets: A tensor for each weight, by name prefix.
+            sets: By name prefix, one tensor for each weight.
         """
         return {
             f"{prefix}{held.name}": (tensor, held.parameter)
@@ -540,10 +541,11 @@ class Optimizer:
         """Return every state tensor with the parameter it belongs to.
 
         The names are "<parameter>.<state>" for each state of the parameter's update rule (for
-        example "<parameter>.exp_avg") and "<parameter>.master" for a 16-bit parameter. Loading
-        copies into the tensors in place, then calls `take_loaded`, because tensors of packed states
-        are decoded copies. The tensors have the parameter's shape and split. If gradients are
-        sharded, they are 1-D and hold the parameter's elements `gradients.owned(parameter)`.
+        example "<parameter>.exp_avg") and "<parameter>.master" for a 16-bit parameter. To load a
+        checkpoint, copy into the tensors in place and then call `take_loaded`, because tensors of
+        packed states are decoded copies. The tensors have the parameter's shape and split. If
+        gradients are sharded, they are 1-D and contain the parameter's elements
+        `gradients.owned(parameter)`.
         """
         return {
             name: (state.saved() if isinstance(state, PackedTensor) else state, parameter)
@@ -551,7 +553,7 @@ class Optimizer:
         }
 
     def take_loaded(self, tensors: Mapping[str, Tensor]) -> None:
-        """Encode the states that are packed, after a checkpoint was loaded.
+        """Encode the packed states after a checkpoint has been loaded.
 
         Args:
             tensors: The tensors that `named_tensors` returned, with the loaded values.
@@ -568,7 +570,7 @@ class Optimizer:
             members = [
                 (i, name, parameter)
                 for i, (name, parameter) in enumerate(zip(own.names, own.parameters, strict=True))
-                if own.parts[i].numel()  # a rule that joins rows may own no rows of a parameter
+                if own.parts[i].numel()  # 0 if this process owns no rows (`joins_rows`)
             ]
             for i, name, parameter in members:
                 for kind, state in own.state.items():
@@ -594,7 +596,7 @@ class Optimizer:
                     counted["weight"].append(own.weights[i])
                     for kind, state in own.state.items():
                         counted[_CURVES.get(kind, kind)].append(state[i])
-        # Generators, so that only one root or decoded tensor at a time is in memory.
+        # Generators, so that only one square root or decoded tensor is in memory at a time.
         tensors: dict[str, Iterable[Tensor]] = {
             name: map(values_of, states) for name, states in counted.items()
         }

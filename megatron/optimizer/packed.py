@@ -45,7 +45,7 @@ class StateFormat:
         normal: The smallest normal number of the codes; 0 for bf16, which has fp32's exponents.
         top: The power of two that the largest code of a block does not exceed; `None` if blocks
             have no scales.
-        least: The exponents of the smallest scale and of the smallest scale of square roots.
+        least: The exponents of the smallest scale for values and the smallest for square roots.
     """
 
     dtype: torch.dtype
@@ -65,13 +65,13 @@ FORMATS = {
 
 
 class PackedTensor:
-    """A tensor of fp32 values that is kept in fewer bits.
+    """A tensor of fp32 values that is stored in fewer bits.
 
     Args:
         like: A tensor with the desired shape and device.
         form: The number format.
-        on_host: Whether the tensor is in host memory instead, pinned if `like` is on a GPU.
-        roots: Whether the values are at least 0 and stored as square roots.
+        on_host: Whether to allocate host memory instead, pinned if `like` is on a GPU.
+        roots: Whether to store square roots, in formats with scales. No value may be negative.
         first: Index of the first element in its parameter.
         salt: A number that makes rounding independent of the rounding of other states.
     """
@@ -105,7 +105,7 @@ class PackedTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that the tensor takes."""
+        """The memory that the tensor uses, in bytes."""
         return self._codes.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
     @property
@@ -114,7 +114,7 @@ class PackedTensor:
         return self._codes.device
 
     def values(self, start: int = 0, end: int | None = None) -> Tensor:
-        """Return the values of elements [start, end) in fp32, 1-D. A block begins at `start`."""
+        """Return elements [start, end) in fp32, 1-D. `start` must be the beginning of a block."""
         end = self.numel() if end is None else end
         blocks = slice(start // BLOCK, -(-end // BLOCK))
         values = self._codes.view(-1, BLOCK)[blocks].float()
@@ -131,16 +131,16 @@ class PackedTensor:
         return self.values().to(self.form.saved).view(self.shape)
 
     def load(self, saved: Tensor) -> None:
-        """Encode the result of `saved`, after a checkpoint was read into it."""
+        """Encode the result of `saved`, after a checkpoint has been read into it."""
         if self._scales is not None:
             self.store(saved)
 
     def store(self, values: Tensor, start: int = 0, count: Tensor | None = None) -> None:
-        """Encode values into the elements from `start` on, where a block begins.
+        """Encode values into the elements from `start` on.
 
         Args:
             values: The values to encode.
-            start: Index of their first element.
+            start: Index of their first element, which must be the beginning of a block.
             count: Index of the update, a scalar; `None` outside of updates.
         """
         flat = values.detach().reshape(-1).to(self.device, torch.float32)
@@ -209,14 +209,14 @@ def _uniform(like: Tensor, first: int, salt: int, count: Tensor | None) -> Tenso
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Mix the bits of 32-bit words, held in int64 tensors."""
+    """Mix the bits of 32-bit words stored in int64 tensors."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) & _WORD
     return x ^ (x >> 16)
 
 
 class _Part(NamedTuple):
-    """Elements [start, end) of the tensors that have the same index in each list."""
+    """Elements [start, end) of the tensors at index `place` of each list."""
 
     place: int
     start: int
@@ -230,7 +230,7 @@ def packed_adam(
     first: Sequence[State],
     second: Sequence[State],
 ) -> Callable[[AdamNumbers], None]:
-    """Return a function that updates tensors, some of them packed, with PyTorch operations.
+    """Return a function that runs Adam on tensors, some of them packed, with PyTorch operations.
 
     Args:
         weights: The weights.

@@ -2,8 +2,8 @@
 
 A rule consists of a few numbers and an in-place update. Its state tensors belong to the optimizer.
 The rules in this module run one fused kernel per group, on CPU and GPU. The kernel also divides the
-gradients by a scale and changes nothing if non-finite gradients were found, so neither rule needs
-the host.
+gradients by a scale and changes nothing if non-finite gradients were found, so neither rule has to
+synchronize with the host.
 
 To add a rule, write a frozen dataclass that satisfies `UpdateRule` and add an entry to `RULES`. The
 entry chooses a rule for each parameter, so different parameters may have different rules.
@@ -113,8 +113,8 @@ class SGD:
         copy_weights(tensors.weights, tensors.copies)
 
 
-# A host updates 64 MiB of gradients in about the time in which they are copied. Smaller pieces
-# would shorten the first and the last copy, which nothing overlaps, but add launches.
+# A host updates 64 MiB of gradients in about the time that it takes to copy them. Smaller pieces
+# would shorten the first and the last copy, which overlap with nothing, but would add launches.
 _PIECE_BYTES = 64 * 2**20
 RuleChoice = Callable[[str, nn.Parameter], UpdateRule]
 """A function that returns the update rule of a parameter, given its name and the parameter."""
@@ -144,8 +144,8 @@ def _muon(c: OptimizerConfig) -> RuleChoice:
 def _adam(c: OptimizerConfig) -> RuleChoice:
     """Return AdamW, with a learning-rate factor for each parameter (muP).
 
-    Gradients shrink with the width as the learning rate does. Epsilon is scaled along with them, so
-    that its effect stays the same.
+    As the width grows, gradients shrink by the same factor as the learning rate. Epsilon is scaled
+    by that factor too, so that its relative effect stays the same.
     """
 
     def choose(name: str, parameter: nn.Parameter) -> UpdateRule:
@@ -157,7 +157,7 @@ def _adam(c: OptimizerConfig) -> RuleChoice:
 
 
 def has_matrices(parameter: nn.Parameter) -> bool:
-    """Return whether layers multiply by the parameter, unlike embeddings and output layers."""
+    """Return whether this is a hidden layer's matrix, not one of an embedding or output layer."""
     spec = getattr(parameter, "spec", None)
     return spec is not None and spec.matrices is not None
 
@@ -217,14 +217,14 @@ class OffloadedUpdate:
 class OverlappedUpdate:
     """An offloaded update in pieces, whose copies in both directions overlap with the host's work.
 
-    While the host updates one piece, the gradients of the next ones arrive, and the new weights of
-    the pieces before it leave.
+    While the host updates one piece, gradients of later pieces arrive, and new weights of earlier
+    pieces are sent back.
 
     Args:
         rule: The update rule.
         tensors: Weights and state in host memory, gradients on the device.
         parts: The model's weights on the device.
-        queues: Queues of the copies to the host and of those to the device.
+        queues: The queue for copies to the host and the queue for copies to the device.
         piece_bytes: Bytes of gradients at which a piece is complete.
     """
 
@@ -255,7 +255,7 @@ class OverlappedUpdate:
     def __call__(self, step: Step, /, *, weight_decay: float) -> None:
         """Run the update, and return when the host's work is done.
 
-        The device's next work waits for the weights.
+        Later work on the device waits for the new weights.
         """
         self._arrivals.follow()  # the gradients are complete
         arrived = [
@@ -274,7 +274,7 @@ class OverlappedUpdate:
 
 
 def _pieces(sizes: Sequence[int], most: int) -> list[slice]:
-    """Return consecutive pieces, each complete as soon as its sizes add up to `most`."""
+    """Return consecutive slices, each ending as soon as its sizes add up to at least `most`."""
     pieces, start, held = [], 0, 0
     for index, size in enumerate(sizes, 1):
         held += size

@@ -33,19 +33,19 @@ class LearningRateSchedule:
         style: "constant", "linear", "cosine", "inverse-square-root" or "WSD" (warm-up, stable,
             decay; Hu et al., "MiniCPM", 2024), which stays at the peak until `anneal` samples are
             left.
-        anneal: Length in samples of WSD's decay at the end; `None` with other styles.
+        anneal: Length in samples of the decay at the end of WSD; `None` with other styles.
         anneal_style: Shape of that decay: "exponential", "linear", "cosine" or "minus_sqrt"; `None`
             with other styles.
         in_tokens: Whether all lengths are in tokens instead of samples.
-        log_update: With a logarithmic warm-up (DeepSpeed's): length in samples of an update; `None`
+        log_update: Length in samples of an update, for a logarithmic warm-up (DeepSpeed's); `None`
             with a linear one.
-        step: With style "range-test" (Smith, "A disciplined approach to neural network
-            hyper-parameters", 2018), which only raises the rate: length in samples of a step;
-            `None` with other styles.
+        step: Length in samples of a step of style "range-test" (Smith, "A disciplined approach to
+            neural network hyper-parameters", 2018), which only raises the rate; `None` with other
+            styles.
         step_rate: Height of a step in multiples of `minimum`, the first rate; `None` with other
             styles.
         staircase: Whether the rate stays the same within a step.
-        exponential: Whether a step multiplies the rate by 1 + `step_rate` instead of adding.
+        exponential: Whether a step multiplies the rate by 1 + `step_rate` instead of adding to it.
     """
 
     peak: float
@@ -115,7 +115,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """Weight decay from `start` to `end` over `length` samples, constant, linear or cosine.
+    """Weight decay: constant, or from `start` to `end` over `length` samples, linear or cosine.
 
     Its length is in tokens if the learning rate's lengths are.
     """
@@ -249,10 +249,10 @@ class Schedules:
             use_checkpoint: Whether to take the saved schedules.
 
         Raises:
-            CheckpointError: Neither was chosen and the two differ; or the saved schedule is WSD and
-                neither the checkpoint nor the flags give its final decay; or it has a learning rate
-                for the word embeddings and the output layer, and the flags do not; or it holds an
-                invalid value.
+            CheckpointError: Neither option is set and the schedules differ; or the saved schedule
+                is WSD and neither the checkpoint nor the flags give its final decay; or it has a
+                learning rate for the word embeddings and the output layer, and the flags do not; or
+                it contains an invalid value.
         """
         given = saved
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
@@ -332,7 +332,7 @@ class Schedules:
         return self._with_decay(trunk, samples + ours.anneal), samples
 
     def resumed_branch(self, saved: dict[str, Any]) -> tuple[Schedules, int]:
-        """Return the schedules of a branch that continues, and the samples that they have consumed.
+        """Return the schedules of a resumed branch, and the samples that they have consumed.
 
         Args:
             saved: The `to_dict` of the branch.
@@ -347,7 +347,7 @@ class Schedules:
         return ours, samples
 
     def _with_decay(self, trunk: Schedules, decay: float) -> Schedules:
-        """Return another run's schedules, with the decay and the end of these schedules."""
+        """Return another run's schedules with the final decay and the minimum rate of this one."""
         ours = self.learning_rate
         rate = replace(
             trunk.learning_rate,
@@ -368,7 +368,7 @@ class Schedules:
         return Schedules(rate, trunk.weight_decay, _decoupled(rate, *ends))
 
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
-        """Return these schedules with every saved value in place of ours."""
+        """Return these schedules with every saved value in place of our own."""
         changes: dict[str, dict[str, Any]] = {
             # Switches that were not saved are off.
             "learning_rate": {_FIELDS[key][1]: False for key in _SWITCHES} | {"log_update": None},
@@ -500,7 +500,7 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
 
 
 def _check_branch(ours: Schedules, trunk: Schedules) -> None:
-    """Check that a branch agrees with the run that it branches off."""
+    """Check that a branch agrees with the run from which it branches."""
     kept = ("peak", "in_tokens")
     rate = replace(
         trunk.learning_rate, **{name: getattr(ours.learning_rate, name) for name in kept}
@@ -541,7 +541,7 @@ def _weight_decay(optimizer: OptimizerConfig, length: float) -> WeightDecaySched
 def _decoupled(
     common: LearningRateSchedule, peak: float | None, minimum: float | None
 ) -> LearningRateSchedule | None:
-    """Return the decoupled schedule, or `None` without a peak. `minimum` is optional."""
+    """Return the decoupled schedule, or `None` without a peak. By default `minimum` is shared."""
     if peak is None:
         return None
     return replace(common, peak=peak, minimum=common.minimum if minimum is None else minimum)

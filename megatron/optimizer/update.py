@@ -36,9 +36,9 @@ class MatrixPlace:
 
     Attributes:
         spec: The position of this process's part in the whole tensor.
-        tensor: The processes that divide it along `spec.split_dim`.
-        rows: The processes that each hold some rows of this part (ZeRO stage 3); `None` if this
-            process has all of it.
+        tensor: The axis of processes that split the tensor along `spec.split_dim`.
+        rows: The axis of processes that share the rows of this part (ZeRO stage 3); `None` if this
+            process has all rows.
     """
 
     spec: ParameterSpec
@@ -60,7 +60,8 @@ class UpdateTensors:
 
     Attributes:
         weights: Weights in fp32, or packed.
-        copies: 16-bit copies of the weights, written with each update; `None` where there is none.
+        copies: 16-bit copies of the weights, written with each update; `None` for a weight that has
+            none.
         gradients: Gradients in fp32 or 16 bits. An update may change them.
         state: State tensors by name, in the weights' shapes, zero at the start. They are in fp32,
             or may be packed for a rule with flags such as --exp-avg-dtype.
@@ -78,7 +79,7 @@ class Update(Protocol):
     """The update of a group, bound to its tensors."""
 
     def __call__(self, step: Step, /, *, weight_decay: float) -> None:
-        """Change weights, their copies and the state in place."""
+        """Update the weights, their copies and the state in place."""
 
 
 class UpdateRule(Protocol):
@@ -89,13 +90,14 @@ class UpdateRule(Protocol):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the state tensors, which a checkpoint holds as "<parameter>.<name>"."""
+        """Names of the state tensors, which a checkpoint stores as "<parameter>.<name>"."""
 
     @property
     def needs_whole(self) -> bool:
         """Whether a process must hold each tensor whole instead of a shard of it.
 
-        Whole means everything that a tensor rank holds. ZeRO stages 0 to 2 can provide that.
+        Whole means everything that one tensor rank holds, which is possible with ZeRO stages 0 to
+        2.
         """
 
     @property

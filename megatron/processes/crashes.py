@@ -26,7 +26,8 @@ class _Record:
 
     Attributes:
         crashes: The failures since the run was started by hand, oldest first.
-        skipped: The iterations whose samples are skipped because the run failed there, from 0.
+        skipped: The iterations whose samples are skipped because the run failed there, counted
+            from 0.
     """
 
     crashes: list[Verdict]
@@ -41,7 +42,7 @@ class CrashLog:
     """
 
     def __init__(self, folder: Path | str) -> None:
-        """Set the path of the file, which need not exist."""
+        """Set the path of the file, which need not exist yet."""
         self.path = Path(folder).absolute() / FILE
 
     def record(self, verdict: Verdict) -> None:

@@ -1,7 +1,7 @@
 """Faults injected into a process (`--fault-inject`), to test how a run survives them.
 
 Faults strike where the journal records what the process does next, so a run without faults executes
-no extra code. Hooks on the model's parts corrupt values.
+no extra code. Hooks on the model's modules corrupt values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.errors import say_on_stderr
 from megatron.parallel.journal import Journal, Transfer
 
 _EXIT_CODE = 1
-_SPIKE = 1000.0  # by which the fault "spike" multiplies values
+_SPIKE = 1000.0  # factor by which the fault "spike" multiplies values
 _DAMAGES = ("nan", "spike", "flip")
 _FULL_BYTES = 4096  # the largest file that a process can write after the fault "full"
 _FOREVER = 1e9  # seconds
@@ -51,7 +51,7 @@ _FLIPPED = {
 
 
 class InjectedFaultError(Exception):
-    """The exception of the fault "exception"."""
+    """The exception that the fault "exception" raises."""
 
 
 class FaultyJournal(Journal):
@@ -69,7 +69,7 @@ class FaultyJournal(Journal):
         self._parts: list[nn.Module] = []
         self._begun = 0
         self._last = (0, "")
-        self._factor = 1.0  # by which the current operation is slowed down
+        self._factor = 1.0  # slowdown of the current operation
         self._since = self._waited = self._waits_since = 0.0
 
     def enter(self, operation: object) -> None:
@@ -96,7 +96,7 @@ class FaultyJournal(Journal):
         self._since, self._waited = time.monotonic(), 0.0
 
     def begin_wait(self, transfer: Transfer) -> None:
-        """Record that the process is waiting. The waits of a slow rank are not prolonged."""
+        """Record that the process is waiting. Slowdown faults do not prolong waits."""
         super().begin_wait(transfer)
         self._waits_since = time.monotonic()
 
@@ -121,7 +121,7 @@ class FaultyJournal(Journal):
             time.sleep(max(0.0, own) * (self._factor - 1.0))
 
     def attach(self, parts: list[nn.Module]) -> None:
-        """Attach the faults that corrupt values to these parts of the model."""
+        """Attach the faults that corrupt values to these modules of the model."""
         self._parts = parts
         for part in parts:
             part.register_forward_hook(self._damage_output)
@@ -206,7 +206,7 @@ _DAMAGED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _map(change: Callable[[Tensor], Any], output: Any) -> Any:
-    """Apply a function to all tensors with a gradient in the output of a part."""
+    """Apply a function to all tensors in the output of a module that require gradients."""
     if isinstance(output, Tensor):
         return change(output) if output.requires_grad else output
     if isinstance(output, Mapping):

@@ -52,8 +52,8 @@ def process_group(
         config: The sizes of the layout, the backend and the timeout.
         launch: The ranks of this process, from the launcher.
         device: The device of this process.
-        before_end: Callbacks that run when the block ends, before the groups end and after the
-            other processes have been notified of an error.
+        before_end: Callbacks that run when the block ends, before the groups are destroyed and
+            after the other processes have been notified of an error.
         unmet: The requirements that this device does not meet (see `refuse_together`).
         record: A function that is called with the reason for a failure, in one of the processes.
         faults: The faults to inject into this process.
@@ -163,7 +163,7 @@ def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
 
 
 def _store_of_attempt(store: dist.Store, launch: Launch) -> dist.Store:
-    """Return a part of the store that no earlier attempt has written to.
+    """Return a namespace of the store that no earlier attempt has written to.
 
     When torchrun restarts the processes, it keeps its store, which still holds the addresses of the
     previous processes. Each machine counts its own restarts, so runs on several machines need a new
@@ -203,7 +203,8 @@ def refuse_together(
         unmet: The requirements that the device does not meet, one line each.
 
     Raises:
-        ConfigError: A process has unmet requirements, or only some have a GPU. All raise it.
+        ConfigError: A process has unmet requirements, or only some have a GPU. All processes
+            raise this.
         torch.distributed.DistError: A process does not connect, or the store is gone.
     """
     mine = DeviceReport(device.type, platform.node(), unmet)

@@ -1,8 +1,8 @@
 """Files that record what every rank was doing in a hang, shown by `megatron health --hang`.
 
 When a run ends because of a hang, the process that explains it writes the last state of every rank,
-and every process that still runs writes its own stacks. A stopped process writes nothing: the
-others show that it is missing.
+and every process that still runs writes its own stacks. A stopped process writes nothing, but the
+files of the others show that it is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.processes.watchdog import State, absent_ranks, ranks_text
 
 REPORT = "report.json"
 _MAX_BYTES = 2**26
-_WATCHDOG = ("_talk", "_watch")  # threads that are not part of the work
+_WATCHDOG = ("_talk", "_watch")  # the watchdog's threads, whose stacks are left out
 _SHOWN = 5  # maximum number of unfinished collectives to list for a device
 
 
@@ -83,7 +83,7 @@ class HangFiles:
 
 
 def stack_of(frame: FrameType) -> list[str]:
-    """Return a thread's calls, the innermost first. This reads no source file."""
+    """Return a thread's call stack, innermost call first. This reads no source files."""
     return [
         f"{Path(each.f_code.co_filename).name}:{line} in {each.f_code.co_name}"
         for each, line in walk_stack(frame)
@@ -106,7 +106,7 @@ def _unfinished_collectives() -> list[str]:
             f"{entry['process_group'][-1]} ({entry['state']})"
             for entry in pending[:_SHOWN]
         ]
-    except Exception:  # a report without it is better than none, and the format may change
+    except Exception:  # a report without collectives is better than none, and the format may change
         return []
 
 
@@ -114,11 +114,12 @@ def hang_view(folder: Path, *, stacks: bool = False) -> str:
     """Return the table of a hang: which ranks wait, for what, and which are missing.
 
     Args:
-        folder: The folder of the files, or the checkpoint folder whose subfolder `hang` holds them.
+        folder: The folder of the files, or a checkpoint folder that has them in its subfolder
+            `hang`.
         stacks: Whether to add the stacks of all threads.
 
     Raises:
-        DataError: There are no files of a hang.
+        DataError: The folder contains no hang files.
     """
     inner = folder / "hang" if not (folder / REPORT).exists() else folder
     held = _read(inner / REPORT)

@@ -29,7 +29,7 @@ _GET_ADDRESS = 0x8915  # ioctl SIOCGIFADDR
 
 @dataclass(frozen=True)
 class Launch:
-    """The ranks of this process, as its launcher gave them; the defaults fit a single process.
+    """The ranks of this process, as set by its launcher; the defaults fit a single process.
 
     Attributes:
         rank: The index of this process.
@@ -39,7 +39,7 @@ class Launch:
         restart_count: How many times torchrun has restarted the processes of this machine.
         is_restart: Whether torchrun or SLURM, not a person, has restarted the run.
         store_stays: Whether the store lasts until all processes have ended, because the run has a
-            single machine, whose launcher holds it.
+            single machine, whose launcher hosts it.
     """
 
     rank: int = 0
@@ -218,9 +218,9 @@ def tell_saved(launch: Launch) -> None:
     """
     launcher = _running_launcher()
     if launcher is not None and _is_restarted(launch):
-        signal.signal(SAVED, signal.SIG_IGN)  # with it, the launcher ends the other processes
+        signal.signal(SAVED, signal.SIG_IGN)  # the launcher ends processes with it
         if launch.local_rank == 0:
-            with suppress(ProcessLookupError):  # it has just ended
+            with suppress(ProcessLookupError):  # the launcher has just ended
                 os.kill(launcher, SAVED)
 
 
@@ -264,7 +264,7 @@ def check_meeting_place(world_size: int) -> None:
 
 def record_collectives(entries: int) -> None:
     """Make PyTorch's flight recorder keep NCCL's latest collectives, for `hang_files`."""
-    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):  # by version
+    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):  # PyTorch versions differ
         os.environ.setdefault(name, str(entries))
 
 

@@ -39,7 +39,7 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
     """Run this process's work, with the ranks that the launcher's variables give.
 
     Args:
-        arguments: The command line, which may name the launcher to expect.
+        arguments: The command line, which may contain --use-mpi.
         work: The job, a function that returns an exit code.
 
     Returns:
@@ -136,7 +136,7 @@ def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
 
     Raises:
         ConfigError: Only some processes have them. Plain and fused kernels draw different dropout
-            masks from the same seed, so copies of the same value would differ.
+            masks from the same seed, so replicated values would differ.
     """
     fused = torch.zeros(world.size, dtype=torch.int32)
     fused[world.rank] = kernels.library is not None

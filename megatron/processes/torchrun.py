@@ -80,13 +80,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Remove the position in torchrun's own code from its report that a rank has ended."""
+    """Remove torchrun's own traceback from its report that a rank has ended."""
     record.exc_info = None
     return True
 
 
 def _pass_on(asked: threading.Event, number: int, frame: object) -> None:
-    """Pass a signal on to the ranks and record that, or exit if no rank has been started."""
+    """Record a signal and pass it on to the ranks, or exit if no rank has been started."""
     asked.set()
     started = ranks()
     if not started:

@@ -27,7 +27,7 @@ from megatron.environment import without_matrix_threads
 from megatron.processes.launch import restore_search, searched, searching
 
 _ROOT = str(Path(__file__).resolve().parents[2])
-_SERVER = b"multiprocessing.forkserver"  # in the command of the server and its forks
+_SERVER = b"multiprocessing.forkserver"  # in the command line of the server and its forks
 _SCRIPT, _MODULE = "script", "module"
 
 
@@ -57,7 +57,7 @@ def start_warm(arguments: argparse.Namespace) -> None:
 
 
 def ranks() -> list[int]:
-    """Return the ranks that this process, a launcher, has started and not waited for."""
+    """Return the process ids of the ranks that this launcher has started and not waited for."""
     found = []
     for child in _children_of(os.getpid()):
         command = _command_of(child)
@@ -139,8 +139,8 @@ def _run(kind: str, name: str, folders: str, words: Sequence[str]) -> None:
 def _follow_launcher(done: threading.Event) -> None:
     """End this process once the launcher has ended, which nothing else would notice.
 
-    A rank that trains saves and exits, as on any SIGTERM. torchrun makes a rank that is done wait
-    until all the others are.
+    A rank that trains saves and exits, as on any SIGTERM. torchrun makes a rank that has finished
+    wait for all the others.
     """
     launcher = parent_process()
     assert launcher is not None, "torchrun starts this process"

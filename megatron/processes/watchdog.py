@@ -2,13 +2,13 @@
 
 Every process has two threads in addition to the one that trains. The talker communicates: every
 second it publishes the position of the process and checks whether another process has ended the
-run. The clock watches the time and ends the process when it is due.
+run. The clock watches the time and ends the process at its deadline.
 
 Any call to the store may wait forever, because a store whose machine is frozen still accepts
 connections, and PyTorch's timeouts do not cover its answers. Therefore only the talker asks the
 store for the states of other processes, and nothing depends on the talker: the clock uses no
-network and no file, and never waits for its output to be read. It is set before the processes
-connect, and again before the first call that ends a run.
+network and no file, and never waits for its output to be read. Its deadline is set before the
+processes connect, and again before the first call that ends a run.
 
 The first process to find a reason to end the run announces it to all others (`Verdict`). In a hang,
 that is the first process to exceed the time limit for a communication. It collects the positions of
@@ -87,7 +87,7 @@ class State:
         wait: The communication that the process is waiting for, if any.
         device_is_behind: Whether the process is waiting for its device, which may itself be waiting
             for a communication.
-        started: For each set of ranks that take part, the number of communications started so far.
+        started: For each set of participating ranks, the number of communications started so far.
         source: The current position in the source code.
     """
 
@@ -309,7 +309,7 @@ class Watchdog:
         self._talker.start()
 
     def end_within(self, seconds: float, code: int, text: str | None) -> None:
-        """Have the clock end this process, whatever it is doing then, unless it ends by itself.
+        """Have the clock end this process after some time, unless it has ended by itself.
 
         Args:
             seconds: The time until the clock ends the process. An earlier deadline stays in force.
@@ -320,7 +320,7 @@ class Watchdog:
         self._due = _Due(min(ends, self._due.time) if self._due else ends, code, text)
 
     def begin_end(self) -> None:
-        """Have the clock watch the end of the process groups, unless a deadline is already set."""
+        """Set a deadline for the end of the process groups, unless one is already set."""
         if self._due is None:
             limit = f"{self._seconds:g} s (--distributed-timeout-minutes {self._seconds / 60:g})"
             text = f"[rank {self._rank}] error: hang: the run is over, but its process groups did "
@@ -344,8 +344,8 @@ class Watchdog:
             code: The exit code for all processes.
             reason: A function of the ranks that no longer publish their state, which returns the
                 reason in one line.
-            about_another: Whether the error seems to be about another process. That process is then
-                first given time to announce its own error, or to be found silent.
+            about_another: Whether the error seems to be caused by another process. If so, first
+                give that process time to announce its own error, or to be found silent.
 
         Returns:
             The verdict that applies, and whether this call announced it (always true if no other
@@ -384,7 +384,7 @@ class Watchdog:
                 self._wake.wait(BEAT)
                 self._wake.clear()
             self._store.set(f"process/{self._rank}", "0 done")  # `_ended_here` ignores it
-        except Exception:  # the store ended with the process that held it
+        except Exception:  # the store ended with the process that hosted it
             return  # `_watch` still detects hangs
 
     def _publish(self) -> None:
@@ -508,7 +508,7 @@ class Watchdog:
         """Return the communication that the main thread is waiting for, if any.
 
         Some calls wait before the journal knows of a communication: the first one of a group, and
-        those that form groups. They are recognized by where the thread is.
+        those that form groups. They are recognized by the thread's position.
         """
         transfer = self._journal.waits_for
         if transfer is not None:
@@ -577,7 +577,7 @@ class Watchdog:
         """End the process, even if its main thread is blocked or nobody reads its output."""
 
         def write_last() -> None:
-            with suppress(OSError, ValueError):  # the disk of the log is full, or its reader ended
+            with suppress(OSError, ValueError):  # the log's disk is full, or its reader has ended
                 if text is not None:
                     sys.stderr.write(text + "\n")
                 sys.stderr.flush()
@@ -607,7 +607,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def source_of(frame: FrameType | None) -> str:
-    """Return a thread's position: the innermost line of our code outside communication.
+    """Return a thread's position: the innermost line of our code outside the communication code.
 
     This reads no source file, because files may be on a machine that no longer answers.
     """
