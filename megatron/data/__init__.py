@@ -2,7 +2,7 @@
 
     named                                 names of corpora, defined in a file that the user writes
     preprocess, text_input                conversion of text to `.bin` and `.idx` files
-    json_lines                            JSON lines files, read or appended to
+    json_lines                            reading and appending to JSON lines files
     indexed                               reading and writing `.bin` and `.idx` files
     datasets, cache                       the datasets that the flags name: splits, blends, caches
     gpt                                   GPT samples and micro-batches
@@ -14,9 +14,9 @@
     packing, chat                         finetuning samples: examples that share rows
     conversations, conversation_records   finetuning examples: conversations and preferences
     mock                                  generated tokens for each kind of sample
-    tfrecord                              ready-made samples of the original BERT
+    tfrecord                              samples prepared by the original BERT's scripts
     logits                                files with a teacher's most likely tokens for each sample
-    sample, loader                        the form of a sample, the order of samples, batches
+    sample, loader                        sample fields, the order of samples, batches
 
 The order of samples is determined by pure functions of seed, data and counts, so a run can resume
 at any sample. To add a kind of sample, write one module that calls `datasets.build_datasets`.

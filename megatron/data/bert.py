@@ -33,7 +33,7 @@ _RUN_LENGTHS: list[float] = (_CUMULATIVE / _CUMULATIVE[-1]).tolist()
 
 
 class BertOptions(NamedTuple):
-    """The settings of BERT samples.
+    """Settings for BERT samples.
 
     Attributes:
         seq_length: The sequence length s, special tokens included.
@@ -142,7 +142,7 @@ def build_bert_datasets(
 ) -> Datasets:
     """Build the BERT datasets that the flags name. Every process calls this function.
 
-    An entry of --data-path may also name TFRecords, which hold ready-made samples.
+    An entry of --data-path may also name TFRecord files, which contain complete samples.
 
     Args:
         request: The data that the run needs.

@@ -1,4 +1,4 @@
-"""Index arrays cached on disk, named by the md5 of a text that describes them.
+"""Index arrays cached on disk, named by the md5 of the text that describes them.
 
 The files have the names and contents that Megatron-LM uses, `<md5>.dsc` and `<md5>_<suffix>.npy`,
 so Megatron-LM can read our caches. No incomplete file ever appears under its final name: a file is
@@ -32,7 +32,7 @@ from megatron.environment import cores_per_process
 from megatron.errors import DataError, warn
 
 Arrays = tuple[NDArray[Any], ...]
-_PIECE = 1 << 24  # bytes hashed by a core at a time
+_PIECE = 1 << 24  # bytes that a core hashes at a time
 _HEX_DIGITS = 64
 
 
@@ -144,7 +144,7 @@ def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[Non
 
 
 def open_array(path: Path, source: Path | None) -> NDArray[Any] | None:
-    """Map the array in `path`; return `None` if it cannot be trusted or read.
+    """Memory-map the array in `path`; return `None` if it cannot be trusted or read.
 
     Args:
         path: The file. It must have been written by this user, root or the owner of `source`.
@@ -166,7 +166,7 @@ def open_array(path: Path, source: Path | None) -> NDArray[Any] | None:
 
 
 def digest_of(text: str, arrays: Sequence[NDArray[Any]]) -> str:
-    """Return a digest of a text and of arrays, including their types and shapes.
+    """Return a digest of a string and of arrays, including their types and shapes.
 
     The work is spread over the cores of this process, which hash one to two GB/s each.
     """
@@ -196,7 +196,10 @@ class ArrayFiles(NamedTuple):
     source: Path | None
 
     def load(self) -> Arrays | None:
-        """Map the arrays; return `None` if one is missing, stale, damaged, foreign or swapped."""
+        """Memory-map the arrays; return `None` if any of them cannot be used.
+
+        A missing, stale, damaged, swapped or untrusted array cannot be used.
+        """
         arrays = []
         for suffix in self.suffixes:
             array = open_array(Path(f"{self.stem}{suffix}.npy"), self.source)

@@ -48,7 +48,7 @@ class ExampleSource:
 
     @property
     def size(self) -> int:
-        """The number of tokens, which determines the share of a blend without weights."""
+        """The number of tokens: this source's weight in a blend without explicit weights."""
         return int(self.examples.lengths.sum())
 
     def __len__(self) -> int:
@@ -58,7 +58,9 @@ class ExampleSource:
 
 @dataclass(eq=False)
 class PackedDataset:
-    """Rows of packed examples: `text`, `[s + 1]`, `TRAINED`, `[s]`, `SEGMENT_ENDS`, and `id`.
+    """Rows of packed examples.
+
+    A sample contains `text`, `[s + 1]`; `TRAINED`, `[s]`; `SEGMENT_ENDS`, `[segments]`; and `id`.
 
     Attributes:
         examples: The examples of the whole file.
@@ -78,7 +80,7 @@ class PackedDataset:
 
     @property
     def description(self) -> str:
-        """A text that differs if the samples differ."""
+        """Text that differs whenever the samples differ."""
         packing = self.packing
         return (
             f"Packed examples\n\n{self.examples.summary()}\n"
@@ -187,7 +189,7 @@ def conversation_reader(
     Args:
         request: The data that the run needs.
         options: The finetuning flags.
-        seq_length: The largest number of tokens in an example.
+        seq_length: The maximum number of tokens in an example.
         tokenizer: The tokenizer's flags, and the tokenizer.
         preferences: Whether each record has a chosen and a rejected answer.
         labels: Whether records say which answers are desirable.
@@ -229,7 +231,7 @@ def padding_token(tokenizer: Tokenizer) -> int:
 
 
 def packed_members(dataset: SampleDataset | None) -> list[PackedDataset]:
-    """Return the packed datasets of a split, which may be a blend. Other samples have none."""
+    """Return the packed datasets in a split, which may be a blend; empty if there are none."""
     if isinstance(dataset, BlendedDataset):
         return [found for member in dataset.datasets for found in packed_members(member)]
     return [dataset] if isinstance(dataset, PackedDataset) else []

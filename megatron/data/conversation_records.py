@@ -1,18 +1,18 @@
-"""Conversation records in the formats of other programs, checked and converted to a common form.
+"""Conversation records in other programs' formats, checked and converted to a common format.
 
 The keys of a record determine its format:
 
     messages                        OpenAI and TRL: a list of {"role", "content"}
     conversations                   ShareGPT: a list of {"from", "value"}
     prompt, completion              two strings, or two lists of messages
-    prompt, completion, label       the same, and whether the answer is desirable (KTO)
+    prompt, completion, label       the same, plus whether the answer is desirable (KTO)
     prompt, chosen, rejected        preferences; if the prompt is missing, or is a string while the
                                     answers are messages, the prompt is the answers' common
-                                    beginning
+                                    prefix
     messages, chosen, rejected      Axolotl's preferences: each answer is a single message
-    conversations, chosen, rejected     the same in ShareGPT's form (LLaMA-Factory)
+    conversations, chosen, rejected     the same in ShareGPT's format (LLaMA-Factory)
     input, preferred_output, non_preferred_output       OpenAI's preferences
-    text                            a text, all of which is trained on
+    text                            plain text, trained on in full
 
 Every function raises a ValueError that says what is wrong and how to fix it. The caller adds the
 file and the line.
@@ -68,7 +68,7 @@ _KNOWN = (
 
 
 class Plain(NamedTuple):
-    """A text without a chat template, followed by the end-of-text token.
+    """Plain text without a chat template, followed by the end-of-text token.
 
     Attributes:
         prompt: The text to condition on.
@@ -119,7 +119,7 @@ def format_of(record: Record) -> str:
 
 
 def read_examples(record: Record, *, preferences: bool) -> list[Example]:
-    """Return the example in a record, or two for a preference: the chosen, then the rejected.
+    """Return the example in a record, or the chosen and the rejected example of a preference.
 
     Args:
         record: The record.
@@ -193,7 +193,7 @@ def _text(record: Record, key: str) -> str:
 
 
 def _from_openai(record: Record) -> Record:
-    """Return one of OpenAI's preferences with the messages and the tools of its `input`."""
+    """Return an OpenAI preference with the messages and tools moved out of its `input` object."""
     given = record["input"]
     if not isinstance(given, dict) or "messages" not in given:
         raise ValueError("'input' has no messages: write {\"messages\": [...]}")
@@ -214,9 +214,9 @@ def _with_single_messages(record: Record) -> Record:
 
 
 def _with_prompt(record: Record) -> Record:
-    """Return a preference whose prompt is the common beginning of its two answers.
+    """Return a preference whose prompt is the common prefix of its two answers.
 
-    If they have no common beginning, a prompt given as a string becomes the user's turn.
+    If they have no common prefix, a prompt given as a string becomes the user's turn.
     """
     chosen, rejected = record["chosen"], record["rejected"]
     if not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
@@ -335,7 +335,7 @@ def _message(value: Any, where: str) -> Message:
 
 
 def _content(value: Any, where: str) -> str:
-    """Return the text of a message, which is a string or a list of text parts."""
+    """Return the text of a message's content, given as a string or a list of text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -376,7 +376,7 @@ def _tool_calls(value: Any, role: str, where: str) -> list[Any]:
 
 
 def _json_in(text: str, what: str) -> Any:
-    """Return the value of a string that holds JSON."""
+    """Return the value of a string that contains JSON."""
     try:
         return load_line(text.encode())
     except ValueError as error:

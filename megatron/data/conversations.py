@@ -51,14 +51,14 @@ from megatron.tokenizer.chat_template import (
     trained_text,
 )
 
-_VERSION = 1  # the version of the ids that this module makes; a change invalidates caches
+_VERSION = 1  # the version of this module's encoding; a new version invalidates caches
 _FORMATS = ("messages", "sharegpt", "completion", "preference", "text")
 _COUNTS = ("records", "bad", "too_long", "cut", "untrained", "tokens", "trained", *_FORMATS)
 _RENDER_SECONDS = 10.0  # the time limit for rendering one record
 _MEMORY = 2 << 30  # bytes that a process may use in addition to those of the loaded libraries
 _LESS_MEMORY = "Shorten records of many megabytes, or use a machine with more memory"
 _BLOCK_BYTES = 1 << 19
-_REPORTED = 3  # the number of bad lines that are reported one by one for each file
+_REPORTED = 3  # the number of bad lines of each file that are reported individually
 
 
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]  # ids, and which of them to train on
@@ -70,15 +70,15 @@ class ConversationOptions(NamedTuple):
     Attributes:
         tokenizer: The tokenizer's flags.
         template: The text of the chat template, or `None` if there is none.
-        max_length: The largest number of tokens in an example.
+        max_length: The maximum number of tokens in an example.
         truncation: What to do with a longer example, one of config.finetuning's `TRUNCATIONS`.
         train_on_inputs: Whether to train on every token rather than only on the assistant's.
         last_turn_only: Whether to train only on the assistant's last turn of a conversation.
         preferences: Whether records are preferences, each of which becomes two examples.
         labels: Whether records say which answers are desirable. In an example, this is stored as
             the loss mask of the first token, which is never a label.
-        special: The texts of the special tokens that the template may write, by name. `None` takes
-            them from the tokenizer_config.json next to the tokenizer.
+        special: The special tokens that the template may write, as pairs of name and text. `None`
+            reads them from the tokenizer_config.json next to the tokenizer.
     """
 
     tokenizer: TokenizerConfig
@@ -99,7 +99,7 @@ class EncodedExamples(NamedTuple):
         block: The block, without its text.
         tokens: The ids of all examples, one after the other, `[tokens]`.
         trained: Whether to train on each token, `[tokens]`.
-        lengths: The number of tokens in each example.
+        lengths: The number of tokens in each example, `[examples]`.
         lines: The number of lines.
         bad: The lines that are not valid records.
         counts: The number of records with each outcome in `_COUNTS`.
@@ -180,16 +180,16 @@ class ConversationEncoder:
         return ConversationEncoder, (self.options,)
 
     def fingerprint(self) -> str:
-        """Return a text that identifies everything, except the files, that determines examples."""
+        """Return a string that identifies everything that determines examples, except the files."""
         options = self.options._replace(tokenizer=TokenizerConfig(), special=None)
         tokenizer = (self.tokenizer.fingerprint(), self.tokenizer.spelling)
         known = (_VERSION, tuple(options)[1:], self.special, *tokenizer)
         return repr(known)
 
     def __call__(self, block: TextBlock) -> EncodedExamples:
-        """Encode the records of a block of lines, in a process that does nothing else.
+        """Encode the records of a block of lines.
 
-        The first call limits the memory of the process.
+        Call this only in a dedicated process, because the first call limits the process's memory.
         """
         if not self._is_limited:
             _limit_process()
@@ -226,7 +226,7 @@ class ConversationEncoder:
 
         Raises:
             ValueError: The record is malformed.
-            DataError: The template or the tokenizer refuses the record, or it is too long.
+            DataError: The template or the tokenizer rejects the record, or the record is too long.
         """
         record, preferences = parse_record(line), self.options.preferences
         labels: list[bool] = []
@@ -351,7 +351,7 @@ def _packed(
 
 @contextmanager
 def _limited_time(seconds: float) -> Iterator[None]:
-    """Interrupt the body after some time. `_limit_process` must have been called before."""
+    """Interrupt the body after `seconds`. `_limit_process` must have been called before."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -400,7 +400,7 @@ class TokenizedExamples:
     counts: Counter[str]
 
     def __len__(self) -> int:
-        """Return the number of examples. A preference counts as two: the chosen, the rejected."""
+        """Return the number of examples. A preference counts as two: chosen and rejected."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -439,7 +439,7 @@ def load_examples(
 ) -> TokenizedExamples:
     """Return the examples of a dataset, from the cache or newly tokenized.
 
-    Call it within `cache.builder_first`, so that a single process builds what the others then find.
+    Call it within `cache.builder_first`, so that one process writes the cache for all others.
 
     Args:
         name: A file, folder or glob of JSON lines (also with .gz, .bz2 or .zst) or parquet.

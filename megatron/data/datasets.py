@@ -118,18 +118,18 @@ class DataSource(Protocol):
 
     @property
     def prefix(self) -> str:
-        """The entry."""
+        """The path in the entry."""
 
     @property
     def size(self) -> int:
-        """The size in tokens, records or bytes, which determines the share of a blend."""
+        """The size in tokens, records or bytes: the weight in a blend without explicit weights."""
 
     def __len__(self) -> int:
         """Return the number of documents that --split divides."""
 
 
 class _Member(NamedTuple):
-    """One dataset in the blend of a split. `documents` counts those of the whole dataset."""
+    """One dataset in the blend of a split. `documents` counts all documents of the dataset."""
 
     weight: float
     data: DataSource
@@ -245,7 +245,7 @@ def parse_blend_schedule(words: Sequence[str], datasets: int, unit: int) -> list
         unit: The number of samples in a unit of START.
 
     Raises:
-        ConfigError: A word has a different form, the starts do not ascend from 0, or a phase does
+        ConfigError: A word is malformed, the starts do not ascend from 0, or a phase does
             not have a weight for each dataset.
     """
     phases: list[BlendPhase] = []
@@ -272,12 +272,12 @@ def parse_blend_schedule(words: Sequence[str], datasets: int, unit: int) -> list
 
 
 def parse_split(text: str) -> tuple[float, ...]:
-    """Return the shares of training, validation and test from a text such as "969, 30, 1".
+    """Return the shares of training, validation and test from a string such as "969, 30, 1".
 
     The shares add up to one. Numbers are separated by "," or "/"; missing numbers are zero.
 
     Raises:
-        ConfigError: The text is not one to three non-negative numbers with a positive sum.
+        ConfigError: The string is not one to three non-negative numbers with a positive sum.
     """
     try:
         shares = [float(part) for part in text.split("," if "," in text else "/")]
@@ -299,7 +299,7 @@ def split_bounds(text: str, num_documents: int) -> tuple[int, ...]:
     is then taken from every bound except the first, as in Megatron.
 
     Raises:
-        ConfigError: `parse_split` cannot parse the text.
+        ConfigError: `parse_split` cannot parse `text`.
     """
     sizes = [round(share * float(num_documents)) for share in parse_split(text)]
     surplus = sum(sizes) - num_documents
@@ -403,7 +403,7 @@ def _open_members(
 def _open(
     prefix: str, flag: str, data: DataConfig, *, reads_text: bool, reads_tfrecords: bool
 ) -> DataSource:
-    """Open a dataset, or list the files of a text."""
+    """Open a dataset, or list the files of a text corpus."""
     if reads_tfrecords and (records := find_tfrecords(prefix)):
         return TFRecords(prefix, records)
     if not is_text(prefix):

@@ -31,7 +31,7 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """The rearrangement of samples.
+    """A random rearrangement of documents into prefix, suffix and middle.
 
     Attributes:
         tokenizer: The run's tokenizer. Texts are cut between characters and tokenized again.
@@ -54,7 +54,7 @@ class FillInMiddle:
 
     @classmethod
     def from_config(cls, data: DataConfig, tokenizer: Tokenizer) -> FillInMiddle:
-        """Return the rearrangement that the --fim flags ask for.
+        """Return the rearrangement that the --fim flags specify.
 
         Raises:
             ConfigError: The tokenizer has no entry for one of the tokens.
@@ -141,7 +141,7 @@ class FillInMiddleDataset:
         return len(self.dataset)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`."""
+        """Return sample `i`, with some of its documents rearranged."""
         sample: Sample = self.dataset[i]
         random = np.random.RandomState([self.seed, i & 0xFFFFFFFF, i >> 32])
         return {**sample, "text": self.how.rearrange(np.asarray(sample["text"]), random)}
@@ -152,7 +152,7 @@ class FillInMiddleDataset:
 
 
 def _split(tokens: Tokens, end: int) -> Iterator[Tokens]:
-    """Yield the parts of `tokens` between the tokens `end`, without these tokens."""
+    """Yield the runs of `tokens` that the token `end` separates, without that token."""
     start = 0
     for position in np.flatnonzero(tokens == end).tolist():
         yield tokens[start:position]

@@ -53,7 +53,7 @@ _CHUNK = (
 
 
 class GPTIndex(NamedTuple):
-    """The three arrays of a GPT index; the top of this file describes them."""
+    """The three arrays of a GPT index, which the docstring of this module describes."""
 
     documents: NDArray[np.int32]
     samples: NDArray[np.int32]
@@ -186,7 +186,7 @@ class GPTDataset:
     Attributes:
         data: The indexed dataset that holds the tokens.
         index: The index, which determines the tokens of each sample.
-        seq_length: The number of tokens in a sample without the last label, s.
+        seq_length: The number of tokens in a sample, not counting the last label, s.
         description: The text from which Megatron derives the index's file names.
         vocab_size: The size of the vocabulary. Token ids at or above it are refused.
     """
@@ -254,8 +254,8 @@ def build_gpt_part(
             "requested: change --split or give more data"
         )
     plan = plan_gpt_index(end - start, tokens, count, seq_length)
-    # Megatron's text, whose md5 names the cached arrays. It contains the path and --split exactly
-    # as the user gave them.
+    # Megatron's description, whose md5 names the cached arrays. It contains the path and --split
+    # exactly as the user gave them.
     description = (
         f"GPT Dataset\n\nData prefix {data.prefix}\nDataset name {part.split}\n"
         f"Number of samples {count}\nSequence length {seq_length}\n"
@@ -451,11 +451,11 @@ def make_loss_mask(batch: Mapping[str, Tensor], *, eod: int, eod_mask_loss: bool
 
 
 def context_part(batch: TokenBatch, axis: Axis) -> TokenBatch:
-    """Return this rank's part of a whole micro-batch, `[b, s/C]` each, for C context ranks.
+    """Return this rank's shard of a micro-batch, `[b, s/C]` each, for C context ranks.
 
     Gradients and losses are averaged over context ranks. To obtain a mean over the whole batch, a
     rank's loss must be C * (loss * loss_mask).sum() / whole loss_mask.sum(). The denominator is
-    computed from `batch`, which every context rank has, and not from the part.
+    computed from `batch`, which every context rank has, and not from the shard.
     """
     if axis.size == 1:
         return batch

@@ -64,7 +64,7 @@ class TitledDocuments(NamedTuple):
     Attributes:
         documents: The first sentence of each document, followed by the end of the last document,
             `[D + 1]`.
-        lengths: The number of tokens in each sentence of the whole dataset.
+        lengths: The number of tokens in each sentence of the whole dataset, `[sentences]`.
         titles: The number of tokens in each of these documents' titles, `[D]`.
         first: The index of the first of these documents in the whole dataset, `[1]`.
     """
@@ -75,14 +75,14 @@ class TitledDocuments(NamedTuple):
     first: NDArray[np.int64]
 
     def overlong(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return which documents have enough sentences but also one of over 512 tokens, `[D]`."""
+        """Return a mask of documents long enough but with a sentence of over 512 tokens, `[D]`."""
         start, end = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[start:end] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - start]
         return (np.diff(long_so_far) > 0) & (np.diff(self.documents) >= min_sentences)
 
     def usable(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return which documents can yield blocks of at least `min_sentences` sentences, `[D]`."""
+        """Return a mask of documents that yield blocks of `min_sentences` or more sentences, `[D]`."""
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong(min_sentences)
 
 
@@ -132,12 +132,12 @@ def blocks_of(plan: BlockMapPlan, text: TitledDocuments) -> NDArray[np.int64]:
 
 
 class TitledBlock(NamedTuple):
-    """A block of text.
+    """A block of text, with the title of its document.
 
     Attributes:
         title: The title of the document.
         sentences: The sentences of the block.
-        place: First sentence, last sentence + 1, document, number of the block.
+        place: First sentence, last sentence + 1, document, number of the block, `[4]`.
     """
 
     title: Tokens
@@ -146,14 +146,14 @@ class TitledBlock(NamedTuple):
 
 
 class BlockSource(DescribedDataset, Protocol):
-    """The block of each sample."""
+    """A source that supplies the block of each sample."""
 
     def __getitem__(self, i: int) -> TitledBlock:
         """Return the block of sample `i`."""
 
 
 class ICTOptions(NamedTuple):
-    """The settings of the samples.
+    """Settings for the samples.
 
     Attributes:
         seq_length: The sequence length s of queries and contexts, including special tokens.
@@ -182,7 +182,7 @@ class ICTDataset:
 
     @property
     def description(self) -> str:
-        """A text that differs if the samples differ."""
+        """Text that differs whenever the samples differ."""
         return f"ICT Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:
@@ -269,7 +269,7 @@ class MockBlocks:
 
     @property
     def description(self) -> str:
-        """A text that differs if the samples differ."""
+        """Text that differs whenever the samples differ."""
         return self.sentences.description
 
     def __len__(self) -> int:

@@ -41,10 +41,10 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _CACHED_MAGIC = b"TNTIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-_CACHED_HEADER = struct.Struct("<8sQQQQQ")  # of the oldest files; later ones append D
+_CACHED_HEADER = struct.Struct("<8sQQQQQ")  # as in the oldest files; later ones append D
 _WRITE_BEHIND = 1 << 20  # bytes of .bin between two calls that start writing to the disk
-_LONGEST = np.iinfo(np.int32).max  # the largest number of tokens in a sequence
-_DOCUMENTS = 1 << 16  # the largest number of documents read at a time
+_LONGEST = np.iinfo(np.int32).max  # the maximum number of tokens in a sequence
+_DOCUMENTS = 1 << 16  # the maximum number of documents read at a time
 _CHUNK = 1 << 22  # elements per step, so that memory stays flat for any number of sequences
 _INTEGERS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 _DTYPES = {code: np.dtype(name) for code, name in _INTEGERS.items()}
@@ -67,7 +67,7 @@ def best_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class DocumentTokens(NamedTuple):
-    """Documents in the form that `IndexedDatasetBuilder.add_documents` expects.
+    """Documents in the format that `IndexedDatasetBuilder.add_documents` expects.
 
     Attributes:
         tokens: The concatenated ids of all documents, `[tokens]`.
@@ -81,7 +81,7 @@ class DocumentTokens(NamedTuple):
 
 
 class IndexedDataset:
-    """Read access to one `.bin`/`.idx` pair.
+    """A reader of one `.bin`/`.idx` pair.
 
     It is cheap to send to another process, because only the prefix is sent.
 
@@ -123,7 +123,7 @@ class IndexedDataset:
 
     @property
     def size(self) -> int:
-        """The number of tokens. It is the weight of this dataset in a blend without weights."""
+        """The number of tokens: this dataset's weight in a blend without explicit weights."""
         return self.num_tokens
 
     @property
@@ -242,7 +242,7 @@ def _require_files(prefix: str) -> None:
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Map the whole file as a read-only array of `dtype`."""
+    """Memory-map the whole file as a read-only array of `dtype`, `[items]`."""
     count = path.stat().st_size // dtype.itemsize
     if not count:  # mmap refuses an empty file, which is valid for a corpus without tokens
         return np.empty(0, dtype)

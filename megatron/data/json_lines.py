@@ -19,8 +19,8 @@ class JsonLine(NamedTuple):
     """One line of a file.
 
     Attributes:
-        number: The number of the line in the file, from 1.
-        start: The byte at which the line begins.
+        number: The number of the line in the file, starting at 1.
+        start: The byte offset at which the line begins.
         fields: The JSON object in the line.
     """
 
@@ -39,7 +39,7 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 
 def read_objects(path: Path, flag: str, end: int | None = None) -> Iterator[JsonLine]:
-    """Yield the lines of a file, with bounded memory.
+    """Yield the lines of a file, using bounded memory.
 
     Args:
         path: The file.

@@ -32,7 +32,7 @@ _TILE = 128  # queries per thread block of the flash kernel
 _PREFETCH = 4  # micro-batches that a worker loads in advance
 _LOOK_EVERY = 1.0  # seconds between a worker's checks that its parent is alive
 _LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is )?([^.]+)")
-_broken: list[object] = []  # loaders that lost a worker, kept for the reason in `build_loader`
+_broken: list[object] = []  # loaders that lost a worker; `build_loader` says why they are kept
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def build_loader(
     seed: int,
     pin_memory: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """Iterate over micro-batches, which are dictionaries of the stacked parts of their samples.
+    """Yield micro-batches: dictionaries that map each field to its values in the stacked samples.
 
     The order depends only on the sampler, and no global random state is used, so a resumed run
     continues bit for bit.
@@ -201,7 +201,7 @@ def lost_workers() -> Iterator[None]:
     PyTorch raises its error in the main thread, wherever that thread happens to be.
 
     Raises:
-        ShortageError: A worker has ended. It replaces PyTorch's RuntimeError.
+        ShortageError: A worker ended unexpectedly. This replaces PyTorch's RuntimeError.
     """
     try:
         yield
@@ -221,14 +221,14 @@ def lost_workers() -> Iterator[None]:
 
 
 class _LoadingProcess(context.ForkProcess):
-    """A data loading process that exits when told to, and without a message if memory is short."""
+    """A data loading process that exits on request, and silently if it runs out of memory."""
 
     def start(self) -> None:
         """Fork with SIGTERM blocked, so that `_leave_signals_to_parent` can wait for the signal.
 
         Otherwise a signal that arrives earlier would run the handler inherited from the training
-        process. That handler only records it, so the training process would wait forever for this
-        one to end.
+        process. That handler only records the signal, so the training process would wait forever
+        for this one to end.
         """
         if not hasattr(signal, "sigtimedwait"):
             super().start()
@@ -257,7 +257,7 @@ class _ByValue:
     """A micro-batch that a worker sends by value.
 
     Plain tensors would be sent as handles of shared memory, and the training process would have to
-    connect to the worker for each one. This takes 0.5 ms for a micro-batch of two parts and 2 ms
+    connect to the worker for each one. This takes 0.5 ms for a micro-batch of two fields and 2 ms
     for one of seven, and no other thread starts kernels during this time. In addition, containers
     often have little shared memory.
     """
@@ -281,12 +281,12 @@ class _ByValue:
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for scalars.
+    """Stack each field of the samples: `[b, ...]` for arrays, `[b]` for scalars.
 
-    All are int64, except that fractional labels are float64. The samples' `SEGMENT_ENDS` `[k]`
-    become a single array: 0, the ends of the segments in the concatenated samples, and then empty
-    segments. `LONGEST_SEGMENT` is added. `PLACE` `[7]` become `[p, 7]` for the p samples that have
-    one.
+    All fields are int64, except that fractional labels are float64. The samples' `SEGMENT_ENDS`
+    `[k]` become a single array: 0, the ends of the segments in the concatenated samples, and then
+    empty segments. `LONGEST_SEGMENT` is added. `PLACE` `[7]` becomes `[p, 7]` for the p samples
+    that have it.
     """
     batch = {}
     for name in {name: None for sample in samples for name in sample}:

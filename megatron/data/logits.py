@@ -37,7 +37,7 @@ from megatron.durable import replace_file, storage_errors
 from megatron.errors import DataError, warn
 from megatron.tokenizer.base import Tokenizer
 
-# The parts of a sample that hold a teacher's logits: ids [s, k], values [s, k] and rest [s].
+# The fields of a sample that contain a teacher's logits: ids [s, k], values [s, k] and rest [s].
 TOP_IDS, TOP_VALUES, TOP_REST = "top_ids", "top_values", "top_rest"
 HEADER = "logits.json"
 FORMAT = "megatron-top-logits-1"
@@ -58,7 +58,7 @@ class LogitsHeader:
         separates_documents: Whether tokens attend only within their document, and whether positions
             are counted from 0 in each document.
         temperature: The temperature by which logits were divided.
-        top_k: The largest number of entries at a position.
+        top_k: The maximum number of entries at a position.
         top_p: The cumulative probability after which further entries are omitted, or `None`.
         top_p_min_k: The number of entries that are kept regardless of `top_p`.
         dtype: The number format of the log-probabilities.
@@ -84,7 +84,7 @@ class LogitsHeader:
     format: str = FORMAT
 
     def files(self) -> list[range]:
-        """Return the samples of each file."""
+        """Return the range of samples that each file contains."""
         starts = range(0, self.samples, self.samples_per_file)
         return [range(i, min(i + self.samples_per_file, self.samples)) for i in starts]
 
@@ -105,7 +105,7 @@ _SETTING_FLAGS = {  # the names of the fields of `sample_settings` in messages
 
 
 def sample_settings(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the header fields that must be equal in the writing and the reading run."""
+    """Return the header fields that must match between the runs that write and read logits."""
     data = config.data
     return {
         "seed": config.training.seed,
@@ -213,7 +213,7 @@ def write_file(
     Args:
         path: The file.
         header: The folder's header.
-        samples: The parts `TOP_IDS` [s, k] (-1 where there is no entry), `TOP_VALUES` [s, k] and
+        samples: The fields `TOP_IDS` [s, k] (-1 where there is no entry), `TOP_VALUES` [s, k] and
             `TOP_REST` [s] of each sample, on the CPU.
         digests: The `digest_of_tokens` of each sample.
 
@@ -363,7 +363,7 @@ class TeacherLogitsDataset:
         return {TOP_IDS: all_ids, TOP_VALUES: all_values, TOP_REST: none if rest is None else rest}
 
     def _file(self, path: Path) -> Mapping[str, Any]:
-        """Return, for each tensor of a file, an object from which parts of it can be read."""
+        """Return the tensors of a file by name, as slices that are read on demand."""
         if path not in self._open:
             from safetensors import safe_open
 
@@ -415,7 +415,7 @@ def with_logits(
 
 
 def missing_files(folder: Path, header: LogitsHeader) -> Iterator[range]:
-    """Yield the samples of each file that has not been written yet."""
+    """Yield the range of samples of each file that has not been written yet."""
     for samples in header.files():
         if not header.path(folder, samples.start).exists():
             yield samples

@@ -1,4 +1,4 @@
-"""The choice of the tokens to mask in a BERT or T5 sample: runs of whole words.
+"""Selection of the tokens to mask in a BERT or T5 sample: runs of whole words.
 
 Both models choose tokens in the same way. They differ in the length of a run and in its
 replacement. A word consists of a token and the `##` pieces that continue it. It is masked as a

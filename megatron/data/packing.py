@@ -41,7 +41,7 @@ class Packing:
     Attributes:
         lengths: The number of tokens in each example, `[N]`.
         seq_length: The number of tokens in a row, s.
-        places: The row of each example, `[N]`, with the examples in order of decreasing length.
+        places: The row of each example, `[N]`, in order of decreasing example length.
         rows: The number of rows in an epoch.
     """
 
@@ -88,7 +88,7 @@ def pack(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing
     sizes = _checked(lengths, seq_length)
     places = np.empty(len(sizes), np.int64)
     rows = done = 0
-    open_rows: dict[int, list[int]] = {}  # the rows by the room that they have left, if any
+    open_rows: dict[int, list[int]] = {}  # rows with free space, by the number of free tokens
     rooms: list[int] = []  # the keys of `open_rows`, in ascending order
     found, counts = np.unique(sizes, return_counts=True)
     for length, count in zip(found[::-1].tolist(), counts[::-1].tolist(), strict=True):

@@ -5,8 +5,8 @@ rejected one. Both answers of a pair are in the same row, so a row has everythin
 need.
 
 KTO does not compare answers, but its loss needs the log-probability of answers to other prompts.
-Its rows hold each answer and, in place of a rejected one, the same prompt with an answer to
-another.
+Each answer shares a row with the same prompt followed by an answer to another prompt, which takes
+the place of a rejected answer.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample, SampleDataset
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
-# A part of a sample of pairs, `[s]`: 1 at the first token of each pair, otherwise 0.
+# A field of a sample of pairs, `[s]`: 1 at the first token of each pair, otherwise 0.
 PAIRS = "pairs"
-# A part of a sample of pairs, `[s]` float64: the log-probability of each answer under the reference
+# A field of a sample of pairs, `[s]` float64: each answer's log-probability under the reference
 # model, stored at the first token of the answer's prompt.
 REFERENCE = "reference"
-# A part of a sample of answers, `[s]`: 1 at the first token of each desirable one, otherwise 0.
+# A field of a sample of answers, `[s]`: 1 at the first token of each desirable one, otherwise 0.
 DESIRABLE = "desirable"
 
 
@@ -107,7 +107,7 @@ class FittedPairs:
 
     @property
     def size(self) -> int:
-        """The number of tokens, which determines the share of a blend without weights."""
+        """The number of tokens: this source's weight in a blend without explicit weights."""
         return int(self.limits.sum())
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class FittedAnswers(FittedPairs):
     holds = "an answer and the same prompt with another answer"
 
     def _lengths(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each answer, and of its prompt with the other answer."""
+        """Return the token counts of each answer and of its prompt with the other one, `[P, 2]`."""
         examples = self._examples
         lengths = np.asarray(examples.lengths)
         if len(lengths) < 2:
@@ -189,7 +189,7 @@ class FittedAnswers(FittedPairs):
 
 
 def pair_limits(lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
-    """Return how many tokens of each answer fit into a row with the other answer of its pair.
+    """Return how many tokens to keep from each answer so that a pair fits into a row, `[P, 2]`.
 
     The longer answer is cut first, until both have the same length.
 
@@ -226,7 +226,7 @@ class PreferenceDataset:
 
     @property
     def description(self) -> str:
-        """A text that differs if the samples differ."""
+        """Text that differs whenever the samples differ."""
         packing, last = self.packing, self.first + self.pairs
         return (
             f"Packed pairs\n\n{self.source.prefix}\nPairs {self.first} to {last}\n"
@@ -247,9 +247,10 @@ class PreferenceDataset:
         return self.packing.row(i, self.seed)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`: `text`, `[s + 1]`, and other parts, `[s]`.
+        """Return sample `i`.
 
-        These are `TRAINED`, `PAIRS`, `REFERENCE` and `DESIRABLE`.
+        It contains `text`, `[s + 1]`; `TRAINED`, `PAIRS`, `REFERENCE` and `DESIRABLE`, `[s]` each;
+        `SEGMENT_ENDS`, `[segments]`; and `id`.
         """
         length = self.packing.seq_length
         text, trained = np.full(length + 1, self.filler, np.int64), np.zeros(length, np.int64)

@@ -55,7 +55,7 @@ Result = TypeVar("Result")
 LESS_MEMORY = "To reduce memory, use fewer --workers or a smaller --max-line-mb"
 # Starting a worker costs about as much as encoding this many bytes.
 _BYTES_PER_WORKER = 8 << 20
-# The number of characters that Punkt gets at a time. Its memory grows with this number.
+# The number of characters passed to Punkt at a time. Its memory use grows with this number.
 _SLICE = 1_000_000
 
 
@@ -231,12 +231,12 @@ class BlockEncoder:
         return BlockEncoder, (self.options,)
 
     def __call__(self, block: TextBlock) -> EncodedBlock:
-        """Encode the documents of a block. Texts that the tokenizer refuses are reported as bad."""
+        """Encode the documents of a block. Texts that the tokenizer rejects are reported as bad."""
         documents = parse_block(block, self.options.keys)
         try:
             columns = self._encode(documents.values)
         except DataError:
-            # A text that the tokenizer refuses must not make its neighbors fail.
+            # A text that the tokenizer rejects must not make its neighbors fail.
             accepted = []
             for value, place in zip(documents.values, documents.places, strict=True):
                 try:
@@ -279,7 +279,7 @@ class BlockEncoder:
             if own and len(self._end) and not (self._ends_texts and is_whole):
                 pieces.append(self._end)
                 lengths[-1] += 1
-        # The cast is safe, because best_dtype holds every id of the vocabulary.
+        # The cast is safe, because best_dtype can represent every id of the vocabulary.
         tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe")
         return DocumentTokens(tokens, np.array(lengths, np.int32), np.array(counts, np.int64))
 

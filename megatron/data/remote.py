@@ -23,7 +23,7 @@ _VERSION = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "mtime", "cre
 
 
 def local_copy(name: str, flag: str, folder: str | None) -> str:
-    """Copy the files that a URL names to `folder`, and return the local path.
+    """Copy the files at a URL to `folder`, and return the local path.
 
     An indexed dataset is named by its prefix. Text is named by a file, a folder or a glob pattern.
     If several processes need the same file, one copies it and the others wait.
@@ -46,7 +46,7 @@ def local_copy(name: str, flag: str, folder: str | None) -> str:
 
     try:
         system, path = fsspec.core.url_to_fs(name)
-    except (ImportError, ValueError) as error:  # the message names the package, or the known kinds
+    except (ImportError, ValueError) as error:  # the message names the package, or the protocols
         raise ConfigError(f"{flag} {name}: {error}") from None
     with _remote_errors(flag, name):
         pairs = [f"{path}.bin", f"{path}.idx"]

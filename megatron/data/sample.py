@@ -1,4 +1,4 @@
-"""The form of samples and datasets, common to all models."""
+"""The types and field names of samples and datasets, shared by all models."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from megatron.errors import DataError
 
 # The label of a position where there is nothing to predict.
 IGNORED_LABEL = -1
-# A part of a sample or batch: the ends of segments, whose tokens attend only to the same segment.
+# A field of a sample or batch, `[segments]`: the ends of segments, whose tokens attend only to the
+# same segment.
 SEGMENT_ENDS = "segment_ends"
-# A part of a batch with `SEGMENT_ENDS`: an array of shape `[n, 0]` if no segment has more than n
+# A field of a batch with `SEGMENT_ENDS`: an array of shape `[n, 0]` if no segment has more than n
 # tokens. It has no elements, so that the host can read n without waiting for the device.
 LONGEST_SEGMENT = "longest_segment"
-# A part of a finetuning sample, `[s]`: 1 where the label counts in the loss, otherwise 0.
+# A field of a finetuning sample, `[s]`: 1 where the label counts in the loss, otherwise 0.
 TRAINED = "trained"
-# A part of a sample of text, `[7]`: the position (`RowPlace`) at which the next row of its stream
-# begins. Other samples of a blend lack it.
+# A field of a sample of text, `[7]`: the index of its dataset, its stream, and the position
+# (`RowPlace`) at which the stream's next row begins. Other samples of a blend lack it.
 PLACE = "place"
 # A sample: arrays, and `id`, the sample's index in its dataset. Each array except `SEGMENT_ENDS`
 # has the same length in all samples of the dataset.
@@ -42,7 +43,7 @@ class DescribedDataset(SampleDataset, Protocol):
 
     @property
     def description(self) -> str:
-        """A text that differs if the samples differ."""
+        """Text that differs whenever the samples differ."""
 
 
 @runtime_checkable

@@ -7,8 +7,8 @@ until there are enough samples, and then the samples are shuffled. The map has a
 sentence, last sentence + 1, target length` per sample, `[n, 3]`. The rules and the order of random
 draws are the same as in Megatron-LM, and so are the samples and the maps on disk.
 
-The construction is fast without a compiler. The sentences of the usable documents, plus an extra
-place at the end of each document, are numbered as *places*. A random number is drawn at every place
+The construction is fast without a compiler. The sentences of the usable documents, and the end of
+each document, are numbered consecutively as *places*. A random number is drawn at every place
 where a sample starts, and an unused one at the end of each document. The next place, if the target
 is the longest, is computed for all places at once. After that, the code hops from place to place
 with one draw per hop, and only short targets need a search.
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LONGEST_SENTENCE = 512  # tokens; a longer sentence drops its document unless it is alone
+LONGEST_SENTENCE = 512  # tokens; documents of several sentences, one of them longer, are dropped
 _DRAWS = 1 << 16  # draws per step, so that memory stays flat
 _BLOCKS = 256  # state updates in each array of 64-bit draws
 _WORDS, _MIDDLE = 312, 156
@@ -64,21 +64,21 @@ class DocumentSentences(NamedTuple):
     Attributes:
         documents: The first sentence of each document, followed by the end of the last document,
             `[D + 1]`.
-        lengths: The number of tokens in each sentence of the whole dataset.
+        lengths: The number of tokens in each sentence of the whole dataset, `[sentences]`.
     """
 
     documents: NDArray[np.int64]
     lengths: NDArray[np.int32]
 
     def usable(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return which documents can yield samples of at least `min_sentences` sentences, `[D]`.
+        """Return a mask of documents that yield samples of `min_sentences` or more sentences, `[D]`.
 
         A document must have that many sentences. If it has several, none may exceed 512 tokens.
         """
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong()
 
     def overlong(self) -> NDArray[np.bool_]:
-        """Return which documents have several sentences and one of more than 512 tokens, `[D]`."""
+        """Return a mask of documents with several sentences, one of over 512 tokens, `[D]`."""
         first, last = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[first:last] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - first]
@@ -213,7 +213,7 @@ def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
     while True:
         block = np.empty((_BLOCKS, _WORDS), np.uint64)
         for new in block:
-            # Each new word depends on its old value, the next word and the word 156 places later.
+            # Each new word depends on its old value, the next word, and the word 156 after it.
             mixed = _mix(state[:-1], state[1:])
             new[:_MIDDLE] = state[_MIDDLE:] ^ mixed[:_MIDDLE]
             new[_MIDDLE:-1] = new[: _MIDDLE - 1] ^ mixed[_MIDDLE:]

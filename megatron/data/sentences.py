@@ -44,10 +44,10 @@ Tokens = NDArray[Any]
 
 
 class SentenceSource(DescribedDataset, Protocol):
-    """The sentences and the target length of each sample."""
+    """A source that supplies the sentences and the target length of each sample."""
 
     def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
-        """Return the sentences of sample `i`, and the number of their tokens that it may use."""
+        """Return the sentences of sample `i`, and how many of their tokens it may use."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,7 +103,7 @@ class SentenceSamples(ABC):
 
     @property
     def description(self) -> str:
-        """A text that differs if the samples differ."""
+        """Text that differs whenever the samples differ."""
         return f"{self.kind} Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:

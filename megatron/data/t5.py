@@ -34,7 +34,7 @@ _RUN_END = 0.2  # the probability that a run ends after a word
 
 
 class T5Options(NamedTuple):
-    """The settings of T5 samples.
+    """Settings for T5 samples.
 
     Attributes:
         encoder_length: The encoder's sequence length e.

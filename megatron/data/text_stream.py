@@ -8,7 +8,7 @@ in `gpt`: row k covers the tokens from `k * S` to `(k + 1) * S` inclusive.
 
     sample i  =  row i // streams of stream i % streams
 
-A piece in which no line begins is empty. With a small text, a stream may get only such pieces in an
+A piece in which no line begins is empty. In a small corpus, a stream may get only such pieces in an
 epoch. It then continues with the next epoch, in which it gets other pieces. A split without any
 tokens is refused.
 
@@ -59,10 +59,10 @@ _KEPT = 8192  # places to remember: more samples than are loaded before an updat
 
 
 class RowPlace(NamedTuple):
-    """The place in a stream where a row begins.
+    """The position in a stream at which a row begins.
 
     Attributes:
-        row: The index of the row.
+        row: The index of the row in the stream.
         visit: The number of pieces that the stream has read before, over all epochs.
         block: The index of the block in the current piece.
         token: The index of the token in the block, after shuffling.
@@ -77,7 +77,7 @@ class RowPlace(NamedTuple):
 
 
 class NoTokensError(DataError):
-    """Raised when a text, or the part of it in a split, has no tokens."""
+    """Raised when a corpus, or a split of it, contains no tokens."""
 
 
 class TextCorpus:
@@ -148,7 +148,7 @@ class TextCorpus:
             return read_blocks([path], (self.key,), block_bytes)
         start = (piece - (int(self._ends[file - 1]) if file else 0)) * self.piece_bytes
         bounds = start, min(start + self.piece_bytes, self.sizes[file])
-        # These blocks hold only places, so no file stays open between samples.
+        # These blocks contain only positions, so no file stays open between samples.
         return list(read_blocks([path], (self.key,), block_bytes, bounds=bounds))
 
 
@@ -160,7 +160,7 @@ class TextDataset:
         corpus: The text.
         pieces: The first piece of the split and its end (exclusive).
         num_samples: The number of samples that the run needs. Text is repeated as often as needed.
-        seq_length: The number of tokens in a sample without the last label, s.
+        seq_length: The number of tokens in a sample, not counting the last label, s.
         seed: The seed of all shuffles.
         encoder: The encoder, which turns text into ids.
         skip_bad_lines: Whether to skip lines without a document. The first such lines of each file
@@ -189,7 +189,7 @@ class TextDataset:
 
     @property
     def description(self) -> str:
-        """A text that differs if the samples differ."""
+        """Text that differs whenever the samples differ."""
         names = [os.path.basename(path) for path in self.corpus.files]
         files = "".join(
             f"{name} {size}\n" for name, size in zip(names, self.corpus.sizes, strict=True)
@@ -331,7 +331,7 @@ class TextDataset:
                 yield RowPlace(0, visit, number, 0, bad), tokens
             empty = 0 if found or block else empty + 1
             if empty == pieces:
-                # The lines of a small text may be longer than its pieces, so a stream may get only
+                # In a small corpus, lines may be longer than pieces, so a stream may get only
                 # pieces in which no line begins. It gets other pieces in the next epoch.
                 self.require_tokens()
             visit, block = visit + 1, 0
@@ -368,7 +368,7 @@ class TextDataset:
 
 @contextmanager
 def _named_as_in_training(flag: str) -> Iterator[None]:
-    """Replace the flags of tools with those of a training run in errors of shared readers."""
+    """In errors from shared readers, replace the flags of tools with those of training."""
     try:
         yield
     except DataError as error:
@@ -385,7 +385,7 @@ def is_text(name: str) -> bool:
 
 @runtime_checkable
 class ReadsText(Protocol):
-    """A dataset that is a text dataset or contains some."""
+    """A dataset that is a text dataset or contains text datasets."""
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
         """Return each text dataset and the number of its samples among the first `samples`."""
@@ -397,7 +397,7 @@ def text_members(dataset: SampleDataset | None, samples: int) -> list[tuple[Text
 
 
 def take_places(batch: dict[str, Tensor], dataset: SampleDataset) -> dict[str, Tensor]:
-    """Return a batch without its places, after storing them in the text datasets."""
+    """Remove the places from a batch, store them in the text datasets, and return the batch."""
     places = batch.pop(PLACE, None)
     if places is not None:
         members = {member.number: member for member, _ in text_members(dataset, 0)}

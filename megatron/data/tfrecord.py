@@ -101,7 +101,7 @@ class TFRecords:
 
     @property
     def size(self) -> int:
-        """The number of records, which determines the share of a blend without weights."""
+        """The number of records: these files' weight in a blend without explicit weights."""
         return len(self)
 
     def place(self, i: int) -> str:
@@ -181,7 +181,7 @@ def _crc_tables() -> NDArray[np.uint32]:
 
 
 def masked_crc(data: bytes) -> int:
-    """Return the checksum of `data`."""
+    """Return the masked CRC-32C of `data`, which is the checksum that TFRecords use."""
     state, first = 0xFFFFFFFF, 0
     # A CRC is linear, so all bytes of a piece can be looked up at once. For 3 KB this takes 50 us
     # instead of 300 us.
@@ -296,7 +296,7 @@ def _as_varint(value: int) -> bytes:
 
 
 class TFRecordOptions(NamedTuple):
-    """The settings of samples from TFRecords: sequence length, vocabulary size, order seed."""
+    """Settings for samples from TFRecords: sequence length, vocabulary size, shuffling seed."""
 
     seq_length: int
     vocab_size: int
@@ -335,7 +335,7 @@ class TFRecordDataset:
 
     @property
     def description(self) -> str:
-        """A text that differs if the samples differ."""
+        """Text that differs whenever the samples differ."""
         return f"TFRecord Dataset\n\nData prefix {self.records.prefix}\n{self.bounds}{self.options}"
 
     def __getitem__(self, i: int) -> Sample:
