@@ -100,7 +100,7 @@ class GPTTeacher(NamedTuple):
     def run_beside(
         self, student: nn.Module, inputs: GPTInputs, hidden: Tensor | None = None
     ) -> Tensor:
-        """Run the teacher's part that belongs to a part of the student, just like `run`."""
+        """Run the part of the teacher that is paired with a part of the student, as `run` does."""
         return self.run(self.parts[list(self.students).index(student)], inputs, hidden)
 
 
@@ -166,7 +166,7 @@ class Distillation(Extras):
 def split_message(message: Tensor, theirs: int) -> tuple[Tensor, Tensor]:
     """Return the student's and the teacher's hidden states [s, b, h] of a pipeline's message.
 
-    The student's gradient leaves zeros where the teacher's states were.
+    The gradient of the message is zero for the teacher's states.
 
     Args:
         message: Both hidden states side by side.
@@ -203,8 +203,8 @@ def student_losses(
     Args:
         logits: The student's logits [b, s, v/t]. Their gradient overwrites them.
         batch: This context rank's labels and loss mask.
-        knowledge: The known entries of the teacher's distributions.
-        vocabulary: The part of the vocabulary on this tensor rank.
+        knowledge: The teacher's logits [b, s, v/t], or its top k for these tokens.
+        vocabulary: The tensor axis, and the size of the vocabulary without padding.
         options: The weights and the temperature.
     """
 

@@ -1,7 +1,7 @@
 """Log-probabilities of the documents of packed rows in every layout, and models that compute them.
 
-b rows of s tokens hold k segments, including the padding of rows. Every context rank gets the sums
-over whole documents, although it computes the losses of only a part of their tokens.
+b rows of s tokens contain k segments, including the padding of rows. Every context rank gets the
+sums over whole documents, although it computes the losses of only some of their tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""KTO: training on single answers that are desirable or not (Ethayarajh et al., 2024).
+"""KTO: training on single answers, each labeled desirable or undesirable (Ethayarajh et al., 2024).
 
 Kahneman-Tversky optimization, arXiv:2402.01306, needs no pairs. Its loss compares the reward of an
 answer with the mean reward of answers to other prompts, an estimate of the divergence of the policy
-from the reference. A row therefore holds each answer, followed by the same prompt with another
+from the reference. In a row, each answer is therefore followed by the same prompt with another
 answer (`data.preferences.FittedAnswers`). The estimate is the mean over the micro-batches of all
 data-parallel processes, as in TRL, and has no gradient.
 """
@@ -90,8 +90,8 @@ def divergence_of(others: Tensor, is_answer: Tensor, layout: Layout) -> Tensor:
     Collective over the data-parallel processes, each of which has a micro-batch.
 
     Args:
-        others: The log-ratios of these answers in the micro-batch, [P].
-        is_answer: Which entries count, [P].
+        others: The log-ratios of the answers to other prompts in the micro-batch, [P].
+        is_answer: Which entries to include, [P].
         layout: The ranks of this process.
     """
     sums = torch.stack((torch.where(is_answer, others, 0).sum(), is_answer.sum().to(others.dtype)))
@@ -100,7 +100,7 @@ def divergence_of(others: Tensor, is_answer: Tensor, layout: Layout) -> Tensor:
 
 
 class KTORecipe(PreferenceRecipe):
-    """A recipe for training on packed answers, each desirable or not."""
+    """A recipe for training on packed answers, each labeled desirable or undesirable."""
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names under which the loss and TRL's other metrics are logged."""
@@ -141,7 +141,7 @@ class KTORecipe(PreferenceRecipe):
         return means_over_pairs(values, is_answer)
 
     def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """Return the values to log; those of a kind of answer are means over that kind."""
+        """Return the values to log, with those of each kind of answer averaged over that kind."""
         shares = {True: losses[_SHARE], False: 1 - losses[_SHARE]}
         found = dict(losses)
         for name, kind in _OF_KIND.items():

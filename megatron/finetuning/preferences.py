@@ -1,15 +1,15 @@
 """Training on preferences: pairs of a chosen and a rejected answer to the same prompt.
 
 The two documents of a pair lie next to each other in one row. The loss is the mean over the pairs
-of the global batch, because rows hold different numbers of them.
+of the global batch, because rows contain different numbers of pairs.
 
 The losses of DPO and its variants are functions of the log-probabilities of P pairs. Rewards are
-TRL's: beta times the log-ratio of policy and reference, or beta times the mean log-probability of a
-token if the loss has no reference.
+defined as in TRL: beta times the log-ratio of policy and reference, or beta times the mean
+log-probability of a token if the loss has no reference.
 
 A reward model has a linear layer instead of the output layer. The reward of an answer is the
-layer's value at the answer's last token, and the loss is that of Bradley and Terry's model of
-comparisons, as in InstructGPT (Ouyang et al., 2022, arXiv:2203.02155).
+layer's value at the answer's last token, and the loss is that of the Bradley-Terry model, as in
+InstructGPT (Ouyang et al., 2022, arXiv:2203.02155).
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def pair_losses(
 
     Args:
         options: The name of the loss and its parameters.
-        policy: The log-probabilities of the answers, sums over their tokens.
+        policy: The log-probabilities of the answers, summed over their tokens.
         tokens: The number of tokens in each answer.
-        reference: The same sums under the reference model; `None` if the loss has no reference.
+        reference: The same sums under the reference model, or `None` if the loss has no reference.
     """
     beta, smoothing = options.preference_beta, options.preference_label_smoothing
     if reference is None:
@@ -117,7 +117,7 @@ def pair_losses(
 
 
 def smoothed(margin: Tensor, smoothing: float) -> Tensor:
-    """Return -log sigmoid(margin), or its expectation if a share `smoothing` of labels is wrong.
+    """Return -log sigmoid(margin), or its mean if a fraction `smoothing` of the labels is wrong.
 
     This is the loss of direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290)
     and, with smoothing, of conservative DPO (Mitchell, 2023). If a target margin is subtracted, it
@@ -127,7 +127,7 @@ def smoothed(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def robust(margin: Tensor, smoothing: float) -> Tensor:
-    """Return an unbiased estimate of DPO's loss if a share `smoothing` of labels is wrong.
+    """Return an unbiased estimate of DPO's loss if a fraction `smoothing` of the labels is wrong.
 
     The estimate is that of Chowdhury et al., 2024, arXiv:2403.00409.
     """
@@ -136,7 +136,7 @@ def robust(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def log_odds(means: Pairs) -> Tensor:
-    """Return the logarithm of the ratio of the answers' odds, [P].
+    """Return the log odds ratio of the chosen to the rejected answers, [P].
 
     The odds of ORPO (Hong et al., 2024, arXiv:2403.07691) are p / (1 - p), where log p is the mean
     log-probability of a token.
@@ -150,14 +150,14 @@ def log_odds(means: Pairs) -> Tensor:
 def log1mexp(x: Tensor) -> Tensor:
     """Return log(1 - exp(x)) for x below 0, without losing precision at either end."""
     near = x > -math.log(2)
-    # Each form gets only inputs for which its gradient is finite: where `torch.where` takes the
-    # other form, it multiplies this gradient by 0, and 0 x infinity is NaN.
+    # Each formula gets only inputs for which its gradient is finite: where `torch.where` selects
+    # the other formula, it multiplies this gradient by 0, and 0 x infinity is NaN.
     small = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
     return torch.where(near, small, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
 
 class PreferenceRecipe(ComparingRecipe):
-    """A recipe for training on packed pairs with a loss of log-probabilities."""
+    """A recipe for training on packed pairs, with a loss computed from log-probabilities."""
 
     program = "finetune.py"
 
@@ -311,7 +311,7 @@ def run_part(
 
 
 def at_segments(batch: Batch, name: str) -> Tensor:
-    """Return the values of one of the batch's arrays [b, s] at the first token of each segment.
+    """Return the values [k] of one of the batch's arrays [b, s] at each segment's first token.
 
     Empty segments after the last token have the values of that token, at which no pair begins.
     """
@@ -322,13 +322,14 @@ def at_segments(batch: Batch, name: str) -> Tensor:
 def pairs_of(values: Tensor, is_pair: Tensor) -> Pairs:
     """Return the values of the answers of each pair, given a value for each of k segments.
 
-    The results have the shape [k - 1]. It does not depend on the number of pairs, for which the
-    host would have to wait.
+    The results have the shape [k - 1]. It does not depend on the number of pairs, because the host
+    would have to wait for that number. Entries without a pair are -1, for which every loss has a
+    finite gradient.
 
     Args:
         values: The value for each segment, [k].
         is_pair: Whether each segment but the last is a chosen answer, followed by the rejected one,
-            [k - 1]. Entries without a pair get -1, for which every loss has a finite gradient.
+            [k - 1].
     """
     return Pairs(torch.where(is_pair, values[:-1], -1.0), torch.where(is_pair, values[1:], -1.0))
 

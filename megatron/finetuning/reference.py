@@ -1,9 +1,10 @@
 """The reference model's log-probabilities of all answers, computed once and stored in a file.
 
 The reference model is the model with the run's initial weights. Its log-probabilities are computed
-before the first update, so that training holds only one model. A run that resumes has other
-weights, and reads the file. Adapters that start from zero change nothing at first, so the reference
-is the model without them. Its log-probabilities can be computed at any time and need no file.
+before the first update, so only one model is in memory during training. A resumed run no longer has
+the initial weights, so it reads the file. Adapters that start from zero have no effect at first, so
+the reference is the model without them. Its log-probabilities can then be computed at any time,
+without a file.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ReferenceLogProbs(Extras):
         """Read or compute the log-probabilities, if the loss needs them. Collective.
 
         Raises:
-            CheckpointError: The run resumes, and the file is missing or belongs to other data.
+            CheckpointError: The run resumes, and the file is missing or was written for other data.
         """
         options = run.config.preferences
         members = [member for split in run.datasets for member in preference_members(split)]
@@ -72,10 +73,10 @@ class ReferenceLogProbs(Extras):
         kept = _read_shared(run, source, data, weights, sum(member.pairs for member in members))
         if kept is None and resumes and not is_base:
             raise CheckpointError(
-                f"{_FLAG}: {source or 'no file'} does not hold the reference model's "
-                "log-probabilities of this data, and they cannot be computed from weights that are "
-                f"already trained: give the run's data, and the file that it wrote with {_FLAG}; "
-                "or start again from the reference model with --finetune"
+                f"{_FLAG}: {source or 'no file'} does not contain the reference model's "
+                "log-probabilities for this data, and they cannot be computed from weights that "
+                "are already trained: give the run's data, and the file that it wrote with "
+                f"{_FLAG}; or start again from the reference model with --finetune"
             )
         if kept is None:
             if run.layout.world.rank == 0:
@@ -106,9 +107,9 @@ def file_of(config: RunConfig, folder: str | None) -> Path | None:
 
 
 def data_digest(config: RunConfig, members: Sequence[PreferenceDataset]) -> str:
-    """Return a digest of the answers and of the number format.
+    """Return a digest of the answers and the number format.
 
-    The layout is not included, because it changes only the rounding.
+    The layout is not included, because it affects only rounding.
     """
     digest = hashlib.sha256(str(config.precision.stream_dtype).encode())
     for source in dict.fromkeys(member.source for member in members):
@@ -129,7 +130,7 @@ def _is_base(run: Run, source: Path | None) -> bool:
     if run.config.model.lora_rank is None:
         return False
     if run.progress.iteration == 0:
-        # An adapter changes nothing if the parameters that make its output are all zero.
+        # An adapter has no effect if its second matrix, `b`, is zero.
         return (
             weights_checksum(run, lambda name: is_adapter_parameter(name) and name.endswith(".b"))
             == 0
@@ -146,11 +147,11 @@ def _is_base(run: Run, source: Path | None) -> bool:
 def weights_checksum(run: Run, counts: Callable[[str], bool]) -> int:
     """Return a checksum of the model's weights. Collective.
 
-    It is a sum over the bits of all weights, so that it does not depend on the layout.
+    It is a sum over the bits of all weights, so it does not depend on the layout.
 
     Args:
         run: The run.
-        counts: A function that returns whether the parameter with a given name counts.
+        counts: A function that returns whether the parameter with a given name is included.
     """
     shards = run.gradients.shares_weights
     total = torch.zeros(1, dtype=torch.int64, device=run.device.torch_device)
@@ -179,9 +180,9 @@ class _OnePass:
 
 @torch.no_grad()
 def reference_of(run: Run, dataset: PreferenceDataset) -> NDArray[np.float64]:
-    """Return the log-probabilities of a dataset's answers under the run's weights, [P, 2].
+    """Return the log-probabilities of a dataset's answers under the run's current weights, [P, 2].
 
-    Collective. The current weights are used.
+    The columns are those of the chosen and the rejected answers. Collective.
     """
     found = np.zeros((dataset.pairs, 3))  # chosen, rejected, and how many times they were computed
     contributes = run.layout.tensor.is_first and run.layout.context.is_first

@@ -1,8 +1,9 @@
 """Reinforcement learning: during training, the model answers prompts and learns from its answers.
 
 A sample is a row of `--seq-length` tokens with all answers to one prompt, each preceded by a copy
-of it. `Rollouts` fills rows shortly before they are needed; a `RolloutRecipe` trains on them. The
-user defines the reward of an answer and the loss of a token, as examples/grpo/grpo.py does.
+of the prompt. `Rollouts` fills rows shortly before they are needed; a `RolloutRecipe` trains on
+them. The user defines the reward of an answer and the loss of a token, as examples/grpo/grpo.py
+does.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from megatron.training.pretrain import Extras
 from megatron.training.recipe import Batch, SampleCounts, Splits
 from megatron.training.run import Run
 
-# Parts of a row, fp64 [s], at each position that predicts a token of an answer: its log-probability
-# when it was generated, its answer's advantage, and the factor applied to its loss.
+# Arrays of a row, fp64 [s], with values at each position that predicts a token of an answer: the
+# token's log-probability when it was generated, its answer's advantage, and its loss weight.
 OLD_LOG_PROBS = "old_log_probs"
 ADVANTAGES = "advantages"
 WEIGHTS = "weights"
-# With a reference model, a batch also holds its log-probabilities of the same tokens.
+# With a reference model, a batch also contains its log-probabilities of the same tokens.
 REFERENCE_LOG_PROBS = "reference_log_probs"
-# A part of a row, fp64 [s]: the rewards of its answers, each divided by the number of answers.
-# Their sum is the mean reward.
+# An array of a row, fp64 [s]: at the start of each answer's document, the answer's reward divided
+# by the number of answers. The sum over the row is the mean reward.
 REWARDS = "rewards"
 
 
@@ -77,9 +78,9 @@ class Judged(NamedTuple):
 
     Attributes:
         reward: The reward of the answer, for the log.
-        advantage: How much better the answer is than the others.
-        weight: The factor applied to the losses of its tokens. The loss of an update is the mean
-            over its rows of the sum over their tokens of weight * loss.
+        advantage: How much better the answer is than the other answers.
+        weight: The weight of the losses of its tokens. The loss of an update is the sum of
+            weight * loss over the tokens of a row, averaged over the update's rows.
     """
 
     reward: float
@@ -124,7 +125,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     """Return the lines of a file of prompts.
 
     Raises:
-        DataError: The file cannot be read or holds no lines, or a line has no "prompt".
+        DataError: The file cannot be read or contains no lines, or a line has no "prompt".
     """
     records = []
     for line in read_objects(Path(path), "--data-path"):
@@ -182,7 +183,7 @@ class RolloutRecipe(ComparingRecipe):
         return Prompts(read_prompts(paths[0]), samples[0], config.training.seed), None, None
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return 1 for each token of an answer."""
+        """Return 1 for each label that is a token of an answer, otherwise 0, [b, s]."""
         return batch[TRAINED].float()
 
     def forward(
@@ -276,7 +277,7 @@ class Rollouts(Extras):
 
         Args:
             run: The run.
-            groups: This data-parallel rank's groups, in the same number on every rank.
+            groups: This data-parallel rank's groups. Every rank has the same number of them.
         """
         raise NotImplementedError
 
@@ -304,7 +305,7 @@ class Rollouts(Extras):
         place = (len(prompts), run.progress.consumed_samples, run.batches.micro_batch)
         passes = iter(SingleSampler(*place, axis.rank, axis.size))
         while True:
-            # A resumed run continues until the point at which an uninterrupted run would write new
+            # A resumed run continues to the point at which an uninterrupted run would generate new
             # answers.
             updates = self._updates - run.progress.iteration % self._updates
             count = run.batches.micro_batches_at(run.progress.consumed_samples)

@@ -85,7 +85,7 @@ def open_teacher(
         The checkpoint and the configuration of its model.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it holds a different kind of network.
+        CheckpointError: There is no checkpoint, or it contains a different kind of network.
     """
     options = config.checkpoint
     reader = open_existing(
@@ -111,10 +111,10 @@ def load_teacher(
     """Load a second GPT, split over the same processes as the run's own.
 
     Tensor and context ranks split it as they split the run's model. It has as many pipeline parts
-    as the student, but its layers are divided as evenly as possible, however the student's are. The
-    checkpoint defines the network. Number format and attention kernels are the same as in the run,
-    except that FP8 is never used. Each process holds its whole tensor shard, even if the run shards
-    its weights over replicas. Collective.
+    as the student, but its layers are divided as evenly as possible, even if the student's are not.
+    The checkpoint defines the network. Number format and attention kernels are the same as in the
+    run, except that FP8 is never used. Each process keeps its whole tensor shard, even if the run
+    shards its weights over replicas. Collective.
 
     Args:
         folder: Folder of the teacher's checkpoints, in any supported format.
@@ -125,7 +125,7 @@ def load_teacher(
         flag: The flag that names the folder, for messages.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it holds a different kind of network or a
+        CheckpointError: There is no checkpoint, or it contains a different kind of network or a
             network with a different tokenizer.
         ConfigError: The network cannot be split over the processes.
     """
@@ -223,7 +223,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
         layout: The grid of processes as this process sees it.
 
     Raises:
-        DataError: The folder holds other logits.
+        DataError: The folder contains other logits.
         StorageError: A file cannot be written.
         CheckpointError: There is no such teacher.
     """
@@ -244,10 +244,10 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     dataset = recipe.build_datasets(config, tokenizer, counts, layout)[0]
     if dataset is None:
         raise ConfigError(f"--split {config.data.split}: the training split is empty")
-    # If their order differs from the order of the samples, a run reads all files.
+    # The cyclic loader shuffles the samples, so a run may need the logits of any of them.
     samples = len(dataset) if config.data.dataloader_type == "cyclic" else counts[0]
     header = new_header(config, tokenizer, samples=samples, teacher=teacher.name)
-    begin_folder(folder, header)  # on every process: all of them write the same
+    begin_folder(folder, header)  # on every process: all of them write the same header
     if layout.world.rank == 0:
         say(f"teacher: {teacher.name}, {teacher.description}")
     channel = None
@@ -267,7 +267,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
 
 
 class _Writer(NamedTuple):
-    """An object that computes the logits of a file."""
+    """A teacher, with everything needed to compute the logits of a file."""
 
     config: RunConfig
     recipe: LearningRecipe
@@ -279,10 +279,10 @@ class _Writer(NamedTuple):
     def top_of(
         self, batches: Iterator[Batch], sizes: Sequence[int], device: torch.device
     ) -> tuple[list[dict[str, Tensor]], list[int]]:
-        """Return the top k tokens for each sample of a file, on the CPU, and digests of its tokens.
+        """Return the top k tokens of each sample of a file, on the CPU, and each sample's digest.
 
-        Pipeline stages other than the last return nothing. Collective over the tensor, context and
-        pipeline ranks.
+        Pipeline stages other than the last return empty lists. Collective over the tensor, context
+        and pipeline ranks.
 
         Args:
             batches: The micro-batches.
@@ -346,8 +346,8 @@ def _write_missing(
     device = next(writer.teacher.parts[0].parameters())
     files = header.files()
     here = {samples.start for samples in missing_files(folder, header)}
-    # All processes use the first one's list of files, because the processes of a model work
-    # together.
+    # All processes use rank 0's list of missing files, because processes that share a model must
+    # work on the same files.
     is_missing = torch.tensor([samples.start in here for samples in files], device=device.device)
     broadcast(is_missing, layout.world)
     missing = [one for one, lacks in zip(files, is_missing.tolist(), strict=True) if lacks]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _SpecialId:
-    """A read-only attribute that holds the id of the special token with the attribute's name."""
+    """A read-only attribute: the id of the special token that has the attribute's name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -114,7 +114,7 @@ class Tokenizer(ABC):
         return [np.array(self.tokenize(text), np.int64) for text in texts]
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of each part of a text, without special tokens around the parts."""
+        """Return the ids of each sentence, without special tokens around the sentences."""
         return self.tokenize_batch(texts)
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
@@ -133,7 +133,7 @@ class Tokenizer(ABC):
         )
 
     def text_growth(self) -> int:
-        """Return a bound on a text's length divided by the total length of its tokens' entries.
+        """Return an upper bound on a text's length relative to the total length of its entries.
 
         The time that `detokenize` takes is proportional to the text's length.
 
@@ -153,7 +153,7 @@ class Tokenizer(ABC):
         return [self.eos] if self.has_t5_sentinels else []
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the files and options, for comparing checkpoints."""
+        """Return a string that identifies the files and options, for comparing checkpoints."""
         return f"{self.kind}:{self._digest}"
 
     def special_ids(self, *names: str) -> frozenset[int]:

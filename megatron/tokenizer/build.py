@@ -89,8 +89,8 @@ def vocabulary_multiple(rows: int) -> int:
     """Return the --make-vocab-size-divisible-by that preserves an embedding's number of rows.
 
     Additional rows would take part in the softmax. A Hugging Face folder does not say how many
-    entries its tokenizer has. If the number of rows looks padded, every row counts as an entry.
-    Otherwise, there is no padding.
+    entries its tokenizer has. If the number of rows is a multiple of 64, some may be padding, and
+    the result is the number of rows. Otherwise, there is no padding, and the result is 1.
 
     Args:
         rows: Rows of the word embedding.
@@ -124,7 +124,7 @@ class NullTokenizer(Tokenizer):
         """Return the numbers of `text`; as in Megatron-LM, they may be outside the vocabulary.
 
         Raises:
-            DataError: A word is not a number, or is a number that the dataset cannot hold.
+            DataError: A word is not a number, or is a number that the dataset cannot store.
         """
         limit = 1 << 16 if self.vocab_size < 65500 else 1 << 31
         ids = []

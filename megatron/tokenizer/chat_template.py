@@ -285,8 +285,8 @@ def trained_text(
         if len(marks) != len(turns):
             raise DataError(
                 f"the chat template marks {len(marks)} spans with {{% generation %}}, but the "
-                f"assistant has {len(turns)} turns, so single turns cannot be selected: mark each "
-                "turn once"
+                f"assistant has {len(turns)} turns, so individual turns cannot be selected: mark "
+                "each turn once"
             )
         return text, [marks[turn] for turn in chosen]
     return text, [_added_text(template, chat, turns[turn], text) for turn in chosen]

@@ -101,7 +101,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return encoded.ids, np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of parts of a text, without the file's post-processing."""
+        """Return the ids of each sentence, without the file's post-processing."""
         import numpy as np
 
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -113,7 +113,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return text
 
     def text_growth(self) -> int:
-        """Return a bound on a text's length divided by the total length of its tokens' entries.
+        """Return an upper bound on a text's length relative to the total length of its entries.
 
         Raises:
             DataError: The file's decoder matches a regular expression, which may take an unbounded
@@ -149,7 +149,7 @@ def _find_file(given: str) -> Path:
 
 
 def _growth(decoder: dict[str, Any]) -> int:
-    """Return a bound on the factor by which a decoder may lengthen a text.
+    """Return an upper bound on the factor by which a decoder may lengthen a text.
 
     The bound of a sequence of decoders is the product of their bounds. Each bound is at least 2.
     """

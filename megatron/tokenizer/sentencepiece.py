@@ -132,8 +132,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
             begin += len(part)
         bounds = np.array(spans, np.int64).reshape(-1, 2)
         starts, ends = bounds[:, 0], bounds[:, 1]
-        # A byte of a character, or a space that the model added, covers no characters of its own:
-        # it gets the end of the next token that does.
+        # A token for one byte of a character, or for a space that the model added, covers no
+        # characters of its own: it gets the end of the next token that does.
         through = np.minimum(np.searchsorted(ends, starts, "right"), max(len(ends) - 1, 0))
         return ids, np.stack([starts, ends[through]], 1)
 
