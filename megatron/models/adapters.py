@@ -76,14 +76,14 @@ _MODULES = {
 
 
 class AdapterTarget(NamedTuple):
-    """A part of a linear layer that may have an adapter of its own.
+    """A linear layer, or one of its projections, that may have an adapter of its own.
 
     Attributes:
         layer: The global name of the layer.
-        projection: The name of the part.
+        projection: The name of the projection.
         is_recurrent: Whether the layer belongs to a recurrent mixer.
         is_optional: Whether only a pattern that names the layer itself selects the target, as in
-            PEFT. This holds for the output layer and for routers.
+            PEFT. This is the case for the output layer and for routers.
     """
 
     layer: str
@@ -103,7 +103,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, AnyLinear]]:
 
 
 def targets_of(model: nn.Module) -> Iterator[AdapterTarget]:
-    """Yield each part of a model's linear layers that may have an adapter."""
+    """Yield each linear layer or projection of a model that may have an adapter."""
     for name, layer in linear_layers(model):
         mixer = model.get_submodule(name.rpartition(".")[0])
         for projection in projections_of(layer):
@@ -215,9 +215,9 @@ def _check_output(config: ModelConfig, context: BuildContext) -> None:
     precision = context.precision
     if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "linear":
         raise ConfigError(
-            f"--lora-target-modules {OUTPUT_LAYER}: --cross-entropy-fusion-impl linear never holds "
-            "the logits that the adapter changes: use --cross-entropy-fusion-impl te, or name "
-            "other layers"
+            f"--lora-target-modules {OUTPUT_LAYER}: --cross-entropy-fusion-impl linear never "
+            "materializes the logits that the adapter changes: use --cross-entropy-fusion-impl te, "
+            "or name other layers"
         )
 
 

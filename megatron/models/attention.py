@@ -166,7 +166,7 @@ class AttentionCore(nn.Module):
             return self._attend(*inputs)
 
     def options(self, mask: Mask | None, sinks: Tensor | None = None) -> AttentionOptions:
-        """Return the settings for a mask and sinks."""
+        """Return the core's attention options with this mask and these sinks."""
         plan, dropout = self.plan, self.plan.dropout if self.training else 0.0
         return AttentionOptions(
             mask,
@@ -182,7 +182,7 @@ class AttentionCore(nn.Module):
         )
 
     def _in_chunks(self, query: Tensor, mask: Mask | None, chunk: int) -> Mask | None:
-        """Return the mask in which tokens attend within chunks of this size."""
+        """Return a mask with which tokens attend only within chunks of this size."""
         length, samples = len(query) * self.context_ranks, query.shape[1]
         if length <= chunk:
             return mask
@@ -309,7 +309,7 @@ class SelfAttention(nn.Module):
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Attend from each token to the others, or to the cache.
+        """Attend from each token to the tokens of its sequence, or to the cache.
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.

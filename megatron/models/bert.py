@@ -42,8 +42,8 @@ class BertResult(NamedTuple):
     Attributes:
         tokens: With labels, the loss of each token, fp32 [b, s]; with labels and a loss mask, the
             weighted sum of the losses; without labels, logits [b, s, v/t].
-        order: Logits [b, 2] of whether the two segments are in the text's order (0) or swapped (1);
-            `None` without a binary head.
+        order: Logits [b, 2] for two segments in the text's order (0) or swapped (1); `None` without
+            a binary head.
     """
 
     tokens: Tensor

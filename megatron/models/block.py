@@ -96,13 +96,13 @@ class Block(nn.Module):
     A layer of a hybrid model has either a mixer or an MLP.
 
     A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
-    to Retro's neighbors. The first layer that reads these also holds their encoder. A normalization
-    after a sublayer applies to its output, before the residual is added. The residual of a sublayer
-    is its input, or its normalized input with --apply-residual-connection-post-layernorm. With
-    dropout, the dropout kernel adds the sublayer's output to the residual. Without dropout, the
-    next normalization does (see `Stream`). An fp32 residual stream stays fp32: 16-bit outputs are
-    added to it. With sequence parallelism, all parts except the split layers run on this rank's
-    part of the sequence.
+    to Retro's neighbors. The first layer that reads neighbors also contains their encoder. A
+    normalization after a sublayer applies to its output, before the residual is added. The residual
+    of a sublayer is its input, or its normalized input with
+    --apply-residual-connection-post-layernorm. With dropout, the dropout kernel adds the sublayer's
+    output to the residual. Without dropout, the next normalization does (see `Stream`). An fp32
+    residual stream stays fp32: 16-bit outputs are added to it. With sequence parallelism,
+    everything except the split layers runs on this rank's part of the sequence.
 
     Args:
         plan: The plan of the layer.
@@ -268,7 +268,7 @@ class Block(nn.Module):
             return sublayer(normal, *inputs)
 
     def _add_both(self, stream: Stream, inputs: tuple[Any, ...]) -> Stream:
-        """Return the sum of the residual and the outputs of mixer and MLP, which both read it."""
+        """Add the outputs of mixer and MLP, which both read the residual, to the residual."""
         assert self.attention is not None, "a rule refuses parallel residuals in hybrid models"
         assert self.mlp is not None, "a rule refuses parallel residuals in hybrid models"
         forward = [
@@ -338,7 +338,7 @@ def _recomputes_norms(plan: LayerPlan) -> bool:
 
 
 class LayerStack(nn.ModuleDict):
-    """Consecutive layers of a stack, keyed by their index in it.
+    """Consecutive layers of a stack, keyed by their index in the whole stack.
 
     It has a method `run` instead of `forward`, so that `parallel.weights` makes each layer wait
     only for its own gathered weights. With a `forward`, the whole stack would wait for all of them.
@@ -384,10 +384,10 @@ class LayerStack(nn.ModuleDict):
         self.stops_early = not (context.gathers_weights and self.routers.states)
 
     def run(self, stream: Stream, *inputs: Any) -> Stream:
-        """Run the layers on [s, b, h].
+        """Run the layers.
 
         Args:
-            stream: The residual stream.
+            stream: The residual stream, [s, b, h].
             *inputs: Further arguments of each layer. The second one is a tuple with the rotation of
                 each of `rotaries(plans)`, from which each layer gets its own.
         """

@@ -27,9 +27,9 @@ class WeightSplit:
     """The numbers of processes over which weights are split.
 
     Attributes:
-        tensor: Processes that split every layer except the experts.
-        expert: Processes that divide the experts of a mixture.
-        expert_tensor: Processes that split each expert.
+        tensor: Tensor-parallel processes, which split every layer except the experts.
+        expert: Expert-parallel processes, which divide the experts of a mixture.
+        expert_tensor: Tensor-parallel processes of each expert.
     """
 
     tensor: int = 1

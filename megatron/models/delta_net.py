@@ -126,10 +126,10 @@ class GatedDeltaNet(RecurrentMixer):
         wide = 0
         if "core_attn" not in batch.recomputed:
             keys, values, chunk = plan.key_size, plan.value_size, min(plan.chunk, batch.length)
-            # For each value head: decays in three forms and the scores; two scalings of the key;
+            # For each value head: three tensors of decays and the scores; two scalings of the key;
             # both sides of the triangular system; updates; a state for each chunk; four tensors of
             # the gated normalization; scalars. For each key head: products of queries and keys,
-            # which are kept in three forms, and their lengths.
+            # three tensors each of queries and keys, and their lengths.
             head = 4 * chunk + 2 * keys + 2 * (keys + values) + values + keys * values / chunk
             head += 4 * values + 5
             wide = int(plan.value_heads * head)

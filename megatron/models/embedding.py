@@ -99,7 +99,7 @@ class Embedding(nn.Module):
             [s, b, h]; [s/t, b, h] with sequence parallelism.
         """
         x = self.word(tokens.t())
-        if self.scale is not None:  # rounded like the embeddings, as Gemma's weights were trained
+        if self.scale is not None:  # rounded to the embeddings' type, as when Gemma was trained
             x = x * torch.tensor(self.scale, dtype=x.dtype).item()
         if self.norm is not None:
             x = self.norm(Stream(x))[1]

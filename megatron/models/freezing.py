@@ -96,7 +96,7 @@ def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPar
 def _trained_parameters(config: ModelConfig, vocabulary: int) -> Counter[str]:
     """Count the trained parameters of each layer, of the embedding and of everything else.
 
-    The layers of T5's decoder are counted after those of its encoder.
+    The layers of T5's decoder are numbered after those of its encoder.
     """
     counts: Counter[str] = Counter()
     for name, parameter in network_without_memory(config, vocabulary).named_parameters():
@@ -156,7 +156,9 @@ def check_frozen(
             flag = " ".join(("--lora-target-modules", *targets))
         elif patterns:
             flag = " ".join(("--freeze", *patterns))
-        raise ConfigError(f"{flag}: all {where} frozen, so nothing is left to train: freeze fewer")
+        raise ConfigError(
+            f"{flag}: all {where} frozen, so nothing is left to train: freeze fewer weights"
+        )
 
 
 def near_names(pattern: str, names: Iterable[str]) -> list[str]:

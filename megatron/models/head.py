@@ -67,7 +67,7 @@ class Output(nn.Module):
         self.split: Split | None = "column"
         self.adapted_as: Projections | None = None
         self.adapter: Adapter | AdapterStack | None = None
-        # The tuple keeps the embedding from becoming a child, so its parameter has only one name.
+        # The tuple keeps the embedding from becoming a submodule, so its weight has only one name.
         self._tied: tuple[nn.Module, ...] = ()
         if not plan.tied:
             self.weight = vocabulary_matrix(plan.vocabulary, plan.hidden, plan.init, context)

@@ -37,7 +37,7 @@ from megatron.parallel.layers import Linear, Projections, Split
 
 
 class LatentAttention(nn.Module):
-    """Projections to latent vectors and from them to heads, the attention core, and the output.
+    """Projections to latent vectors and on to heads, the attention core, and the output projection.
 
     Every tensor rank computes all latent vectors (with sequence parallelism, those of its part of
     the sequence), and from them its own heads. Rows of the key-value weight are ordered by head:
@@ -151,7 +151,7 @@ class LatentAttention(nn.Module):
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Attend from each token to the others, or to the cache.
+        """Attend from each token to the tokens of its sequence, or to the cache.
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.

@@ -323,8 +323,8 @@ def scan(
         x: Inputs, fp32 [s, b, g, r, p].
         steps: Time steps, fp32 [s, b, g, r].
         rates: Negative decay rates, fp32 [g, r].
-        b: fp32 [s, b, g, n].
-        c: fp32 [s, b, g, n].
+        b: Vectors B, fp32 [s, b, g, n].
+        c: Vectors C, fp32 [s, b, g, n].
         state: States before the first token, fp32 [b, g, r, p, n]; `None` means zeros.
         documents: The index of each token's document, [s, b]. States start at zero in each
             document. `None` for a single document.

@@ -104,7 +104,7 @@ class Mixture(nn.Module):
         """
         router, forgotten = plan.router, batch.recomputed
         scores = 4 * batch.tokens // batch.sequence * 3 * router.experts
-        # Each of the ranks that split an expert holds the rows of all of them.
+        # Each rank that splits an expert holds the rows of all the ranks that split it.
         rows = int(batch.expert_tokens * router.chosen * batch.imbalance)
         inner = plan.expert.up + (0 if "moe_act" in forgotten else plan.expert.inner)
         elements = inner // batch.expert_tensor + 2 * plan.hidden
@@ -119,7 +119,7 @@ class Mixture(nn.Module):
 
         Args:
             plan: The plan of the mixture.
-            ranks: Number of processes that divide the experts.
+            ranks: Number of expert-parallel processes.
             tokens: Number of tokens that a process routes in one pass.
         """
         router = plan.router

@@ -24,7 +24,7 @@ class GatingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterPlan:
-    """The choice of experts for each token.
+    """A router, which chooses the experts for each token.
 
     Attributes:
         hidden: Width of the residual stream.
@@ -89,7 +89,7 @@ class MixturePlan(SublayerPlan):
     """A mixture of experts: each token passes through a few of many MLPs.
 
     Attributes:
-        router: The choice of experts for each token.
+        router: The plan of the router.
         expert: The plan of one expert.
         shared: The plan of the shared experts, which every token passes through; `None` for none.
         gates_shared: Whether a learned gate multiplies the output of `shared`.

@@ -2,10 +2,10 @@
 
 See DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2; training follows Megatron Core.
 The model itself (depth 0) reads a token and predicts the next one. Depth k reads one more token
-than depth k - 1 and predicts the token after it: it joins the normalized hidden states of depth k -
-1 with the normalized embedding of that token, and passes them through its own layer. All depths
-share the model's embedding and output layer. In a pipeline, they therefore run on the stage with
-the output layer, which holds a copy of the word embedding.
+than depth k - 1 and predicts the token after it: it projects the concatenation of that token's
+normalized embedding and the normalized hidden states of depth k - 1, and passes the result through
+its own layer. All depths share the model's embedding and output layer. In a pipeline, they
+therefore run on the stage with the output layer, which holds a copy of the word embedding.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Ahead(NamedTuple):
 
 
 class Depth(nn.Module):
-    """Predictor of one more token: two normalizations, a projection, a layer, a normalization.
+    """A predictor of one more token: two normalizations, a projection, a layer, a normalization.
 
     The projection is not split. With sequence parallelism, every tensor rank multiplies its own
     tokens, without communication. Otherwise all ranks multiply the same tokens.
@@ -85,7 +85,7 @@ class Depth(nn.Module):
         index: int,
         recompute: RecomputePlan | None = None,
     ) -> None:
-        """Build the parts of the depth."""
+        """Build the modules of the depth."""
         super().__init__()
         hidden = plan.hidden
         if recompute is not None:

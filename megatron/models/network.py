@@ -12,7 +12,7 @@ from megatron.parallel.build import BuildContext
 
 
 class Network(nn.Module):
-    """The base of a model or of a part of one: its plan, embedding and rotary positions.
+    """The base class of models and parts of models: the plan, the embedding, rotary positions.
 
     Parameters are allocated but not initialized; `parallel.parameter.initialize` does that. Their
     names are global: layer i is `layers.i`, whichever part of the model this process holds.
@@ -43,7 +43,7 @@ class Network(nn.Module):
         *,
         site: str = "embedding",
     ) -> Tensor:
-        """Return the vectors of tokens [b, s] at positions [s] or [b, s], as `Embedding` does."""
+        """Return the embeddings of tokens [b, s] at positions [s] or [b, s] (see `Embedding`)."""
         assert isinstance(self.embedding, Embedding), "this part takes hidden states"
         places = positions.expand_as(tokens)
         vectors: Tensor = self.embedding(tokens, places, token_types, site=site)
@@ -63,6 +63,6 @@ class Network(nn.Module):
         return tuple(table(positions, lengths) for table in self.rotary)
 
     def rotation_in(self, layer: LayerPlan, rotations: tuple[Rotation, ...]) -> Rotation | None:
-        """Return a layer's rotation from the result of `rotation`, or `None` if it has none."""
+        """Return a layer's entry in the result of `rotation`, or `None` if it does not rotate."""
         rotary = getattr(layer.mixer, "rotary", None)
         return None if rotary is None else rotations[rotaries(self.plan.layers).index(rotary)]

@@ -122,8 +122,8 @@ class Joining(nn.Module):
 def new_query_norm(plan: NormPlan, size: int, context: BuildContext) -> Norm:
     """Build a normalization of queries or keys. Each tensor rank applies it to its own heads.
 
-    Every rank holds the weights of all heads, even if these differ. There are few weights, and
-    ranks that share a key need the same weights.
+    Every rank holds the weights of all heads, even if they differ between heads. There are few
+    weights, and ranks that share a key need the same ones.
     """
     return Norm(plan, size, context, partial_gradient=context.layout.tensor.size > 1)
 

@@ -60,7 +60,7 @@ class InitPlan:
         std: Standard deviation of the normal distribution.
         layers: Number of layers that add their outputs to the residual stream.
         xavier: Whether to use Xavier's uniform distribution instead.
-        outputs: Number of outputs that each layer adds.
+        outputs: Number of outputs that each of these layers adds.
         rate: Factor applied to the learning rate of the weights (muP).
     """
 
@@ -76,8 +76,8 @@ class InitPlan:
         Args:
             fan_in: Inputs of the whole matrix.
             fan_out: Outputs of the whole matrix.
-            into_residual: Whether the output is added to the residual stream. The standard
-                deviation is then divided by the root of the number of such outputs (GPT-2).
+            into_residual: Whether the output is added to the residual stream. If so, the standard
+                deviation is divided by the square root of the number of such outputs (GPT-2).
         """
         if self.xavier:
             return Init("uniform", math.sqrt(6 / (fan_in + fan_out)))
@@ -234,7 +234,7 @@ class AttentionPlan(MixerPlan):
         return ((1 + self.output_gate) * self.heads + 2 * self.kv_heads) * self.head_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
-        """Return what is cached per token: tensors, vectors per tensor, and channels per vector.
+        """Return the sizes of a token's cache: tensors, vectors per tensor, channels per vector.
 
         Args:
             tensor: The tensor-parallel size.
@@ -242,7 +242,7 @@ class AttentionPlan(MixerPlan):
         return 2, max(1, self.kv_heads // tensor), self.head_size  # keys and values
 
     def pairs(self, length: int) -> int:
-        """Count the pairs of tokens in a sequence that are within a chunk and the window."""
+        """Count the pairs of tokens of a sequence that share a chunk and fit in the window."""
         if self.chunk is not None:
             chunks, rest = divmod(length, self.chunk)
             return chunks * self.chunk**2 + rest**2
@@ -290,7 +290,7 @@ class LatentAttentionPlan(AttentionPlan):
         return self.nope_size + self.rope_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
-        """Return the counts for a single vector: the latent vector joined with the rotary key."""
+        """Return the sizes of a single vector: the latent vector joined with the rotary key."""
         return 1, 1, self.rank + self.rope_size
 
 
@@ -413,7 +413,7 @@ class LayerPlan:
 
 
 def rotaries(layers: Sequence[LayerPlan]) -> tuple[RotaryPlan, ...]:
-    """Return the kinds of rotary positions in layers, in order of first use."""
+    """Return the distinct rotary plans of some layers, in order of first use."""
     every = dict.fromkeys(getattr(layer.mixer, "rotary", None) for layer in layers)
     return tuple(rotary for rotary in every if rotary is not None)
 
@@ -465,7 +465,7 @@ class EmbeddingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionBiasPlan:
-    """T5's relative positions, which add a bias to each attention score depending on the distance.
+    """T5's relative positions: a distance-dependent bias that is added to each attention score.
 
     Attributes:
         heads: Number of query heads.

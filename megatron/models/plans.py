@@ -556,7 +556,7 @@ def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of Retro: a GPT, some of whose layers also attend to neighbors.
 
-    The first of these layers holds the encoder of the neighbors.
+    The first of these layers contains the encoder of the neighbors.
     """
     gpt = gpt_plan(model, vocabulary, head)
     retrieval = RetrievalPlan(

@@ -27,8 +27,8 @@ POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight
 def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longest: int) -> Tensor:
     """Return the bucket of each distance.
 
-    Half of a direction's buckets hold one distance each. The other buckets share the distances up
-    to `longest`, and the last one also holds all longer distances.
+    Half of a direction's buckets cover one distance each. The other buckets share the distances up
+    to `longest`, and the last one also covers all longer distances.
 
     Args:
         distances: Position of the key minus position of the query, in any shape.
@@ -48,8 +48,8 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longes
     else:
         distances = (-distances).clamp(min=0)
     alone = buckets // 2
-    # Computed in fp32 and in this order, as in T5, because rounding decides at the border of two
-    # buckets.
+    # Computed in fp32 and in this order, as in T5, because rounding decides at the boundary between
+    # two buckets.
     share = torch.log(distances.float() / alone) / math.log(longest / alone)
     shared = alone + (share * (buckets - alone)).clamp(min=0).long()
     return first + torch.where(distances < alone, distances, shared.clamp(max=buckets - 1))
@@ -62,7 +62,7 @@ class PositionBias(SharedTable):
     the stack's first layer holds the original, and `parallel.tied` keeps the copies equal to it.
 
     Args:
-        plan: The plan of this layer.
+        plan: The plan of the position biases.
         context: Layout, device, kernels and number formats.
         both_ways: Whether the table belongs to an encoder. A decoder's bias includes the causal
             mask.

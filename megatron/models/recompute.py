@@ -173,7 +173,7 @@ class _View(NamedTuple):
 
 
 class _Recomputed:
-    """A tensor that is recomputed once, when the first backward operation asks for it."""
+    """A tensor that is recomputed once, when the first backward operation needs it."""
 
     def __init__(self, result: Tensor, compute: Callable[[], Tensor]) -> None:
         self._address, self._elements = result.data_ptr(), result.numel()

@@ -27,7 +27,7 @@ from megatron.parallel.parameter import Init
 class RecurrentMixer(nn.Module, ABC):
     """A mixer that passes states from token to token, between two linear projections.
 
-    A subclass allocates both projections and writes `mix`, which continues sequences from their
+    A subclass allocates both projections and implements `mix`, which continues sequences from their
     states. Training calls it with whole sequences and no states. In inference, the cache calls it
     with each sequence's new tokens and states (`KeyValueCache.recur`).
 
@@ -68,7 +68,8 @@ class RecurrentMixer(nn.Module, ABC):
 
         Args:
             projected: [s, b, g, outputs of the input projection for a group].
-            states: The states of `RecurrentPlan.states` for each sequence; `None` means zeros.
+            states: The states that `RecurrentPlan.states` describes, for each sequence; `None`
+                means zeros.
             documents: The index of each token's document, [s, b]; `None` for a single document.
             axis: The context ranks, which divide the groups of a tensor rank; a single rank in
                 inference.
@@ -105,7 +106,7 @@ class RecurrentMixer(nn.Module, ABC):
     def kernels_for(
         self, projected: Tensor, states: tuple[Tensor, ...] | None
     ) -> RecurrenceKernels | None:
-        """Return the kernels for these tokens in `mix`, or `None` for the PyTorch references."""
+        """Return the kernels that `mix` uses for these tokens, or `None` for plain PyTorch."""
         kernels = self._kernels
         return kernels if kernels is not None and kernels.takes(projected, states) else None
 
@@ -137,10 +138,10 @@ def documents_of(mask: Mask | None) -> Tensor | None:
 
 
 class CausalConvolution(nn.Module):
-    """A depthwise convolution over each channel's last tokens, followed by SiLU.
+    """A causal depthwise convolution over the last k tokens of each channel, followed by SiLU.
 
     Args:
-        channels: Number of channels. Tensor ranks hold equal parts.
+        channels: Number of channels, which are split evenly over tensor ranks.
         tokens: Number of tokens that an output depends on, k.
         context: Layout, device, kernels and number formats.
         bias: Whether each channel has a bias.
@@ -169,7 +170,7 @@ class CausalConvolution(nn.Module):
             x: [s, b, c].
             state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
             documents: The index of each token's document, [s, b]; `None` for a single document.
-            part: The slice of this rank's channels that x holds.
+            part: The slice of this rank's channels that x contains.
             kernels: The kernels to use if x has no documents and more than one token; `None` for
                 PyTorch's operations.
 

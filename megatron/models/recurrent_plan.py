@@ -36,8 +36,8 @@ class RecurrentPlan(MixerPlan, ABC):
 
     Attributes:
         convolution: Number of tokens that the causal convolution before the recurrence reads.
-        chunk: Number of tokens that are computed together in training and in prompts. It changes
-            only the last bits of results.
+        chunk: Number of tokens that are computed together in training and in prompts. It affects
+            only the last bits of the results.
     """
 
     convolution: int = 4
@@ -73,8 +73,8 @@ class MambaPlan(RecurrentPlan):
         heads: Number of heads.
         head_size: Channels of a head.
         groups: Number of groups of heads. The heads of a group share the vectors B and C.
-        state: Size of the vectors B and C, which is the number of values that the state holds for
-            each channel.
+        state: Size of the vectors B and C, which is the number of values in the state of each
+            channel.
         epsilon: Number added to the variance in the normalization before the output projection.
         normalizes: Whether there is a normalization before the output projection.
         factors: Factors applied to the gate z, x, B, C and the time steps; empty for none.

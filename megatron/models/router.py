@@ -155,11 +155,11 @@ class Router(nn.Module):
         return mine.flatten(0, 1)
 
     def _choose(self, logits: Tensor, draw: Callable[[str], Tensor]) -> tuple[Routing, Tensor]:
-        """Return the chosen experts, and the scores [T, experts] before any choice.
+        """Return the chosen experts, and the scores of all experts, [T, experts].
 
         Args:
             logits: [T, experts].
-            draw: A function that draws random numbers [T, experts] for a purpose.
+            draw: A function that draws random numbers [T, experts] for the named purpose.
         """
         plan = self.plan
         if plan.score == "sigmoid":
@@ -199,7 +199,7 @@ class Router(nn.Module):
             kind: "aux_loss" for the loss over all sequences, "seq_aux_loss" for the mean of each
                 sequence's loss, "global_aux_loss" for the loss over the global batch.
             scores: Scores of each token, [s b, experts].
-            best: The experts that count for each token, int64 [s b, n].
+            best: The experts that are counted for each token, int64 [s b, n].
             sequences: Number of interleaved sequences b.
         """
         plan, layout = self.plan, self.layout
@@ -241,10 +241,11 @@ def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
 
 
 def balance(logits: Tensor) -> Tensor:
-    """Balance scores by Sinkhorn's algorithm: all tokens have equal sums, as do all experts.
+    """Return scores [T, experts] that Sinkhorn's algorithm has balanced.
 
-    As in Megatron Core, iterations end when the experts' factors hardly change. The host waits for
-    the device in each iteration.
+    The scores of every token have the same sum, as do those of every expert. As in Megatron Core,
+    iterations end when the experts' scale factors hardly change. The host waits for the device in
+    each iteration.
 
     Args:
         logits: [T, experts].
@@ -283,7 +284,7 @@ def sample(logits: Tensor, chosen: int, uniform: Tensor) -> Tensor:
 
 
 def balanced_choices(choices: Tensor, scores: Tensor, plan: RouterPlan) -> Tensor:
-    """Return the experts of each token that count in a balancing loss, int64 [T, n].
+    """Return the experts of each token that count toward a balancing loss, int64 [T, n].
 
     Megatron Core counts the experts with the best scores, regardless of biases and groups.
     DeepSpeed counts the chosen experts, but only the first of two.

@@ -233,7 +233,7 @@ def test_output_layer_and_router_are_adapted_only_by_name():
         (
             "latent",
             "lm_head --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
-            "output_layer: --cross-entropy-fusion-impl linear never holds the logits",
+            "output_layer: --cross-entropy-fusion-impl linear never materializes the logits",
         ),
     ],
 )
