@@ -1,8 +1,8 @@
-"""The configuration of a run: frozen dataclasses from which flags and YAML keys are made.
+"""The configuration of a run: frozen dataclasses that define the flags and the YAML keys.
 
     fields           a dataclass's field as a flag: its help, bounds and needs
-    run              `RunOptions` (asked) and `RunConfig` (resolved), with a section per concern:
-                     `model`, `training`, `parallel` ...
+    run              `RunOptions` (as given) and `RunConfig` (resolved), with a section per
+                     concern: `model`, `training`, `parallel` ...
     parser           reads command line and YAML into one checked `RunConfig`
     resolve          derives the values that were not given
     checks           the table of rules, which are functions in the modules `rules_*`

@@ -123,7 +123,8 @@ class ToolParser(argparse.ArgumentParser):
         missing.
         """
         words = list(sys.argv[1:] if argv is None else argv)
-        flags = words[: words.index("--")] if "--" in words else words  # no flags follow it
+        # Words after -- are not flags.
+        flags = words[: words.index("--")] if "--" in words else words
         names = [given.name for given in split(flags)]
         problems = []
         for name in names:

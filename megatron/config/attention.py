@@ -110,7 +110,8 @@ class SelfAttentionOptions:
         attention_temperature_scale: Factor a of the temperature of attention in the layers without
             rotary positions (Llama 4): the query at position p, from 0, is multiplied by
             1 + a ln(1 + floor((p + 1) / --attention-temperature-floor)). Default: no such factor.
-        attention_temperature_floor: See --attention-temperature-scale.
+        attention_temperature_floor: Number of consecutive positions for which the factor of
+            --attention-temperature-scale is the same.
         qk_l2_norm: Divide each head's queries and keys by their root mean square in the layers with
             rotary positions, without learned weights (Llama 4).
         rope_type: How rotary positions extend beyond the trained context. yarn: low frequencies are
@@ -119,24 +120,26 @@ class SelfAttentionOptions:
             longer than --max-position-embeddings (dynamic NTK).
             proportional: the trained context is not extended, but --rotary-percent of the
             frequencies are those of a head that rotates completely.
-        rotary_scaling_factor: YaRN's factor: the desired context length divided by the trained
-            context length. Dynamic NTK's factor, which has the same meaning.
+        rotary_scaling_factor: Factor of YaRN and of dynamic NTK: the desired context length divided
+            by the trained context length.
         yarn_original_max_position_embeddings: The context that the model was trained with.
-        yarn_beta_fast: Number of turns within the trained context from which YaRN keeps a frequency
-            unchanged.
-        yarn_beta_slow: Number of turns within the trained context up to which YaRN divides a
-            frequency by the full factor.
-        yarn_correction_range_round_to_int: Round these limits to whole channels.
+        yarn_beta_fast: YaRN does not change frequencies that turn at least this many times within
+            the trained context.
+        yarn_beta_slow: YaRN divides frequencies that turn at most this many times within the
+            trained context by the full factor.
+        yarn_correction_range_round_to_int: Round the channels at which --yarn-beta-fast and
+            --yarn-beta-slow are reached to whole numbers.
         mscale: YaRN multiplies queries and keys by m(--mscale) / m(--mscale-all-dim), where m(x) is
             0.1 x ln(--rotary-scaling-factor) + 1.
-        mscale_all_dim: See --mscale. Latent attention multiplies its scores by the square of
-            m(--mscale-all-dim).
+        mscale_all_dim: Second number in the factor of --mscale. Latent attention also multiplies
+            its scores by the square of m(--mscale-all-dim).
         longrope_original_max_position_embeddings: The context that the model was trained with.
             Sequences of up to this many tokens use the short divisors, longer ones the long
             divisors.
         longrope_short_factor: LongRoPE's divisors of the frequencies in short sequences, one for
             each pair of rotated channels.
-        longrope_long_factor: The same for long sequences.
+        longrope_long_factor: LongRoPE's divisors of the frequencies in long sequences, one for each
+            pair of rotated channels.
         longrope_attention_factor: LongRoPE multiplies queries and keys by this number.
     """
 
@@ -281,8 +284,8 @@ def delta_net_layers(options: SelfAttentionOptions, layers: int) -> tuple[bool, 
 def _chosen(flag: str, given: str, layers: int, *, number_is_one: bool) -> tuple[bool, ...]:
     """Return which layers a flag chooses.
 
-    These are the layers that a pattern marks with a 1. A number N chooses every Nth layer, or all
-    except every Nth.
+    A pattern chooses the layers that it marks with a 1. A number N chooses every Nth layer if
+    `number_is_one`, and otherwise all layers except every Nth.
     """
     text = "".join(given.split())
     if _NUMBER.fullmatch(text):

@@ -92,7 +92,7 @@ class CheckpointConfig:
             it survives the loss of a machine.
         replication_jump: Distance in ranks between a process and the one that keeps its copy.
             Default: the processes per machine, so that the copy is on the next machine.
-        replication_factor: Number of machines that hold each process's local checkpoint, including
+        replication_factor: Number of machines that store each process's local checkpoint, including
             its own.
         no_save_optim: Leave the optimizer out of checkpoints.
         no_save_rng: Leave random states out of checkpoints.
@@ -100,8 +100,9 @@ class CheckpointConfig:
         ckpt_step: Load the checkpoint of this iteration from --load instead of the newest.
         allow_foreign_checkpoints: Load checkpoints even if another user owns them or they are
             world-writable. Whoever can write to them controls their values.
-        load_averaged_weights: Load the average of the weights (--ema-decay, --lawa-interval) in
-            place of the weights. Training from them requires --finetune or --no-load-optim.
+        load_averaged_weights: Load the average of the weights (--ema-decay, --lawa-interval)
+            instead of the weights themselves. Training from it requires --finetune or
+            --no-load-optim.
         no_load_optim: Start with a fresh optimizer.
         no_load_rng: Start with fresh random states.
         finetune: Load weights only and start at iteration 0 with a fresh optimizer.

@@ -1,13 +1,13 @@
 """DeepSpeed's JSON file (`--deepspeed_config`) as values of a run.
 
-`deepspeed_keys.json` lists DeepSpeed's keys, grouped by how they are answered:
+`deepspeed_keys.json` lists DeepSpeed's keys, grouped by how they are handled:
 
     translated      the flags that a key sets, for the documentation; `_settings` sets them
     accepted        keys that change nothing here, with the reason and DeepSpeed's default
     refused         keys for what is not supported, with what to do instead and DeepSpeed's default
 
-DeepSpeed's defaults, "auto" and null have no effect, nor does a part of the file whose "enabled" is
-false.
+DeepSpeed's defaults, "auto" and null have no effect, nor does a section of the file whose "enabled"
+is false.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SAME = {
     "curriculum_learning.schedule_config.difficulty": "curriculum.curriculum_lengths",
     "curriculum_learning.schedule_config.max_step": "curriculum.curriculum_until",
 }
-# Parts that are off unless "enabled" is true. For the other parts, --fp16 and --bf16 decide.
+# Sections that are off unless "enabled" is true. For other sections, --fp16 and --bf16 decide.
 _OFF_BY_DEFAULT = ("curriculum_learning", "flops_profiler", "tensorboard", "wandb")
 # Boolean keys that are read in this module and are not the value of a field.
 _SWITCHES = ("wall_clock_breakdown", "activation_checkpointing.profile")
@@ -85,7 +85,7 @@ class KeyAnswer:
 
     Attributes:
         reason: Why the key changes nothing, or why it is refused and what to do instead.
-        default: DeepSpeed's default; `{}` for a part of the file with its own keys.
+        default: DeepSpeed's default; `{}` for a section of the file.
         is_refused: Whether values other than the default are an error.
     """
 
@@ -124,7 +124,7 @@ class DeepSpeedFile:
     steps: int | None
 
     def explain(self, problems: Sequence[str]) -> list[str]:
-        """Return lines about a run's mistakes, each with the keys that set the flags it names."""
+        """Return a run's mistakes, each with the keys that set the flags that it names."""
         origins = {
             name: origin
             for field_path, origin in self.origins.items()
@@ -172,8 +172,8 @@ def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile
                 f"{where[key]}: expected true or false, got {json.dumps(keys.pop(key))}"
             )
     for first, second, default in _DEFAULTS:
-        # "auto" leaves a value to the flags. The reports' keys have no flags, so they get the
-        # default.
+        # "auto" leaves a value to the flags. No flags set the keys of profiler, TensorBoard and
+        # Weights & Biases, so these get the default.
         is_open = first.startswith(_OFF_BY_DEFAULT) and keys.get(second) is None
         if keys.get(first) and (second not in keys or is_open):
             keys[second] = default
@@ -216,13 +216,16 @@ def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile
 def with_batch_sizes(
     asked: RunOptions, file: DeepSpeedFile, world_size: int, found: Findings
 ) -> RunOptions:
-    """Return the run with the missing batch size, from the other one and the accumulation steps.
+    """Compute the missing batch size of a run from the other one and the accumulation steps.
 
     Args:
         asked: The run, with the values of the file.
         file: The file.
         world_size: The number of processes.
         found: The findings, to which an error is added if the sizes contradict each other.
+
+    Returns:
+        The run with both batch sizes, if they can be computed.
     """
     replicas = data_parallel_size(asked, world_size)
     micro, total = asked.training.micro_batch_size, asked.training.global_batch_size
@@ -391,7 +394,7 @@ def _cosine_rates(
     where: Mapping[str, str],
     found: Findings,
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield the rates of WarmupCosineLR, which the file gives as multiples of the peak."""
+    """Yield the learning rates of WarmupCosineLR, which the file gives as multiples of the peak."""
     kind, peak = "scheduler.type", keys.get("optimizer.params.lr")
     if peak is None:
         peak = given.get("schedule.lr")
@@ -465,7 +468,7 @@ def _reports(keys: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return a file's object, and the line of each key by its path, such as "fp16.enabled".
+    """Return a file's object, and the line number of each key by path, such as "fp16.enabled".
 
     Raises:
         ConfigError: The file cannot be read, is too large, is not strict JSON, or has a key twice.
@@ -503,7 +506,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _lines(text: str, name: str) -> dict[str, int]:
-    """Return the line of each key of valid JSON, by its path.
+    """Return the line number of each key of valid JSON, by its path.
 
     Raises:
         ConfigError: An object has a key twice.
@@ -533,7 +536,7 @@ def _lines(text: str, name: str) -> dict[str, int]:
 def _collect(
     part: Mapping[str, Any], prefix: str, where: Mapping[str, str], found: Findings
 ) -> dict[str, Any]:
-    """Return the translated keys' values in a part of the file, by path.
+    """Return the values of translated keys in a section of the file, or in the whole file, by path.
 
     The value is `None` for a key that leaves the choice to the flags. Unknown and refused keys are
     added to `found` as problems, and all other keys as notices.

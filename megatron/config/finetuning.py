@@ -54,9 +54,10 @@ class FinetuningConfig:
 def finetuning_words(words: Sequence[str]) -> list[str]:
     """Return the arguments of a finetuning run's command line, with the defaults of `finetune.py`.
 
-    The defaults are --sft; with it --calculate-per-token-loss, because rows hold different numbers
-    of tokens that count; and --finetune if --load differs from --save. A flag that turns
-    one of them off (`--no-sft`, `--no-calculate-per-token-loss`, `--no-finetune`) takes precedence.
+    The defaults are --sft; with it --calculate-per-token-loss, because the number of tokens that
+    count in the loss differs between rows; and --finetune if --load differs from --save. A flag
+    that turns one of them off (`--no-sft`, `--no-calculate-per-token-loss`, `--no-finetune`) takes
+    precedence.
     """
     given = {found.name: found.values for found in split(words)}
     now = []

@@ -157,7 +157,7 @@ class ServerConfig(SpeculationOptions):
         served_model_name: Model name for clients of the OpenAI-compatible API. Default: the name of
             the --load folder.
         serve_adapter: Adapters of the model, as NAME=FOLDER. Requests choose one by NAME as their
-            model. A folder has PEFT's files, or checkpoints of a run with --lora-rank.
+            model. A folder contains PEFT's files, or checkpoints of a run with --lora-rank.
         legacy_status_codes: Answer most invalid PUT /api requests as Megatron-LM does, with status
             200 and a string.
         temperature: Default temperature for requests that do not set one.
@@ -240,8 +240,8 @@ class SamplesConfig(SpeculationOptions):
         recompute: Accepted for compatibility; no effect. The KV cache is always used, and gives
             the same results.
         max_batch_size: Maximum number of texts computed at once.
-        serve_adapter: Adapter to use for all texts, as NAME=FOLDER. The folder has PEFT's files, or
-            checkpoints of a run with --lora-rank.
+        serve_adapter: Adapter to use for all texts, as NAME=FOLDER. The folder contains PEFT's
+            files, or checkpoints of a run with --lora-rank.
         bert_embedder_load: For Retro: folder or name of the network that embeds chunks. Default:
             the one that --retro-workdir was made with.
     """

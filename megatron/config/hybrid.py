@@ -14,7 +14,7 @@ SYMBOLS = {
     MLP: "an MLP",
     MIXTURE: "a mixture of experts",
 }
-# Sizes of Mamba-2.
+# Settings of Mamba-2 that determine its weights.
 MAMBA_FIELDS = (
     "mamba_state_dim",
     "mamba_head_dim",
@@ -36,8 +36,9 @@ class HybridOptions:
 
     Attributes:
         hybrid_layer_pattern: The layers of a hybrid model, one symbol each: M Mamba-2, * attention,
-            - an MLP, E a mixture of experts. Each layer has only this part and its normalization. A
-            | begins the next pipeline part. Default: every layer has attention and an MLP.
+            - an MLP, E a mixture of experts. Each layer has only this module and its normalization.
+            A vertical bar begins the next pipeline stage or virtual stage. Default: every layer has
+            attention and an MLP.
         parallel_mamba: Add a Mamba-2 mixer parallel to the attention of every layer. Both read the
             same input, and both outputs are added to the residual (Falcon-H1).
         mamba_state_dim: Size of the vectors B and C of Mamba-2: the number of values that its state
@@ -94,7 +95,7 @@ class HybridOptions:
 
 
 def pattern_parts(pattern: str) -> list[str]:
-    """Return the symbols of each part of the pipeline that a hybrid pattern describes.
+    """Return the symbols of each pipeline stage or virtual stage in a hybrid pattern.
 
     Args:
         pattern: The value of --hybrid-layer-pattern.
@@ -111,7 +112,7 @@ def pattern_parts(pattern: str) -> list[str]:
             )
         if symbol not in SYMBOLS and symbol != _STAGE:
             known = ", ".join(f"{one} for {kind}" for one, kind in SYMBOLS.items())
-            raise ValueError(f"cannot read {symbol!r}: use {known}, and | between pipeline parts")
+            raise ValueError(f"cannot read {symbol!r}: use {known}, and | between pipeline stages")
     parts = text.split(_STAGE)
     if not any(parts):
         raise ValueError("it names no layers: write one symbol for each")

@@ -140,7 +140,7 @@ class ProfilingConfig:
         """The profiled windows: the first iteration, and the one before which profiling stops.
 
         Raises:
-            ValueError: An entry of `profile_windows` is not two whole numbers with a hyphen.
+            ValueError: An entry of `profile_windows` is not two whole numbers joined by a hyphen.
         """
         if not self.profile_windows:
             return [(self.profile_step_start, self.profile_step_end)]

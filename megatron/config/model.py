@@ -109,11 +109,11 @@ class DenseOptions:
             input (Falcon-7B), instead of normalizing it for each.
         apply_residual_connection_post_layernorm: Take the residual after the normalization
             (original BERT order).
-        openai_gelu: Use OpenAI's tanh form of GeLU.
+        openai_gelu: Use the tanh approximation of GeLU, as OpenAI's GPT-2 does.
         squared_relu: Use squared ReLU instead of GeLU.
         relu: Use ReLU instead of GeLU (original T5).
         swiglu: Use gated SiLU (SwiGLU) instead of GeLU.
-        geglu: Use gated GeLU in its tanh form (T5 1.1) instead of GeLU.
+        geglu: Use gated GeLU with the tanh approximation (T5 1.1) instead of GeLU.
         quick_geglu: Use a GeGLU whose gate x becomes x times sigmoid(1.702 x) instead of GeLU.
         glu_linear_offset: Number added to the ungated part of a gated MLP (1 in GPT-OSS).
         activation_func_clamp_value: Limit of a gated MLP: gates are clamped from above, and the
@@ -263,8 +263,8 @@ class DenseOptions:
         """Name of the MLP's activation function, which is defined in `kernels.activation`.
 
         Flags are tried in Megatron's order of precedence. Megatron's default, the fused bias-GeLU,
-        is the tanh form. Without fusion, and therefore without biases, Megatron uses the exact
-        form.
+        uses the tanh approximation. Without fusion, and therefore without biases, Megatron computes
+        GeLU exactly.
         """
         for name, is_on in (
             ("swiglu", self.swiglu),
@@ -327,7 +327,7 @@ class ModelOptions(
 
     @property
     def has_states(self) -> bool:
-        """Whether the model has layers that carry a state from token to token."""
+        """Whether the model has layers that carry a recurrent state from token to token."""
         return self.has_mamba or self.experimental_attention_variant is not None
 
 
@@ -384,7 +384,7 @@ class ModelConfig(ModelOptions):
         return self.chunk_length * self.retro_num_retrieved_chunks
 
     def neighbor_tokens(self, tokens: int) -> int:
-        """Return the tokens of all neighbors of a sequence's chunks; 0 for other networks."""
+        """Return the number of tokens in the neighbors of a sequence's chunks; 0 without Retro."""
         if self.architecture != "retro":
             return 0
         return tokens * self.retro_num_neighbors * self.retro_num_retrieved_chunks
@@ -448,7 +448,8 @@ NETWORK_FIELDS = tuple(
 
 
 # Fields that set the frequencies of rotary positions. Finetuning may change them, for example for a
-# longer context. --rotary-percent is not one: channels that were never rotated hold no positions.
+# longer context. --rotary-percent is not among them: channels that were never rotated carry no
+# positions.
 ROTARY_SPEED = (
     "rotary_base",
     "window_rotary_base",
@@ -477,7 +478,7 @@ WITHOUT_TABLE = ("rope", "alibi", "none")
 
 
 def is_irrelevant(model: ModelOptions, name: str) -> bool:
-    """Return whether a field has no effect with the network's positions, norms and head."""
+    """Return whether a field has no effect in this network, such as a rotary base without RoPE."""
     positions = model.position_embedding_type
     if name.startswith("relative_attention_"):
         return positions != "relative"
@@ -526,5 +527,5 @@ def flash_head_misfit(size: int, *, largest: int = _LARGEST_FLASH_HEAD) -> str:
 
 
 def with_article(architecture: str) -> str:
-    """Return the name of an architecture for a sentence: "a gpt", "an ict"."""
+    """Return an architecture's name with its indefinite article: "a gpt", "an ict"."""
     return f"{'an' if architecture[0] in 'aeiou' else 'a'} {architecture}"

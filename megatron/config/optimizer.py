@@ -23,10 +23,10 @@ _WARMS_UP = Need(
     ),
     "a warm-up",
 )
-STATE_BLOCK = 256  # elements of an optimizer state with a common scale, in fp16 and fp8
+STATE_BLOCK = 256  # elements of an optimizer state that share a scale, in fp16 and fp8
 _SCALE = 1 / STATE_BLOCK
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2 + _SCALE, "fp8": 1 + _SCALE}
-"""Bytes per element of each format of optimizer states, with its scales."""
+"""Bytes per element of each format of optimizer states, including scales."""
 _MOMENTS = tuple(STATE_BYTES)
 _AWARE = Need(
     lambda run: run.optimizer.use_precision_aware_optimizer, "--use-precision-aware-optimizer"
@@ -77,13 +77,14 @@ class OptimizerConfig:
             sets in turn (quintic).
         muon_fp32_matmul_prec: Number format of the iterations: medium computes in bf16, high in
             TF32 where the device has it, and highest in fp32.
-        muon_tp_mode: Treatment of a matrix that tensor-parallel processes divide: blockwise
-            orthogonalizes each part separately, so results depend on the number of processes.
-            duplicated gathers the matrix on every process. distributed adds up matrix products over
-            the processes.
+        muon_tp_mode: How a matrix that is split over tensor-parallel processes is orthogonalized.
+            blockwise orthogonalizes each shard separately, so results depend on the number of
+            processes. duplicated gathers the matrix on every process. distributed adds up matrix
+            products over the processes.
         muon_scalar_optimizer: Optimizer of the parameters that are not matrices.
         use_precision_aware_optimizer: Allow fewer bits than fp32 for Adam's moments, master weights
-            and gradients, as set by the next four flags.
+            and gradients, as set by --exp-avg-dtype, --exp-avg-sq-dtype, --main-params-dtype and
+            --main-grads-dtype.
         exp_avg_dtype: Number format of Adam's first moment. fp16 and fp8 have a scale for every 256
             elements.
         exp_avg_sq_dtype: Number format of Adam's second moment. fp8 suits --adam-beta2 up to 0.95.
@@ -91,9 +92,9 @@ class OptimizerConfig:
             for every 256 elements.
         main_grads_dtype: Number format in which gradients are accumulated and reduced with --bf16.
         ema_decay: Keep an exponential moving average of the weights in fp32 with this decay rate,
-            for example 0.999. Checkpoints hold it along with the weights.
+            for example 0.999. Checkpoints contain it along with the weights.
         lawa_interval: Keep the mean of the latest --lawa-window snapshots of the weights, taken
-            once every this many updates (LAWA). Checkpoints hold it along with the weights.
+            once every this many updates (LAWA). Checkpoints contain it along with the weights.
         lawa_window: Number of snapshots in the mean of --lawa-interval. Each takes 4 bytes for
             every parameter that a process updates.
         optimizer_cpu_offload: Keep fp32 weights and optimizer states in host memory and compute the
@@ -176,7 +177,7 @@ class ScheduleConfig:
             newest.
         lr_range_test_min_lr: First learning rate of a range test, which keeps raising the rate to
             find the largest one at which a network learns. --lr is not needed then.
-        lr_range_test_step_size: Iterations in which a range test raises the rate by one step.
+        lr_range_test_step_size: Number of iterations in each step of a range test.
         lr_range_test_step_rate: Height of a step of a range test, in multiples of the first rate.
         lr_range_test_staircase: Raise the rate of a range test once at the end of each step. Off:
             in every iteration.
@@ -244,7 +245,7 @@ class ScheduleConfig:
     )
 
     def in_tokens(self, training: TrainingOptions) -> bool:
-        """Return whether the schedules follow the tokens read instead of the samples.
+        """Return whether the schedules count tokens instead of samples or iterations.
 
         Args:
             training: The options that set the length of the run.

@@ -1,6 +1,6 @@
 """Flags without a field: those of Megatron-LM, old and new, and those of other programs.
 
-`other_flags.json` holds them, grouped by how they are answered:
+`other_flags.json` contains them, grouped by how they are handled:
 
     refused         Megatron's flags for what is not supported, with what to do instead
     accepted        Megatron's flags that change nothing here, with the reason
@@ -9,7 +9,7 @@
                     its flags was translated and the flag `with` is given
     gone            flags, or single values, of older versions that have no equivalent
     other_programs  other programs' names for Megatron's flags
-    of_commands     flags of `megatron pretrain` and similar commands, which scripts do not take
+    of_commands     flags of `megatron pretrain` and similar commands, which scripts do not accept
 
 An entry of `refused` or `accepted` says which values its flag takes:
 
@@ -57,8 +57,8 @@ class OldFlag:
         becomes: Today's flags, each with the words of its value. `*` is replaced by the words of
             the old flag or, within a word, by its only word. An entry with `unless` is left out if
             any flag listed there is given.
-        program: The program that takes it, identified by its file and by one of its flags. If
-            empty, all programs take it.
+        program: The program that accepts the flag, identified by its file and by another of its
+            flags. If empty, all programs accept it.
     """
 
     name: str
@@ -104,7 +104,7 @@ class GoneFlag:
 
 @dataclass(frozen=True)
 class OtherFlags:
-    """The contents of the file, with one attribute for each part."""
+    """The contents of `other_flags.json`, with one attribute for each group."""
 
     refused: tuple[Field, ...]
     accepted: tuple[Field, ...]
@@ -122,7 +122,7 @@ class OtherFlags:
 
 @functools.cache
 def other_flags() -> OtherFlags:
-    """Return the contents of the file, which is read once."""
+    """Return the contents of `other_flags.json`, which is read once."""
     content = json.loads(_FILE.read_text(encoding="utf-8"))
     refused, accepted = (
         tuple(

@@ -54,7 +54,7 @@ class ParallelOptions:
         async_tensor_model_parallel_allreduce: Communicate input gradients of tensor-parallel layers
             while computing their weight gradients.
         tp_comm_overlap: With --sequence-parallel, overlap the communication of tensor-parallel
-            layers with their matrix products, which are split by rows into one part per
+            layers with their matrix products, which are split by rows into one chunk per
             tensor-parallel process. GPUs communicate through each other's mapped memory, so they
             must be on one machine.
         overlap_moe_expert_parallel_comm: Exchange the tokens of one half of a micro-batch with the
@@ -98,7 +98,7 @@ class ParallelOptions:
         None, unit="processes", at_least=1, requires=_MIXTURE
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, unit="layers", at_least=1)
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, unit="parts", at_least=1)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, unit="stages", at_least=1)
     pipeline_schedule: str | None = flag(
         None, choices=("gpipe", "1f1b", "interleaved", "zero-bubble")
     )

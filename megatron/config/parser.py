@@ -1,8 +1,8 @@
 """Parsing of the command line and the YAML file into one checked `RunConfig`.
 
-    old flags translated  ->  values  ->  over YAML  ->  over defaults  ->  resolved  ->  checked
+    translate old flags -> read values -> override YAML and defaults -> resolve -> check
 
-Every mistake found on the way is collected and raised as one `ConfigError`.
+All mistakes found on the way are collected and raised as one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COMMON_WITH_A_MODEL = (
     *("load", "ckpt_step", "micro_batch_size", "seq_length", "bf16", "fp16", "seed"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
-# Today's flags that took other values in older versions, or meant something else there.
+# Today's flags that accepted other values in older versions, or meant something else there.
 _READ_IN_CONTEXT = ("--apply-query-key-layer-scaling", "--lr-decay-style", "--profile")
 _CONFIG = Field("config", str, False, False, None, FlagInfo(), "YAML file with flag values.")
 _DEEPSPEED = Field(
@@ -54,7 +54,7 @@ _DEEPSPEED = Field(
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The flags that a program takes, reads and checks. The defaults are those of pretraining.
+    """The flags that a program accepts, reads and checks. The defaults are those of pretraining.
 
     Attributes:
         name: The name that `--help` shows.
@@ -101,8 +101,8 @@ class _CommandLine(Findings):
 
     Attributes:
         given: The values.
-        own: Names of the program's own fields. Their values are not given to run fields of the same
-            name.
+        own: Names of the program's own fields. Their values are not assigned to run fields of the
+            same name.
     """
 
     own: frozenset[str] = frozenset()
@@ -144,7 +144,7 @@ def parse_config(
         words: The command line, without the program's name.
         world_size: The number of launched processes.
         architecture: The kind of network that the program trains.
-        program: The flags that the program takes, reads and checks.
+        program: The flags that the program accepts, reads and checks.
         read_checkpoint: A function that takes the options for checkpoints and returns the shape of
             the network in --load, by "section.field", for --use-checkpoint-args. These values
             override flags.
@@ -181,7 +181,7 @@ def parse_config(
     asked = with_values(asked, read_retro_workdir(asked, line))
     of_checkpoint = _from_checkpoint(asked, read_checkpoint, find_start is not None, line)
     config = with_values(asked, of_checkpoint)
-    start = with_values(start, of_checkpoint)  # the user did not ask for these
+    start = with_values(start, of_checkpoint)  # the user did not give these values
     kind = config.model.architecture
     if kind != architecture:
         line.problems.append(
@@ -278,7 +278,7 @@ def asks_for_mpi(words: Sequence[str]) -> bool:
 def asks_for(path: str, words: Sequence[str], others: Collection[str] = ()) -> bool:
     """Return whether the command line or its YAML file turns a switch on.
 
-    This answers before `parse_config` runs, which reports mistakes.
+    This is called before `parse_config`, which reports mistakes.
 
     Args:
         path: The field, as "section.field".
@@ -372,7 +372,7 @@ def _find_contradictions(
 
 
 def _answer(others: Mapping[str, Field], line: _CommandLine) -> None:
-    """Refuse Megatron's flags without a field, or note that they change nothing."""
+    """Report Megatron's flags that no field stands for: as refused, or as without effect."""
     refused = set(other_flags().refused) if others else ()
     for name, other in others.items():
         value = line.given.get(name, other.default)
@@ -407,7 +407,7 @@ def _from_checkpoint(
     checkpoint = config.checkpoint
     if not checkpoint.use_checkpoint_args or checkpoint.load is None:
         return {}
-    if read is None and has_model:  # this program always does this
+    if read is None and has_model:  # this program always reads the network from its checkpoint
         line.notices.append("--use-checkpoint-args: the network always comes from the checkpoint")
         return {"checkpoint.use_checkpoint_args": False}
     if read is None:
@@ -437,9 +437,10 @@ def _from_checkpoint(
 def _stretch(
     values: dict[str, Any], config: RunOptions, given: Collection[str], found: Findings
 ) -> None:
-    """Extend a checkpoint's positions to the requested length, if positions have no weights.
+    """Drop the checkpoint's maximum length if positions have no weights and more is requested.
 
-    In finetuning, values given for the rotary base and scaling also apply (`check_network`).
+    In finetuning, values given for the rotary base and scaling also override those of the
+    checkpoint (`check_network`).
     """
     path = "model.max_position_embeddings"
     held, kind = values.get(path), values.get("model.position_embedding_type")

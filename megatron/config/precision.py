@@ -1,4 +1,4 @@
-"""Number formats of weights, activations, gradients and the loss scale."""
+"""Number formats of weights, activations and gradients, and the loss scale."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class PrecisionConfig:
         return torch.float32 if self.fp32_residual_connection else self.weight_dtype
 
     def without_fp8(self) -> PrecisionConfig:
-        """Return the same settings without FP8, so that products use the weights' format."""
+        """Return the same settings without FP8, so that matrix products use the weights' format."""
         ours = [field for field in fields(self) if field.name.startswith("fp8_")]
         defaults: dict[str, Any] = {field.name: field.default for field in ours}
         return replace(self, **defaults)

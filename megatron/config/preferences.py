@@ -83,7 +83,7 @@ class PreferenceConfig:
 
     @property
     def trains_on_labels(self) -> bool:
-        """Whether the data are single answers, each desirable or not, instead of pairs."""
+        """Whether the data consists of single answers, each desirable or not, instead of pairs."""
         return self.preference_loss == "kto"
 
     @property

@@ -81,7 +81,7 @@ class Fault:
         if number is not None and kind not in (*_DELAYED, "slow"):
             raise ValueError(f"{kind} takes no seconds: drop ={number}")
         if is_factor and (kind != "slow" or float(number) <= 1.0):
-            raise ValueError(f"only slow takes a factor, and it is above 1, got {rest!r}")
+            raise ValueError(f"only slow takes a factor, which must be above 1, got {rest!r}")
         attempt = None if match[4] == _EVERY else int(match[4] or 0)
         if is_factor:
             return cls(point, int(rank), int(step), kind, 0.0, attempt, float(number))

@@ -1,7 +1,7 @@
 """Derived values: a pure function of the configuration and the world size.
 
 `resolve` fills in only what is unset (or implied by a mode) and never fails: what cannot be derived
-stays unset, and `checks` says why.
+stays unset, and `checks` reports why.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.config.hybrid import MIXTURE, layer_symbols, pipeline_layout
 from megatron.config.run import RunOptions, flatten, with_values
 
 # Fields that are derived again if a flag changes the values that they depend on (`forget_derived`).
-# The global batch size is not among them: a run keeps the one that it has.
+# The global batch size is not among them, because a run keeps its batch size.
 _FOLLOWING = (
     "model.num_layers",
     "model.decoder_num_layers",
@@ -80,7 +80,7 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     has_no_length = training.skip_train and training.train_samples is None
     has_no_length = has_no_length and training.train_tokens is None
     ramp = optimizer.weight_decay if optimizer.weight_decay_incr_style == "constant" else None
-    # Each of Megatron's scripts has its own kind of tokenizer, which the examples do not name.
+    # Each of Megatron's scripts has its own default tokenizer, which the examples do not name.
     own = "GPT2BPETokenizer" if model.architecture in ("gpt", "retro") else "BertWordPieceLowerCase"
     head_size = hidden // heads if hidden and heads else None
     if model.multi_latent_attention:
@@ -118,7 +118,7 @@ def data_parallel_size(config: RunOptions, world_size: int) -> int:
 def forget_derived(config: RunOptions, world_size: int) -> RunOptions:
     """Unset the values that `resolve` derives, so that it derives them again from changed flags.
 
-    A saved `config.yaml` holds resolved values. If it is run again with a different --hidden-size,
+    A saved `config.yaml` contains resolved values. If it is run with a different --hidden-size,
     the derived --kv-channels must change too. A value that the user chose differs from the derived
     one and is kept.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config.data import TOKENIZER_TYPES, TokenizerConfig
 from megatron.config.fields import MOST_IDS, fields_of, flag
 
-# The tasks that --retro-tasks takes, in their order, and the tasks that combined ones consist of.
+# The tasks that --retro-tasks accepts, in order, and the tasks of which combined ones consist.
 STAGES = ("db-build", "index-train", "index-add", "query-pretraining-neighbors")
 _TASKS: Mapping[str, tuple[str, ...]] = {
     "build": STAGES,
@@ -110,8 +110,8 @@ class RetroEmbeddingConfig:
     """Retro preprocessing: embeddings of the chunks.
 
     Attributes:
-        bert_embedder_type: The network that embeds: megatron (the BERT in --load) or huggingface (a
-            sentence encoder).
+        bert_embedder_type: Network that computes the embeddings: megatron (the BERT in --load) or
+            huggingface (a sentence encoder).
         bert_embedder_load: Folder of the embedding network. Default: --load.
         retro_bert_tokenizer_type: BERT's tokenizer type.
         retro_bert_vocab_file: BERT's vocabulary file.
@@ -149,7 +149,7 @@ class RetroIndexConfig:
         retro_index_str: Description of the index for faiss.index_factory.
         retro_index_nfeats: Width of an embedding.
         retro_index_ntrain: Number of chunks that the index is trained on.
-        retro_index_train_load_fraction: Fraction of those chunks to use.
+        retro_index_train_load_fraction: Fraction of the --retro-index-ntrain chunks to use.
         retro_index_add_load_fraction: Fraction of the chunks to add to the index.
         retro_index_delete_training_embeddings: Delete the embeddings of the training chunks once
             the index is trained.

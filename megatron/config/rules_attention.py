@@ -41,7 +41,7 @@ _NOT_WITH_DELTA: Exclusions = {
 
 
 def attention(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in windows, rotary positions and the layers of both."""
+    """Yield an error for each mistake in windows, rotary positions or the layers that use them."""
     model = config.model
     for read in (layer_windows, rotary_layers, delta_net_layers):
         try:

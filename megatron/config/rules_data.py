@@ -18,13 +18,13 @@ from megatron.config.run import RunOptions
 
 
 def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
-    """Return the fields that a kind of tokenizer is built from: files, its size, or neither."""
+    """Return the fields from which a tokenizer of this type is built: files or a size, if any."""
     also = ("vocab_size",) if tokenizer_type == "TikTokenizer" else ()
     return (*TOKENIZER_NEEDS.get(tokenizer_type or "", ()), *also)
 
 
 def _given(data: DataOptions) -> dict[str, tuple[str, ...]]:
-    """Return the words that name corpora, by the field that holds them."""
+    """Return the words that name corpora, by the field that contains them."""
     fields = ("data_path", *(f"{split}_data_path" for split in SPLIT_NAMES))
     words = {field: getattr(data, field) for field in fields}
     return {field: given for field, given in words.items() if given is not None}

@@ -215,7 +215,7 @@ def _packed_weights(config: RunOptions) -> Iterator[str]:
         )
     model, split = config.model, max(1, config.parallel.tensor_model_parallel_size)
     widths = [*mlp_sizes(config), *_mixer_inputs(model, split)]
-    for name, size, parts in widths:  # a linear layer's input, and the parts that it is cut into
+    for name, size, parts in widths:  # the width of a linear layer's input, and its shards
         if size % (FROZEN_BLOCK * parts):
             share = f" on each of {parts} processes" if parts > 1 else ""
             yield (
@@ -226,9 +226,9 @@ def _packed_weights(config: RunOptions) -> Iterator[str]:
 
 
 def _mixer_inputs(model: ModelOptions, split: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, size and number of equal parts of each input of mixers' linear layers.
+    """Yield the name, width and number of shards of each input of the mixers' linear layers.
 
-    The hidden size is not repeated.
+    The hidden size is left out, because `mlp_sizes` yields it.
     """
     heads = model.num_attention_heads or 0
     if model.multi_latent_attention:

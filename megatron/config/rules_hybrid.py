@@ -14,7 +14,7 @@ from megatron.config.stages import LAYOUT_FLAG
 _FLAG = "--hybrid-layer-pattern"
 _NOT_WITH_HYBRID: Exclusions = {
     "model.mtp_num_layers": ((None,), "the layers of hybrid models predict one token"),
-    "model.parallel_residual": ((False,), "a layer has only one part"),
+    "model.parallel_residual": ((False,), "a layer has either a mixer or an MLP"),
     "checkpoint.ckpt_format": (("native",), "hybrid models cannot be written in this format"),
 }
 _NOT_WITH_MAMBA: Exclusions = {
@@ -30,8 +30,8 @@ _NOT_WITH_PARALLEL: Exclusions = {
     "model.num_experts": ((None,), "its layers have no mixtures of experts"),
     "model.parallel_residual": ((False,), "its MLP follows its mixers"),
     "model.mtp_num_layers": ((None,), "layers with states predict one token"),
-    "model.qk_layernorm": ((False,), "--key-multiplier is a part of the scale of scores"),
-    "model.qk_l2_norm": ((False,), "--key-multiplier is a part of the scale of scores"),
+    "model.qk_layernorm": ((False,), "--key-multiplier is part of the scale of the scores"),
+    "model.qk_l2_norm": ((False,), "--key-multiplier is part of the scale of the scores"),
     "model.attention_output_gate": ((False,), "attention has no gates there"),
     "model.multi_latent_attention": ((False,), "latent attention cannot run parallel to Mamba-2"),
     "model.experimental_attention_variant": ((None,), "every layer has attention"),
@@ -75,7 +75,7 @@ def hybrid(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     if pipeline_layout(pattern) and parallel.pipeline_model_parallel_size > 1:
         yield (
-            f"{shown} has bars between pipeline parts, and {LAYOUT_FLAG} "
+            f"{shown} has bars between pipeline stages, and {LAYOUT_FLAG} "
             f"{parallel.pipeline_model_parallel_layout} distributes the layers too: drop one of "
             "them"
         )

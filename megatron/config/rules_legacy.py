@@ -37,7 +37,7 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _muon_states(config: RunOptions) -> Iterator[str]:
-    """Yield an error if Megatron-LM's checkpoints cannot hold the optimizer's states."""
+    """Yield an error if Megatron-LM's checkpoints cannot store the optimizer's states."""
     checkpoint = config.checkpoint
     if config.optimizer.optimizer == "muon" and not checkpoint.no_save_optim:
         yield (
@@ -47,7 +47,7 @@ def _muon_states(config: RunOptions) -> Iterator[str]:
 
 
 def _schedule_in_tokens(config: RunOptions) -> Iterator[str]:
-    """Yield an error if Megatron-LM's checkpoints cannot hold the schedule."""
+    """Yield an error if Megatron-LM's checkpoints cannot store the schedule."""
     checkpoint = config.checkpoint
     if config.schedule.in_tokens(config.training) and not checkpoint.no_save_optim:
         cause = "--lr-decay-tokens" if config.schedule.lr_decay_tokens else "--train-tokens"
@@ -113,7 +113,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def unsupported_flags(model: ModelOptions) -> Iterator[str]:
-    """Yield the flags of a network that Megatron-LM 23.08 cannot compute, whatever its weights."""
+    """Yield the flags of a network that Megatron-LM 23.08 does not support, with any weights."""
     counts = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
     for name, on in (
         (
@@ -182,7 +182,7 @@ def unsupported_state(precision: PrecisionConfig, style: str | None, flag: str) 
 
     Args:
         precision: The run's number formats.
-        style: The decay of its learning rate, or `None` if that is unknown.
+        style: The style of the run's learning-rate decay, or `None` if that is unknown.
         flag: The flag that asks for Megatron-LM's files.
     """
     if precision.fp8_format and precision.fp8_recipe == "delayed":

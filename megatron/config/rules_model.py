@@ -59,7 +59,7 @@ _ACTIVATIONS = (
 
 
 def required(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each flag that every training run must have and that is missing."""
+    """Yield an error for each missing flag that every training run requires."""
     paths = [f"model.{name}" for name in _REQUIRED]
     paths += ["data.seq_length", "training.micro_batch_size"]
     if not config.training.skip_train and config.schedule.lr_decay_style != "range-test":
@@ -362,7 +362,7 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in, or conflict with, the buckets of relative positions."""
+    """Yield an error for each mistake in the buckets of relative positions, and each conflict."""
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":
@@ -388,7 +388,7 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def t5(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that T5 lacks or does not support."""
+    """Yield an error for each setting that T5 requires but lacks, or does not support."""
     if config.model.architecture != "t5":
         return
     length, parallel = config.data.decoder_seq_length, config.parallel
@@ -408,7 +408,7 @@ def t5(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def retro(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that Retro lacks or does not support."""
+    """Yield an error for each setting that Retro requires but lacks, or does not support."""
     model, parallel, chunk = config.model, config.parallel, config.model.retro_chunk_length
     if model.architecture != "retro":
         return
@@ -487,7 +487,7 @@ def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield each dimension of an 8-bit product: its name, size and number of equal parts."""
+    """Yield each dimension of an 8-bit matrix product: its name, size and number of shards."""
     model, parallel, data = config.model, config.parallel, config.data
     split, context = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
     micro_batch = config.training.micro_batch_size or 0
@@ -507,7 +507,7 @@ def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
 
 
 def mlp_sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield each width of the MLPs and experts: its name, size and number of equal parts."""
+    """Yield each width of the MLPs and experts: its name, size and number of shards."""
     model, parallel = config.model, config.parallel
     split = max(1, parallel.tensor_model_parallel_size)
     yield "--hidden-size", model.hidden_size or 0, 1
@@ -520,7 +520,7 @@ def mlp_sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
 
 
 def _attention_sizes(model: ModelOptions, heads: int, split: int) -> Iterator[tuple[str, int, int]]:
-    """Yield each dimension of attention's products: its name, size and number of equal parts."""
+    """Yield each dimension of attention's projections: its name, size and number of shards."""
     if model.multi_latent_attention:
         still, turning = model.qk_head_dim, model.qk_pos_emb_head_dim
         for flags, size, parts in (

@@ -37,7 +37,7 @@ def muon(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def mup(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting for which muP has no rule here."""
+    """Yield an error for each setting that this package's muP does not cover."""
     model, optimizer, shown = config.model, config.optimizer, "--use-mup"
     if not model.use_mup:
         return
@@ -142,7 +142,7 @@ def state_formats(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def averages(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that averages of the weights do not allow."""
+    """Yield an error for each setting that conflicts with keeping or loading averaged weights."""
     optimizer, checkpoint = config.optimizer, config.checkpoint
     kind = checkpoint.ckpt_format
     if optimizer.ema_decay is not None and optimizer.lawa_interval is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # this module imports torch
     from megatron.device import Device
 
 _OLDEST_FP8 = (8, 9)
-# PyTorch's kernel is for Hopper. PyTorch also starts it on a B200, where it fails.
+# PyTorch's grouped FP8 kernel is for Hopper. PyTorch also starts it on a B200, where it fails.
 _GROUPED_FP8 = 9  # major compute capability
 # The allowed values by "section.field", and why other values are refused.
 Exclusions = Mapping[str, tuple[Collection[Any], str]]
@@ -66,7 +66,7 @@ _NOT_RECORDED: Exclusions = {
     "parallel.pipeline_schedule": ((None, "1f1b"), "a recorded graph has room for one micro-batch"),
     "parallel.zero_stage": (
         (None, 0, 1),
-        "gradients and weights are not in one place for a whole iteration",
+        "gradients and weights do not keep their addresses for a whole iteration",
     ),
     "parallel.ddp_impl": (("local",), "it averages gradients during the backward pass"),
     "parallel.overlap_grad_reduce": ((False,), "a recorded backward pass cannot send gradients"),
@@ -77,8 +77,8 @@ _NOT_RECORDED: Exclusions = {
     ),
 }
 
-# The same for mixtures: every pass has the same number of rows only if this process has all
-# experts.
+# The same for mixtures of experts: every pass has the same number of rows only if this process has
+# all experts.
 _MIXTURE_NOT_RECORDED: Exclusions = {
     "parallel.expert_model_parallel_size": (
         (1,),
@@ -206,7 +206,7 @@ def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def experts(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in how processes divide experts."""
+    """Yield an error for each mistake in how experts are distributed over processes."""
     model, parallel = config.model, config.parallel
     counts, ranks = model.expert_counts, parallel.expert_model_parallel_size
     if not counts:

@@ -40,9 +40,10 @@ def retention(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each text that is not UTF-8, as indexes, logs and safetensors require.
+    """Yield an error for each text that is not UTF-8.
 
-    For checkpoints, the whole path must be UTF-8, because safetensors opens it.
+    Indexes, logs and safetensors require UTF-8. Of a checkpoint, the absolute path must be UTF-8,
+    because safetensors opens it.
     """
     for name, value in flatten(config).items():
         for text in value if isinstance(value, tuple) else (value,):

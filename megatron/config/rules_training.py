@@ -396,7 +396,7 @@ def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def spikes(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if there will be no checkpoint with an optimizer to go back to."""
+    """Yield an error if there will be no checkpoint with optimizer states to go back to."""
     checkpoint = config.checkpoint
     if config.training.on_spike != "rewind":
         return
@@ -413,7 +413,7 @@ def spikes(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def replica_hashes(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if no process holds a copy of another one's weights."""
+    """Yield an error if weights are to be compared between replicas but no replicas exist."""
     interval = config.training.check_weight_hash_across_dp_replicas_interval
     if interval is not None and config.parallel.zero_stage == 3:
         yield (
@@ -450,7 +450,7 @@ def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def logging(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if the bubble is to be logged but there is no pipeline."""
+    """Yield an error if --log-pipeline-bubble is given without a pipeline."""
     if config.logging.log_pipeline_bubble and config.parallel.pipeline_model_parallel_size == 1:
         yield (
             "--log-pipeline-bubble: a single pipeline stage never waits: give "

@@ -1,7 +1,7 @@
 """A run as requested (`RunOptions`) and as resolved (`RunConfig`).
 
-Both hold one frozen dataclass for each concern. If resolving fills in fields of a section,
-`RunConfig` has a subclass of that section in `RunOptions`, with narrower types.
+Both consist of one frozen dataclass for each concern, called a section. If resolving fills in
+fields of a section, `RunConfig` has a subclass of that section with narrower types.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun(RunOptions):
-    """A run whose model is resolved, as a checkpoint holds it. The training options may be unknown.
+    """A run of which only the model must be resolved. The training options may be unknown.
 
-    Programs that only build or convert a model need no more.
+    This is enough for programs that build or convert a model without training it.
     """
 
     model: ModelConfig = field()
@@ -81,7 +81,7 @@ Run = TypeVar("Run", bound=RunOptions)
 
 @dataclass
 class Findings:
-    """The mistakes and the flags without effect that are found while a run is read.
+    """The mistakes, and the flags without effect, that are found while a configuration is read.
 
     Attributes:
         problems: One line for each mistake.
@@ -95,7 +95,7 @@ class Findings:
 
 
 def narrow(options: RunOptions, into: type[Run]) -> Run:
-    """Return resolved and checked options as the configuration that other code takes.
+    """Return resolved and checked options as the configuration that the rest of the package uses.
 
     Args:
         options: Everything that is known about the run.

@@ -43,7 +43,7 @@ class ModelPart:
     head: bool
 
     def halves(self, encoder: int) -> tuple[range, range]:
-        """Return T5's encoder layers in this part, and its decoder layers counted from 0.
+        """Return T5's encoder layers in this part, and the decoder layers, counted from 0.
 
         Args:
             encoder: The number of layers of the whole encoder, which come first.
@@ -128,7 +128,7 @@ def even_parts(num_layers: int, count: int) -> list[ModelPart]:
 
 
 def layout_of(parts: list[ModelPart]) -> str:
-    """Return the layout string of parts."""
+    """Return the layout string of parts, such as `Ett|ttL`."""
     return f"E{'|'.join('t' * len(part.layers) for part in parts)}L"
 
 
@@ -271,7 +271,7 @@ def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[i
 
 
 def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[int]:
-    """Split the layers: encoder layers below the split rank, decoder layers from there on."""
+    """Return layer counts with the encoder on stages below the split rank and the decoder above."""
     stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
     assert split is not None
     shown = f"--pipeline-model-parallel-split-rank {split}"
@@ -369,7 +369,7 @@ def predictions_in(text: str) -> int:
 
 
 def _expand(text: str) -> list[str]:
-    """Return the parts of the string, with repetitions written out."""
+    """Return the parts of a layout string, with repetitions written out."""
     groups: list[list[str]] = [[]]  # the items in each open parenthesis
     problem = ""
     for token in _TOKEN.finditer(text):

@@ -82,8 +82,8 @@ class DialogueConfig:
         out_seq_length: Maximum number of tokens to write for a dialogue.
         api_prompt: Ask the server at --megatron-api-url instead of loading a model.
         megatron_api_url: Address of a text generation server, such as http://localhost:5000/api.
-        guess_file: File of the texts that a model wrote, one line for each dialogue.
-        answer_file: File of the expected texts, one line for each dialogue.
+        guess_file: File with the texts that a model wrote, one line for each dialogue.
+        answer_file: File with the expected texts, one line for each dialogue.
     """
 
     prompt_type: str | None = flag(None, choices=("knowledge", "response"))
@@ -159,10 +159,10 @@ class RetrieverTaskConfig:
         evidence_data_path: Passages to search: a file of lines `id <tab> text <tab> title` after a
             header.
         qa_data_dev: Questions for development: a file of lines `question <tab> ['answer', ...]`.
-        qa_data_test: Questions of the test set, in the same form.
-        embedding_path: File for the vectors of the passages. If the file already holds the vectors
-            for this checkpoint and these passages, they are not computed again. By default no file
-            is written.
+        qa_data_test: Questions of the test set, in the format of --qa-data-dev.
+        embedding_path: File for the vectors of the passages. If the file already contains the
+            vectors for this checkpoint and these passages, they are not computed again. By default
+            no file is written.
         indexer_batch_size: Passages that each process embeds at a time.
         indexer_log_interval: Batches of passages between two lines of progress.
         faiss_use_gpu: Search on GPUs.

@@ -72,7 +72,7 @@ class TrainingOptions:
         recompute_activations: Recompute the attention core in the backward pass. Same as
             --recompute-granularity selective.
         recompute_granularity: What to recompute in the backward pass: whole layers (full) or the
-            parts that --recompute-modules names (selective). Default: nothing.
+            modules that --recompute-modules names (selective). Default: nothing.
         recompute_modules: With --recompute-granularity selective, recompute the attention core
             (core_attn), the output of each layer's normalizations (layernorm), dense MLPs (mlp),
             mixtures with routing and exchange (moe), the activation of experts (moe_act), or shared
@@ -187,7 +187,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(TrainingOptions):
-    """Training options after resolving: both batch sizes are known."""
+    """Training options after `resolve`, when both batch sizes are known."""
 
     micro_batch_size: int = field()
     global_batch_size: int = field()

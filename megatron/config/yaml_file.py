@@ -1,7 +1,7 @@
-"""A run as a YAML file, with a section per field of `RunOptions` and a key per field in it.
+"""A run as a YAML file, with a section per field of `RunOptions` and a key per field of a section.
 
-Two more sections turn the file into a recipe: `layouts` holds, for each number of processes,
-sections that replace others, and `recipe` describes the file (`megatron.recipes.catalog`).
+Two more sections turn the file into a recipe: `layouts` contains, for each number of processes,
+sections that override the others, and `recipe` describes the file (`megatron.recipes.catalog`).
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def read(path: Path, found: Findings, world_size: int = 1) -> dict[str, Any]:
 def layout_for(counts: Iterable[int], world_size: int) -> int | None:
     """Return which of a recipe's process counts to use on `world_size` processes.
 
-    It is the largest one that divides `world_size`, because a multiple of it only has more replicas
-    of the model.
+    It is the largest one that divides `world_size`, because a multiple of it only adds replicas of
+    the model.
     """
     return max((count for count in counts if world_size % count == 0), default=None)
 
@@ -152,7 +152,7 @@ def dump(config: RunOptions) -> str:
 
 
 def to_dict(config: RunOptions) -> dict[str, dict[str, Any]]:
-    """Return sections of plain values, suitable for YAML and JSON."""
+    """Return a run as sections of plain values, suitable for YAML and JSON."""
     result: dict[str, dict[str, Any]] = {}
     for path, value in flatten(config).items():
         section, _, name = path.partition(".")
@@ -166,7 +166,7 @@ def from_dict(data: Any, source: str) -> RunOptions:
 
     Args:
         data: The sections of the run.
-        source: The file that holds them, to be named in messages.
+        source: The file that contains them, to be named in messages.
 
     Raises:
         ConfigError: There are unknown sections or keys, or values that do not fit.
@@ -186,7 +186,7 @@ def read_sections(
     Args:
         data: The contents of the file, as plain values.
         path: The file, to be named in messages.
-        found: The list of mistakes.
+        found: The findings, to which mistakes are added.
         known: The dataclass of each section, by its name.
     """
     values: dict[str, Any] = {}

@@ -81,7 +81,7 @@ _BESIDE = "--num-layers 2 --parallel-mamba --disable-bias-linear"
             "predict one token",
         ),
         ("--hybrid-layer-pattern M* --use-mup", "muP has no rules for Mamba-2"),
-        ("--hybrid-layer-pattern M* --parallel-residual", "a layer has only one part"),
+        ("--hybrid-layer-pattern M* --parallel-residual", "a layer has either a mixer or an MLP"),
         ("--hybrid-layer-pattern M* --save x --ckpt-format torch_dist", "in this format"),
         ("--hybrid-layer-pattern M* --bf16 --fp8-format hybrid", "not computed in 8 bits"),
         (
@@ -90,7 +90,7 @@ _BESIDE = "--num-layers 2 --parallel-mamba --disable-bias-linear"
         ),
         (f"{_BESIDE} --hybrid-layer-pattern MM", "the pattern names the kind of each layer"),
         (f"{_BESIDE} --add-bias-linear", "its linear layers have no biases"),
-        (f"{_BESIDE} --qk-layernorm", "--key-multiplier is a part of the scale of scores"),
+        (f"{_BESIDE} --qk-layernorm", "--key-multiplier is part of the scale of the scores"),
         (f"{_BESIDE} --num-experts 4", "its layers have no mixtures of experts"),
         (f"{_BESIDE} --save x --ckpt-format torch_dist", "in this format"),
         (f"{_BESIDE} --mlp-multipliers 1", "--mlp-multipliers has 1 value(s): give 2"),
