@@ -151,7 +151,7 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
     if len(kinds) > 1:
         names = ", ".join(map(repr, (asked, *answers)))
         raise ValueError(
-            f"{names}: some are strings, some are lists of messages: use one form for all"
+            f"{names}: some are strings, some are lists of messages: use the same type for all"
         )
     if kinds == {True}:
         return [Plain(record[asked], _text(record, key)) for key in answers]

@@ -82,7 +82,7 @@ class TitledDocuments(NamedTuple):
         return (np.diff(long_so_far) > 0) & (np.diff(self.documents) >= min_sentences)
 
     def usable(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return a mask of documents that yield blocks of `min_sentences` or more sentences, `[D]`."""
+        """Return a mask of documents with enough sentences, none of over 512 tokens, `[D]`."""
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong(min_sentences)
 
 

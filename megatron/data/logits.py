@@ -168,7 +168,7 @@ def read_header(folder: Path, flag: str) -> LogitsHeader:
         header = LogitsHeader(**values)
         numbers = (header.seq_length, header.samples, header.samples_per_file, header.top_k)
         if any(type(one) is not int or one < 1 for one in numbers) or header.dtype not in DTYPES:
-            raise ValueError("a value is of the wrong kind")
+            raise ValueError("a value has the wrong type")
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}): {remedy}") from None
     except OSError as error:

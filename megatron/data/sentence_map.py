@@ -71,9 +71,10 @@ class DocumentSentences(NamedTuple):
     lengths: NDArray[np.int32]
 
     def usable(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return a mask of documents that yield samples of `min_sentences` or more sentences, `[D]`.
+        """Return a mask of documents from which samples can be made, `[D]`.
 
-        A document must have that many sentences. If it has several, none may exceed 512 tokens.
+        A document must have at least `min_sentences` sentences. If it has several, none may exceed
+        512 tokens.
         """
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong()
 

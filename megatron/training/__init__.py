@@ -3,7 +3,7 @@
 The modules, in the order in which a run uses them:
 
     pretrain       the run as a whole: build, show the panel, train, evaluate
-    build          builds `run.Run`, which all modules below take
+    build          builds `run.Run`, which all modules below use
     loop           repeats updates and calls the callbacks around them, in order
     step           one update: accumulates and averages gradients, changes weights, reads losses
     spikes         finds losses and gradient norms that are far too large

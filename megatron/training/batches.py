@@ -114,7 +114,7 @@ class BatchPlan:
         return min(limit for limit in limits if limit is not None)
 
     def in_iterations(self, config: RunConfig, samples: int) -> RunConfig:
-        """Return a configuration with the --train-iters that complete `samples`."""
+        """Return a configuration with enough --train-iters to read at least `samples` samples."""
         iterations = self.iterations_for(samples + self.global_batch - 1)
         return with_values(config, {"training.train_iters": iterations})
 

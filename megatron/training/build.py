@@ -1,4 +1,4 @@
-"""Construction of a run from its configuration, with each part after those that it depends on."""
+"""Construction of a run from its configuration, with each component after its dependencies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ if TYPE_CHECKING:
 def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout) -> Run:
     """Build everything a run needs, load its checkpoint and open its data at the right position.
 
-    Collective. Raises UserError subclasses for everything that the user can fix.
+    Collective.
+
+    Raises:
+        UserError: The run cannot be built, for a reason that the user can fix.
     """
     training = config.training
     exit_request = ExitRequest(
@@ -192,11 +195,11 @@ def parallelize(
     )
     parts = [recipe.build_part(config, context, vocabulary, part) for part in held]
 
-    # 3. Ties within this process: parts share the tables that both have.
+    # 3. Ties within this process: parts share the tables that they have in common.
     unite_copies(parts)
     check_frozen(parts, config.model, layout, device.torch_device)
 
-    # 4. Weight precision: if the recipe says so, fp8 layers scale by the amaxes of earlier updates.
+    # 4. Weight precision: with delayed scaling, fp8 layers scale by the amaxes of earlier updates.
     history = AmaxHistory.empty()
     if config.precision.fp8_format is not None and config.precision.fp8_recipe == "delayed":
         scaling = DelayedScaling.from_config(config.precision)
@@ -211,7 +214,7 @@ def parallelize(
     else:
         gradients = gradient_sharing.new_gradient_buffer(config, plan, parts, layers, layout)
 
-    # 6. Ties across stages: copies' gradients are added up. Then the initial weights.
+    # 6. Ties across stages, which sum the gradients of copies. Then the initial weights.
     ties = gradient_sharing.tie_copies(config, plan, parts, gradients, layout, device)
     _initialize(parts, gradients, config, is_loaded=is_loaded)
 
@@ -327,8 +330,7 @@ def _map_memory(
 ) -> SymmetricExchange:
     from megatron.parallel.symmetric_memory import SymmetricExchange  # slow to import
 
-    # The same limit as that of the communication library, which also ends without naming the
-    # missing rank.
+    # The same timeout as the communication library's, which does not name the missing rank either.
     seconds = 60 * config.parallel.distributed_timeout_minutes + BACKSTOP.total_seconds()
     return SymmetricExchange(axis, device.torch_device, message_bytes, seconds=seconds)
 

@@ -131,15 +131,15 @@ def report_saved(saved: Saved) -> None:
 
 
 def state_of(run: Run) -> State:
-    """Return this process's tensors that the flags ask to save in a checkpoint.
+    """Return this process's tensors to save in a checkpoint, as the flags specify.
 
     They are the run's own tensors, not copies, except that weights sharded over processes are
     copied in their own number format, and scaled optimizer states are decoded.
 
     Each optimizer state of a tied parameter is saved by a single stage. With a distributed
     optimizer, each stage shards its own gradient buffer, and would cut a tied parameter at
-    different points from the other stage: the pieces would overlap, and no reader could put them
-    together.
+    different points from the other stage: the pieces would overlap, and no reader could
+    reassemble them.
     """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
@@ -222,7 +222,7 @@ def _average_state(run: Run, sets: Mapping[str, Sequence[Tensor]], *, copies: bo
 
 
 def _average_from(run: Run, reader: Reader) -> State:
-    """Return the tensors of the average in the checkpoint, or none if it holds no average."""
+    """Return the tensors into which to load the average of the weights; empty without one."""
     average, saved = run.optimizer.average, reader.meta.get("average")
     if average is None:
         return {}
@@ -242,7 +242,10 @@ def _history_state(run: Run) -> State:
 
 
 def _history_from(run: Run, reader: Reader) -> State:
-    """Return the history in the checkpoint, or its newest part if the lengths differ."""
+    """Return the tensors into which to load the fp8 history.
+
+    If the lengths of the histories differ, only the newest entries are loaded.
+    """
     ours, held = _history_state(run), set(reader.names())
     if held.isdisjoint(ours):
         if ours and run.layout.world.rank == 0:
@@ -371,7 +374,7 @@ def entries_held(reader: Reader, entries: int) -> int:
 
     Args:
         reader: The checkpoint.
-        entries: Number of the tokenizer's entries.
+        entries: The number of entries in the tokenizer.
     """
     is_theirs = reader.format == "hf" and reader.meta["config"]["model"]["architecture"] == "bert"
     return min(entries, int(reader.meta["padded_vocab_size"])) if is_theirs else entries
@@ -405,7 +408,7 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
         network = {path: v for path, v in network.items() if path[6:] not in ADAPTER_FIELDS}
     if saved.get("position_embedding_type") == "relative":
         del network["model.max_position_embeddings"]  # relative positions work at any length
-    # Also take two flags that are not part of the network's shape but affect its results. The
+    # Also read two flags that are not part of the network's shape but affect its results. The
     # padding of the vocabulary decides the padding entries' share of the softmax, and an import may
     # set the exact GeLU, which is not our default.
     multiple = int(saved.get("make_vocab_size_divisible_by", _PADDING))
@@ -491,7 +494,7 @@ def restore_run(run: Run, reader: Reader) -> None:
 def _updated_state(
     run: Run, reader: Reader, named: Mapping[str, tuple[Tensor, nn.Parameter]]
 ) -> State:
-    """Return all tensors that updates change, apart from the weights, given the optimizer's."""
+    """Return the tensors that updates change, except the weights. `named` are the optimizer's."""
     state = optimizer_state(run, named=named) | _history_from(run, reader)
     return state | _average_from(run, reader)
 
@@ -538,7 +541,7 @@ def rewind_run(run: Run, found: Reader) -> int:
 
 
 def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...], State]:
-    """Return the names of new parts, and the weights to load in finetuning. Collective."""
+    """Return the parts that are new in finetuning, and the weights to load. Collective."""
     new_parts = _lacking_heads(run, reader, state)
     if new_parts and run.config.model.lora_rank is not None:
         lacking = ", ".join(name.removeprefix("model.").rstrip(".") for name in new_parts)
@@ -563,7 +566,7 @@ def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...
 def _load_adapter(
     run: Run, folder: Path, new_parts: tuple[str, ...], base: Reader
 ) -> tuple[str, ...]:
-    """Fill the adapters, and a reward model's head, from PEFT's files, which --load-adapter names.
+    """Load the adapters, and any reward model's head, from the PEFT files in --load-adapter.
 
     Args:
         run: The run.

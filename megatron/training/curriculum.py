@@ -90,7 +90,7 @@ class Discrete:
 
 
 def lengths_of(config: RunConfig) -> Lengths | None:
-    """Return the curriculum that the flags ask for, or `None`. The rules have checked them."""
+    """Return the curriculum that the flags specify, if any. The rules have checked the flags."""
     asked = config.curriculum
     if asked.curriculum_schedule is None:
         return None

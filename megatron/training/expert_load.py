@@ -49,11 +49,11 @@ def held_mixtures(run: Run) -> list[int]:
 
 
 def expert_load_part(run: Run) -> Tensor:
-    """Return this rank's part of the token counts of all experts since the last log line.
+    """Return this rank's contribution to all experts' token counts since the last log line.
 
-    At iterations without a log line the result is empty, and counting continues. The parts of all
-    ranks add up to the counts of the whole model: fp32, all experts of the first mixture layer,
-    then those of the second, and so on.
+    At iterations without a log line the result is empty, and counting continues. The contributions
+    of all ranks add up to the counts of the whole model: fp32, all experts of the first mixture
+    layer, then those of the second, and so on.
     """
     device = run.device.torch_device
     if (run.progress.iteration + 1) % run.config.logging.log_interval:
@@ -73,7 +73,8 @@ class ExpertLoad:
 
     Attributes:
         layers: For each mixture layer, by its index from 0, the tokens of each expert divided by an
-            even share: 1 if all experts have the same number of tokens, 0 for one without tokens.
+            even share, `[experts]`: 1 if all experts have the same number of tokens, 0 for one
+            without tokens.
     """
 
     layers: dict[int, NDArray[np.float64]]

@@ -61,7 +61,7 @@ class RunRecord:
 
 
 def store_of(config: RunConfig, layout: Layout) -> NonPersistentStore | None:
-    """Return the run's non-persistent checkpoints, or `None` if it has none. Collective.
+    """Return the store of the run's non-persistent checkpoints, if it has any. Collective.
 
     Raises:
         StorageError: A folder cannot be created.

@@ -1,4 +1,4 @@
-r"""Find a learning rate: train briefly while it grows, and find where the loss falls and rises.
+r"""Find a learning rate: train briefly at growing rates, and see where the loss falls and rises.
 
     python tools/find_lr.py --output runs/rates -- pretrain_gpt.py --config examples/gpt_tiny.yaml
     python tools/find_lr.py --output runs/rates -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
@@ -27,7 +27,7 @@ from megatron.errors import ConfigError, DataError
 _LEAST_ITERATIONS = 30  # fewer points do not distinguish a trend from noise
 _CLEAR = 4.0  # a fall or rise counts if it is this many times the noise of a smoothed value
 _RISE = 0.1  # the loss counts as rising above its minimum plus this fraction of its fall
-_SHARE = 10.0  # a long run takes the rate with the lowest loss, divided by this
+_SHARE = 10.0  # a long run uses the rate with the lowest loss, divided by this
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The start of a bi-encoder from a pretrained BERT (--bert-load)."""
+"""Initialization of a bi-encoder from a pretrained BERT (--bert-load)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLAG = "--bert-load"
 
 
 class StartFromBert(Extras):
-    """The first start of a bi-encoder: both towers take the weights of the BERT in --bert-load."""
+    """Initialization of both towers of a bi-encoder with the weights of the BERT in --bert-load."""
 
     def begin(self, run: Run) -> None:
         """Load the BERT, unless the run continues from its own checkpoint. Collective."""

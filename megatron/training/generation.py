@@ -1,4 +1,4 @@
-"""Answers of the model during training: the inference engine with the current weights."""
+"""The model's answers during training, from the inference engine with the current weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BLOCK = 16  # tokens in a block of the cache
 
 
 class GeneratedAnswer(NamedTuple):
-    """An answer of the model to a prompt.
+    """The model's answer to a prompt.
 
     Attributes:
         tokens: Its token ids, including the one that ended it, if any.
@@ -45,7 +45,7 @@ class GeneratedAnswer(NamedTuple):
 
 
 class AnswerGenerator:
-    """The engine of a run's own model. Every method is collective over `copy`.
+    """An inference engine for a run's own model. Every method is collective over `copy`.
 
     Args:
         run: The run.

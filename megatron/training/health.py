@@ -301,7 +301,7 @@ def _odd(
         hosts = ", ".join(dict.fromkeys(rows[rank].host for rank in odd))
         theirs = ", ".join(dict.fromkeys(values[rank] for rank in odd))
         others = ranks_text(frozenset(ranks) - set(odd))
-        told = f"{ranks_text(odd)} (on {hosts}): other {what} than {others}"
+        told = f"{ranks_text(odd)} (on {hosts}): different {what} from {others}"
         yield f"{told}: {theirs} instead of {usual}"
 
 

@@ -44,7 +44,7 @@ def schedule_of(run: Run, micro_batches: int, *, trains: bool = True) -> Schedul
 def message_shape(
     config: RunConfig, layout: Layout, tokens: int, texts: int
 ) -> tuple[int, int, int]:
-    """Return the shape of a message between pipeline stages: this rank's part of [s, b, h].
+    """Return the shape of a message between pipeline stages: this rank's shard of [s, b, h].
 
     Retro's messages also contain the hidden states of all neighbors.
 
@@ -65,7 +65,7 @@ class Passes:
 
     Args:
         run: The model's parts and their settings.
-        batches: This rank's micro-batches. `count` of them are taken.
+        batches: This rank's micro-batches. `count` of them are used.
         count: The number of micro-batches.
         first_sample: The index of the first sample in the sample order; `None` means that
             dropout is not seeded.
@@ -133,7 +133,7 @@ class Passes:
         )
 
     def begin(self) -> None:
-        """Run the first forward pass ahead of `forward_backward`. It needs the whole model here."""
+        """Run the first forward pass ahead of `forward_backward`. The whole model must be here."""
         journal = self._run.layout.journal
         with torch.enable_grad(), self._run.timers.measure("forward-backward"):
             journal.enter("first forward pass, ahead of time")
@@ -254,7 +254,7 @@ class Passes:
         run.device.seed(derive_seed(seed, "place", *place) if any(place) else seed)
 
     def _batch(self, micro_batch: int, *, is_last_use: bool) -> Batch:
-        """Return the micro-batch on the device, kept until the last part here has used it."""
+        """Return the micro-batch on the device. It is kept until the last part here has used it."""
         while len(self.sample_ids) <= micro_batch:
             loading = f"loading of micro-batch {len(self.sample_ids)}"
             with (
@@ -272,7 +272,7 @@ class Passes:
             if self._length is not None:
                 batch = shorten(batch, self._length)
             if self._run.config.training.calculate_per_token_loss:
-                # Every process counts labels, because all divide their gradients by their number.
+                # Every process counts labels, because each divides its gradients by the total.
                 mask = self._run.recipe.loss_mask(batch, self._run.config, self._run.tokenizer)
                 self.labels = mask.numel()
                 self.counted.append(mask.sum(dtype=torch.float64))

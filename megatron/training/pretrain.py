@@ -56,7 +56,7 @@ class Extras:
     def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
         """Do other work instead of training if the flags ask for it, and return whether they do.
 
-        Nothing is built yet.
+        It is called before anything is built.
         """
         return False
 
@@ -84,12 +84,12 @@ def main(
     """Run one process of a pretraining job.
 
     Args:
-        recipe: The kind of pretraining.
+        recipe: The recipe, which defines model, data and loss.
         argv: The command line, or `None` for the process's own.
         extras: Additional steps, if any.
         choose: For a program with several kinds of training, a function that returns the recipe and
-            the steps that the flags ask for, instead of the two above. All have the architecture
-            and the program of `recipe`.
+            the steps that the flags ask for, instead of the two above. All of its recipes have the
+            architecture and the program of `recipe`.
 
     Returns:
         The exit code: 0 after a complete run; 3 if a signal made the run save and exit; 141 if it
@@ -145,7 +145,7 @@ def pretrain(
 
     Args:
         config: The run's configuration.
-        recipe: The kind of pretraining.
+        recipe: The recipe, which defines model, data and loss.
         launch: The ranks of this process, from the launcher.
         started: The `time.monotonic` time at which the process began.
         extras: Additional steps, if any.
@@ -154,7 +154,7 @@ def pretrain(
         The exit code.
     """
     extras = extras or Extras()
-    at_end = ExitStack()  # callbacks for the end of the process groups
+    at_end = ExitStack()  # callbacks to run when the process groups end
     crashes = None if config.checkpoint.save is None else CrashLog(config.checkpoint.save)
     with (
         processes(config, launch, at_end, crashes) as (device, layout),

@@ -80,8 +80,8 @@ class Recipe(Protocol):
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label of a micro-batch that contributes to the loss, and 0 otherwise.
 
-        --calculate-per-token-loss uses it. Sequences are whole. The shape is constant during a run:
-        `[b, s]` if labels are tokens.
+        It is used with --calculate-per-token-loss. `batch` contains whole sequences. The shape of
+        the result is constant during a run: `[b, s]` if labels are tokens.
         """
 
     def forward(

@@ -1,4 +1,4 @@
-"""Recordings of a micro-batch's forward and backward passes, replayed for later ones.
+"""Recordings of a micro-batch's forward and backward passes, replayed for later micro-batches.
 
 A GPU then receives all kernels of each pass in one call (a CUDA graph). In small models, the host
 takes longer to launch a kernel than the kernel takes to run.
@@ -28,7 +28,7 @@ from megatron.training.recipe import Batch
 
 logger = logging.getLogger(__name__)
 
-# Parts of a micro-batch that a recorded pass omits, because they differ each time.
+# Fields of a micro-batch that a recorded pass omits, because they differ each time.
 _UNRECORDED = ("id", LONGEST_SEGMENT)
 MOST_RECORDINGS = 8  # recording batches whose shapes keep changing is not worth the memory
 
@@ -78,7 +78,7 @@ _Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class _Recording:
-    """A recording: the memory that its kernels read and write, and functions that run them.
+    """A recorded pass: the memory that its kernels read and write, and functions that run them.
 
     Attributes:
         inputs: The micro-batch.
@@ -194,12 +194,13 @@ class RecordedPasses:
                 error.add_note("This pass could not be recorded: drop --cuda-graph-impl.")
                 raise
             logger.warning(
-                "--cuda-graph-impl auto: passes are not recorded, because that failed: %s", error
+                "--cuda-graph-impl auto: passes are not recorded, because recording failed: %s",
+                error,
             )
             self._works = False
             return None
         finally:
-            self._forget()  # its memory belongs to the recording
+            self._forget()  # what the pass left is in the memory of the recording
 
 
 class _Replay(torch.autograd.Function):

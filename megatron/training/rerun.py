@@ -1,12 +1,12 @@
-"""A second computation of suspicious updates (`--rerun-mode`): is it the machine or the data?
+"""A second computation of suspicious updates (`--rerun-mode`): is a machine or the data at fault?
 
 An update is suspicious if its loss or gradients are not finite, or if it is a spike (`--on-spike`).
 Its weights have not changed, so the same passes run again, with the same samples, weights and
 dropout. If the values now differ, a machine made a transient error. If they are the same, the cause
 is the data, or a machine that is wrong every time.
 
-Each rank also keeps a value for the output of each pass, and one for each bucket of its own
-gradients. They show where the two computations diverge.
+Each rank also keeps a fingerprint of the output of each pass, and of each bucket of its own
+gradients. The fingerprints show where the two computations diverge.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Rerun:
         ranks: If they differ, the ranks whose own values changed first; empty if only sums over
             ranks changed.
         hosts: The machines of these ranks or, if there are none, of all ranks.
-        undo: A function that returns the run to the position before the update.
+        undo: A function that returns the run to its position before the update.
     """
 
     first: dict[str, float]
@@ -113,7 +113,7 @@ class Reruns:
         self._note_gradients()
 
     def _note_gradients(self) -> list[Tensor]:
-        """Return the values recorded for this rank's gradients, and start recording anew."""
+        """Return the fingerprints of this rank's gradients, and start recording anew."""
         return [] if self._buffer is None else self._buffer.take_prints()
 
     def is_suspicious(self, result: StepResult) -> bool:
@@ -179,7 +179,7 @@ class Reruns:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Restore the routers' biases from before the update, and discard what they record."""
+        """Run the body with the routers' earlier biases, and discard what the routers record."""
         states = self._run.layers.routers.states
         biases = [state.bias for state in states if state.bias is not None]
         now = [bias.clone() for bias in biases]

@@ -33,7 +33,7 @@ from megatron.training.timers import OperationClock, SaveClock, SectionClock, Ti
 
 @dataclass
 class Progress:
-    """Counters that a checkpoint carries.
+    """Counters that are saved in a checkpoint.
 
     Attributes:
         iteration: The number of updates tried so far, including skipped iterations.
@@ -65,7 +65,7 @@ class ParallelModel:
         parts: The modules.
         layers: The registry of their layers.
         ties: The parameters that other pipeline stages also hold.
-        amax_history: The history by which fp8 layers scale; empty if they use current amaxes.
+        amax_history: The amaxes by which fp8 layers scale; empty if they use current amaxes.
         weight_gradients: The queue in which a zero-bubble schedule defers weight gradients.
         gradients: The parts' gradients.
         forward: A function that runs a micro-batch through a part in training.
@@ -85,7 +85,7 @@ class ParallelModel:
 
 @dataclass(kw_only=True)
 class Run(ParallelModel):
-    """The parts that a step, a callback or a checkpoint needs, built once by `build.build_run`."""
+    """Everything that a step, a callback or a checkpoint needs, built once by `build.build_run`."""
 
     config: RunConfig
     recipe: Recipe
@@ -110,7 +110,7 @@ class Run(ParallelModel):
     save_at: Set[int] = frozenset()
     """Iterations after which to save, regardless of the interval: those that end an epoch."""
     corpus: str | None = None
-    """Fingerprint of the training data, on rank 0; None if tokens are generated."""
+    """Fingerprint of the training data, on rank 0; `None` if tokens are generated."""
     record: RunRecord | None = None
     """The run's identity, and when it was first started; `None` without --save."""
     useful_seconds: float = 0.0
@@ -141,7 +141,7 @@ class Run(ParallelModel):
 
     @property
     def schedule_position(self) -> int:
-        """The position of the next update in the schedules, in their unit."""
+        """The position of the next update in the schedules, in samples or tokens."""
         if self.schedules.learning_rate.in_tokens:
             return self.progress.consumed_tokens
         return self.progress.scheduled_samples
@@ -155,7 +155,7 @@ class Run(ParallelModel):
 
     @property
     def is_log_rank(self) -> bool:
-        """Whether this is the last rank, which logs: in a pipeline it has the loss."""
+        """Whether this is the last rank, which writes the log because it has the loss."""
         return self.layout.world.is_last
 
     @property

@@ -22,7 +22,7 @@ class SpikeWatch:
     A limit is the median of the last `--spike-window` applied updates plus a threshold times their
     spread, the standard deviation estimated from the median absolute deviation. A few outliers
     affect neither. There is no limit until the window is full. Limits depend on these values alone,
-    which checkpoints hold, so a run that resumes finds the same spikes.
+    which are saved in checkpoints, so a resumed run finds the same spikes.
     """
 
     def __init__(self, options: TrainingConfig) -> None:
@@ -52,7 +52,7 @@ class SpikeWatch:
             self._values.setdefault(name, deque(maxlen=self._window)).append(value)
 
     def describe(self, values: Mapping[str, float]) -> str:
-        """Return which values exceed their limits, for the log."""
+        """Describe which values exceed their limits, for the log."""
         return ", ".join(
             f"{name} {value:.6g} exceeds {self.limit(name):.6g} (the median of "
             f"{self._window} updates is {statistics.median(self._values[name]):.6g})"

@@ -281,7 +281,7 @@ def _may_look_ahead(run: Run) -> bool:
 
 
 class _Reading:
-    """The values that the host reads from an update, all in one read because each read waits."""
+    """The values that the host reads from an update, all at once because each read waits."""
 
     def __init__(self, run: Run, passes: Passes) -> None:
         """Add up the losses over the ranks. Collective."""
@@ -398,10 +398,11 @@ def reduce_losses(
 
 
 def router_losses(run: Run, micro_batches: int) -> Tensor:
-    """Return this rank's part of the losses of the expert routers, and reset the losses.
+    """Return this rank's contribution to the expert routers' losses, and reset the losses.
 
-    The parts of all ranks add up to means over micro-batches: fp32, all losses of the first mixture
-    layer in the order of `ExpertOptions.auxiliary_losses`, then those of the second, and so on.
+    The contributions of all ranks add up to means over micro-batches: fp32, all losses of the first
+    mixture layer in the order of `ExpertOptions.auxiliary_losses`, then those of the second, and so
+    on.
     """
     none = torch.zeros(len(run.config.model.auxiliary_losses), device=run.device.torch_device)
     layers = dict.fromkeys(mixtures_of(run.plan), none)

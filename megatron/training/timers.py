@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function  # torch.profiler takes long to import
+from torch.autograd.profiler import record_function  # torch.profiler is slow to import
 
 from megatron.device import Device
 from megatron.parallel.collectives import all_gather
@@ -45,7 +45,7 @@ class Timers:
         device: The device to synchronize at the beginning and end of every timed block.
         world: The ranks whose times are compared.
         barrier: Whether level-1 timers of all ranks start and stop together.
-        sections: A clock that is told which part of an update begins, at any level.
+        sections: A clock that is notified when a section of an update begins, at any level.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class SectionClock:
             self._spans.append((self._mark(), section))
 
     def begin_wait(self, transfer: Transfer) -> None:
-        """Attribute time from now on to the communication, unless another stream waits for it."""
+        """Attribute the time from now on to communication, unless another stream waits for it."""
         if self._section is not None and self._device.stream == self._stream:
             waits = self._waits.get(transfer.ranks) if transfer.number is not None else None
             self._spans.append((self._mark(), waits))
@@ -200,7 +200,7 @@ class SectionClock:
 
 
 class ReadyClock:
-    """The time during which this thread was ready to run but had no core, as counted by Linux."""
+    """A clock of the time in which this thread was ready but had no core, as counted by Linux."""
 
     def __init__(self) -> None:
         """Open the thread's counters, if the system has them."""

@@ -69,11 +69,11 @@ def test_alike_ranks_do_not_stand_out() -> None:
             "rank 3 (on gpu-01) computes wrong results: the same product had different bits when "
             "it was repeated",
         ),
-        ({"digest": 8}, "rank 3 (on gpu-01): other results than ranks 0-2: 8 instead of 7"),
+        ({"digest": 8}, "rank 3 (on gpu-01): different results from ranks 0-2: 8 instead of 7"),
         ({"clock": 1e9 + 7.5}, "rank 3 (on gpu-01): its clock is +7.5 s from the others'"),
         (
             {"versions": {"torch": "2.11", "NCCL": "2.27"}},
-            "rank 3 (on gpu-01): other version of NCCL than ranks 0-2: 2.27 instead of 2.28",
+            "rank 3 (on gpu-01): different version of NCCL from ranks 0-2: 2.27 instead of 2.28",
         ),
     ],
 )

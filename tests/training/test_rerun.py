@@ -173,7 +173,7 @@ def test_other_machines_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / FILE).write_bytes(kept)
     _, code, events = _bad_data(monkeypatch, *flags, samples=frozenset())
     assert code == 0
-    assert "is sound now: a machine among them computes wrong results" in events[0]
+    assert "is no longer suspicious: one of these machines computes wrong results" in events[0]
 
 
 @pytest.mark.parametrize("flags", ["", _MIXTURE])
@@ -193,7 +193,9 @@ def test_statistics_of_every_update(capsys: pytest.CaptureFixture[str]) -> None:
     plain = train_toy(Layout.single(), words)[1]
     twice = train_toy(Layout.single(), [*words, "--rerun-mode", "report_stats"])[1]
     assert fingerprint(twice) == fingerprint(plain)
-    line = " computed twice | updates: 4 | with other losses: 0 | largest relative difference: 0 |"
+    line = (
+        " computed twice | updates: 4 | with different losses: 0 | largest relative difference: 0 |"
+    )
     assert line in capsys.readouterr().out
     rerun = Rerun({"lm loss": 2.0}, {"lm loss": 2.5}, False, [], [])
     assert largest_difference(rerun) == 0.2

@@ -90,7 +90,7 @@ def _is_due(run: Run, iteration: int) -> bool:
 class Goodput(Callback):
     """A callback that reports goodput, the share of time since the first start spent in steps.
 
-    Checkpoints carry the sum, so a step that is repeated after a restart counts only once.
+    Checkpoints store the sum, so a step that is repeated after a restart counts only once.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class LogLine(Callback):
         self._start = 0.0
 
     def on_start(self, run: Run) -> None:
-        """Start counting, before the first step and after each line."""
+        """Reset the counts, before the first step and after each log line."""
         self._seconds = 0.0
         self._sums: dict[str, float] = {}
         self._iterations = self._counted = self._skipped = self._nan = self._tokens = 0

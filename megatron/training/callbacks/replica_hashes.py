@@ -120,7 +120,7 @@ def _differences(axis: Axis, tensors: Mapping[str, Tensor], device: torch.device
 
 
 def _odd_ones(ranks: Sequence[int], hashes: Sequence[int]) -> str:
-    """Return which ranks differ from the majority, if there is one."""
+    """Describe which ranks differ from the majority, if there is one."""
     ((usual, count), *_) = Counter(hashes).most_common()
     if 2 * count <= len(ranks):
         return f"of ranks {', '.join(map(str, ranks))} (too few agree to tell which is wrong)"

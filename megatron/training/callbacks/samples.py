@@ -50,7 +50,7 @@ class SampleAnswers(Callback):
         return (run.progress.iteration + 1) % self._interval == 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Answer the prompts if it is time to, unless the run ends immediately."""
+        """Answer the prompts if answers are due, unless the run ends immediately."""
         if run.progress.iteration % self._interval or (leave is not None and leave.at_once):
             return
         answers = self._generator.answer(self._requests)

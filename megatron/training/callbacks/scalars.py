@@ -41,7 +41,7 @@ class RunStart:
         tokens_per_sample: The number of tokens in a sample.
         settings: The value of every setting, keyed by its flag.
         changed: The flags whose values differ from their defaults, because they were given or
-            follow from others.
+            derived from others.
         facts: Versions, and the rows of the start-up panel.
     """
 
@@ -170,7 +170,7 @@ class TensorBoardWriter:
 class WandbWriter:
     """A Weights & Biases run, resumed if `--wandb-id` is given.
 
-    Its files are in the folder in which Megatron puts them.
+    Its files are written to the same folder as in Megatron.
 
     Raises:
         ConfigError: The package is missing, no user is logged in, or the server refuses the run.
@@ -218,7 +218,7 @@ class WandbWriter:
         self.write(load.scalars(), iteration, samples)
 
     def write_start(self, start: RunStart, iteration: int, samples: int) -> None:
-        """Do nothing: the settings were given to `init`, and the package records versions."""
+        """Do nothing: the settings were passed to `init`, and the package records versions."""
 
     def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
         """Do nothing: the package saves the log, which contains the events."""
@@ -373,15 +373,15 @@ class Scalars(Callback):
             self._write(run, step_scalars(run, outcome, norm, seconds) | more)
 
     def after_skipped(self, run: Run) -> None:
-        """Write that the iteration was skipped."""
+        """Record that the iteration was skipped."""
         self.event(run, "skipped iteration", "--iterations-to-skip")
 
     def on_end(self, run: Run, leave: Leave | None) -> None:
-        """Write why training ended."""
+        """Record why training ended."""
         self.event(run, "end", "training is complete" if leave is None else leave.reason)
 
     def on_failure(self, run: Run) -> None:
-        """Write the error that ends training."""
+        """Record the error that ends training."""
         error = sys.exception()
         self.event(run, "failure", f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
 

@@ -29,7 +29,7 @@ class _SkipReason:
     Attributes:
         what: A description of what is wrong, and in which iteration.
         skips: Whether the flags ask to skip such updates and continue.
-        remedy: The remedy if they do not.
+        remedy: The remedy if the flags do not ask for that.
         limit: The number of such updates in a row that the flags allow.
         flag: The flag that sets the limit.
     """
@@ -66,7 +66,7 @@ class SkippedUpdates(Callback):
         """
         self._scalars, self._checkpoints, self._often = scalars, checkpoints, often
         self._in_a_row = 0
-        self._rewinds: dict[int, int] = {}  # how many times the run went back to a checkpoint
+        self._rewinds: dict[int, int] = {}  # how often the run went back, by iteration
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """End the run, rewind, or count the skipped update.

@@ -117,7 +117,7 @@ class HealthCheck(Callback):
 
 
 class ProgressBar(Callback):
-    """A live bar with loss, speed and time left, on the error stream."""
+    """A live progress bar with loss, speed and time left, on stderr."""
 
     def on_start(self, run: Run) -> None:
         """Draw the bar."""

@@ -52,12 +52,12 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Comparisons of all ranks' times, and the ranks that are slow in several of them in a row.
+    """A detector of ranks that are slow in several consecutive comparisons of all ranks' times.
 
     A rank's time is compared with the median over all ranks of its pipeline stage, which do the
     same work, or with that of the other rank if there are two. A rank alone in its stage is
-    compared with its own times in the first comparisons, unless the other ranks have slowed down as
-    well.
+    compared with its own times in the first comparisons, multiplied by the factor by which the
+    other ranks have slowed down since then.
 
     All ranks of a group wait equally long for a slow connection, and the last one to join a
     collective waits only for the connection. The shortest time in a group is therefore compared
@@ -97,7 +97,7 @@ class StragglerWatch:
                 whole update.
 
         Returns:
-            The stragglers found now, and those that are no longer slow, in words.
+            The stragglers found now, and descriptions of those that are no longer slow.
         """
         least = _LEAST * statistics.median(times["update"])
         found = {}

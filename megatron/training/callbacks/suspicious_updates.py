@@ -23,7 +23,7 @@ from megatron.training.step import StepOutcome
 
 FILE = "suspicious_iteration.json"  # in --save
 _MAX_BYTES = 2**16
-_LEAST = 1e-30  # a divisor that is not 0
+_LEAST = 1e-30  # the smallest divisor, so that nothing is divided by 0
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class SuspiciousUpdates(Callback):
 
         Raises:
             TransientFaultError: A machine made an error.
-            SuspiciousResultError: Other machines must tell whether the machine or the data is at
-                fault.
+            SuspiciousResultError: Other machines must compute the update to show whether a machine
+                or the data is at fault.
         """
         rerun, at = outcome.rerun, run.progress.iteration
         before = self._suspicion
@@ -80,8 +80,8 @@ class SuspiciousUpdates(Callback):
             if known is not None:
                 self._tell(
                     run,
-                    f"iteration {at} gave {known.told} on {', '.join(known.hosts)}, and is sound "
-                    "now: a machine among them computes wrong results",
+                    f"iteration {at} gave {known.told} on {', '.join(known.hosts)}, and is no "
+                    "longer suspicious: one of these machines computes wrong results",
                 )
             return
         if not rerun.is_same:
@@ -133,7 +133,7 @@ class SuspiciousUpdates(Callback):
         )
 
     def _save(self, run: Run) -> str:
-        """Save unless that is already done, and return words for the message. Collective."""
+        """Save unless that is already done, and return a clause for the message. Collective."""
         at = run.progress.iteration
         if self._checkpoints is None or at == 0:
             return ""
@@ -162,14 +162,14 @@ class ResultDifferences(Callback):
         self._found: list[float] = []
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Note the largest relative difference, and print a line at each log interval."""
+        """Record the largest relative difference, and print a line at each log interval."""
         assert outcome.rerun is not None
         self._found.append(largest_difference(outcome.rerun))
         if run.progress.iteration % run.config.logging.log_interval:
             return
         if run.is_log_rank:
             say(
-                f" computed twice | updates: {len(self._found)} | with other losses: "
+                f" computed twice | updates: {len(self._found)} | with different losses: "
                 f"{sum(one > 0 for one in self._found)} | largest relative difference: "
                 f"{max(self._found):.3g} |"
             )
@@ -177,7 +177,7 @@ class ResultDifferences(Callback):
 
 
 def largest_difference(rerun: Rerun) -> float:
-    """Return the largest relative difference of a loss; infinite if only one is finite."""
+    """Return the largest relative difference of a loss; infinite if one is not finite."""
     if rerun.is_same:
         return 0.0
     pairs = [(rerun.first[name], second) for name, second in rerun.second.items()]
