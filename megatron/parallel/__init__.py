@@ -1,6 +1,6 @@
 """Distribution of tensors over processes, and communication between processes.
 
-    layout               the grid of processes and this process's place in it
+    layout               the grid of processes and this process's position in it
     collectives          communication, each operation with its backward pass
     build                the context that a layer is built in: layout, device, kernels
     layers, linear       layers with split weights, which multiply by `products`
@@ -16,7 +16,7 @@
     pipeline             schedules as data, and their execution
     context              attention over split sequences
     cross_entropy, distillation  losses over a split vocabulary
-    journal              a record of what a process waits for, to explain a hang
+    journal              a record of what a process waits for, used to explain hangs
 
 With `layout.Layout.single()`, layers run on one process.
 """

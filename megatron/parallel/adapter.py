@@ -177,8 +177,8 @@ class Adapter(nn.ModuleDict):
             x: The layer's input [s, b, in], as in `Linear.forward`.
 
         Returns:
-            The input for the product with the frozen weight, and the low-rank product [s, b,
-            ranks] for `add_product`.
+            The input for the product with the frozen weight, and the low-rank product for
+            `add_product`, [s, b, ranks], where ranks is the sum of the adapters' ranks.
         """
         plan, tensor = self.plan, self.layout.tensor
         a = self._joined_a()
@@ -384,8 +384,8 @@ class _AdaptedProduct(torch.autograd.Function):
 class _DownProduct(torch.autograd.Function):
     """Return x, for the product with the frozen weight, and x A^T.
 
-    When the backward pass arrives here, the gradient of x is complete except for the part from x
-    A^T. The product that computes this part adds it in the same pass over memory.
+    When the backward pass arrives here, the gradient of x is complete except for the term from
+    x A^T. The product that computes this term adds it in the same pass over memory.
     """
 
     @staticmethod
@@ -404,7 +404,7 @@ class _DownProduct(torch.autograd.Function):
 
 
 class _AddProduct(torch.autograd.Function):
-    """A product low B^T that is added to `out` in place, in the same pass over memory."""
+    """The sum out + low B^T, computed in place and in one pass over memory."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, low: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The bucket plan: the layout of gradients and weights in flat buffers, and the order of sending.
+"""The bucket plan: the layout of gradients and weights in flat buffers, and the sending order.
 
 A plan is pure data, computed from the names, shapes and traits of parameters without any tensor or
 process. It can be printed, compared and tested on its own. `gradients` and `weights` carry it out.
@@ -76,7 +76,7 @@ def row_shards(rows: int, elements: int, shards: int) -> list[Span]:
 def runs(
     members: Iterable[tuple[nn.Parameter, Span]], select: Callable[[nn.Parameter], bool]
 ) -> Iterator[Span]:
-    """Yield the fewest spans that hold all selected parameters and none of the others.
+    """Yield the fewest spans that cover all selected parameters and no others.
 
     Args:
         members: Parameters with their slots, in the order of the slots.
@@ -108,7 +108,7 @@ class ParameterTraits:
         comes_first: In stage 2, whether the backward pass reaches this tied parameter first. This
             is the word embedding table if the output layer shares it, although it is the model's
             first parameter.
-        may_be_idle: Whether an iteration may compute no gradient (an idle expert, an unused
+        may_be_idle: Whether an iteration may compute no gradient for it (an idle expert, an unused
             adapter). Such parameters have their own buckets, which are sent last so that no other
             bucket waits for them.
         needs_whole: Whether the update needs the whole tensor on one process, not a shard of it.
@@ -388,6 +388,6 @@ def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]
 
 
 def is_even(sizes: Sequence[int], shards: int) -> bool:
-    """Return whether shards that hold whole tensors have little padding."""
+    """Return whether whole tensors can be distributed over shards with little padding."""
     most = sum(sizes) / (1 - MOST_PADDING)
     return max(sizes) * shards <= most and deal(sizes, shards)[1] * shards <= most

@@ -98,11 +98,11 @@ class BuildContext:
     Attributes:
         layout: The grid of processes as this process sees it.
         device: The device on which the model runs.
-        parameter_device: The device on which parameters are allocated; "meta" leaves them without
+        parameter_device: The device on which parameters are allocated; "meta" allocates no
             memory. `None` means `device`.
         dtype: The data type of the parameters.
         layer: The number of the layer that is being built, from 1; 0 outside of layers.
-        precision: The other settings of number formats.
+        precision: The remaining precision settings.
         kernels: The implementation of each operation.
         overlap: Whether to communicate while computing. The results are the same without it.
         exchange: The exchange through which split layers send rows part by part while they
@@ -113,7 +113,7 @@ class BuildContext:
             computes them immediately.
         registry: The registry in which layers record what they will need once the model is
             complete.
-        recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
+        recomputed: The modules of a layer that the backward pass recomputes (--recompute-modules).
         frozen_format: The format in which linear layers keep frozen weights; `None` keeps them in
             `dtype`.
         halves_experts: Whether mixtures train on two halves of a micro-batch, so that one half is
@@ -160,7 +160,7 @@ class BuildContext:
         is_matrix: bool = False,
         matrices: Matrices | None = None,
     ) -> nn.Parameter:
-        """Allocate a parameter, or this rank's equal share of it along `split_dim`.
+        """Allocate a parameter, or this rank's shard of it along `split_dim`.
 
         Args:
             shape: The shape of the whole parameter.
@@ -218,7 +218,7 @@ class BuildContext:
         return parameter
 
     def keeping(self, module: str) -> Callable[[], AbstractContextManager[object]]:
-        """Return a function that returns a context for each call of a module.
+        """Return a function that creates a context manager for each call of a module.
 
         In this context, autograd keeps tensors in host memory if --offload-modules names the
         module.

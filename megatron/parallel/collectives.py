@@ -1,4 +1,4 @@
-"""Communication inside the network. Each operation comes with its backward pass.
+"""Communication within the model. Each operation comes with its backward pass.
 
 On an axis of one process, every function is the identity. The functions at the top support
 autograd; those at the bottom do not. `Communication` serves the split products in `linear`.
@@ -251,10 +251,10 @@ class InTransit:
 
 
 class RowMap(Protocol):
-    """A linear map of received rows with its gradient."""
+    """A linear map of received rows, and its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the result."""
+        """Return the map applied to the received rows."""
 
     def backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the received rows, given the gradient of the result."""
@@ -492,7 +492,7 @@ ALONE = Communication()
 
 
 class _Communicate(torch.autograd.Function):
-    """A communication with another communication as its backward pass."""
+    """A collective whose backward pass is another collective."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that tensor ranks split, without fp32 copies of logits.
+"""Cross entropy over a vocabulary split over tensor ranks, without fp32 copies of logits.
 
 Logits are the largest activation of a language model. This module keeps a single copy of them in
 their original format, and their gradient may reuse its memory. `linear_cross_entropy` never holds
@@ -89,7 +89,7 @@ def local_labels(labels: Tensor, axis: Axis, size: int) -> Tensor:
 def join_statistics(
     part: Statistics, local: Tensor, size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return maxima, sums of exponentials and losses of whole rows [n], with two collectives."""
+    """Return the maxima, exponential sums and losses of whole rows [n], with two collectives."""
     if axis.size == 1:
         return part.maxima, part.sums, part.sums.log() - (part.targets - part.maxima)
     maxima = all_reduce(part.maxima.clone(), axis, dist.ReduceOp.MAX)
@@ -124,14 +124,14 @@ def linear_cross_entropy(
 ) -> ChunkedLoss:
     """Return the cross entropy of x W^T + bias, computed from a few rows of logits at a time.
 
-    While a chunk of logits exists, the forward pass already computes the gradients of sum(losses *
-    loss_mask), so that no product is computed twice. The backward pass multiplies them by the
-    gradient of that sum, a single number. Only this sum can be differentiated.
+    While a chunk of logits exists, the forward pass already computes the gradients of
+    sum(losses * loss_mask), so that no product is computed twice. The backward pass multiplies them
+    by the gradient of that sum, a single number. Only this sum can be differentiated.
 
     Args:
-        call: The factors of the product that gives the logits: the input [s, b, h], or this rank's
-            part [s/t, b, h] with sequence parallelism; this rank's rows of the weight, [v/t, h];
-            and the bias [v/t].
+        call: The operands of the product that yields the logits: the input [s, b, h], or this
+            rank's part [s/t, b, h] with sequence parallelism; this rank's rows of the weight,
+            [v/t, h]; and the bias [v/t].
         labels: The labels [s, b], as ids in the whole vocabulary.
         communication: The communication around the product.
         loss_mask: The weight of each token's loss, [s, b]; `None` means 1.
@@ -249,8 +249,8 @@ class _HeadGradients:
     def add(self, rows: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
         """Add the contribution of `rows`.
 
-        `of_logits` is the gradient of these rows' logits, [rows, v/t], and `x` their input, [rows,
-        h].
+        `of_logits` is the gradient of these rows' logits, [rows, v/t], and `x` is their input,
+        [rows, h].
         """
         torch.mm(of_logits, weight, out=self.input.flatten(0, -2)[rows])
         if self.weight is not None:

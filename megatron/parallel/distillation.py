@@ -1,4 +1,4 @@
-"""Divergence from a teacher's distribution over a vocabulary that tensor ranks split.
+"""Divergence from a teacher's distribution over a vocabulary split over tensor ranks.
 
 Logits keep their format. fp32 values exist only for a few tokens at a time.
 """
@@ -38,8 +38,8 @@ class VocabularyPart(NamedTuple):
 
     Attributes:
         axis: The tensor axis.
-        entries: The number of the tokenizer's entries. The padding after them is not part of a
-            teacher's distribution.
+        entries: The size of the tokenizer's vocabulary. The padding after its entries is not part
+            of a teacher's distribution.
     """
 
     axis: Axis
@@ -252,7 +252,7 @@ class _TopChunk:
 
 
 def _find(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
-    """Find ids [n, k] among this rank's `real` entries, whose ids begin with `first`.
+    """Find ids [n, k] among this rank's `real` entries, whose ids begin at `first`.
 
     Returns:
         The index of each id among the entries, [n, k], which is `real` if another rank holds the

@@ -5,10 +5,10 @@ parts when it needs them. The messages between an `open` and its `close` are one
 All ranks start the same uses in the same order. In step i, a rank sends to the i-th rank after it
 and receives from the i-th rank before it, cyclically.
 
-On a GPU, ranks write into each other's memory. Each rank keeps track of which part of it is free
-(`Ledger`) without asking the others. The ranks are not synchronized, but each makes the same calls
-in the same order. When a rank has sent rows for a use, its queue has therefore already closed every
-use that the code closes before this use.
+On a GPU, ranks write into each other's memory. Each rank keeps track of which slots of that memory
+are free (`Ledger`) without asking the others. The ranks are not synchronized, but each makes the
+same calls in the same order. When a rank has sent rows for a use, its queue has therefore already
+closed every use that the code closes before this use.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Use(Protocol):
 
 
 class Exchange(Protocol):
-    """The means by which ranks send rows to each other. Two uses of it may be open at a time."""
+    """A way for ranks to send rows to each other. Two uses of it may be open at a time."""
 
     axis: Axis
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """Return whether messages of this many elements can be sent. All ranks return the same."""
+        """Return whether messages of this many elements can be sent, the same on all ranks."""
 
     def open(self, rows: Tensor) -> Use:
         """Begin a use whose messages have the shape and type of `rows`."""

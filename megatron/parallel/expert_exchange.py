@@ -47,7 +47,7 @@ class Arrived:
             -1 for experts of other processes.
         weights: The weights of these choices, fp32 [R, k].
         count: A function that returns how many choices are experts on this process, and may wait
-            for the device; `None` if any number of them may be.
+            for the device; `None` if the number is not needed.
         send_back: A function that starts sending the outputs for these tokens, [R, h], back. It
             returns a function that waits for the sums for this process's own tokens, [T, h]. `None`
             without an exchange.
@@ -86,7 +86,7 @@ def share_reached(experts: int, chosen: int, ranks: int) -> float:
 
     Args:
         experts: Total number of experts.
-        chosen: Number of experts of a token.
+        chosen: Number of experts per token.
         ranks: Number of processes that divide the experts.
     """
     elsewhere = experts - experts // ranks
@@ -110,10 +110,10 @@ class ExpertExchange:
     Args:
         layout: The grid of processes.
         experts: Total number of experts.
-        chosen: Number of experts of a token.
+        chosen: Number of experts per token.
         library: Compiled kernels; `None` means PyTorch's operations.
-        exchange: The exchange that sends rows if all processes have the same number; `None` runs
-            collectives.
+        exchange: The exchange that sends rows if all processes have the same number of tokens;
+            `None` runs collectives.
 
     Attributes:
         local: Number of experts on each process.

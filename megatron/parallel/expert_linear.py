@@ -38,7 +38,8 @@ class ExpertLinear(nn.Module):
     then has a gradient for the bias, and all ranks send their buckets in the same order.
 
     Args:
-        shape: Shape of all weights: experts, outputs (or parts and outputs per part), inputs.
+        shape: Shape of all weights: experts, outputs (or projections and outputs per projection),
+            inputs.
         context: Layout, device, kernels and number formats.
         split_dim: The dimension that is split over expert tensor ranks.
         init: Distribution of the initial weights.

@@ -1,6 +1,6 @@
 """FP8 versions of a linear layer's three products, and the history that determines their scales.
 
-Both factors of each product are scaled to fill the format's range and rounded to 8 bits
+Both operands of each product are scaled to fill the format's range and rounded to 8 bits
 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). The scale comes from their current
 values (current scaling) or from the same tensors' values in earlier updates (delayed scaling).
 
@@ -9,7 +9,7 @@ scales by the amax of earlier updates reads it once and finds this update's amax
 (Transformer Engine's DelayedScaling). A layer's input, weight and gradient each have a slot
 (`AmaxSlot`). Within an update the slot's `held` is constant and its `found` only increases, so
 neither the number and order of micro-batches nor recomputation matters. Once per update, all slots
-of a process advance together, after a single maximum over all processes that hold a part or a
+of a process advance together, after one max-reduction over all processes that hold a part or a
 replica of the same layers: tensor, context and data-parallel ranks. All of them then have the same
 scales. The scales depend on global batches and not on how these are divided, with one exception: a
 process divides its losses, and therefore its gradients, by the number of its micro-batches. None of
@@ -135,7 +135,7 @@ class AmaxHistory:
 
     @torch.no_grad()
     def update(self, iteration: int) -> None:
-        """Add the amaxes just found to the history, as its newest entry. Collective.
+        """Add this update's amaxes to the history, as its newest entry. Collective.
 
         Values that are not finite are not recorded. If one gradient is not finite, no gradient is
         recorded: the loss scale was too high and made all of them too large, and it will be
@@ -191,8 +191,8 @@ class Fp8Format:
     Attributes:
         values: The format of inputs and weights.
         gradients: The format of output gradients, which need more range and less precision.
-        by_row: Whether each row of a factor has its own scale. Otherwise the whole factor has one
-            scale.
+        by_row: Whether each row of an operand has its own scale. Otherwise the whole operand has
+            one scale.
         weight_gradient: Whether the weight's gradient is also computed in 8 bits instead of the
             tensors' own format.
     """
@@ -259,8 +259,8 @@ class Fp8Products(Products):
         self._product = multiply
         self._weight: tuple[Fp8, Fp8] | None = None
         self.keeps_input = not form.weight_gradient
-        # With one scale for all rows of a factor and its transpose, it does not matter which ranks
-        # hold the rows.
+        # With one scale for all rows of an operand and its transpose, it does not matter which
+        # ranks hold the rows.
         self.can_be_cut = form.weight_gradient and not form.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
@@ -401,7 +401,7 @@ class Fp8Products(Products):
         return factor[1].view(torch.uint8)
 
     def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
-        """Return the factor with the transpose of all rows."""
+        """Return the operand with the transpose of all rows."""
         like, values, inverse = factor
         whole = Fp8(rows.view(values.dtype), inverse)
         return like, values, inverse, *self.casts.transpose(whole)
@@ -411,7 +411,7 @@ class Fp8Products(Products):
         return *weight, *factor[3:]
 
     def multiply_rows(self, factors: RowFactors, rows: Tensor, into: Tensor) -> None:
-        """Write the product of some rows, which use the scale of the whole factor."""
+        """Write the product of some rows, which use the scale of the whole operand."""
         _, values, inverse, *_ = factors.rows
         part, weight = Fp8(rows.view(values.dtype), inverse), Fp8(*factors.weight[:2])
         fast = not factors.backward

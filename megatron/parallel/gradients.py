@@ -1,6 +1,6 @@
 """Gradients in flat buffers, averaged over the processes that hold the same weights.
 
-`buckets.BucketPlan` says where each gradient is stored and when it is sent, and `GradientBuffer`
+`buckets.BucketPlan` defines where each gradient is stored and when it is sent, and `GradientBuffer`
 carries out the plan. If gradients have the parameter's dtype, autograd adds directly into the
 buffer. Otherwise (16-bit parameters, fp32 gradients) a hook adds each finished gradient to it.
 Alternatively, the code that computes a gradient asks for a `slot` and writes there itself: a
@@ -50,7 +50,7 @@ Parameters = Mapping[str, nn.Parameter]  # by name
 
 
 class PendingBucket:
-    """A bucket between the backward pass and the reduced gradient.
+    """A bucket of gradients that are being computed or reduced.
 
     Args:
         plan: The plan of the bucket.
@@ -83,7 +83,7 @@ class PendingBucket:
         self.missing: dict[int, int] = {}
 
     def allocate(self) -> Tensor:
-        """Return the whole bucket's memory, zeroed when it is allocated."""
+        """Return the memory of the whole bucket, which is allocated as zeros if necessary."""
         if self.whole is None:
             self.whole = self.kept.new_zeros(self.plan.span.size)
         return self.whole
@@ -246,8 +246,8 @@ class GradientBuffer:
     stage 2 only a tied parameter has a `main_grad`: the part of its bucket that this process keeps.
 
     Args:
-        named_parameters: The parameters of the plan, as `model.named_parameters()` gives them, each
-            tensor once. Parameters that need no gradient are omitted.
+        named_parameters: The parameters of the plan, as `model.named_parameters()` returns them,
+            each tensor once. Parameters that need no gradient are omitted.
         plan: The layout of gradients and the sending order.
         axes: The plan's replica axes by name.
         tensor: The axis over which partial gradients are summed, just before they are averaged.

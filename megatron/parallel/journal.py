@@ -4,7 +4,7 @@ Training updates it with a few assignments. The watchdog reads it from another t
 run hangs, reports which ranks are missing from which operation.
 
 On a GPU, the process runs ahead of its device. It does not wait at each communication, but only
-when it needs the device's results. In that case the journal also sends marks through the device's
+when it needs the device's results. The journal therefore also sends marks through the device's
 queue. The last mark that came back shows which operation the device is in.
 """
 
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class WaitClock(Protocol):
-    """A clock that is told when the process, or its device, is only waiting for others."""
+    """A clock that is notified when the process, or its device, is only waiting for others."""
 
     def begin_wait(self, transfer: Transfer) -> None:
         """Note that a wait for a communication begins."""
@@ -114,7 +114,7 @@ class Journal:
 
     @contextmanager
     def inside(self, operation: object) -> Iterator[None]:
-        """Enter `operation` during the block, and return to the previous one after it."""
+        """Enter `operation` for the duration of the block, and then return to the previous one."""
         outer = self._place.operation
         self.enter(operation)
         yield

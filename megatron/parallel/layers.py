@@ -167,7 +167,7 @@ class Linear(nn.Module):
 
 
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
-    """Sum the ranks' partial results `x` [s, ...] at the end of the split layers.
+    """Sum the ranks' partial results `x` [s, ...] at the end of a tensor-parallel region.
 
     Every rank gets the whole sum or, with sequence parallelism, its part of the sequence.
     """

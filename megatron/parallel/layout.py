@@ -1,4 +1,4 @@
-"""The grid of tensor, context, data and pipeline ranks, with this process's place in it.
+"""The grid of tensor, context, data and pipeline ranks, with this process's position in it.
 
 Ranks are numbered as in Megatron: the tensor rank varies fastest, then context, data, pipeline. For
 tensor size T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
@@ -225,8 +225,8 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
             if layout.world.rank in ends:
                 groups["embedding"] = group
     if layout.replica.size > 1:
-        # If one of the two axes is the whole replica axis, use its group, because groups take
-        # memory.
+        # If one of the two axes is the whole replica axis, reuse its group, because every group
+        # uses memory.
         alike = [n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size]
         flat = mesh[alike[0]] if alike else mesh["data", "context"]._flatten("replica")
         groups["replica"] = flat.get_group()
@@ -236,7 +236,7 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
         if name in groups
     }
     # An expert axis consists of every stride-th rank. If another axis has the same stride and size,
-    # it has them on all ranks, so its group can be used.
+    # it has them on all ranks, so its group can be reused.
     stride = 1
     for name in reversed(_EXPERT_AXES):
         axis: Axis = getattr(layout, name)

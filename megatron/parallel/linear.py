@@ -1,15 +1,14 @@
 """Matrix products of split layers, overlapped with communication.
 
-A product has two independent properties: the number format of its factors (the two matrices that
-are multiplied; see `products.Products`) and the transport that brings the factors to the ranks that
-need them:
+A product has two independent properties: the number format of its operands (see
+`products.Products`) and the transport that brings the operands to the ranks that need them:
 
 - `Whole` uses collectives around the product, or none. If every rank holds different rows of the
-  weight [out, in], the backward pass has two products, for the input's gradient, which must be
-  summed over the ranks, and for the weight's. The sum runs during the second product. With sequence
-  parallelism (Korthikanti et al., 2022) ranks keep parts of the input along dimension 0. The
-  forward pass gathers them, the backward pass gathers them again during the first product, and the
-  sum is a reduce-scatter.
+  weight [out, in], the backward pass has two products: one for the input's gradient, which must be
+  summed over the ranks, and one for the weight's gradient. The sum runs during the second product.
+  With sequence parallelism (Korthikanti et al., 2022), ranks keep parts of the input along
+  dimension 0. The forward pass gathers them, the backward pass gathers them again during the first
+  product, and the sum is a reduce-scatter.
 - `CutColumn`: a layer split by columns gathers its input part by part. A rank first multiplies its
   own rows, and then the other ranks' rows as they arrive.
 - `CutRow`: a layer split by rows scatters the sum of its outputs part by part. A rank first
@@ -43,7 +42,7 @@ from megatron.parallel.products import PLAIN, Kept, LinearCall, Products, RowFac
 from megatron.parallel.quantized import PackedWeight, unpacked
 
 WeightSlot = Callable[[], AbstractContextManager[tuple[Tensor, bool]]]
-"""A place outside autograd for the contribution of one use to a weight's gradient.
+"""A destination outside autograd for one use's contribution to a weight's gradient.
 
 A backward pass enters the context once. The context yields the gradient [rows, columns] and whether
 to add to it instead of overwriting it. When the context ends, the contribution is complete.
@@ -68,7 +67,7 @@ class WeightWork(Protocol):
     """A weight gradient that has not been computed yet."""
 
     def start(self) -> None:
-        """Start gathering the factors of the product that this rank does not hold completely."""
+        """Start gathering the operands of which this rank holds only a part."""
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
         """Write the gradient to `into` [rows, columns], or add it there."""
@@ -77,19 +76,20 @@ class WeightWork(Protocol):
 class WeightProduct:
     """The product grad^T x for the weight's gradient, which has not been computed yet.
 
-    In this class, both factors are complete. In subclasses the input may still have to be gathered.
+    In this class, both operands are complete. In subclasses the input may still have to be
+    gathered.
 
     Args:
         products: The layer's products, which determine the number format.
         saved: The tensors of the forward pass.
         grad: The prepared gradient of the output.
-        use: The use of an exchange whose memory holds a factor, if any.
+        use: The use of an exchange whose memory holds an operand, if any.
     """
 
     def __init__(
         self, products: Products, saved: SavedTensors, grad: Kept, use: Use | None = None
     ) -> None:
-        """Store the factors."""
+        """Store the operands."""
         self._products, self._grad, self._use = products, grad, use
         self._x, _, self._kept = saved
 
@@ -145,7 +145,7 @@ class Owner:
 
     @torch.no_grad()
     def _compute(self, product: WeightWork, *, starts: bool = False) -> None:
-        """Add to the gradient in the slot or, without one, as autograd would."""
+        """Add the product to the gradient, in the slot or, without one, as autograd would."""
         if starts:
             product.start()
         if self.slot is None:
@@ -176,7 +176,7 @@ Finish = Callable[[], Tensor | None]
 
 
 class Transport(Protocol):
-    """A method of bringing a product's factors to the ranks that need them."""
+    """A method of bringing a product's operands to the ranks that need them."""
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
         """Return the output and the tensors that backward needs in addition to input and weight.
@@ -191,14 +191,16 @@ class Transport(Protocol):
     ) -> tuple[WeightProduct, Finish]:
         """Start computing the input's gradient.
 
-        Return the product for the weight's gradient, and a function that finishes the input's.
-
         Args:
             products: The layer's products, which determine the number format.
             grad: The gradient of the output.
             saved: The tensors of the forward pass.
             wanted: The gradients that are needed. The product for the weight's gradient is started
                 unless it is deferred or not needed.
+
+        Returns:
+            The product for the weight's gradient, and a function that finishes the input's
+            gradient.
         """
 
 
@@ -214,8 +216,8 @@ def parallel_linear(
     Args:
         call: The arguments: the input [s or s/t, b, in]; the weight [..., out, in], which is
             flattened to two dimensions; and the bias, which is flattened to [out].
-        transport: How factors get to the ranks that need them; `None` if each rank already has its
-            factors.
+        transport: How operands get to the ranks that need them; `None` if each rank already has its
+            operands.
         queue: The queue in which the backward pass defers the product for the weight's gradient.
             The pushed work accumulates its result as autograd would, including hooks. Running it is
             collective if the input is split along the sequence.

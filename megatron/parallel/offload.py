@@ -63,10 +63,10 @@ class HostActivations:
     Args:
         device: The device that computes.
         modules: The names of the modules whose tensors go to the host.
-        least: The smallest number of elements that a tensor must have to go there.
+        least: The minimum number of elements of a tensor that is moved.
 
     Attributes:
-        bytes_sent: The number of bytes that have gone to the host.
+        bytes_sent: The number of bytes copied to the host so far.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HostActivations:
         self.bytes_sent = 0
 
     def keeping(self, module: str) -> Callable[[], AbstractContextManager[object]]:
-        """Return a function that returns a context for a call of a module.
+        """Return a function that creates a context manager for one call of a module.
 
         Args:
             module: The name of the module.
@@ -95,7 +95,7 @@ class HostActivations:
         return self._begin if module in self._modules else nullcontext
 
     def begin_pass(self, weights: Iterable[nn.Parameter]) -> None:
-        """Note that a forward pass begins. Its backward pass needs no earlier tensors.
+        """Record that a forward pass begins, whose backward pass needs no earlier tensors.
 
         Args:
             weights: The weights of its modules, which stay on the device.

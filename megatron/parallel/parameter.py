@@ -68,8 +68,8 @@ class ParameterSpec:
 
     Attributes:
         global_shape: The shape of the whole tensor.
-        shape: The shape of this part. A parameter may hold it as a matrix, or only some of its rows
-            (ZeRO stage 3).
+        shape: The shape of this part. A parameter may store it as a matrix, or store only some of
+            its rows (ZeRO stage 3).
         offset: The index of this part's first element in each dimension.
         init: How the whole tensor is initialized.
         split_dim: The dimension split over tensor ranks; `None` if every rank holds all of it.
@@ -151,7 +151,7 @@ def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Compute Philox4x32-10. Words are int64 tensors that hold 0 to 2**32 - 1.
+    """Compute Philox4x32-10. Words are int64 tensors with values from 0 to 2**32 - 1.
 
     Args:
         counter: Four words of the same shape, lowest first.
@@ -185,7 +185,7 @@ def _runs(shape: tuple[int, ...], spec: ParameterSpec) -> tuple[Tensor, int]:
 
 
 def _chunks(runs: int, length: int) -> Iterator[tuple[slice, slice]]:
-    """Return rectangles of at most CHUNK elements that cover `runs` rows of `length` columns."""
+    """Yield rectangles of at most CHUNK elements that cover `runs` rows of `length` columns."""
     height, width = max(1, CHUNK // length), min(CHUNK, length)
     for row in range(0, runs, height):
         for column in range(0, length, width):

@@ -6,7 +6,7 @@ With x [m, in], weight [out, in] and the output's gradient [m, out]:
 
 `Products` itself multiplies in the tensors' own format, and `InFp32` in fp32. With `RowByRow`, the
 bits of a row do not depend on the other rows. `fp8.Fp8Products` multiplies in 8 bits. How the
-factors get to the processes that need them is a separate choice (see `linear`).
+operands get to the processes that need them is a separate choice (see `linear`).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class LinearCall(NamedTuple):
 
 
 class RowFactors(NamedTuple):
-    """The factors of a product that is computed a few rows at a time.
+    """The operands of a product that is computed a few rows at a time.
 
     Attributes:
-        rows: The prepared factor to which the rows belong.
-        weight: One of `Products.weight_factors`, or the factor kept for the backward pass.
+        rows: The prepared operand to which the rows belong.
+        weight: One of `Products.weight_factors`, or the operand kept for the backward pass.
         bias: The bias to add.
         backward: Whether the product computes the input's gradient.
     """
@@ -131,14 +131,14 @@ class Products:
         return (x,)
 
     def rows_of(self, factor: Kept) -> Tensor:
-        """Return the rows of a prepared factor in the form that is sent."""
+        """Return the rows of a prepared operand in the form that is sent."""
         return factor[0]
 
     def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
-        """Return the factor with all ranks' rows, for the weight's gradient.
+        """Return the operand with all ranks' rows, for the weight's gradient.
 
         Args:
-            factor: The factor of one rank.
+            factor: The operand of one rank.
             rows: The rows of all ranks. Their memory will soon be reused.
             copy: Whether the result must not share this memory.
         """
@@ -157,7 +157,7 @@ class Products:
         """Write some rows of the output or of the input's gradient.
 
         Args:
-            factors: The factors of the whole product.
+            factors: The operands of the whole product.
             rows: The rows in the form that is sent.
             into: The memory for the result, [rows, out] or [rows, in].
         """

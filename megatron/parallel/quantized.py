@@ -4,8 +4,8 @@ A `PackedWeight` represents a matrix. It is a tensor without its own memory, and
 it recomputes the matrix from codes and scales (kernels/quantize.py). A product therefore saves only
 the codes for the backward pass, and the matrix exists only while a product reads it.
 
-Reading the matrix back and quantizing it again changes nothing. A checkpoint can therefore hold the
-matrix in the weights' wider format, and a resumed run continues with the same bits.
+Reading the matrix back and quantizing it again changes nothing. A checkpoint can therefore store
+the matrix in the weights' wider format, and a resumed run continues with the same bits.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # slow to import
 
 
 class PackedWeight(torch.Tensor):
-    """A frozen matrix that is kept in 8 or 4 bits and read in a wider format.
+    """A frozen matrix that is stored in 8 or 4 bits and read in a wider format.
 
-    `copy_` quantizes its source. Views of other shapes that keep blocks whole, and parts of the
+    `copy_` quantizes its source. Views of other shapes that keep blocks whole, and slices of the
     first dimension, are also packed; all other results are plain tensors. The weight has no
     gradient.
 
@@ -109,7 +109,7 @@ class PackedWeight(torch.Tensor):
 
     @property
     def packed_bytes(self) -> int:
-        """The bytes of memory that the weight takes."""
+        """The memory that the weight uses, in bytes."""
         return self.codes.nbytes + self.scales.nbytes
 
     def values(self) -> Tensor:

@@ -63,7 +63,7 @@ def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator
     Args:
         axis: The ranks that hold different parts of the tensor for which numbers are drawn.
         device: The device that draws.
-        site: A value that identifies the place in the network, for example (layer number,
+        site: A value that identifies the position in the model, for example (layer number,
             "attention").
     """
     if axis.size == 1:

@@ -31,7 +31,7 @@ class ReservedSlot:
     __slots__ = ("slot",)
 
     def __init__(self) -> None:
-        """Create a slot without a destination. Until it is bound, autograd keeps the gradient."""
+        """Create a slot without a destination. Until it has one, autograd keeps the gradient."""
         self.slot: WeightSlot | None = None
 
 
@@ -52,7 +52,7 @@ class LayerRegistry:
         self.routers = Routers()
 
     def reserve_slot(self, weight: nn.Parameter, *, uses: int = 1) -> ReservedSlot:
-        """Return a slot that `bind_slots` fills.
+        """Return a slot whose destination `bind_slots` will set.
 
         Args:
             weight: The weight whose gradient goes to the slot.
@@ -80,7 +80,7 @@ class LayerRegistry:
         """Discard copies of weights in other number formats.
 
         Call this when weights have changed, and when a device starts or stops recording a pass: a
-        recording must not read or leave results in memory outside it.
+        recording must not read from, or leave results in, memory outside the recording.
         """
         for products in self._products:
             products.forget()

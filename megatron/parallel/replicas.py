@@ -87,7 +87,7 @@ class Gradients(Protocol):
         """Forget all gradients. Call before the first micro-batch of an update."""
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Wrap each backward pass of an update. `wave` says which gradients it computes."""
+        """Wrap each backward pass of an update. `wave` identifies the gradients it computes."""
 
     def complete(self) -> None:
         """Zero the gradients that no backward pass has reached, before any gradient is read."""
@@ -140,10 +140,10 @@ class TorchDataParallel:
         self._replica.register_comm_hook(None, lambda _, bucket: average()(bucket))
 
     def begin_update(self) -> None:
-        """Do nothing."""
+        """Do nothing, because an update needs no preparation."""
 
     def release(self) -> None:
-        """Do nothing."""
+        """Do nothing, because no memory can be freed."""
 
     def __call__(self, part: nn.Module, /, *args: Any, is_last: bool) -> Any:
         """Run one micro-batch. An update's last backward pass averages the sums of all ranks."""

@@ -57,7 +57,7 @@ class RouterState:
         counts: Number of this rank's tokens sent to each expert since the last update, fp32
             [experts].
         load: The sum of the counts of all updates since the last `take_loads`, fp32 [experts].
-        losses: Sums of each loss since the last update, fp32.
+        losses: The sum of each loss since the last update, fp32 [kinds].
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RouterState:
 
     @torch.no_grad()
     def count(self, choices: Tensor) -> None:
-        """Count the tokens of each expert: int64 [T, k], -1 for no expert."""
+        """Count the tokens of each expert, given `choices`: int64 [T, k], -1 for no expert."""
         if self._routers.is_paused:
             return
         # Summing a table takes half the time of atomic additions to a few addresses.
@@ -105,7 +105,7 @@ class RouterState:
     def mean_hits(self, hits: Tensor) -> Tensor:
         """Return the mean of `hits` over the update's micro-batches so far.
 
-        When a micro-batch's layers are recomputed, it gets the same mean again.
+        If the micro-batch's layers are recomputed, return the same mean again.
 
         Args:
             hits: The number of tokens counted for each expert in this micro-batch, over all of its
@@ -184,7 +184,7 @@ class Routers:
         return state
 
     def update_biases(self, layout: Layout) -> None:
-        """Change biases toward an even load. Collective over all ranks with different tokens."""
+        """Adjust biases toward an even load. Collective over all ranks with different tokens."""
         states = [state for state in self.states if state.bias is not None]
         if not states:
             return

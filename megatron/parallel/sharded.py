@@ -12,9 +12,9 @@ With d processes this takes 4/d + 4/d bytes per parameter, plus optimizer states
 
 Packed frozen weights (--frozen-weights-dtype) are sharded and gathered as codes and scales.
 
-The experts of a layer are gathered separately, from the processes that hold the same experts. Their
-gathering starts together with that of the rest of their layer, because a host that waits for the
-token counts of a mixture could not start it in time.
+The experts of a layer are gathered separately, from the processes that hold the same experts. This
+starts together with gathering the rest of the layer, because a host that waits for the token counts
+of a mixture could not start it in time.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
@@ -229,7 +229,7 @@ class _Sharding:
         return root
 
     def _shard(self, module: nn.Module, axis: Axis, **options: Any) -> FSDPModule:
-        """Shard those parameters of a module that are not yet sharded by a module inside it."""
+        """Shard the parameters of a module that no submodule has sharded."""
         if axis.ranks not in self._meshes:
             group = axis.group
             if group is None:  # a single process takes the same path and keeps everything
@@ -271,8 +271,8 @@ class _NamedCollective:
 def _merge_leading_dimensions(part: nn.Module) -> None:
     """Reshape every parameter to a matrix or a vector.
 
-    Shards are runs of rows, so otherwise at most two processes would hold parts of a weight [2, f,
-    h] (gate and up).
+    Shards are runs of rows, so otherwise at most two processes would hold parts of a weight
+    [2, f, h] (gate and up).
     """
     for module in part.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -302,7 +302,7 @@ def _layers(part: nn.Module) -> Iterable[nn.Module]:
 
 
 def _experts(layer: nn.Module) -> list[nn.Module]:
-    """Return the largest modules in a layer that hold only expert weights."""
+    """Return the outermost modules in a layer that contain only expert weights."""
     found: list[nn.Module] = []
     for module in layer.modules():  # outer modules first
         specs = [spec_of(parameter) for parameter in module.parameters()]

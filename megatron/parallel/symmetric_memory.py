@@ -69,7 +69,7 @@ class SymmetricExchange:
         self.side = torch.Stream(device, priority=-1)
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """Return whether messages of this many elements can be sent. All ranks return the same."""
+        """Return whether messages of this many elements can be sent, the same on all ranks."""
         return elements * dtype.itemsize * self.axis.size <= self._slot_bytes
 
     def open(self, rows: Tensor) -> Use:

@@ -52,7 +52,7 @@ def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozens
     Args:
         layout: The grid of processes as this process sees it.
         words: Whether the output layer uses the word embeddings.
-        tables: The names of the parameters that any stage may hold as copies.
+        tables: The names of the parameters of which any stage may hold a copy.
     """
     names = set(tables) if layout.pipeline.size > 1 else set()
     return frozenset(names | {WORDS} if words and layout.embedding.size > 1 else names)
@@ -67,7 +67,7 @@ def find_ties(
     device: torch.device,
     gradient_dtype: torch.dtype,
 ) -> list[Tie]:
-    """Return the parameters that several stages of a pipeline may hold as copies.
+    """Return the parameters of which several pipeline stages may hold copies.
 
     Collective over the pipeline.
 
@@ -76,7 +76,7 @@ def find_ties(
             belong to a shard.
         layout: The grid of processes as this process sees it.
         words: Whether the output layer uses the word embeddings.
-        tables: The names of the parameters that any stage may hold as copies.
+        tables: The names of the parameters of which any stage may hold a copy.
         device: The device of the gradients.
         gradient_dtype: The data type of the gradients.
     """
@@ -99,7 +99,7 @@ def find_ties(
 
 
 class SharedTable(nn.Module):
-    """A module that several parts of a model have, each under the same name."""
+    """A module that occurs in several parts of a model, under the same name in each."""
 
     def __init__(self) -> None:
         """Create a module that uses its own parameters."""

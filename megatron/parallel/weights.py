@@ -179,9 +179,8 @@ def _move(flat: FlatBuffer) -> Tensor:
 def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yield every parameter, with a module whose forward pass starts before the parameter is used.
 
-    This is the outermost module below the model that is called and contains the parameter's reader
-    (lists and dicts of modules are not called). For parameters that the model uses directly, it is
-    the model itself.
+    This is the outermost called module below the model that contains the parameter (lists and dicts
+    of modules are not called). For the model's own parameters, it is the model itself.
     """
 
     def below(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
@@ -196,7 +195,7 @@ def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
 
 
 class Fp8Weights:
-    """The weights of a flat buffer in the 8-bit form that their products take.
+    """The weights of a flat buffer in the 8-bit form that their products use.
 
     Args:
         flat: The weights, all [..., out, in], and the shards of this process.
@@ -218,7 +217,7 @@ class Fp8Weights:
         assert fp8 is not None, "a shard may end within a row, so rows cannot have their own scales"
         self._fp8 = fp8
         self.bytes = torch.zeros(storage.numel(), dtype=torch.uint8, device=storage.device)
-        # Each weight is aligned like a separate tensor, as libraries may expect.
+        # Each inverse is aligned like a separate tensor, as libraries may expect.
         apart = ALIGNMENT_BYTES // torch.float32.itemsize
         self._inverses = torch.zeros(len(self._products), apart, device=storage.device)[:, 0]
         self._is_there = False

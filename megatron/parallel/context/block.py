@@ -113,7 +113,7 @@ class BlockForward(Protocol):
             dropout: The dropout probability of attention weights.
             documents: The documents within which queries attend; `None` means one document per
                 sample.
-            rules: Additional rules for the scores; `None` applies only the usual factor.
+            rules: Additional rules for the scores; `None` applies only the usual scale.
 
         Returns:
             The result [b, n, q, d], the log-sum-exp of the scaled scores, fp32 [b, n, q], and the
@@ -136,7 +136,7 @@ class BlockBackward(Protocol):
         documents: BlockDocuments | None = None,
         rules: ScoreRules | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's part of the gradients.
+        """Return this block's contribution to the gradients.
 
         Args:
             rows: The queries of this block.

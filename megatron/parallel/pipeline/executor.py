@@ -40,8 +40,8 @@ def run_schedule(
         parts: The forward pass of every chunk of this stage.
         channel: The connection to the other stages; `None` if there are none.
         weight_gradients: The queue to which layers push; needed for "backward_weight".
-        before: A function called with every operation before it starts, for timing, for reports of
-            the operation in which a run hangs, and to prepare for a chunk's last backward pass.
+        before: A function called with every operation before it starts: to time it, to record it
+            for hang reports, and to prepare for a chunk's last backward pass.
     """
     run = _Run(operations, parts, channel, weight_gradients)
     posts = receives_to_post(operations)

@@ -1,6 +1,6 @@
 """Messages between neighboring pipeline stages: activations forward, gradients backward.
 
-Two edges that meet in a stage have different process groups, and so do the two kinds of message. In
+Two edges that meet at a stage have different process groups, and so do the two kinds of message. In
 each group a stage only sends or only receives, in the schedule's order. NCCL may run the operations
 of a group one after another. If two directions shared a group, two stages that both send first
 would wait for each other forever.

@@ -109,7 +109,7 @@ class Timeline:
 
 
 class Course:
-    """A schedule in a runnable order, which can be timed with any number of sets of times.
+    """A schedule in a runnable order, which can be timed repeatedly with different durations.
 
     Raises:
         ScheduleError: The schedule cannot run.
