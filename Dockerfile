@@ -9,7 +9,7 @@
 #   docker run --rm -p 5000:5000 -v "$PWD/runs/demo/checkpoints:/checkpoints:ro" \
 #       -v "$PWD/token:/token:ro" megatron:server
 #
-# A folder that is mounted must belong to the user 1000, or give --user "$(id -u)" -e HOME=/tmp.
+# A mounted folder must belong to user 1000; otherwise, give --user "$(id -u)" -e HOME=/tmp.
 ARG ON=gpu
 
 # ---- what is installed, with the tools to install it ----------------------------------------------
@@ -23,8 +23,8 @@ COPY requirements.txt .
 FROM build AS build-gpu
 RUN pip install -r requirements.txt
 COPY . .
-# The NVRTC that PyTorch brings compiles the kernels here, for A100, H100/H200, and B200. Other GPUs
-# compile theirs in the first run.
+# The NVRTC that PyTorch installs compiles the kernels here, for A100, H100/H200, and B200. Kernels
+# for other GPUs are compiled in the first run.
 ARG MEGATRON_CUDA_ARCHS="sm_80 sm_90a sm_100a"
 RUN pip install --no-deps -e .
 
@@ -56,7 +56,7 @@ USER 1000
 # hadolint ignore=DL3006
 FROM ${ON} AS server
 EXPOSE 5000
-# Loading a model may take minutes; after that, three failures in a row are a fault.
+# Loading a model may take minutes. After that, three failures in a row make the container unhealthy.
 HEALTHCHECK --start-period=10m --interval=30s --timeout=10s --retries=3 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:5000/health', timeout=9)"]
 ENTRYPOINT ["python", "tools/run_text_generation_server.py", "--host", "0.0.0.0", "--port", "5000"]

@@ -7,8 +7,8 @@ python finetune.py --help-all                                         all flags
 python finetune.py --load Qwen3-0.6B --data-path chats.jsonl ...      one process
 torchrun --nproc-per-node 8 finetune.py --data-path chats.jsonl ...   eight processes
 
-The defaults are --sft, --calculate-per-token-loss, and --finetune unless --load and --save name the
-same folder, from which a run continues.
+The defaults are --sft, --calculate-per-token-loss, and --finetune. If --load and --save name the
+same folder, the run resumes from it, and --finetune is not set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FinetuningRecipe(GPTRecipe):
 
 
 def choose(config: RunConfig) -> tuple[Recipe, Extras]:
-    """Return the kind of training that the flags select, and its additional steps."""
+    """Return the recipe that the flags select, and the steps that it adds to pretraining."""
     if config.preferences.trains_reward_model:
         return RewardRecipe(), Extras()
     if config.preferences.trains_on_labels:

@@ -19,8 +19,8 @@ if __name__ == "__main__":
     from megatron.config.parser import help_if_asked
 
     help_if_asked("pretrain_gpt.py")
-    # Objects that imports create stay alive. Scanning them for garbage takes 0.3 s of the 2.6 s
-    # that a start takes.
+    # Objects that imports create are never freed. Scanning them for garbage takes 0.3 s of the
+    # 2.6 s of a start.
     gc.disable()
 
 import torch
@@ -88,7 +88,7 @@ class GPTRecipe:
         return build_model(GPTModel, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: GPTModel) -> str:
-        """Name the form of attention and say why it was chosen."""
+        """Describe which attention kernel the model uses and why."""
         return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
 
     def build_datasets(
@@ -130,13 +130,13 @@ class GPTRecipe:
         return rows_per_epoch(self._open_datasets(config, tokenizer, (1, 0, 0), layout).train)
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return 1 for each label that counts, for a micro-batch of whole sequences."""
+        """Return the loss mask [b, s] of whole sequences: 1 for each label that counts, else 0."""
         return make_loss_mask(batch, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
 
     def inputs(
         self, batch: Batch, config: RunConfig, tokenizer: Tokenizer, layout: Layout
     ) -> GPTInputs:
-        """Return the part of a micro-batch that a GPT reads on this context rank."""
+        """Return the slice of a micro-batch that the model reads on this context rank."""
         whole = make_batch(
             batch,
             eod=tokenizer.eod,
@@ -219,9 +219,9 @@ def losses_ahead(
 ) -> dict[str, Tensor]:
     """Return the loss of the next token and of each depth of multi-token prediction.
 
-    The losses of the depths are logged, so their values are not weighted. Their gradients are
-    weighted by --mtp-loss-scaling-factor / --mtp-num-layers. With --calculate-per-token-loss every
-    label of the batch then has the same weight, as in Megatron Core.
+    The depths' losses are logged, so their values are not weighted. Their gradients are weighted by
+    --mtp-loss-scaling-factor / --mtp-num-layers. With --calculate-per-token-loss, every label of
+    the batch has the same weight, as in Megatron Core.
 
     Args:
         sums: The sums of the losses over labels that count, [1 + depths].

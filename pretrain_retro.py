@@ -21,8 +21,8 @@ if __name__ == "__main__":
     from megatron.config.parser import help_if_asked
 
     help_if_asked("pretrain_retro.py")
-    # Objects that imports create stay alive. Scanning them for garbage takes 0.3 s of the 2.6 s
-    # that a start takes.
+    # Objects that imports create are never freed. Scanning them for garbage takes 0.3 s of the
+    # 2.6 s of a start.
     gc.disable()
 
 from torch import Tensor
@@ -65,7 +65,7 @@ class RetroRecipe:
         return build_model(RetroModel, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: RetroModel) -> str:
-        """Name the form of attention and say why it was chosen."""
+        """Describe which attention kernel the model uses and why."""
         return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
 
     def build_datasets(
@@ -87,7 +87,7 @@ class RetroRecipe:
         )
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return 1 for each label that counts, for a micro-batch of whole sequences."""
+        """Return the loss mask [b, s] of whole sequences: 1 for each label that counts, else 0."""
         return make_loss_mask(batch, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
 
     def forward(

@@ -21,16 +21,16 @@ class BuildWithKernels(build_py):
     """A build that adds compiled kernels to the package.
 
     They are compiled for MEGATRON_CUDA_ARCHS, or for this machine's GPUs if that is not set.
-    Missing ones are compiled when they are first used.
+    Kernels for other GPUs are compiled when they are first used.
     """
 
     def run(self) -> None:
         """Build the package, then its kernels."""
         super().run()
         if self.editable_mode:
-            # pip compiles the modules that it copies, but not those that stay here. Python would
-            # compile them on the first run, but containers often disable that. Compiling them here
-            # saves 30 ms per start.
+            # pip compiles the modules that it copies to bytecode, but not those of an editable
+            # installation. Python would compile them on the first run, but containers often disable
+            # that. Compiling them here saves 30 ms per start.
             compileall.compile_dir(HERE / "megatron", quiet=1)
         sys.path.insert(0, str(HERE))
         from megatron.errors import say_on_stderr
@@ -46,7 +46,7 @@ class BuildWithKernels(build_py):
             except Exception as error:  # the package works without kernels
                 say_on_stderr(f"fused kernels: not compiled for {architecture}: {error}")
         for left in (*folder.glob("*.lock"), *folder.glob("*.failed")):
-            left.unlink()  # left over from the build, not part of the package
+            left.unlink()  # leftovers of the build are not part of the package
 
 
 setup(

@@ -6,7 +6,7 @@ r"""Measure pretraining: the real entry script with data loading, optimizer and 
     python tools/benchmark.py --workload S --compare HEAD~1
 
 It prints speed, memory, start-up time, a breakdown of a step, and the limits of this machine at the
-workload's shapes. It writes the same as JSON to --output. Flags after -- are passed to
+workload's shapes, and writes the same numbers as JSON to --output. Flags after -- are passed to
 pretrain_gpt.py.
 """
 
@@ -64,14 +64,14 @@ _OWN_FLAGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The settings that all runs of one call share.
+    """The settings that all runs of one invocation share.
 
     Attributes:
         workload: The model and its batch.
         precision: A key of PRECISIONS.
         gpus: Number of GPUs.
         flags: Flags of pretrain_gpt.py, except those for its length and output.
-        config: The configuration that they describe.
+        config: The configuration that the flags describe.
         folder: Folder for logs, traces and results.
         warmup: Iterations before the timed ones.
         iterations: Timed iterations.
@@ -104,7 +104,7 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     shown = "S: 1.7B, L: Llama-3-8B, demo: a toy for a CPU (default: S)."
     add("--workload", choices=WORKLOADS, default="S", help=shown)
-    add("--precision", choices=PRECISIONS, default="bf16", help="Default: bf16.")
+    add("--precision", choices=PRECISIONS, default="bf16", help="Number format (default: bf16).")
     add("--gpus", type=int, default=1, help="Number of GPUs, one process each (default: 1).")
     add("--layout", default="", metavar="FLAGS", help="Flags of pretrain_gpt.py, in quotes.")
     add("--iterations", type=int, default=30, help="Timed iterations per run (default: 30).")
@@ -124,7 +124,8 @@ def build_parser() -> ToolParser:
     add("--ceilings", action="store_true", help="Only measure the limits of the machine.")
     add("--ceiling-seconds", type=float, default=2.0, help="Time per ceiling (default: 2).")
     add("--label", help="Name of this checkout in the output (default: its commit).")
-    add("--output", type=Path, default=Path("runs/benchmark"), help="Default: runs/benchmark.")
+    text = "Folder for the results (default: runs/benchmark)."
+    add("--output", type=Path, default=Path("runs/benchmark"), help=text)
     add("--overwrite", action="store_true", help="Replace the result of an earlier call.")
     add("--timeout", type=float, default=600, help="Time limit per run in seconds (default: 600).")
     return parser
@@ -134,7 +135,7 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
     """Check the request and write the corpus.
 
     Raises:
-        ConfigError: A number or a flag is wrong.
+        ConfigError: A flag or its value is invalid.
     """
     for name in ("gpus", "iterations", "warmup", "repeat"):
         if getattr(options, name) < 1:
@@ -290,7 +291,7 @@ def _known_ceilings(
 ) -> dict[str, Any]:
     """Return the machine's ceilings.
 
-    The results of an earlier call are used if it measured this machine at these shapes for long
+    The results of an earlier call are reused if it measured this machine at these shapes for long
     enough. Otherwise, they are measured now, in a separate process that leaves no memory in use.
     """
     from tools.bench.ceilings import shapes_of
@@ -339,7 +340,7 @@ def _write_ceilings(plan: Plan, path: Path, seconds: float) -> None:
 
 
 def commit_of(root: Path) -> str:
-    """Return a checkout's short commit, with "-changed" if files differ; "here" without git."""
+    """Return a checkout's commit hash, plus "-changed" if files differ, or "here" without git."""
     head = _git(root, "rev-parse", "--short", "HEAD")
     if head is None:
         return "here"

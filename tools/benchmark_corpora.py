@@ -2,13 +2,14 @@
 
     python tools/benchmark_corpora.py --out docs/benchmarks/corpora.md
 
-This plants 1,000 near-duplicates, 500 overlaps with tasks and 300 foreign pages in 20,000 documents
-made from ../shared/data, builds the corpus, and compares the output with what was planted. Then it
-times deduplication alone, alternating with datatrove, text-dedup and datasketch if installed.
+This plants 1,000 near-duplicates, 500 overlaps with tasks and 300 foreign-language pages in 20,000
+documents made from ../shared/data, builds the corpus, and compares the output with what was
+planted. Then it times deduplication alone, alternating with datatrove, text-dedup and datasketch if
+these are installed.
 
 With --prove, it measures nothing. It builds the same corpus with 1, 2 and 4 processes, with
-datatrove's executors and with a kill at every step, compares the bytes, and writes that part of the
-page.
+datatrove's executors and with a kill at every step, compares the bytes, and writes only the section
+of the page about this comparison.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _write(out: str | None, part: str, *, keeps_proof: bool) -> None:
-    """Print the measurements or the proof of equal bytes, or replace that part of the page."""
+    """Print the measurements or the proof of equal bytes, or replace that section of the page."""
     if out is None:
         print(part)
         return
@@ -118,7 +119,7 @@ def _build(*words: str) -> float:
 
 
 def _words(planted: Planted) -> list[str]:
-    """Return the command line of the whole pipeline, without its output folder."""
+    """Return the command-line arguments of the whole pipeline, without its output folder."""
     words = ["--input", str(planted.folder), "--tasks", *map(str, planted.tasks)]
     words += ["--task-keys", "text", "question"]
     gpt2 = HERE.parent.parent / "shared" / "data" / "tokenizers" / "gpt2"
@@ -130,7 +131,7 @@ def _words(planted: Planted) -> list[str]:
 
 
 def _prove(planted: Planted, folder: Path) -> str:
-    """Return the part of the page about the bytes of the output.
+    """Compare the bytes of the outputs, and return that section of the page.
 
     Raises:
         RuntimeError: The bytes differ, or a run could not be killed.

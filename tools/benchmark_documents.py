@@ -1,15 +1,14 @@
-r"""Measure training on packed documents that are kept apart, compared with whole sequences.
+r"""Compare training on packed documents that are kept apart with training on whole sequences.
 
     python tools/benchmark_documents.py --workload S
     python tools/benchmark_documents.py --workload L -- --num-layers 16
     python tools/benchmark_documents.py --workload L --gpus 2 \
         -- --context-parallel-size 2 --use-distributed-optimizer --num-layers 16
 
-Both ways train on the same corpus, whose documents have a given mean length and are packed into
+Both variants train on the same corpus, whose documents have a given mean length and are packed into
 long sequences. In one, each token attends to its whole sequence. The other keeps documents apart
-(`--reset-attention-mask --reset-position-ids`), which needs less arithmetic. Runs of both
-alternate. Flags after -- are passed to
-pretrain_gpt.py.
+(`--reset-attention-mask --reset-position-ids`), which needs less arithmetic. Runs of the two
+variants alternate. Flags after -- are passed to pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -48,22 +47,23 @@ def build_parser() -> ToolParser:
     """Return the parser of the command line up to `--`."""
     parser = ToolParser("benchmark_documents.py", __doc__)
     add = parser.add_argument
-    add("--workload", choices=WORKLOADS, default="S", help="Default: S.")
-    add("--precision", choices=PRECISIONS, default="bf16", help="Default: bf16.")
+    add("--workload", choices=WORKLOADS, default="S", help="Model and batch (default: S).")
+    add("--precision", choices=PRECISIONS, default="bf16", help="Number format (default: bf16).")
     add("--gpus", type=int, default=1, help="Number of GPUs, one process each (default: 1).")
     add("--seq-length", type=int, default=8192, help="Tokens in a sequence (default: 8192).")
     add("--document-tokens", type=int, default=500, help="Mean document length (default: 500).")
     add("--iterations", type=int, default=20, help="Timed iterations per run (default: 20).")
     add("--warmup", type=int, default=5, help="Untimed iterations before them (default: 5).")
-    add("--repeat", type=int, default=3, help="Number of runs each way (default: 3).")
+    add("--repeat", type=int, default=3, help="Number of runs of each variant (default: 3).")
     add("--timeout", type=float, default=600, help="Time limit per run in seconds (default: 600).")
-    add("--output", type=Path, default=Path("runs/documents"), help="Default: runs/documents.")
+    text = "Folder for the results (default: runs/documents)."
+    add("--output", type=Path, default=Path("runs/documents"), help=text)
     add("further", nargs="*", metavar="-- FLAG", help="Additional flags of pretrain_gpt.py.")
     return parser
 
 
 def _flags(options: argparse.Namespace, corpus: Path) -> list[str]:
-    """Return the flags for both ways, with as many tokens per micro-batch as in the workload."""
+    """Return the flags of both variants, with as many tokens per micro-batch as in the workload."""
     workload, length = WORKLOADS[options.workload], options.seq_length
     flags = training_flags(workload, options.precision, options.gpus, corpus, [])
     shorter = read_flags(flags, options.gpus)
@@ -75,10 +75,10 @@ def _flags(options: argparse.Namespace, corpus: Path) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Measure both ways, print a line for each run, and return tokens/s per GPU by way.
+    """Measure both variants, print a line for each run, and return tokens/s per GPU by variant.
 
     Raises:
-        ConfigError: A number is below 1, or a flag is wrong.
+        ConfigError: A number is below 1, or a flag is invalid.
     """
     names = ("gpus", "seq_length", "document_tokens", "iterations", "warmup", "repeat")
     for name in names:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time decoding and prompts, and compare them with `transformers` and with memory bandwidth.
+"""Time decoding and prefill, and compare decoding with `transformers` and with memory bandwidth.
 
     python tools/benchmark_generation.py --model L   # shape of an 8B Llama, one GPU
     python tools/benchmark_generation.py --model demo --prompt 16 --new 8 --batch 1 4  # on a CPU

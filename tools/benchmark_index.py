@@ -81,7 +81,7 @@ def time_sentence_map(sentences: int, documents: int, seq_length: int, repeat: i
 
 
 def _random_parts(random: np.random.RandomState, whole: int, parts: int) -> NDArray[np.int64]:
-    """Return the sizes of `parts` parts of `whole`, cut at random places."""
+    """Divide `whole` into `parts` parts of random size and return their sizes."""
     cuts = np.sort(random.randint(0, whole + 1, parts - 1))
     return np.diff(cuts, prepend=0, append=whole)
 

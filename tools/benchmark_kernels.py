@@ -1,7 +1,7 @@
 """Time every fused kernel against its floor and against PyTorch's own operations.
 
     python tools/benchmark_kernels.py                 # all kernels, as a Markdown table
-    python tools/benchmark_kernels.py --only RMSNorm  # those with this in their name
+    python tools/benchmark_kernels.py --only RMSNorm  # only operations whose names contain this
 
 The floor is the number of bytes that must move, divided by the bandwidth of a large copy on this
 GPU. For attention and matrix products it is the number of operations divided by the rate of a large
@@ -34,7 +34,7 @@ GROUPS = (
 def main() -> int:
     """Print the table and return the exit code, which is 9 if there are no kernels to time."""
     parser = ToolParser("benchmark_kernels.py", __doc__)
-    parser.add_argument("--only", default="", help="Time operations with this in their name.")
+    parser.add_argument("--only", default="", help="Time operations whose names contain this.")
     parser.add_argument("--no-compile", action="store_true", help="Skip torch.compile.")
     args = parser.read()
     return run_command(lambda: _run(args.only, compiled=not args.no_compile))

@@ -29,7 +29,7 @@ def build_parser() -> ToolParser:
     parser = ToolParser("benchmark_overlap.py", __doc__)
     add = parser.add_argument
     add("--tokens", type=int, default=8192, help="Tokens per micro-batch (default: 8192).")
-    add("--hidden-size", type=int, default=4096, help="Default: 4096.")
+    add("--hidden-size", type=int, default=4096, help="Hidden size (default: 4096).")
     add("--qkv-size", type=int, default=6144, help="Width of the QKV product (default: 6144).")
     add(
         "--ffn-hidden-size",

@@ -3,7 +3,7 @@ r"""Measure how many tokens of packed documents one loading process supplies per
     python tools/benchmark_packing.py
     python tools/benchmark_packing.py --document-tokens 100 --workers 0 1 2
 
-It generates documents of random lengths (exponentially distributed) and ids, packs them, and times
+It generates documents of exponentially distributed lengths and random ids, packs them, and times
 micro-batches of three kinds: a stream of documents that are kept apart (--reset-attention-mask),
 conversations (--sft) and pairs of answers (--preference-loss), each of which is two documents.
 """
@@ -49,7 +49,8 @@ def build_parser() -> ToolParser:
     add("--micro-batch-size", type=int, default=1, help="Rows per batch (default: 1).")
     add("--batches", type=int, default=2000, help="Micro-batches to load (default: 2000).")
     add("--workers", type=int, nargs="+", default=[1], help="Numbers of processes (default: 1).")
-    add("--output", type=Path, default=Path("runs/packing"), help="Default: runs/packing.")
+    text = "Folder for the generated data (default: runs/packing)."
+    add("--output", type=Path, default=Path("runs/packing"), help=text)
     return parser
 
 

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def hostile_clients(host: str, port: int, count: int) -> Iterator[None]:
-    """Keep sending prompts of almost 1 MB, which the server refuses, during the block.
+    """During the block, keep sending prompts of almost 1 MB, which the server rejects.
 
     Args:
         host: Name or address of the server.
@@ -102,7 +102,7 @@ class Answer:
 
 @dataclass
 class Load:
-    """A load of clients that each send the next request as soon as the last one is answered.
+    """A load of clients, each of which sends its next request when the last one is answered.
 
     Attributes:
         host: Name or address of the server.

@@ -8,15 +8,15 @@ The command must name --save, --load and --metrics-jsonl. It is started again, a
 until it ends with 0. Faults strike one rank, at random times, until --hours have passed:
 
     kill      SIGKILL
-    stop      SIGSTOP without SIGCONT: the others must notice, so the last one that runs is spared
+    stop      SIGSTOP without SIGCONT: the others must notice, so the last running rank is spared
     pause     SIGSTOP and, two seconds later, SIGCONT: nothing may fail
     term      SIGTERM: all ranks save and exit
     launcher  SIGKILL to the launcher instead of a rank
     memory    the rank can allocate no more memory (RLIMIT_AS)
     files     the rank can open no more files (RLIMIT_NOFILE)
     disk      the rank's files cannot grow, as on a full disk (RLIMIT_FSIZE)
-    damage    one byte of the newest checkpoint is changed and the rank killed, if there is an older
-              sound checkpoint
+    damage    one bit of the newest checkpoint is flipped and the rank is killed, if there is an
+              older intact checkpoint
 
 The verdict uses only the command's exit codes, checkpoints and metrics. --seed determines every
 fault and its time, but what a fault hits also depends on the speed of the machine.
@@ -68,7 +68,7 @@ _ABSENT = {
 
 @dataclass
 class Strike:
-    """A fault that has struck: its kind, the rank's process, and the time (seconds since 1970)."""
+    """A fault that was injected: its kind, the process id, and the Unix time in seconds."""
 
     kind: str
     pid: int
@@ -80,8 +80,8 @@ class Outcome:
     """The outcome of a command under faults.
 
     Attributes:
-        codes: The exit codes of its starts, in order. A signal's number is negative.
-        strikes: The faults.
+        codes: The exit code of each start, in order. It is negative if a signal ended the command.
+        strikes: The faults that were injected.
         seconds: The time from the first start to the last end.
         orphans: The number of processes still running a minute after their launcher ended.
     """
@@ -103,7 +103,7 @@ class Plan:
         seconds: No fault strikes after this time.
         save: The command's folder of checkpoints.
         log: The file for the command's output.
-        starts: The largest number of times to start the command.
+        starts: The maximum number of times to start the command.
     """
 
     command: Sequence[str]
@@ -119,9 +119,10 @@ class Member(NamedTuple):
     """A process of a job.
 
     Attributes:
-        parent: Its parent.
+        parent: The id of its parent process.
         has_rank: Whether a launcher started it with a rank.
-        is_forked: Whether it is the server from which our launcher forks ranks, or such a fork.
+        is_forked: Whether it is the server from which our launcher forks ranks, or one of its
+            forks.
         is_stopped: Whether a signal has stopped it.
     """
 
@@ -162,7 +163,7 @@ class Job:
         return found
 
     def ranks(self) -> list[int]:
-        """Return the processes that train. Those that load data are their children."""
+        """Return the ids of the training processes, without their children, which load data."""
         members = self.processes()
         servers = {
             pid
@@ -177,7 +178,11 @@ class Job:
         return sorted(pid for pid in with_rank if members[pid].parent not in with_rank)
 
     def end(self) -> tuple[int, int]:
-        """Wait for the launcher and its processes. Return its code and the number still running."""
+        """Wait for the launcher and its processes to end.
+
+        Returns:
+            The launcher's exit code, and the number of processes that had to be killed.
+        """
         code = self.process.wait()
         deadline = time.monotonic() + _LEAVE
         while (left := self.processes()) and time.monotonic() < deadline:
@@ -204,10 +209,10 @@ def _pause(pid: int) -> None:
 
 
 def damage_newest(save: Path, draw: random.Random) -> bool:
-    """Change a byte of the newest checkpoint's largest file, unless no other checkpoint is sound.
+    """Flip a bit in the newest checkpoint's largest file, if an older checkpoint is also intact.
 
     Returns:
-        Whether there were two sound checkpoints, the newer of which is now damaged.
+        Whether there were two intact checkpoints, so that the newest is now damaged.
     """
     from megatron.checkpoint.find import scan  # imports torch, which --help does without
     from megatron.checkpoint.loading import open_found
@@ -244,7 +249,7 @@ KINDS = (*STRIKES, "launcher", "damage")
 
 
 def strike(kind: str, job: Job, save: Path, draw: random.Random) -> Strike | None:
-    """Inject a fault into a random rank and return the fault; `None` if there is no rank for it."""
+    """Inject a fault into a random rank and return the fault, or `None` if no rank is eligible."""
     ranks = job.ranks()
     if kind == "stop":
         members = job.processes()
@@ -293,7 +298,7 @@ def run_under_faults(plan: Plan, seed: int) -> Outcome:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of --metrics-jsonl. The last one may be incomplete."""
+    """Return the records of a --metrics-jsonl file, without an incomplete line at its end."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -302,7 +307,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any], float]]:
-    """Yield the iteration of each step, its losses and norms, and the seconds that it took."""
+    """Yield the iteration of each step, its losses and gradient norm, and its seconds."""
     last: float | None = None
     for line in lines:
         if "grad-norm" in line:
@@ -314,7 +319,7 @@ def steps_of(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, A
 def goodput(lines: Sequence[dict[str, Any]], seconds: float) -> float:
     """Return the share of the time that was spent in steps whose results were kept.
 
-    A step that was repeated after a restart was lost the first time.
+    Of a step that was repeated after a restart, only the last repetition counts.
     """
     kept = {iteration: spent for iteration, _, spent in steps_of(lines)}
     return sum(kept.values()) / max(seconds, 1e-9)
@@ -350,8 +355,8 @@ def judge(
     """Judge a run by its outputs.
 
     Args:
-        save: Its folder of checkpoints.
-        metrics: Its file of --metrics-jsonl.
+        save: The run's folder of checkpoints.
+        metrics: The run's --metrics-jsonl file.
         outcome: The outcome of the command.
         against: The metrics of an uninterrupted run.
 
@@ -402,7 +407,7 @@ def judge(
 
 
 def duration(text: str) -> float:
-    """Read a time: `90`, `60s`, `5m` or `1h`, in seconds."""
+    """Return the seconds of a time such as `90`, `60s`, `5m` or `1h`."""
     match = re.fullmatch(r"(\d+\.?\d*)([smh]?)", text)
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"expected a time such as 60s, 5m or 1h, got {text!r}")
@@ -413,7 +418,7 @@ def flag_value(words: Sequence[str], flag: str) -> str:
     """Return the value of a flag of the command.
 
     Raises:
-        ConfigError: The command does not have it.
+        ConfigError: The command does not have the flag.
     """
     for word, value in zip(words, [*words[1:], ""], strict=True):
         if word == flag or word.startswith(f"{flag}="):
@@ -435,9 +440,10 @@ def build_parser() -> ToolParser:
         type=Path,
         default=Path("chaos.log"),
         metavar="FILE",
-        help="File for its output.",
+        help="File for the command's output.",
     )
-    add("--least-goodput", type=float, default=0.0, metavar="SHARE", help="Fail below this share.")
+    text = "Fail if the goodput is below this share."
+    add("--least-goodput", type=float, default=0.0, metavar="SHARE", help=text)
     add("command", nargs=argparse.REMAINDER, help="The training command, after --.")
     return parser
 

@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     """Convert the dataset and print a summary of the output.
 
     Raises:
-        UserError: The flags, the input or the output folder need to be changed.
+        UserError: A flag or the input is invalid, or the output cannot be written.
     """
     import numpy as np
 

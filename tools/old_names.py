@@ -1,8 +1,8 @@
 """Programs under the names that they had in older versions of Megatron-LM and in its forks.
 
-A script with an old name calls `run_old_name`, which translates the old flags by the table below,
-prints a note, and is replaced by the current program. If there is no successor, it says what to do
-instead.
+A script with an old name calls `run_old_name`, which translates the old flags with the table below,
+prints a note, and replaces the process with the current program. If there is no successor, it says
+what to do instead.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class OldName(NamedTuple):
 
     Attributes:
         now: The current script, or "" if there is none.
-        era: The versions that had the old name.
+        era: The versions, or the fork, that had the old name.
         remedy: What to do instead if there is no script.
         drops: Old flags that have no effect in the current script.
-        only: The old flags that have a meaning in the current script. All others are dropped. If
-            this is empty, all flags have a meaning.
+        only: The old flags that the current script accepts. All others are dropped. If this is
+            empty, all flags are kept.
         renames: The current names of old flags, and the current values of a flag as `--flag value`.
         adds: Flags that the current script needs, unless the user gives them.
         once: Whether only the first of several processes does the work.

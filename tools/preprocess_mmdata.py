@@ -1,4 +1,4 @@
-"""Run the program that tools/old_names.py lists as this one's successor."""
+"""Run the successor of this script, which tools/old_names.py lists."""
 
 import sys
 from pathlib import Path

@@ -3,8 +3,8 @@
     python tools/presplit_sentences_json.py corpus.json presplit.json
     python tools/preprocess_data.py --input presplit.json --presplit-sentences ...
 
-`preprocess_data.py --split-sentences` does both at once. Use this program to see or change the
-sentences in between. Other keys stay unchanged.
+`preprocess_data.py --split-sentences` does both steps at once. Use this program to see or change
+the sentences in between. Other keys stay unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     """Write the split lines.
 
     Raises:
-        UserError: The flags, the input or the output need to be changed.
+        UserError: A flag or the input is invalid, or the output cannot be written.
     """
     import orjson
 

@@ -45,7 +45,7 @@ def table(lines: Iterable[str]) -> str:
 
 
 def result(row: Row, trials: Trials, commit: str) -> str:
-    """Return one line of results."""
+    """Return the results of a row as a line of the Markdown table."""
     notes = [f"{text}: {count:,}" for text, count in sorted(trials.notes.items())]
     details = "; ".join([trials.seeds, *notes])
     held = f"{trials.passed} of {trials.tried}"
@@ -67,7 +67,7 @@ def commit_and_day() -> str:
 
 
 def machine() -> str:
-    """Describe the machine of the results in a line."""
+    """Describe the machine that produced the results in a line."""
     import torch
 
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}."
@@ -97,7 +97,7 @@ def read_page(path: Path) -> str:
 
 
 def replaced(page: str, lines: Mapping[int, str], where: str) -> str:
-    """Return the page with these lines, by row number, added or in place of its own."""
+    """Return the page with these lines, by row number, added or in place of those it has."""
     head, begin, rest = page.partition(_BEGIN)
     before, end, tail = rest.partition(_END)
     held = {
@@ -136,10 +136,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Try the requested rows and return 1 if one did not hold.
+    """Try the requested rows and return 1 if a promise did not hold.
 
     Raises:
-        ConfigError: There is no such row, or no place for its result.
+        ConfigError: There is no such row, or the page has no section for results.
     """
     import torch
 

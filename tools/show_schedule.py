@@ -69,11 +69,12 @@ def check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None
 def make_times(arguments: argparse.Namespace) -> Times:
     """Make the tables of times from the flags.
 
-    By default, the backward pass takes twice as long as the forward pass, half of it for weights.
+    By default, the backward pass takes twice as long as the forward pass, and half of it is for
+    weight gradients.
 
     Raises:
         ConfigError: The number of values does not match the stages or chunks, a value is not a
-            time, or weights take longer than the whole backward pass.
+            valid time, or weight gradients take longer than the whole backward pass.
     """
     stages, chunks = arguments.stages, arguments.virtual_stages
     check_times("--communication-time", [arguments.communication_time])
@@ -193,7 +194,7 @@ def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
 
 
 def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
-    """Check every schedule up to the given sizes and print how many there were."""
+    """Check every schedule up to the given sizes and print how many were checked."""
     start = time.perf_counter()
     schedules, operations = check_all(stages, chunks, micro_batches)
     print(

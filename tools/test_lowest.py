@@ -22,7 +22,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 # The libraries that read data from clients.
 LIBRARIES = ("starlette", "uvicorn", "h11", "Jinja2", "prometheus-client", "pydantic", "orjson")
 _TESTS = ("tests/inference/server",)
-# The examples find torchrun on the PATH. The outer environment's would use its own libraries.
+# The examples find torchrun on the PATH. The outer environment's torchrun would use that
+# environment's libraries.
 _TORCHRUN = """#!{python}
 import sys
 from torch.distributed.run import main

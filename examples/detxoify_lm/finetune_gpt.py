@@ -40,7 +40,7 @@ class FinetuneRecipe(GPTRecipe):
     program = "finetune_gpt.py"
 
     def __init__(self, validation: Sequence[str]) -> None:
-        """Store the values of --data-path2. Without any, validate on --data-path."""
+        """Store the values of --data-path2. If there are none, --data-path is used instead."""
         self._validation = tuple(validation)
 
     def build_datasets(

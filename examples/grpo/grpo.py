@@ -52,7 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--group-size", type=int, default=8, help="number of answers to each prompt")
     add("--answer-tokens", type=int, default=64, help="maximum number of tokens in an answer")
     add("--answers-at-once", type=int, default=256, help="answers to generate at once")
-    add("--loss", choices=("grpo", "dr_grpo", "dapo"), default="grpo", help="as TRL's loss_type")
+    text = "form of the loss, named like TRL's loss_type"
+    add("--loss", choices=("grpo", "dr_grpo", "dapo"), default="grpo", help=text)
     add("--clip", type=float, default=0.2, help="how far ratios may fall below 1")
     add("--clip-high", type=float, help="how far ratios may rise above 1 (default: --clip)")
     add("--kl", type=float, default=0.0, help="weight of the divergence from --reference")
@@ -62,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def advantages(rewards: Tensor, *, scaled: bool) -> Tensor:
-    """Return by how much each reward of a group exceeds the group's mean, fp32 [G].
+    """Return the advantages of a group, fp32 [G]: how much each reward exceeds the mean.
 
     Args:
         rewards: The rewards of a group, [G].
@@ -82,8 +83,10 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each token, and 1 for each token that clipping leaves without a gradient.
 
+    All tensors have the same shape.
+
     Args:
-        log_probs: Log-probabilities under the policy. All tensors have the same shape.
+        log_probs: Log-probabilities under the policy.
         old: Log-probabilities under the policy that wrote the tokens.
         advantage: The advantage of each token's answer.
         clip: How far the ratio of the two probabilities may fall below 1 and rise above 1.
@@ -100,12 +103,12 @@ def token_losses(
 
 
 class GRPO(RolloutRecipe):
-    """The recipe: the loss of a micro-batch, and the values that are logged with it."""
+    """The training recipe: the loss of a micro-batch, and the values that are logged with it."""
 
     program = "grpo.py"
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Keep the flags."""
+        """Store the options."""
         high = options.clip if options.clip_high is None else options.clip_high
         self._options, self._clip = options, (options.clip, high)
 
@@ -134,7 +137,7 @@ class GRPORollouts(Rollouts):
     """The rewards of answers, and their advantages over the other answers to the same prompt."""
 
     def __init__(self, options: argparse.Namespace, recipe: GRPO, reward: Reward) -> None:
-        """Keep the flags, the recipe and the reward."""
+        """Store the options, the recipe and the reward function."""
         sampling = Sampling(max_new_tokens=options.answer_tokens)
         sizes = {"group": options.group_size, "updates": options.updates_per_rollout}
         super().__init__(sampling, **sizes, at_once=options.answers_at_once)
@@ -148,7 +151,7 @@ class GRPORollouts(Rollouts):
             self._recipe.reference = load_teacher(folder, *place, flag="--reference")
 
     def judge(self, run: Run, groups: Sequence[Group]) -> list[list[Judged]]:
-        """Reward the answers. Collective over the data axis."""
+        """Return each answer's reward, advantage and weight. Collective over the data axis."""
         kind, size = self._options.loss, self._options.group_size
         written = sum(len(answer.tokens) for group in groups for answer in group.answers)
         total = torch.tensor([written, len(groups)], device=run.device.torch_device)
@@ -167,7 +170,7 @@ class GRPORollouts(Rollouts):
 
 
 def load_reward(path: Path) -> Reward:
-    """Return the function `reward` of a Python file."""
+    """Load the function `reward` from a Python file, or exit with a message if there is none."""
     spec = importlib.util.spec_from_file_location("task", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise SystemExit(

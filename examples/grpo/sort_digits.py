@@ -3,7 +3,7 @@
 
 python examples/grpo/sort_digits.py runs/grpo    writes format.jsonl and prompts.jsonl
 
-The tokens are the digits 0 to 9, and 10, which ends a prompt. format.jsonl shows the form of an
+The tokens are the digits 0 to 9, and 10, which ends a prompt. format.jsonl teaches the format of an
 answer: its answers have the digits in any order. prompts.jsonl contains only prompts.
 """
 

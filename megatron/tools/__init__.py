@@ -1,4 +1,4 @@
-"""Command line tools, each with a `main`. A script of the same name in tools/ runs it.
+"""Command-line tools. Each has a `main`, which the script of the same name in tools/ calls.
 
     preprocess_data      turn text into .bin/.idx files
     train_tokenizer      train a tokenizer on text
@@ -11,7 +11,7 @@
     demo_chat,
     demo_retro           run all steps from text to a model that generates text
     demo_detoxify        run all steps of detoxification
-    text_generation_cli  a client of the text generation server; `megatron chat`
+    text_generation_cli  the client of the text generation server (`megatron chat`)
     fill_in              fill in the masked words of a text
     bert_embedding       compute a vector for each text
     score                score answers with a reward model

@@ -4,9 +4,9 @@ r"""Embed texts: compute one vector for each with a BERT or a Hugging Face sente
     torchrun --nproc-per-node 8 tools/bert_embedding/main.py --input texts.jsonl \
         --bert-embedder-type huggingface --load sentence-encoder --output-dir vectors
 
-This writes vectors/<a>-<b>.hdf5, whose data set `data` contains the float32 vectors of texts a to
-b - 1. Several processes divide these blocks among themselves. If a run was interrupted, the next
-one continues with the first missing block.
+This writes vectors/<a>-<b>.hdf5, whose dataset `data` contains the float32 vectors of texts a to
+b - 1. Several processes divide these blocks among themselves. If a run is interrupted, the next one
+continues with the first missing block.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def run(options: argparse.Namespace) -> None:
     """Embed the texts.
 
     Raises:
-        UserError: A flag, a file or the checkpoint must be changed.
+        UserError: A flag is invalid, a file or the checkpoint cannot be read, or the output cannot
+            be written.
     """
     for flag in ("block_size", "batch_size"):
         if getattr(options, flag) < 1:
@@ -184,7 +185,8 @@ def _check_origin(path: Path, origin: dict[str, Any]) -> None:
     """Record the sources of the vectors, or compare them with an earlier record.
 
     Raises:
-        ConfigError: The folder contains other vectors.
+        ConfigError: The folder contains vectors made from other sources or with other flags.
+        DataError: The earlier record cannot be read.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

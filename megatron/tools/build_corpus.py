@@ -110,7 +110,8 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="Number of tasks at a time. The output does not depend on it (default: one per core).",
+        help="Number of tasks to run at a time. The output does not depend on it (default: one per "
+        "core).",
     )
     group.add_argument(
         "--executor",
@@ -131,7 +132,7 @@ def plan_of(options: argparse.Namespace) -> Any:
     """Return the plan described by the flags or a YAML file.
 
     Raises:
-        ConfigError: A flag or the file is wrong.
+        ConfigError: A flag or the YAML file is invalid.
     """
     from megatron.config.yaml_file import load
     from megatron.corpora.plan import (
@@ -164,7 +165,7 @@ def run(options: argparse.Namespace) -> None:
     """Build the corpus and print the report.
 
     Raises:
-        UserError: The flags, the input or the output folder need to be changed.
+        UserError: A flag or the input is invalid, or the output cannot be written.
     """
     plan = plan_of(options)
     if options.print_plan:
@@ -190,7 +191,7 @@ def run(options: argparse.Namespace) -> None:
     folder, started = Path(options.output), time.monotonic()
     build_corpus(plan, folder, cluster, overwrite=options.overwrite)
     if cluster.executor == "slurm":
-        print(f"jobs are submitted; when the last one has ended, see {folder}/report.json")
+        print(f"jobs are submitted; when the last one has finished, see {folder}/report.json")
         return
     _print_report(folder, input_bytes(folder) / 1e6, time.monotonic() - started)
     if "tokenize" in plan.steps:

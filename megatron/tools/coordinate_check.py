@@ -3,11 +3,12 @@ r"""Check that muP works: train a network at several widths and compare changes 
     python tools/coordinate_check.py --widths 64 128 256 512 --output runs/coordinates -- \
         --num-layers 2 --seq-length 32 --micro-batch-size 4 --lr 3e-3 --use-mup
 
-The words after `--` are flags of pretrain_gpt.py, without --hidden-size and --num-attention-heads.
-With --use-mup, the first width is --mup-base-hidden-size unless it is given. Each width trains for
-a few iterations on generated tokens, in this process, on the CPU. The table shows how much each
-activation of a fixed batch has changed since the start. With muP the changes are equally large at
-every width; without it they grow. The folder receives coordinates.json and coordinates.png.
+The arguments after `--` are flags of pretrain_gpt.py, except --hidden-size and
+--num-attention-heads. With --use-mup, --mup-base-hidden-size defaults to the first width. Each
+width trains for a few iterations on generated tokens, in this process, on the CPU. The table shows
+how much each activation of a fixed batch has changed since the start. With muP the changes are
+equally large at every width; without it they grow. The results are written to coordinates.json and
+coordinates.png in the folder.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     from megatron.config import RunConfig
 
 Changes = dict[str, float]
-_FLAT = 0.3  # largest power of the width at which a change counts as independent of it
+_FLAT = 0.3  # largest exponent of the width at which a change counts as independent of it
 _OURS = ("--hidden-size", "--num-attention-heads", "--train-iters")
-# A valid run without any flags, which the given ones override.
+# The flags of a complete run. Those on the command line override them.
 _START = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --seq-length 32 --num-layers 2
     --micro-batch-size 4 --lr 3e-3 --lr-decay-style constant --clip-grad 0 --hidden-dropout 0
@@ -151,10 +152,10 @@ def changes_after(config: RunConfig, steps: int) -> Changes:
     """Return the mean magnitude by which each activation of a batch changes during training.
 
     Args:
-        config: The run.
+        config: The configuration of the run.
         steps: The number of iterations.
     """
-    # Imported here because the parser does not need them, and the script imports this package.
+    # Imported here because the parser does not need them.
     import torch
 
     from megatron.device import Device
@@ -210,7 +211,7 @@ def _recording(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
 
 
 def powers_of(found: Mapping[int, Changes]) -> dict[str, float]:
-    """Return the power of the width with which each change grows, from a log-log fit."""
+    """Return the exponent with which each change grows with the width, from a log-log fit."""
     widths = [math.log(width) for width in found]
     mean = sum(widths) / len(widths)
     spread = sum((x - mean) ** 2 for x in widths)
@@ -235,7 +236,7 @@ def table(found: Mapping[int, Changes], powers: Mapping[str, float]) -> list[str
 
 
 def draw(found: Mapping[int, Changes], output: Path) -> None:
-    """Draw an image with a line for each activation."""
+    """Plot the mean change over the width, with a line for each activation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

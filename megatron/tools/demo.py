@@ -6,8 +6,8 @@
 
 At the end, a GPT generates text, and a BERT or T5 fills in masked words. Without --input the text
 is the source of Python's standard library. Every step prints the command that it runs, so that you
-can repeat it by hand with other values. A second run with the same settings renames the first one;
-anything else in the folder is replaced only with --overwrite.
+can repeat it by hand with other values. A second run with the same settings renames the folder of
+the first one; anything else in the folder is replaced only with --overwrite.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def check_input(source: Path) -> None:
 
 
 def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Create an empty folder `out`. An earlier run with the same settings is renamed.
+    """Create an empty folder `out`. The folder of an earlier run with the same settings is renamed.
 
     Raises:
         ConfigError: `out` contains anything else, and `overwrite` is false.
@@ -281,7 +281,7 @@ Your own text  the same command with --input my.jsonl --out runs/mine, or
 
 
 def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
-    """Format nats per token as bits per byte; "" if the model does not predict every token."""
+    """Format nats per token as bits per byte, or return "" for a model of masked tokens."""
     if kind.sentences:
         return ""
     return f", {nats / (math.log(2) * validation.bytes_per_token):.3f} bits per byte"
@@ -382,7 +382,7 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
         kind: The demo, if --model does not name it.
 
     Raises:
-        UserError: The flags, the input or the folder need to be changed.
+        UserError: A flag or the input is invalid, or the folder cannot be used.
     """
     from megatron.tools import demo_chat, demo_retro
 

@@ -42,8 +42,8 @@ _WORDS = (
     *("time", "object", "type", "error", "index", "data", "size", "result", "method", "number"),
 )
 _FORM = re.compile(r"Answer: [a-z]+( [a-z]+)*\.")
-# The server and finetune.py find it next to the tokenizer. Text inside `generation` counts in the
-# loss.
+# The server and finetune.py find it next to the tokenizer. Only text inside `generation` counts in
+# the loss.
 _TEMPLATE = """\
 {%- for message in messages -%}
 {{ message['role'] + ':\\n' }}
@@ -59,10 +59,10 @@ _TEMPLATE = """\
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Return conversations of one question and its answer, always the same ones.
+    """Generate conversations of one question and its answer, the same ones on every call.
 
     Args:
-        count: The number of conversations. All have different questions.
+        count: The number of conversations. Their questions are all different.
     """
     draw = random.Random(_SEED)
     found: dict[str, str] = {}
@@ -136,7 +136,7 @@ def judge(held_out: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> tupl
 
 
 def demo(out: Path, source: Path | None, iterations: int) -> None:
-    """Run all steps and print how good the answers are.
+    """Run all steps and print how many answers are correct.
 
     Args:
         out: An empty folder for everything that the demo writes.

@@ -17,9 +17,9 @@ VOCAB_SIZE = 2048
 _NETWORK = "--hidden-size 128 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0"
 _BLOCKS = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 _LAYERS = "--num-layers 4 --seq-length 128 --max-position-embeddings 128"
-# Two of eight experts, each half as wide as the MLP: the same work per token as in the GPT.
+# Each token uses two of eight experts, each half as wide as the GPT's MLP: the same work per token.
 _EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 160 --moe-aux-loss-coeff 1e-2"
-# The settings that a small model keeps from a recipe's network. Sizes are the demo's.
+# The settings that a small model keeps from a recipe's network. Its sizes are those of the demo.
 _KEPT = (
     *("position_embedding_type", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias"),
     *("untie_embeddings_and_output_weights", "qk_layernorm", "squared_relu"),
@@ -133,7 +133,7 @@ _GPT = Kind(
     sentences=False,
     vocabulary="byte-level BPE",
     vocabulary_flags=(),
-    # GPT-2's files give tokenizer.json's ids, but faster in bulk.
+    # GPT-2's files give the same ids as tokenizer.json, and encode faster in bulk.
     tokenizer=lambda folder: [
         *["--tokenizer-type", "GPT2BPETokenizer"],
         *["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")],

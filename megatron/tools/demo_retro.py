@@ -40,7 +40,7 @@ _BOTH = (
     "--lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 "
     f"--clip-grad 1.0 --init-method-std 0.12 --seed {_SEED} --num-workers 0"
 )
-# 490,880 and 507,328 parameters, with the tokenizer that is trained here.
+# The Retro has 490,880 parameters and the GPT 507,328, with the tokenizer that is trained here.
 _RETRO = (
     "--num-layers 6 --retro-encoder-layers 2 --retro-encoder-hidden-dropout 0 "
     "--retro-encoder-attention-dropout 0 --retro-eval-shuffled"
@@ -80,8 +80,8 @@ def write_corpus(path: Path, documents: int) -> None:
         parts = [passages[own], *(passages[i] for i in others)]
         draw.shuffle(parts)
         text = " ".join(word for part in parts for word in part)
-        # The end-of-document token takes the place of the last word. A space before every word
-        # makes the first word a token like the others.
+        # The end-of-document token replaces the last word. With the leading space, the first word
+        # is tokenized like the others.
         record = {"text": " " + text.rpartition(" ")[0], "sentences": [" ".join(p) for p in parts]}
         lines.append(json.dumps(record).encode() + b"\n")
     replace_file(path, b"".join(lines))

@@ -1,4 +1,4 @@
-"""Join indexed datasets: all those in a folder, in the order of their names, or the given ones.
+"""Join indexed datasets: all those in a folder, in the order of their names, or a given list.
 
     python tools/merge_datasets.py --input shards --output-prefix whole
     python tools/merge_datasets.py --datasets a_text_document b_text_document --output-prefix whole
@@ -80,7 +80,7 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
 
 
 def _expect_no_member(options: argparse.Namespace, members: Sequence[IndexedDataset]) -> None:
-    """Check that the output is not one of the folder's datasets, unless it is an earlier result.
+    """Check that the output is not one of the inputs. The result of an earlier run may be replaced.
 
     Raises:
         DataError: The output would replace a dataset whose contents it does not include.

@@ -171,7 +171,7 @@ def compared(words: Sequence[str]) -> dict[str, Points]:
     """Return the validation losses in the files given as LABEL=FILE, by label.
 
     Raises:
-        ConfigError: A word does not have this form.
+        ConfigError: A word is not of the form LABEL=FILE.
         DataError: A file cannot be read, or has no validation loss.
     """
     found = {}
@@ -209,7 +209,7 @@ def run(options: argparse.Namespace) -> None:
     """Read the metrics and write the picture.
 
     Raises:
-        ConfigError: The picture exists, its name has an unknown extension, or --compare is wrong.
+        ConfigError: The picture exists, its name has an unknown extension, or --compare is invalid.
         DataError: The metrics file cannot be read.
     """
     if (options.metrics is None) == (options.compare is None):

@@ -163,10 +163,10 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Check the flags for errors that argparse cannot find.
+    """Check the flags for errors that argparse cannot detect.
 
     Raises:
-        ConfigError: One or more flags are wrong. The message names all of them.
+        ConfigError: One or more flags are invalid. The message names all of them.
     """
     problems = []
     if options.workers is not None and options.workers < 1:
@@ -202,7 +202,7 @@ def run(options: argparse.Namespace) -> None:
     """Encode the input and print a summary of the output.
 
     Raises:
-        UserError: The flags, the input or the output folder need to be changed.
+        UserError: A flag or the input is invalid, or the output cannot be written.
     """
     _check(options)
     if options.dataset_impl != "mmap":
@@ -236,8 +236,8 @@ def run(options: argparse.Namespace) -> None:
         tokenizer,
     )
     workers = choose_workers(paths) if options.workers is None else options.workers
-    # The objects that exist now stay alive, so neither this process nor its forked workers need to
-    # scan them for garbage again.
+    # The objects that exist now are never freed, so neither this process nor its forked workers
+    # need to scan them for garbage again.
     gc.freeze()
     gc.enable()
     progress = _Progress(sum(map(os.path.getsize, paths)), options.log_interval, started)

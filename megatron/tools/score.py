@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     """Score each line, and print on stderr how often the chosen answer has the higher reward.
 
     Raises:
-        UserError: There is no reward model to load, or a line cannot be used.
+        UserError: There is no reward model to load, or a line is invalid.
     """
     from megatron.device import Device
     from megatron.inference.load import REWARD_MODEL, load_gpt
@@ -67,7 +67,7 @@ def scored(loaded: Loaded, path: Path) -> Iterator[Rewards]:
         path: The file.
 
     Raises:
-        DataError: A line cannot be used.
+        DataError: A line is invalid.
     """
     import torch
 

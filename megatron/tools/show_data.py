@@ -4,10 +4,10 @@ r"""Show a dataset: its documents, the samples that a model sees, and statistics
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
     python tools/show_data.py --kind bert --show samples --first 7 --count 1 --html sample.html ...
 
-The data is given as for a run, by the data and tokenizer flags of pretrain_gpt.py, pretrain_bert.py
-or pretrain_t5.py. A sample is printed as the run would read it, one line per token: what the model
-reads, what it must predict, whether that counts in the loss, and to which document it belongs. With
---retro-workdir, the samples of a Retro are printed chunk by chunk, each with its neighbors.
+Select the data as for a run, with the data and tokenizer flags of pretrain_gpt.py, pretrain_bert.py
+or pretrain_t5.py. A sample is printed as the run would read it, one line per token: the input
+token, its label, whether the label counts in the loss, and the document to which the token belongs.
+With --retro-workdir, the samples of a Retro are printed chunk by chunk, each with its neighbors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COUNTED = 10_000_000  # maximum number of tokens that statistics read
 
 
 class Table(NamedTuple):
-    """A part of the page: a title, lines of text, and rows with headings."""
+    """A section of the output: a title, lines of text, and rows with headings."""
 
     title: str
     notes: Sequence[str] = ()
@@ -75,10 +75,10 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the tables or write them to a page.
+    """Print the tables or write them to an HTML page.
 
     Raises:
-        UserError: The data cannot be read, or the flags do not name any.
+        UserError: The data cannot be read, or the flags select no data.
     """
     given = vars(options)
     folder = given.get("retro_workdir")
@@ -94,7 +94,8 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(f"{missing} is required: give the value of the run")
     if options.first < 0 or options.count < 1:
         raise ConfigError(
-            f"--first {options.first} --count {options.count}: give at least 0 and at least 1"
+            f"--first {options.first} --count {options.count}: give a --first of at least 0 and a "
+            "--count of at least 1"
         )
     if options.train_samples is not None and options.train_samples <= options.first:
         raise ConfigError(
@@ -126,18 +127,18 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Corpus(NamedTuple):
-    """The documents that a word of --data-path names, in any kind of file.
+    """The documents of one entry of --data-path, in any file format.
 
     Attributes:
-        name: The word.
+        name: The entry.
         documents: A function that yields the sequences of each document, `[tokens]` each, beginning
             with the document that has the given number.
         bad: The lines in which `documents` has found no document, each with the reason and its
             location.
-        counts: The numbers of documents and tokens and the type of the tokens, if the kind of file
-            gives them.
-        lengths: The number of tokens of each document, `[documents]`, if the kind of file gives
-            them. Otherwise the beginning of the text is read.
+        counts: The numbers of documents and tokens and the dtype of the tokens, if the file format
+            provides them.
+        lengths: The number of tokens of each document, `[documents]`, if the file format provides
+            them. Otherwise, the lengths are counted at the beginning of the text.
     """
 
     name: str
@@ -150,7 +151,7 @@ class Corpus(NamedTuple):
 def _corpora(
     options: argparse.Namespace, data: DataConfig, flags: TokenizerConfig, tokenizer: Any, part: str
 ) -> Iterator[Table]:
-    """Yield statistics or documents of each dataset that the flags name."""
+    """Yield the tables of statistics or of documents for each dataset that the flags name."""
     from megatron.data.datasets import parse_weighted_paths
 
     words = data.data_path or data.train_data_path
@@ -288,7 +289,7 @@ def _statistics(corpus: Corpus, tokenizer: Any) -> Iterator[Table]:
 def _samples(
     options: argparse.Namespace, data: DataConfig, flags: TokenizerConfig, tokenizer: Any
 ) -> Iterator[Table]:
-    """Yield training samples as a run with these flags reads them."""
+    """Yield a table for each training sample, as a run with these flags reads it."""
     import numpy as np
 
     from megatron.data.datasets import DataRequest
@@ -320,7 +321,7 @@ def _samples(
 
 
 def _of_workdir(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that --retro-workdir determines, by the names of flags."""
+    """Return the values that --retro-workdir determines, by the names of their flags."""
     from megatron.config.data_files import read_retro_workdir
     from megatron.config.run import Findings, RunOptions
 
@@ -410,7 +411,7 @@ def _dataset(kind: str, request: Any, flags: TokenizerConfig, tokenizer: Any) ->
 
 
 def _gpt_columns(sample: Any, data: DataConfig, tokenizer: Any) -> dict[str, Any]:
-    """Return the parts of a GPT sample that the model gets, `[s]` each."""
+    """Return the arrays of a GPT sample that the model reads, `[s]` each, by column heading."""
     import numpy as np
     import torch
 

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     """Write the three files and their maps.
 
     Raises:
-        UserError: The flags, the input or the output folder need to be changed.
+        UserError: A flag or the input is invalid, or the output cannot be written.
     """
     import numpy as np
 
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"{path}: {count:,} lines")
 
 
-def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is imported only when it runs
+def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is imported inside
     """Return the offset of each line in a file, then the file's size.
 
     Raises:

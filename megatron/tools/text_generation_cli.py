@@ -39,7 +39,7 @@ _KEPT_LINES = 1000
 _PATIENCE = 0.2  # seconds between two checks of a server that is starting
 _LINES = 20  # last lines to show of a server that failed
 _LONGEST_WAIT = 1e6  # seconds
-# Models also write control characters, which could change the terminal's settings.
+# Models also emit control characters, which could change the terminal's settings.
 _SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _SHOWN |= {127: 0x2421, **dict.fromkeys(range(128, 160), 0xFFFD)}
 
@@ -79,10 +79,10 @@ class Server:
         Args:
             address: HOST:PORT, with or without http:// or https:// before it.
             token_file: File with the token that the server requires, or `None` if it requires none.
-            timeout: Seconds to wait for the next piece of an answer.
+            timeout: Seconds to wait for the next chunk of an answer.
 
         Raises:
-            UserError: The address or the timeout is wrong, or the file cannot be read.
+            UserError: The address or the timeout is invalid, or the file cannot be read.
         """
         url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
         try:
@@ -118,7 +118,8 @@ class Server:
             body: Body of the request.
 
         Raises:
-            UserError: The server cannot be reached, or it refuses the request, with its message.
+            UserError: The server cannot be reached, or it refuses the request. The message is then
+                the server's.
         """
         with self._response("POST", path, _encoded(body)) as response:
             yield from _objects(response)
@@ -127,7 +128,8 @@ class Server:
         """Return whether the server's model has a chat template.
 
         Raises:
-            UserError: The server cannot be reached, or it refuses the request, with its message.
+            UserError: The server cannot be reached, or it refuses the request. The message is then
+                the server's.
         """
         with self._response("GET", "/v1/models") as response:
             try:
@@ -396,7 +398,7 @@ def build_parser() -> ToolParser:
         "--timeout",
         type=float,
         default=120.0,
-        help="seconds to wait for the next piece of an answer (%(default)s)",
+        help="seconds to wait for the next chunk of an answer (%(default)s)",
     )
     return parser
 
@@ -456,14 +458,14 @@ def chat(words: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def serving(checkpoints: Path, adapters: Sequence[str] = ()) -> Iterator[str]:
-    """Serve a checkpoint, for this machine only, and yield the address of the server.
+    """Serve a checkpoint to this machine only, and yield the address of the server.
 
     Args:
         checkpoints: The folder of checkpoints.
         adapters: Adapters of the model, each NAME=FOLDER.
 
     Raises:
-        CheckpointError: The server ended before it was ready. The message has its last lines.
+        CheckpointError: The server exited before it was ready. The message is its last lines.
     """
     say(f"loading {checkpoints} ...")
     with tempfile.TemporaryFile("w+b") as log:
@@ -479,7 +481,7 @@ def serving(checkpoints: Path, adapters: Sequence[str] = ()) -> Iterator[str]:
 
 
 def _address(server: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    """Wait until a server has loaded its model and return the address that it then prints."""
+    """Wait until a server has loaded its model, and return the address that it then prints."""
     while True:
         has_ended = server.poll() is not None
         log.seek(0)

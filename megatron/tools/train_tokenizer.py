@@ -1,4 +1,4 @@
-"""Train a tokenizer on your own text: BPE (GPT-2's kind), WordPiece (BERT's) or SentencePiece.
+"""Train a tokenizer on your own text: BPE (as in GPT-2), WordPiece (as in BERT) or SentencePiece.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-dir tokenizer
     python tools/train_tokenizer.py --input corpus.jsonl --kind wordpiece --output-dir tokenizer
@@ -105,7 +105,7 @@ def build_parser() -> ToolParser:
         type=int,
         default=32768,
         metavar="N",
-        help="Number of entries, including special ones. A small text may give fewer "
+        help="Number of entries, including special ones. A small text may yield fewer "
         "(default: 32768).",
     )
     output.add_argument(
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> None:
     """Train the tokenizer and write its files.
 
     Raises:
-        UserError: The flags, the input or the output folder need to be changed.
+        UserError: A flag or the input is invalid, or the output cannot be written.
     """
     _check(options)
     started = time.monotonic()
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> None:
         reason = f"no other pair occurs {options.min_frequency} times"
         if options.kind == "sentencepiece":
             reason = "it has no other pieces"
-        print(f"The text gives fewer entries than --vocab-size {options.vocab_size:,}: {reason}")
+        print(f"The text yields fewer entries than --vocab-size {options.vocab_size:,}: {reason}")
 
 
 def _train(paths: Sequence[str], options: argparse.Namespace) -> tuple[int, Files]:
@@ -195,7 +195,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _take_positions(options: argparse.Namespace) -> None:
-    """Use the words without flags as the values of --input and --output-dir.
+    """Use the positional arguments as the values of --input and --output-dir.
 
     Raises:
         ConfigError: One of the two is missing or given twice.
@@ -251,7 +251,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _train_bpe(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
-    """Train byte-level BPE, with the bytes first in the vocabulary and the end of document last."""
+    """Train byte-level BPE. The bytes come first in the vocabulary, and end-of-document last."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -292,7 +292,7 @@ def _bpe_files(tokenizer: Any) -> Files:
 
 
 def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Namespace) -> Any:
-    """Train WordPiece, with special entries first in the vocabulary, then single characters.
+    """Train WordPiece. Special entries come first in the vocabulary, then single characters.
 
     Args:
         texts: A function that starts a pass over the input. The first pass finds the characters,
@@ -310,9 +310,9 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
         counts.update(draft.normalizer.normalize_str(text))
     frequent = sorted(counts, key=lambda character: (-counts[character], character))
     alphabet = sorted([c for c in frequent if not c.isspace()][:_LARGEST_ALPHABET])
-    # The library numbers characters inside words in an order that changes from run to run and
-    # affects ties. As special entries, they are numbered earlier.
-    # Punctuation is always a separate word.
+    # The library numbers the characters inside words in an order that changes from run to run and
+    # affects ties. Passing them as special entries fixes their order.
+    # Punctuation is always a separate word, so it never occurs inside one.
     split = draft.pre_tokenizer.pre_tokenize_str
     continuing = [f"##{character}" for character in alphabet if len(split(f"a{character}")) == 1]
     smallest = len(_SPECIAL) + len(continuing) + len(alphabet)
@@ -344,7 +344,7 @@ def _train_sentencepiece(texts: Iterator[str], options: argparse.Namespace) -> t
         The number of pieces and the files.
 
     Raises:
-        ConfigError: The library refuses the size of the vocabulary.
+        ConfigError: The library rejects the size of the vocabulary.
     """
     import io
 
@@ -358,7 +358,7 @@ def _train_sentencepiece(texts: Iterator[str], options: argparse.Namespace) -> t
             model_type=options.model_type or "unigram",
             vocab_size=options.vocab_size,
             character_coverage=options.character_coverage or 0.9995,
-            hard_vocab_limit=False,  # a small text gives fewer entries
+            hard_vocab_limit=False,  # a small text yields fewer entries
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,

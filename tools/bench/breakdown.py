@@ -118,6 +118,9 @@ def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdo
     """Break down the events of a trace, over all marked iterations except the first and the last.
 
     The first iteration includes the start of the profiler, and the last has no known end.
+
+    Raises:
+        DataError: The trace has no kernels, or fewer than three marked iterations.
     """
     events = [event for event in events if event.get("ph") == "X"]
     kernels = _kernels(events)

@@ -1,6 +1,6 @@
-"""Measure the limits of this machine at a workload's shapes, and derive the highest speed.
+"""Measure the limits of this machine at a workload's shapes, and derive the highest possible speed.
 
-Every product runs for several seconds, because a card is slower at its power limit than when cold.
+Every product runs for several seconds, because a GPU is slower at its power limit than when cold.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def measure_ceilings(
 
 
 def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
-    """Return what a run's ceilings depend on, apart from the number format, for JSON."""
+    """Return everything that a run's ceilings depend on, except the number format, for JSON."""
     return {
-        "host": socket.gethostname(),  # cards with the same name may differ
+        "host": socket.gethostname(),  # GPUs with the same name may differ
         "sizes": _sizes(model_plan(config.model, vocabulary)),
         "vocabulary": vocabulary,
         "micro_batch": config.training.micro_batch_size,
@@ -224,8 +224,8 @@ def products_fp8(
         return torch.randn(shape, device=device.torch_device).to(torch.float8_e4m3fn)
 
     one = torch.ones((), device=device.torch_device)
-    # (rows, inner, columns) of the output, input gradient and weight gradient. The second factor is
-    # stored by columns, as the hardware requires.
+    # (rows, inner, columns) of the output, input gradient and weight gradient. The second operand
+    # is column-major, as the hardware requires.
     shapes = [
         shape for o, i in matrices for shape in ((tokens, i, o), (tokens, o, i), (o, tokens, i))
     ]
@@ -243,7 +243,7 @@ def products_fp8(
 def attention_passes(
     config: RunConfig, attention: AttentionPlan, device: Device
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return the forward and backward passes of causal attention, by cuDNN on a GPU."""
+    """Return the forward and backward passes of causal attention, with cuDNN on a GPU."""
     tensor = config.parallel.tensor_model_parallel_size
     batch, sequence = config.training.micro_batch_size, config.data.seq_length
     heads, kv_heads = attention.heads // tensor, max(1, attention.kv_heads // tensor)
@@ -291,7 +291,8 @@ def roofline_step(
     """Return the seconds of an update that does only its unavoidable work.
 
     This work is matrix products, attention and memory traffic at the measured rates. Pipeline
-    stages count as equal and communication as free. The result is `None` without FP8 support.
+    stages are assumed to be equal, and communication to be free. The result is `None` if `fp8` is
+    set and the device does not support it.
     """
     layer = ceilings.layer_seconds_fp8 if fp8 else ceilings.layer_seconds
     if layer is None:

@@ -56,7 +56,7 @@ class Measured:
         first_iteration: Seconds from the launch to the log line of iteration 1.
         best: Lowest logged seconds per iteration.
         median: Median of the logged seconds per iteration.
-        mean: Mean seconds per iteration, measured outside the run by the arrival of its lines.
+        mean: Mean seconds per iteration, measured outside the run from the arrival of its lines.
         peak_allocated: Peak of allocated bytes on the rank where it is highest.
         peak_reserved: Peak of reserved bytes on the rank where it is highest.
         first_loss: Loss of the first logged iteration.
@@ -123,7 +123,7 @@ def run_to_end(
 
     Returns:
         Every line of output, with the seconds from the launch to its arrival; and the exit code,
-        or `None` if the run had to be ended.
+        or `None` if the run timed out.
     """
     lines: list[tuple[float, str]] = []
     start = time.perf_counter()
@@ -183,7 +183,7 @@ def _collect(stream: object, start: float, lines: list[tuple[float, str]]) -> No
 
 
 def read_log(lines: Sequence[tuple[float, str]]) -> list[Logged]:
-    """Return the log lines among all lines of output."""
+    """Return the iteration log lines found in the output."""
     found = ((when, _ITERATION.match(line)) for when, line in lines)
     return [
         Logged(int(match[1]), float(match[2]) / 1000, when, float(match[3]))

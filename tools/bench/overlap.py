@@ -1,4 +1,4 @@
-"""The measurements of `tools/benchmark_overlap.py`: variants of the products of split layers."""
+"""The measurements of `tools/benchmark_overlap.py`: variants of split layers' matrix products."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Form = Callable[[], Tensor]
 def gathered(
     rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
 ) -> dict[str, tuple[Form, bool]]:
-    """Return variants of the product of all ranks' rows [m, in] with [in, out].
+    """Return variants of the product of all ranks' rows, [m, in] each, with a weight [in, out].
 
-    Each comes with a flag that says whether it communicates.
+    Each variant comes with a flag that says whether it communicates.
     """
     axis, whole = layout.tensor, all_gather(rows, layout.tensor)
 
@@ -118,8 +118,8 @@ def run(options: argparse.Namespace) -> None:
     """Measure the variants of each product and print a table.
 
     Raises:
-        ConfigError: There is only one process, a size is not divisible, or there is nothing to
-            measure.
+        ConfigError: There is only one process, a size is not a multiple of the number of processes,
+            or --rounds is below 1.
     """
     launch = read_launch()
     size = launch.world_size

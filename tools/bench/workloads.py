@@ -170,10 +170,10 @@ def training_flags(
 
 
 def read_flags(flags: Sequence[str], gpus: int) -> RunConfig:
-    """Return the configuration of these flags, with a default length if they give none.
+    """Return the configuration that these flags describe, for one iteration unless they say more.
 
     Raises:
-        ConfigError: The flags are wrong.
+        ConfigError: A flag is invalid.
     """
     return parse_config(["--train-iters", "1", *flags], world_size=gpus).config
 

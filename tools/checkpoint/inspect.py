@@ -4,8 +4,8 @@
     python tools/checkpoint/inspect.py --no-verify --details runs/demo/checkpoints
     python tools/checkpoint/inspect.py diff runs/demo/checkpoints runs/other/iter_0000100
 
-A folder is one that was given to --save or --load, ours or Megatron-LM's, or a Hugging Face folder;
-for `diff` it may also be a single checkpoint. Tensors are read in parts. Exit code 0: all
+A folder is one that was given to --save or --load of this program or Megatron-LM, or a Hugging Face
+folder; for `diff` it may also be a single checkpoint. Tensors are read in parts. Exit code 0: all
 checkpoints are intact, or both are the same; 1: the two differ; 4: one is damaged, the tracker
 names one that does not exist, or there is no checkpoint.
 """
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _diff(words: Sequence[str]) -> int:
     parser = ToolParser("inspect.py diff", "Show how two checkpoints of any format differ.")
     parser.add_argument("one", type=Path, help="Checkpoint, or folder of checkpoints.")
-    parser.add_argument("other", type=Path, help="Another one.")
+    parser.add_argument("other", type=Path, help="Checkpoint or folder to compare it with.")
     text = "Compare only tensors whose names begin with this."
     parser.add_argument("--only", default="", metavar="PREFIX", help=text)
     parser.add_argument("--no-verify", action="store_true", help="Do not compare digests first.")

@@ -1,4 +1,4 @@
-"""Check that a corpus has the same bytes for any number of processes, any executor and after kills.
+"""Check that a corpus has the same bytes with any process count and executor, and after kills.
 
 `tools/benchmark_corpora.py --prove` calls this; nothing here measures time.
 """
@@ -125,12 +125,12 @@ def _moments() -> list[Moment]:
 
 
 def _writes(place: str, name: str = "") -> Callable[[Path], bool]:
-    """Return a function that returns whether a file in a folder has been begun or exists."""
+    """Return a function that tests whether a file in a folder exists or is being written."""
     return lambda corpus: any((corpus / place).glob(f"{name or '*'}*"))
 
 
 def _is_half(place: str) -> Callable[[Path], bool]:
-    """Return a function that returns whether half of the pieces in a folder are complete."""
+    """Return a function that tests whether half of the pieces in a folder are complete."""
 
     def is_half(corpus: Path) -> bool:
         pieces = len(json.loads((corpus / PLAN_FILE).read_bytes())["pieces"])

@@ -49,7 +49,7 @@ class Subject:
             device: Device to run on.
             bandwidth: Bytes/s of a copy, from which the floor is computed.
             options: Options of the engine. Their sizes are ignored.
-            adapters: Number of adapters of all layers. Sequences use them in turn.
+            adapters: Number of adapters, each for all layers. Sequences use them in turn.
             rank: Rank of each adapter.
         """
         self._options = replace(options, block_size=_BLOCK)
@@ -78,7 +78,7 @@ class Subject:
 
     def decode(self, batch: int, prompt: int, new: int, warm_up: int) -> Decoding:
         """Time `new` steps of `batch` sequences whose prompts have `prompt` tokens."""
-        # While the last prompts are read, the first sequences already continue.
+        # While the last prompts are prefilled, the first sequences are already decoding.
         ahead = 2 + batch * prompt // (_step_tokens(batch) - batch)
         most = new + warm_up + ahead
         engine = self._engine(batch, batch * (prompt + most + _BLOCK))
@@ -148,13 +148,16 @@ class Subject:
 
 @torch.no_grad()
 def give_adapters(model: GPTModel, context: BuildContext, count: int, rank: int) -> AdapterRows:
-    """Give adapters with random weights to all linear layers of a model's layers.
+    """Add adapters with random weights to all linear layers of a model's transformer layers.
 
     Args:
         model: The model.
         context: The context in which it was built.
         count: Number of adapters.
         rank: Rank of each adapter.
+
+    Returns:
+        The record from which all layers read the adapter of each token.
     """
     rows = AdapterRows(tuple(map(str, range(count))))
     plan = AdapterPlan(rank, scale=1.0)

@@ -69,5 +69,5 @@ def _row(row: Decoding) -> str:
 
 
 def line(row: Decoding) -> str:
-    """Describe one measurement on a line."""
+    """Describe one measurement in a line."""
     return f"batch {row.batch}: {row.seconds * 1e3:.2f} ms per step, floor {row.floor * 1e3:.2f} ms"

@@ -30,7 +30,7 @@ from megatron.kernels.library import KernelLibrary
 from tools.kernel_benchmarks.operation import Form, Inputs, Operation
 
 BF16 = torch.bfloat16
-BACKWARD_PRODUCTS = 2.5  # five products; the forward pass has two, and one is repeated
+BACKWARD_PRODUCTS = 2.5  # times the forward pass's two products: four and a recomputed one
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
@@ -64,7 +64,7 @@ def causal(device: torch.device, s: int, b: int) -> Operation:
 def flash_package(
     device: torch.device, sizes: tuple[int, int, int, int], groups: int, *, causal: bool
 ) -> Operation:
-    """Define FlashAttention 4 in its own memory order, and PyTorch's kernels in the same order."""
+    """Define FlashAttention 4 with its own memory layout, and PyTorch's kernels with the same."""
     s, b, _, _ = sizes
 
     def by_package(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def _attention(
         ours: The kernel that a model runs.
         libraries: Kernels that it could run instead, by name.
         groups: Number of key-value heads. The default is n.
-        in_order: Whether the memory order is [b, s, n, d].
+        in_order: Whether the memory layout is [b, s, n, d] instead of [s, b, n, d].
     """
     s, b, n, d = sizes
     g = groups or n
@@ -234,7 +234,7 @@ def _package(device: torch.device) -> FlashPackage | None:
 
 
 def _segments(*inputs: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:
-    """Attend in both directions within each stretch, with the flash kernel on contiguous copies."""
+    """Attend in both directions within each segment, with the flash kernel on contiguous copies."""
     query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in inputs)
     both_ways, debug = False, False
     places = (ends, ends, longest, longest)

@@ -107,7 +107,7 @@ def activate(
 def split_rotate(
     library: KernelLibrary, device: torch.device, s: int, b: int, *, groups: int, per_group: int
 ) -> Operation:
-    """Define the split of a fused projection into rotated heads. Eager keeps values as a view."""
+    """Define the split of a fused projection into rotated heads. In `eager`, values are a view."""
     d = 128
     table = rope.rotation_table(s, d, device=device)[:, :, None, None]
     rotation = (table[0], table[1])

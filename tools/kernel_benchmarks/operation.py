@@ -1,4 +1,4 @@
-"""An operation at a given shape in several forms, and its timing."""
+"""An operation at a given shape, its implementations, and their timing."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Operation:
         draw: Function that returns new random inputs. Floating-point inputs get gradients if
             there is a backward pass.
         ours: The fused kernel.
-        eager: PyTorch's operations one by one, or `None`. torch.compile gets the same function.
+        eager: PyTorch's operations one by one, or `None`. torch.compile compiles this function.
         libraries: The best library kernels for the operation, by name.
         forward_products: Number of floating-point operations in 16-bit matrix products, if they may
             set the floor instead of the bytes.
         backward_products: The same for the backward pass.
-        in_one: Whether both passes form a single row, because some form does part of one pass's
-            work in the other. Each form then returns one tensor, whose sum is differentiated.
+        in_one: Whether both passes form a single row, because an implementation does part of one
+            pass's work in the other. Each then returns one tensor, whose sum is differentiated.
         missing: Function that returns what this machine lacks for the operation, or "" if it can be
-            timed. It is called before `draw` and any form.
+            timed. It is called before `draw` and the implementations.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Timed:
-    """The time of each form by name, and the floor, in seconds."""
+    """The time of each implementation by name, and the floor, in seconds."""
 
     operation: Operation
     direction: str
@@ -125,7 +125,7 @@ class Timed:
 def measure(
     operation: Operation, watch: Stopwatch, ceilings: Ceilings, *, compiled: bool
 ) -> Iterator[Timed]:
-    """Time every form of an operation and yield one result for each of its rows."""
+    """Time every implementation of an operation and yield a result for each of its rows."""
     torch.compiler.reset()  # otherwise earlier shapes use up torch.compile's limit
     forms: dict[str, Form] = {"ours": operation.ours}
     if operation.eager is not None:
@@ -149,7 +149,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass to time: its name, its minimum bytes and operations, and how to call a form."""
+    """A pass to time: its name, its minimum bytes and FLOPs, and how to call an implementation."""
 
     name: str
     moved: int

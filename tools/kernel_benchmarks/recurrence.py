@@ -1,4 +1,4 @@
-"""Mixers that carry states: flash-linear-attention's kernels, and the references in fp32."""
+"""Recurrent mixers: flash-linear-attention's kernels, and the references in fp32."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 
 
 def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size: int) -> Operation:
-    """Define the loss of 16-bit logits. The backward pass writes new memory, at the same cost."""
+    """Define the loss of 16-bit logits. New memory for gradients costs as much as reuse would."""
 
     def draw() -> Inputs:
         logits = 2 * torch.randn(rows, size, device=device, dtype=BF16)
@@ -162,7 +162,7 @@ def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
 
 
 class _Prepared:
-    """A form that is bound to its inputs once, as in the optimizer."""
+    """An implementation that is bound to its inputs once, as in the optimizer."""
 
     def __init__(self, prepare: Callable[..., Callable[[], object]]) -> None:
         self._prepare = prepare
@@ -263,7 +263,7 @@ def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int)
 
 
 def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> Operation:
-    """Define the transpose of a matrix in 8 bits."""
+    """Define the transpose of an FP8 matrix."""
     inverse = torch.ones([], device=device)
 
     def form(casts: Fp8Casts, x: Tensor) -> Tensor:
@@ -309,7 +309,8 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
         return first.values, second.values
 
     size = rows * columns
-    # With one scale for all of x, x has to be read twice. A single row fits into the cache.
+    # With one scale for all of x, x has to be read twice. With one per row, the row fits into the
+    # cache.
     kinds: list[tuple[str, Callable[..., Tensor | tuple[Tensor, ...]], int]] = [
         ("fp8: amax", lambda casts, x: casts.amax(x), 2),
         ("fp8: amax, cast", whole, 5),

@@ -97,7 +97,7 @@ def launch(
 
 
 def error_line(log: str, code: int) -> str:
-    """Return the line that says what went wrong: our own error message, or else Python's."""
+    """Return the line that says what went wrong: our own error message, otherwise Python's."""
     for pattern in (r"^(?:\[rank \d+\] )?error: .*", r"^(?:\[rank\d+\]: )?[\w.]*Error: .*"):
         found = [
             line

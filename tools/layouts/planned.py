@@ -76,5 +76,5 @@ def _read_record(line: str, where: str) -> dict[str, Any]:
 
 
 def _settings(flags: str) -> set[tuple[str, tuple[str, ...]]]:
-    """Return flags without their order."""
+    """Return the flags as a set, for a comparison that ignores their order."""
     return {(flag.name, tuple(flag.values)) for flag in split(shlex.split(flags))}

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     """Write the good URLs and print what was removed.
 
     Raises:
-        UserError: The input or the output needs to be changed.
+        UserError: The input is invalid, or the output cannot be written.
     """
     from megatron.corpora.cleaning import judge_url
     from megatron.corpora.plan import UrlStep

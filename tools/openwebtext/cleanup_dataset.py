@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     """Write the clean documents and print what was removed.
 
     Raises:
-        UserError: The input or the output needs to be changed.
+        UserError: The input is invalid, or the output cannot be written.
     """
     from megatron.corpora.records import transform_records
 

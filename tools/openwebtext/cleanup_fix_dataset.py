@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
     """Write both files for each input and print what was removed.
 
     Raises:
-        UserError: The input or the output needs to be changed.
+        UserError: The input is invalid, or the output cannot be written.
     """
     from megatron.corpora.records import transform_records
     from megatron.durable import writing_to

@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
     """Write the clean documents.
 
     Raises:
-        UserError: The flags, the input or the output need to be changed.
+        UserError: A flag or the input is invalid, or the output cannot be written.
     """
     import numpy as np
 

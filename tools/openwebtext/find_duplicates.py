@@ -52,7 +52,8 @@ def build_parser() -> ToolParser:
         "--jaccard",
         default="union",
         choices=("union", "min", "max"),
-        help="The number that divides the common n-grams (default: union).",
+        help="Set whose size divides the number of common n-grams: the union, the smaller or the "
+        "larger document (default: union).",
     )
     parser.add_argument("--num-bands", type=int, default=10, help="Number of bands (default: 10).")
     parser.add_argument(
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
     """Compute fingerprints, compare them, and write the requested files.
 
     Raises:
-        UserError: The flags, the input or the output need to be changed.
+        UserError: A flag or the input is invalid, or the output cannot be written.
     """
     import numpy as np
 
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _fingerprints(file: str, key: str, settings: Any) -> tuple[list[str], Any, Any]:
-    """Return the IDs, the numbers of words and the signatures of a file's documents."""
+    """Return the IDs, word counts [documents] and signatures [values, documents] of a file."""
     import numpy as np
 
     from megatron.corpora.minhash import sign

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     """Write the groups.
 
     Raises:
-        UserError: The input or the output needs to be changed.
+        UserError: The input is invalid, or the output cannot be written.
     """
     import numpy as np
 

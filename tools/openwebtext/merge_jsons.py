@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     """Write the joined file.
 
     Raises:
-        UserError: The input or the output needs to be changed.
+        UserError: The input is invalid, or the output cannot be written.
     """
     from megatron.corpora.records import read_records, write_records
 

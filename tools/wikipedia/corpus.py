@@ -3,8 +3,8 @@
     python tools/wikipedia/corpus.py --wiki simple --out corpora/simplewiki
 
 This downloads and verifies the newest dump, extracts the articles, joins them, trains a tokenizer
-unless --tokenizer-model names one, and writes wikipedia_text_document.bin and .idx. After a kill,
-the same command continues where the first one ended.
+unless --tokenizer-model names one, and writes wikipedia_text_document.bin and .idx. If it is
+interrupted, the same command continues where the first one ended.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def make(options: argparse.Namespace) -> None:
     """Make a dataset, skipping the steps that are complete.
 
     Raises:
-        ConfigError: A flag is wrong, or the folder has a corpus of another dump.
+        ConfigError: A flag is invalid, or the folder has a corpus made from another dump.
         DataError: The dump cannot be downloaded or is damaged.
         StorageError: The folder cannot be written.
     """
-    parser()  # if it is missing, say so before downloading anything
+    parser()  # report a missing mwparserfromhell before downloading anything
     out: Path = options.out.absolute()
     tokenizer = options.tokenizer_model
     if tokenizer is not None and not tokenizer.is_file():
@@ -108,7 +108,10 @@ def _expect_same_flags(options: argparse.Namespace, out: Path) -> None:
 
 
 def _own_dump(out: Path) -> Path | None:
-    """Return the dump that the folder is made from. A newer dump does not restart the work."""
+    """Return the dump that the folder is made from, so that a newer dump does not restart the work.
+
+    The result is `None` if there is none.
+    """
     try:
         dump = Path((out / _MADE_FROM).read_text(encoding="utf-8").strip())
     except FileNotFoundError:

@@ -68,7 +68,7 @@ class Checksum(NamedTuple):
 
 
 class AbsentError(DataError, exit_code=DataError.exit_code):
-    """A server does not have a file."""
+    """The server does not have the requested file."""
 
 
 class Source(NamedTuple):
@@ -154,7 +154,7 @@ def _read_list(url: str) -> str:
 
 
 def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
-    """Wait before the next attempt, or raise an error if it would also fail.
+    """Wait before the next attempt, or raise an error if another attempt would be useless.
 
     Raises:
         AbsentError: The file does not exist.
@@ -182,7 +182,7 @@ def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
         shows: Whether to show the progress on a terminal.
 
     Raises:
-        DataError: The network fails, or the file does not have its checksum.
+        DataError: The network fails, or the file does not match its checksum.
         StorageError: The folder cannot be written.
     """
     path = folder / source.name
@@ -213,15 +213,15 @@ def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
 
 
 def _version_file(part: Path) -> Path:
-    """Return the path of the file that names the version of the dump that a part belongs to."""
+    """Return the path of the file that records which version a partial download belongs to."""
     return part.with_name(f"{part.name}.version")
 
 
 def _fetch_rest(source: Source, part: Path, *, shows: bool) -> bool:
     """Append the missing data to a file, and return whether the file is now complete.
 
-    If the file on the server has changed since the part was begun, or if that cannot be determined,
-    the part starts again.
+    If the file on the server has changed since the download began, or if that cannot be determined,
+    the download starts over.
 
     Raises:
         OSError: The network fails.

@@ -1,8 +1,8 @@
 """Read the articles of a MediaWiki dump: XML, possibly compressed, page by page.
 
-Memory stays bounded: only one page is held at a time, and the text of a page that is too long is
-not kept. A dump may come from anywhere, so document type definitions, which could expand to any
-size, are refused.
+Memory stays bounded: only one page is in memory at a time, and the text of a page that is too long
+is discarded. A dump may come from anywhere, so document type definitions, which could expand to any
+size, are rejected.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def read_pages(path: Path) -> Iterator[tuple[Site, Page]]:
 
 
 class _Reader:
-    """A parser of the XML that collects complete articles in `pages`."""
+    """An XML parser that collects complete articles in `pages`."""
 
     def __init__(self) -> None:
         self.pages: list[Page] = []
@@ -114,7 +114,7 @@ class _Reader:
         self._parser.StartDoctypeDeclHandler = self._refuse
 
     def feed(self, block: bytes) -> None:
-        """Parse a block; an empty one ends the file."""
+        """Parse a block of the file. An empty block ends the file."""
         self._parser.Parse(block, not block)
 
     def _refuse(self, *_: object) -> None:

@@ -32,7 +32,7 @@ from megatron.errors import ConfigError
 from tools.wikipedia.dump import Page, Site, read_pages
 from tools.wikipedia.plain import parser, plain_text
 
-_FORM = 1  # increase this when the same dump gives other parts
+_FORM = 1  # increase this when the output for the same dump changes
 _BATCH = 1 << 20  # characters of wikitext that a worker gets at a time
 _BATCHES = 64  # number of batches in each part
 _MANIFEST = "extraction.json"
@@ -119,7 +119,7 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
         DataError: The dump is damaged.
         StorageError: The folder cannot be written.
     """
-    parser()  # if it is missing, say so before anything starts
+    parser()  # report a missing mwparserfromhell before any work
     unfinished = output.with_name(output.name + ".unfinished")
     with durable.writing_to("--output", output):
         unfinished.mkdir(parents=True, exist_ok=True)

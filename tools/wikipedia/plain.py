@@ -46,7 +46,7 @@ _DEPTH = 40  # nesting of templates; MediaWiki has the same limit
 
 
 def parser() -> ModuleType:
-    """Return the module mwparserfromhell.
+    """Import and return mwparserfromhell.
 
     Raises:
         ConfigError: It is not installed.
@@ -90,8 +90,8 @@ def plain_text(wikitext: str, site: Site) -> str:
 def _shortened(wikitext: str) -> str:
     """Return wikitext without its comments, references and templates.
 
-    The parser would create objects for all their parts; without this step it takes twice as long.
-    The time of this step depends only on the length of the text.
+    Otherwise, the parser would create objects for all their parts, which takes twice as long. The
+    time of this step depends only on the length of the text.
     """
     for opening, closing in (_COMMENT, _REFERENCE):
         wikitext = _without(wikitext, opening, closing)
@@ -132,7 +132,7 @@ def _unclosed(wikitext: str) -> int:
 
 
 def _apostrophes(run: re.Match[str]) -> str:
-    """Return the apostrophes of a run that are text: none of 2, 3 or 5, and one of 4."""
+    """Return the apostrophes of a run that are not markup: none of 2, 3 or 5, and one of 4."""
     length = len(run.group())
     return "'" if length == 4 else "'" * (length - 5)
 

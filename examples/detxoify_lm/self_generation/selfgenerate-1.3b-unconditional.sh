@@ -4,7 +4,7 @@
 #   NPROC_PER_NODE=8 bash examples/detxoify_lm/self_generation/selfgenerate-1.3b-unconditional.sh \
 #       100000 checkpoints/gpt3-1.3b 2333
 #
-# The arguments are the number of texts, the folder with checkpoints and the seed. Every process holds
+# The arguments are the number of texts, the folder with checkpoints and the seed. Every process has
 # a copy of the model, unless other flags split it. The texts are written to
 # selfgeneration/unconditional_generation_gpt3-1.3b/2333.out, one JSON object per line.
 set -euo pipefail

@@ -2,7 +2,7 @@
 
     util             the command line: what to read and what to write
     formats          the tables of loaders and savers
-    verify           compares the outputs of two models, for --verify and on its own
+    verify           the comparison of two models' outputs, for --verify or as a command of its own
 
 Inspection is in `megatron.checkpoint.inspection`.
 """

@@ -1,7 +1,7 @@
 """The formats of `tools/checkpoint/util.py`: a table of loaders and a table of savers.
 
-To add a format, add a function to a table. A loader returns a `SourceModel`: any reader together
-with the configuration and the files that belong to it. A saver takes one.
+To add a format, add a function to a table. A loader returns a `SourceModel`: a reader together with
+the model's configuration and companion files. A saver writes one.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ class SourceModel:
     Attributes:
         reader: Reader of the checkpoint's tensors.
         config: Configuration of the checkpoint's run.
-        companions: The folder of Hugging Face files that belong to the checkpoint, if any.
+        companions: The folder of the model's companion files (Hugging Face's config.json and
+            tokenizer files), if any.
         family: The original `model_type`, or `None` if the model is not from Hugging Face.
         bare_names: Whether the Hugging Face tensor names lacked the family's prefix.
-        notices: Lines for the user.
+        notices: Messages to print for the user.
     """
 
     reader: Reader
@@ -79,7 +80,7 @@ class SourceModel:
     notices: tuple[str, ...] = ()
 
     def companion_files(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the name and content of each small file that belongs to the model."""
+        """Yield the name and content of each companion file."""
         if self.companions is not None:
             trust = self.reader.allow_foreign
             yield from files.companions(self.companions, allow_foreign=trust)
@@ -112,10 +113,10 @@ def check_target(options: argparse.Namespace) -> None:
 
 
 def check_companions(options: argparse.Namespace) -> None:
-    """Check that --hf-files names a folder with files that belong to a model.
+    """Check that --hf-files names a folder with companion files of a model.
 
     Raises:
-        ConfigError: The folder does not exist or has no such files.
+        ConfigError: The folder does not exist or contains no such files.
     """
     folder = options.hf_files
     if folder is not None and not any((folder / name).is_file() for name in files.COMPANIONS):
@@ -210,7 +211,7 @@ def _complete(config: RunOptions, reader: Reader) -> ModelRun:
 
 
 def save_native(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a native checkpoint and the model's small files."""
+    """Write a native checkpoint and copy the companion files."""
     tokenizer = _adopt_files(source, options)
     held = rows = options.true_vocab_size or source.rows
     is_own = tokenizer == source.config.tokenizer  # the files may have been moved
@@ -239,7 +240,7 @@ def save_native(source: SourceModel, options: argparse.Namespace, check: Check) 
 
 
 def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write files for Megatron-LM 23.08, split by the flags or like the source."""
+    """Write a Megatron-LM 23.08 checkpoint, split as the flags specify or like the source."""
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     config = replace(source.config, parallel=split_as_asked(old, source.config.model, options))
     given = from_given(TokenizerConfig, vars(options))
@@ -269,10 +270,7 @@ def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check
 
 
 def save_core(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a Megatron Core checkpoint with the optimizer settings of the source's run.
-
-    The parallel sizes are also those of the source's run.
-    """
+    """Write a Megatron Core checkpoint with the source run's optimizer settings and layout."""
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     sizes = ("tensor", "pipeline", "expert")
     names = [f"{size}_model_parallel_size" for size in sizes] + ["use_distributed_optimizer"]
@@ -294,12 +292,12 @@ def split_as_asked(
     """Return the parallel sizes for splitting Megatron-LM's files, from the --target flags.
 
     Args:
-        old: The source's split, by the names of `ParallelConfig`, which Megatron also uses.
-        model: The checkpoint's network.
+        old: The source's parallel sizes by their names in `ParallelConfig`, which Megatron shares.
+        model: The configuration of the network.
         options: The options of `util.py`.
 
     Raises:
-        ConfigError: The heads do not fit the ranks, or the layers do not fit the stages.
+        ConfigError: The heads cannot be divided among the ranks, or the layers among the stages.
     """
     split = options.target_pipeline_parallel_split_rank
     if split is not None and not model.decoder_layers:
@@ -356,7 +354,7 @@ def _entries_if_there(config: TokenizerConfig) -> int | None:
 
 
 def _adopt_files(source: SourceModel, options: argparse.Namespace) -> TokenizerConfig:
-    """Copy the model's small files into the checkpoint folder and return its tokenizer."""
+    """Copy the companion files into the checkpoint folder and return the tokenizer's settings."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
     found = dict(source.companion_files())
     given, own = _given_tokenizer(source, options), source.config.tokenizer
@@ -389,7 +387,7 @@ def _adopt_files(source: SourceModel, options: argparse.Namespace) -> TokenizerC
 
 
 def _moved(own: TokenizerConfig, old: Path, new: Path) -> TokenizerConfig:
-    """Return a run's own tokenizer with the new paths of the copied files."""
+    """Return the settings of a run's own tokenizer with the paths of the copied files."""
     places: dict[str, Any] = {}
     for field in _FILES:
         path = getattr(own, field)
@@ -409,7 +407,7 @@ def _read(path: str, field: str) -> bytes:
 
 
 def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> TokenizerConfig:
-    """Return the tokenizer from the flags, or an empty one if they give no files.
+    """Return the tokenizer settings from the flags, which are empty if no flag names a file.
 
     Raises:
         ConfigError: The tokenizer cannot be built from the given files.
@@ -433,7 +431,7 @@ def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> Tokeni
 
 
 def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a folder that `transformers` opens."""
+    """Write a folder that `transformers` can load."""
     companions = dict(source.companion_files())
     template = None
     if files.CONFIG in companions:
@@ -466,7 +464,7 @@ def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> P
 
 
 def _add_chat(companions: dict[str, bytes], config: TokenizerConfig) -> None:
-    """Add the run's chat template, and add its end-of-turn token to the tokens that end answers."""
+    """Add the run's chat template, and add its end-of-turn token to the `eos_token_id`s."""
     source = find_template(config.chat_template, config.tokenizer_model)
     if source is None or _entries_if_there(config) is None:
         return
@@ -541,8 +539,8 @@ def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, b
 def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | None]:
     """Return the ids of the tokens that begin and end a GPT's texts, from its tokenizer.
 
-    A config.json without these ids implies the default ids of its model family, which stand for
-    other tokens in this vocabulary.
+    A config.json without these ids implies the default ids of its model family, which are other
+    tokens in this vocabulary.
     """
     if not source.decodes_only:
         return {}
@@ -562,9 +560,10 @@ def _true_vocabulary(
     given: TokenizerConfig,
     template: Mapping[str, object] | None,
 ) -> int:
-    """Return the number of rows to write, from the flag, the original model or the tokenizer.
+    """Return the number of vocabulary rows to write.
 
-    If none of them does, all rows are written.
+    It comes from the flag, the original model or the tokenizer. If none of these gives a number,
+    all rows are written.
     """
     if options.true_vocab_size is not None:
         return int(options.true_vocab_size)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MODELS = ("GPT", "BERT", "T5", "RETRO")
 LOADERS = ("native", "megatron", "hf", "llama2_hf")
 SAVERS = ("native", "megatron", "torch_dist", "hf", "peft")
-# The names of `huggingface.families`, which is slow to import.
+# The names of the families in `huggingface.families`, which is slow to import.
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next"),
     *("olmoe", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "phi3", "gpt_neox", "stablelm"),
@@ -191,7 +191,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 
 
 def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> Iterator[str]:
-    """Yield a line for everything that Megatron-LM computes differently or cannot continue."""
+    """Yield a line for everything that Megatron-LM computes differently or cannot restore."""
     from megatron.checkpoint.legacy.writer import notices as of_network
     from megatron.config.rules_legacy import unsupported_state
 
@@ -202,7 +202,7 @@ def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> It
 
 
 def _verify(source: formats.SourceModel, options: argparse.Namespace, written: Path) -> str:
-    """Compare the written checkpoint with the source before it gets its final name."""
+    """Compare the written checkpoint with the source, before it is renamed to its final name."""
     from megatron.checkpoint.loading import open_checkpoint
 
     if options.saver == "hf":

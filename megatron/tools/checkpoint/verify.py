@@ -3,7 +3,7 @@
     python tools/checkpoint/verify.py checkpoints/llama2-7b Llama-2-7b-hf
 
 The checkpoint runs in our model and the folder in `transformers`, on the same random tokens, in
-fp32 on the CPU, and the outputs are compared. `util.py --verify` does the same with a conversion
+fp32 on the CPU, and the outputs are compared. `util.py --verify` does the same for a conversion
 before its result gets its final name. The `transformers` model is built from our own reading of
 config.json and safetensors, so nothing in the folder can choose which code runs. Exit code 0: the
 outputs agree, or nothing was compared because `transformers` is not installed; 4: they differ, or
@@ -114,7 +114,7 @@ def verify(
         difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
         lines.append(f"{name} differ by at most {difference:.2e} (largest {largest:.2f}, fp32)")
         if not difference <= tolerance * max(1.0, largest):
-            raise CheckpointError(f"--verify: {lines[-1]}: more than {tolerance:g} of it")
+            raise CheckpointError(f"--verify: {lines[-1]}: more than {tolerance:g} of the largest")
     return f"--verify: {'; '.join(lines)}"
 
 
@@ -136,7 +136,7 @@ class Inputs:
 
 
 def random_inputs(positions: int, vocab: int) -> Inputs:
-    """Return random inputs for a model with this context and vocabulary, always the same ones."""
+    """Return reproducible random inputs for a model with this context length and vocabulary."""
     import torch
 
     generator, length = torch.Generator().manual_seed(0), min(_TOKENS[1], positions)
@@ -278,7 +278,7 @@ def their_model(reader: HFReader) -> Any:
         values["time_step_min"] = _SHORTEST_STEP
     config = transformers.AutoConfig.for_model(kind, **values)
     config._attn_implementation = config._experts_implementation = "eager"  # allows odd sizes
-    if kind == "falcon":  # the eager form of transformers 5 adds ALiBi's biases twice
+    if kind == "falcon":  # the eager attention of transformers 5 adds ALiBi's biases twice
         config._attn_implementation = "sdpa"
     lacks_pooler = reader.architecture == "BertModel" and not _has_pooler(reader)
     pieces = {"add_pooling_layer": False} if lacks_pooler else {}

@@ -422,5 +422,5 @@ def test_verify_finds_another_model_out(tmp_path: Path) -> None:
     reader = HFReader(folder)
     config = narrow(resolve(from_dict(reader.meta["config"], "a"), 1), ModelRun)
     assert "differ by at most" in verify(reader, config, folder, tolerance=1e-5)
-    with pytest.raises(CheckpointError, match="more than 1e-05 of it"):
+    with pytest.raises(CheckpointError, match="more than 1e-05 of the largest"):
         verify(reader, config, other, tolerance=1e-5)
