@@ -80,7 +80,7 @@ class OpenedAdapter(NamedTuple):
 
     Attributes:
         flag: The flag and its value, for messages.
-        name: The name that requests use for it.
+        name: The name of the adapter in requests.
         files: The adapter's files.
     """
 
@@ -115,7 +115,7 @@ def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[Opened
     groups, tensor = config.model.num_query_groups, config.parallel.tensor_model_parallel_size
     if config.model.group_query_attention and groups and groups < tensor:
         raise ConfigError(
-            f"--serve-adapter: --tensor-model-parallel-size {tensor} divides the {groups} query "
+            f"--serve-adapter: --tensor-model-parallel-size {tensor} splits the {groups} query "
             f"groups: use at most {groups}, or merge the adapter with --saver hf"
         )
     base = open_existing(options.load, step=options.ckpt_step, verify=False, allow_foreign=trust)

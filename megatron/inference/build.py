@@ -217,7 +217,7 @@ def _why_no_graphs(
 
 
 def check_speculation(model: ModelConfig, speculation: Speculation | None) -> None:
-    """Check that the model supports the guesses that --speculative-config asks for.
+    """Check that the model supports the speculative decoding that --speculative-config requests.
 
     Raises:
         ConfigError: The model is a Retro, has recurrent layers, or has too few multi-token

@@ -43,14 +43,15 @@ def next_key(
     The key is a cryptographic hash, so nobody can construct two different prompts with the same
     key. It includes the adapter, because the same tokens have different keys and values with
     another adapter. The same is true of a sequence longer than the trained context of a model with
-    LongRoPE or dynamic NTK; `variant` distinguishes these.
+    LongRoPE or dynamic NTK; `variant` distinguishes these cases.
 
     Args:
         keys: Keys of all blocks before it.
         tokens: Tokens of the sequence.
         block_size: Number of tokens in a block.
         adapter: Index of the sequence's adapter, counted from 1; 0 is the base model.
-        variant: A number below 2 ** 64 that differs for sequences whose tokens have different keys.
+        variant: A number below 2 ** 64 that distinguishes sequences with the same tokens but
+            different keys and values.
     """
     start = len(keys) * block_size
     text = ",".join(map(str, tokens[start : start + block_size])).encode()
@@ -60,7 +61,7 @@ def next_key(
 
 
 class BlockPool:
-    """The cache's blocks, numbered from 0, and how many sequences use each. It holds no tensors."""
+    """The cache's blocks, numbered from 0, and how many sequences use each. It has no tensors."""
 
     def __init__(self, count: int) -> None:
         """Start with all blocks unused.
@@ -108,7 +109,7 @@ class BlockPool:
             self._users[block] += 1
 
     def publish(self, block: int, key: BlockKey) -> None:
-        """Record that a block in use is full and holds the tokens that `key` identifies."""
+        """Record that a block in use is full and contains the tokens that `key` identifies."""
         if key not in self._blocks:  # otherwise another block already has this content
             self._blocks[key] = block
             self._keys[block] = key
@@ -127,7 +128,7 @@ class BlockPool:
 
 
 class Snapshots:
-    """Copies of sequences' states at the end of blocks, and their places. It holds no tensors.
+    """Snapshots of sequences' states at the ends of blocks, and their places. It has no tensors.
 
     A new snapshot replaces the least recently used one.
     """
@@ -146,12 +147,12 @@ class Snapshots:
         return key in self._places
 
     def use(self, key: BlockKey) -> int:
-        """Return the place of a snapshot that exists."""
+        """Return the place of an existing snapshot, and mark it as the most recently used."""
         self._places.move_to_end(key)
         return self._places[key]
 
     def take(self, key: BlockKey) -> int | None:
-        """Return a place for a new snapshot; `None` if it already exists or there are no places."""
+        """Return a place for a new snapshot, or `None` if it already exists or none can be kept."""
         if key in self._places or not (self._empty or self._places):
             return None
         place = self._empty.pop() if self._empty else self._places.popitem(last=False)[1]
@@ -164,14 +165,14 @@ class CacheMemory:
     """Keys and values (or latent vectors) and states of this process's layers and heads.
 
     Attributes:
-        shapes: The shape of what is cached for a token, by layer index from 0
+        shapes: The shape of a token's entry in the cache, by layer index from 0
             (`AttentionPlan.cached`).
         paged: Attention that writes to the cache and serves sequences that add one token.
         blocks: Number of blocks. One more is allocated for the padding of batches.
         block_size: Number of tokens in a block.
         device: Device of the memory.
         dtype: Number format of keys and values.
-        recurrent: States of one sequence in each recurrent layer, by layer index from 0.
+        recurrent: Specs of a sequence's states in each recurrent layer, by layer index from 0.
         places: Number of places for the states of a sequence, snapshots included. One more is
             allocated for padding.
         layers: Keys and values [2, slots, g, d], or latent vectors [1, slots, 1, w], by layer

@@ -40,7 +40,7 @@ _COUNTED = (
 
 
 class _Flight(NamedTuple):
-    """A step in flight.
+    """A step that has been queued, and whose results have not been read yet.
 
     Attributes:
         plan: The step.
@@ -82,7 +82,7 @@ class BatchEngine:
         self._flight: _Flight | None = None
         self._scheduler = Scheduler(self.settings)
         self._answers: dict[str, Answer] = {}
-        # Beam searches run one at a time: beams of two could wait for each other's blocks.
+        # Beam searches run one at a time: the beams of two could wait for each other's blocks.
         self._searches: deque[Answer] = deque()
         self._totals = dict.fromkeys(_COUNTED, 0)
 

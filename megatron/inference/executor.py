@@ -58,7 +58,7 @@ class StepExecutor(Protocol):
 
     Attributes:
         device: Device of the model.
-        copy: Ranks of the model's copy that this process is part of, stage by stage.
+        copy: Ranks of the copy of the model to which this process belongs, stage by stage.
     """
 
     device: Device
@@ -84,7 +84,7 @@ class Executor:
         memory: The KV cache of the layers in this part.
         device: Device of the model and the cache.
         channel: Connection to the neighboring stages.
-        copy: Ranks of the model's copy that this process is part of, stage by stage.
+        copy: Ranks of the copy of the model to which this process belongs, stage by stage.
         graphs: Recordings of steps in which every sequence adds one token. `None` runs them like
             any other step.
         vocab_size: Number of vocabulary entries that can be chosen. Any other entries are padding.
@@ -120,7 +120,7 @@ class Executor:
         """Queue the work of a plan. Collective.
 
         A token may be `UNKNOWN` if the previous step is still choosing it. Such tokens pass from
-        step to step on the device and never visit the host.
+        step to step on the device, without a copy to the host.
 
         Args:
             plan: The step to compute.
@@ -133,7 +133,7 @@ class Executor:
         self.memory.copy_states(
             [(row.restored, row.sequence.place) for row in plan if row.restored >= 0]
         )
-        # A token is chosen after each token of the step, and no prompt is computed.
+        # Graphs are for steps that compute no prompt and choose a token after each of their tokens.
         if self.graphs is not None and plan[-1].goes_on and len(wanted) == sum(map(_size, plan)):
             singles = tuple(single for row in plan for single in row.one_by_one())
             found = self.graphs.run(singles, self._sources(singles), self._chosen)
@@ -202,8 +202,8 @@ class Executor:
 
         Args:
             plan: The step.
-            outputs: The tokens whose logits are needed, each with the index of its row and its
-                index in the row.
+            outputs: The tokens whose logits are needed, each as the index of its row and its index
+                in the row.
         """
         send = self.device.send
         firsts = np.cumsum([0] + [row.size for row in plan])

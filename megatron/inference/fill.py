@@ -151,7 +151,8 @@ def load_filler(folder: str, device: Device, *, allow_foreign: bool = False) -> 
         allow_foreign: Whether to accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged or of a different kind of model.
+        CheckpointError: There is no checkpoint, it is damaged, or it contains a different kind of
+            model.
     """
     reader = open_existing(folder, allow_foreign=allow_foreign)
     config = saved_config(reader, folder, "bert", "t5")

@@ -1,4 +1,4 @@
-"""Loading a trained model from its checkpoint, which also holds its shape, tokenizer and precision.
+"""Loading a trained model from a checkpoint, which also stores its shape, tokenizer and precision.
 
 This module also parses the command line of programs that run such a model, and creates their rows
 in the start-up panel.
@@ -119,7 +119,7 @@ def load_gpt(
         kinds: Architectures that the caller accepts, out of gpt and retro.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it holds a different network.
+        CheckpointError: There is no checkpoint, it is damaged, or it contains a different network.
         ConfigError: The network cannot be split over the layout.
         DataError: One of the tokenizer's files is missing.
     """
@@ -180,7 +180,7 @@ def open_existing(
         averaged: Whether to read the averages of the weights (--load-averaged-weights).
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it holds no averages.
+        CheckpointError: There is no checkpoint, it is damaged, or it contains no averages.
     """
     reader = open_root(
         Path(folder), step=step, verify=verify, layout=layout, allow_foreign=allow_foreign
@@ -208,7 +208,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
         flag: The flag that names the folder, for error messages.
 
     Raises:
-        CheckpointError: The checkpoint holds a different kind of network.
+        CheckpointError: The checkpoint contains a different kind of network.
     """
     sections = reader.meta["config"]
     if reader.format in ("legacy", "core", "deepspeed"):
@@ -323,7 +323,7 @@ def saved_run(
         kinds: Architectures that the program accepts. Without --load, the first one is used.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it holds a different network.
+        CheckpointError: There is no checkpoint, or it contains a different network.
     """
     folder = given.get("load")
     if folder is None:

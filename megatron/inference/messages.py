@@ -83,7 +83,7 @@ class Report:
 
 
 class MessageError(UserError):
-    """Bytes that were received are not one of these messages."""
+    """An error about received bytes that are not a valid message."""
 
 
 def pack(kind: Any, *records: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""The requests that an engine takes and the events that it returns: tokens only, no text.
+"""The requests that an engine accepts and the events that it returns: tokens only, no text.
 
 All of them are frozen dataclasses, which processes send each other as JSON (`messages`).
 """
@@ -65,8 +65,8 @@ class Sampling:
             and the sequence (198, 198); its `stop_on_eol` uses the stop tokens 628 and 198.
         banned_pairs: Pairs (first, second), in which `second` is never chosen right after `first`.
             Megatron's "prevent newline after colon" uses them.
-        beam_width: Number of beams. If it is above 1, a beam search without sampling returns this
-            many answers, the best it has found.
+        beam_width: Number of beams. If it is above 1, a beam search without sampling returns the
+            best answers that it has found, as many as there are beams.
         length_penalty: Exponent of the length: a beam search divides an answer's summed log
             probabilities by its length raised to this power. Its magnitude is at most
             `MOST_LENGTH_PENALTY`.
@@ -265,7 +265,7 @@ class Stats:
 
     Attributes:
         running: Number of requests in the batch.
-        waiting: Number of requests that are waiting for a place in the batch.
+        waiting: Number of requests that are waiting for a slot in the batch.
         blocks: Number of blocks in the KV cache.
         blocks_used: Number of blocks that running requests use.
         preempted: Number of times that a sequence gave up its blocks, to be computed again later.

@@ -1,6 +1,6 @@
 """An executor for a Retro, and construction of an engine for a GPT or a Retro.
 
-A block of a Retro's cache holds a chunk of the text: the keys and values of its tokens, as for a
+A block of a Retro's cache stores a chunk of the text: the keys and values of its tokens, as for a
 GPT, and those of its neighbors in the layers that read them. Neighbors are looked up and encoded
 once, in the step that computes the chunk's last token.
 
@@ -104,8 +104,8 @@ class RetroStepCache(StepCache):
         chunk_memory: The part of the cache that belongs to chunks.
         neighbors: Tokens of the neighbors of the chunks that end in this step, [1, C, k, r].
         ending: Blocks of these chunks, int64 [C].
-        neighbor_singles: The chunk that each sequence that adds one token reads, as a sequence of
-            keys; `None` if there are no such sequences.
+        neighbor_singles: For each sequence that adds one token, the chunk that it reads, as a
+            sequence of keys; `None` if there are no such sequences.
         groups: Blocks of the chunks that the other sequences' tokens read, int64 [G].
         places: The index of each of these tokens among the queries of all groups, [G m].
     """
@@ -160,7 +160,7 @@ class RetroStepCache(StepCache):
 
 @dataclass(kw_only=True)
 class RetroExecutor(Executor):
-    """An executor of steps for a Retro in a single process. A block of its cache holds a chunk.
+    """An executor of steps for a Retro in a single process. A block of its cache stores a chunk.
 
     Attributes:
         chunk_memory: The part of the cache that belongs to chunks.

@@ -185,7 +185,7 @@ def _prompts_of(samples: SamplesConfig) -> list[str | None]:
     if samples.num_samples > len(prompts):
         raise ConfigError(
             f"--num-samples {samples.num_samples}: --sample-input-file "
-            f"{samples.sample_input_file} has prompts for {len(prompts)} texts: give at most as "
+            f"{samples.sample_input_file} has prompts for {len(prompts)} texts: give at most that "
             "many, or raise --samples-per-prompt"
         )
     return [*prompts[: samples.num_samples or None]]
@@ -365,7 +365,7 @@ class SampleFile:
             path: Path of the file.
 
         Raises:
-            StorageError: The file does not hold samples, or cannot be written.
+            StorageError: The file does not contain samples, or cannot be written.
         """
         self.path = path
         with storage_errors(path):

@@ -86,7 +86,7 @@ def result_width(choices: Sequence[Choice]) -> int:
 
 
 def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Choose the next tokens.
+    """Choose or score a token for each row of logits.
 
     Args:
         logits: Logits [k, v], without padding entries.

@@ -1,4 +1,4 @@
-"""The scheduler: it picks each step's sequences, their tokens and their blocks, without tensors.
+"""The scheduler, which picks each step's sequences, tokens and blocks, without using tensors.
 
 A step has a budget of tokens. Sequences that need only their next token come first, then prompts
 that have begun, then new prompts in the order of their arrival. A prompt that does not fit is cut
@@ -63,7 +63,7 @@ class SchedulerSettings:
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens whose keys and values belong together.
+    """A sequence of tokens, whose keys and values are in blocks of the cache.
 
     Attributes:
         request: Id of the request to which the sequence belongs.
@@ -83,8 +83,8 @@ class Sequence:
         limit: Number of tokens beyond which no drafts are made (`speculation`); 0 for no drafts at
             all.
         drafts: Guesses of the tokens that follow `tokens`, for the next step.
-        is_long: Whether the computed tokens are those of a sequence longer than the trained
-            context (`SchedulerSettings`).
+        is_long: Whether tokens are computed as in a sequence longer than the trained context
+            (`SchedulerSettings`).
         own_length: The prompt's length if its keys depend on it (`SchedulerSettings`), otherwise 0.
     """
 

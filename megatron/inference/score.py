@@ -216,8 +216,8 @@ def score_targets(
         entries: Size of the vocabulary without padding.
 
     Returns:
-        The log probabilities, fp32 [n], and whether each is greedy, bool [n]. Both are equal on
-        every rank.
+        The log probabilities, fp32 [n], and whether each target is greedy, bool [n]. Both are the
+        same on every rank.
     """
     size = logits.shape[1]
     first = axis.rank * size

@@ -27,7 +27,7 @@ from megatron.parallel.collectives import broadcast, gather_to
 
 
 class Drafter(Protocol):
-    """An object that guesses tokens."""
+    """A method of guessing the tokens that follow a sequence."""
 
     def draft(self, plan: StepPlan) -> None:
         """Set the `drafts` of each sequence for which a plan's step has chosen tokens.
@@ -55,7 +55,7 @@ def describe_drafts(stats: Stats) -> str:
 
 @dataclass
 class _Endings:
-    """The latest ends of runs of tokens in a sequence.
+    """The latest occurrence of each run of tokens in a sequence.
 
     Attributes:
         after: For each run of tokens, the index of the token that follows its latest occurrence. An

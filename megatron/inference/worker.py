@@ -1,8 +1,8 @@
-"""The loop of every serving rank, which takes commands, runs steps and sends events.
+"""The loop of every serving rank, which receives commands, runs steps and sends events.
 
-The first rank of a copy of the model takes commands from outside and sends them to the copy's other
-ranks, so that every engine gets the same calls in the same order and makes the same decisions. Only
-the first rank sends events. A server has a single copy, whose first rank is rank 0.
+The first rank of a copy of the model receives commands from outside and sends them to the copy's
+other ranks, so that every engine gets the same calls in the same order and makes the same
+decisions. Only the first rank sends events. A server has a single copy, whose first rank is rank 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Inbox(Protocol):
 
 
 def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
-    """Run until the command to shut down. Collective over the ranks of this copy of the model.
+    """Run until a shutdown command arrives. Collective over the ranks of this copy of the model.
 
     Args:
         engine: This rank's engine, which has the same settings as the other ranks' engines.

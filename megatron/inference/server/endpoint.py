@@ -71,7 +71,7 @@ class ApiError(Exception):
 
 
 class ErrorDetail(TypedDict):
-    """The details of an error in OpenAI's form."""
+    """The details of an error in OpenAI's format."""
 
     message: str
     type: str
@@ -80,13 +80,13 @@ class ErrorDetail(TypedDict):
 
 
 class ErrorBody(TypedDict):
-    """The body of an error response in OpenAI's form."""
+    """The body of an error response in OpenAI's format."""
 
     error: ErrorDetail
 
 
 def error_body(error: ApiError) -> ErrorBody:
-    """Return an error in OpenAI's form."""
+    """Return an error in OpenAI's format."""
     default = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = _ERROR_TYPES.get(error.status, default)
     return {"error": {"message": error.message, "type": kind, "param": error.field, "code": None}}
@@ -98,7 +98,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def error_response(error: ApiError) -> Response:
-    """Return a response with an error in OpenAI's form."""
+    """Return a response with an error in OpenAI's format."""
     return json_response(error_body(error), error.status, error.headers)
 
 

@@ -57,8 +57,8 @@ class MegatronRequest(BaseModel):
         prevent_newline_after_colon: Never choose a newline right after a colon.
         random_seed: Seed for sampling. The same seed gives the same answers.
         no_log: Do not write this request to the server's log, even under --log-requests.
-        beam_width: Number of beams. A beam search returns this many best answers instead of
-            sampling.
+        beam_width: Number of beams. Instead of sampling, a beam search returns the best answers, as
+            many as there are beams.
         stop_token: Token that ends the answers of a beam search. The default is the tokenizer's
             end of document.
         length_penalty: A beam search divides each score by the answer's length to this power.

@@ -114,7 +114,7 @@ class Metrics(Collector):
         yield gauge("megatron_sequences_running", "Sequences in the batch.", stats.running)
         yield gauge(
             "megatron_sequences_waiting",
-            "Sequences waiting for a place in the batch.",
+            "Sequences waiting for a slot in the batch.",
             stats.waiting,
         )
         yield gauge("megatron_cache_blocks", "Blocks of the key-value cache.", stats.blocks)

@@ -180,7 +180,7 @@ class OpenAiApi:
         largest = self.service.settings.engine.vocab_size - 1
         prompts = []
         for each in given:
-            # A longer prompt is refused because of its length.
+            # A longer prompt will be refused because of its length.
             checked = each[: self.service.max_length]
             wrong = next((token for token in checked if not 0 <= token <= largest), None)
             if wrong is not None:

@@ -216,7 +216,7 @@ _NOT_KEPT = "the server does not store requests: omit it"
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "frequency_penalty": ("use repetition_penalty", (0, 0.0)),
     "presence_penalty": ("use repetition_penalty", (0, 0.0)),
-    "logit_bias": ("the server cannot change single tokens' scores: omit it", ({},)),
+    "logit_bias": ("the server cannot change individual tokens' scores: omit it", ({},)),
 }
 _REFUSED_BY: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] = {
     CompletionRequest: {
