@@ -12,6 +12,6 @@
     local           datatrove's local executor, running on this package's processes
     run             stages and executors: local processes, SLURM, Ray
 
-It is a package rather than a folder of scripts because processes on other machines import the
+This is a package rather than a folder of scripts because processes on other machines import the
 blocks. Every result depends only on the input and the settings, never on the number of processes.
 """

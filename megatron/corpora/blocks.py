@@ -107,7 +107,7 @@ class PieceReader(CorpusBlock):
 
     Args:
         pieces: All pieces of the input.
-        plan: The plan, for the keys of text and name.
+        plan: The plan, which gives the keys of a document's text and name.
     """
 
     def __init__(self, pieces: list[Piece], plan: CorpusPlan) -> None:
@@ -246,8 +246,8 @@ class GroupFinder(CorpusBlock):
 
     Args:
         signatures: The folder of the signatures.
-        groups: The folder of the results. It gets one file per piece, with two rows: the numbers of
-            the piece's documents and the number of the first document in each document's group.
+        groups: The folder of the results. It gets one file per piece, `[2, documents]`: the numbers
+            of the piece's documents, and the number of the first document in each document's group.
             Documents are numbered across all pieces.
         step: The settings of the signatures.
         pieces: The number of pieces.

@@ -181,7 +181,10 @@ def similarity(
 def join(
     roots: NDArray[np.int64], first: NDArray[np.int64], second: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Join the groups of each pair. The root of a group is its first document."""
+    """Join the groups of each pair, and return the root of each document's group, `[documents]`.
+
+    The root of a group is its first document.
+    """
     while len(first):
         low = np.minimum(roots[first], roots[second])
         np.minimum.at(roots, roots[first], low)

@@ -84,17 +84,17 @@ class QualityStep:
     """Keep documents that look like prose. A limit of 0 disables a rule.
 
     Attributes:
-        min_words: The smallest number of words.
-        max_words: The largest number of words.
-        min_word_length: The smallest mean length of a word in characters.
-        max_word_length: The largest mean length.
-        max_symbols: The largest number of "#" and ellipses per word.
-        min_letters: The smallest share of words with a letter.
+        min_words: The minimum number of words.
+        max_words: The maximum number of words.
+        min_word_length: The minimum mean length of a word in characters.
+        max_word_length: The maximum mean length of a word in characters.
+        max_symbols: The maximum number of "#" and ellipses per word.
+        min_letters: The minimum share of words with a letter.
         stop_words: The number of different words among "the", "be", "to", "of", "and", "that",
             "have" and "with" that must occur.
-        max_bullets: The largest share of lines that begin with a bullet point.
-        max_ellipses: The largest share of lines that end with an ellipsis.
-        max_repeated: The largest share of lines that repeat an earlier line.
+        max_bullets: The maximum share of lines that begin with a bullet point.
+        max_ellipses: The maximum share of lines that end with an ellipsis.
+        max_repeated: The maximum share of lines that repeat an earlier line.
     """
 
     min_words: int = 50

@@ -57,7 +57,7 @@ def read_records(path: str, keys: Sequence[str] = ()) -> Iterator[Record]:
     """Yield the JSON objects of a JSON lines file.
 
     Raises:
-        DataError: The file cannot be read, or `parse_records` refuses a line.
+        DataError: The file cannot be read, or `parse_records` rejects a line.
     """
     for block in _blocks(path):
         yield from parse_records(block, keys)
@@ -113,7 +113,7 @@ def map_records(
 
 
 def write_records(path: str, records: Iterator[Record]) -> int:
-    """Write JSON lines to a file, which gets its name once complete. Return their number."""
+    """Write records to a JSON lines file, named only once complete, and return their number."""
     count = 0
     with writing_to("output", path), renamed_when_done(Path(path)) as file:
         for record in records:

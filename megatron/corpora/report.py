@@ -15,7 +15,7 @@ _SAMPLES = 5  # samples of each reason
 
 
 def summarize(ledgers: list[Path], pieces: int) -> dict[str, Any]:
-    """Add up the stages' records about each piece.
+    """Add up the ledgers of all stages and pieces.
 
     Args:
         ledgers: The folder for dropped documents of each stage that writes documents, in order.

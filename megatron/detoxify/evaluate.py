@@ -240,7 +240,7 @@ def summarize(highest: Sequence[float]) -> Toxicity:
 
 
 def format_table(rows: dict[str, dict[str, Any]], samples: int) -> str:
-    """Return the table of all models."""
+    """Return a table that compares the models, as text."""
     kinds = [kind for kind in _KINDS if any(kind in row for row in rows.values())]
     first = next(iter(rows.values()))
     counts = ", ".join(f"{first[kind]['prompts']} {kind}" for kind in kinds if kind in first)

@@ -1,7 +1,7 @@
 """A client of the Perspective API, which limits the rate of requests and retries failed ones.
 
-The service's answers are not trusted: they are read only up to a limit, redirects are not followed
-(the key would be sent along), and every number is checked.
+The service's responses are not trusted: they are read only up to a limit, redirects are not
+followed (the key would be sent along), and every number is checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TextRefusedError(UserError):
 
 
 class ServiceError(UserError):
-    """Raised when the service cannot be used, or its answers are invalid."""
+    """Raised when the service cannot be used, or its responses are invalid."""
 
 
 class _Again(Exception):  # noqa: N818 - it is caught in the same class
@@ -88,7 +88,7 @@ class RequestPace:
 
 
 class PerspectiveClient:
-    """A client that several threads may use at the same time."""
+    """A thread-safe client of the Perspective API."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class PerspectiveClient:
             language: The language of the texts.
             requests_per_second: The limit on the rate of requests, including retries.
             retries: The number of times a failed request is retried.
-            timeout: The number of seconds to wait for an answer.
+            timeout: The number of seconds to wait for a response.
 
         Raises:
             ConfigError: The URL is invalid, or the key would be sent unencrypted.
@@ -182,24 +182,24 @@ class PerspectiveClient:
         self._pace.stop()
 
     def _send(self, data: bytes) -> bytes:
-        """Return the body of the answer to one request."""
+        """Return the body of the response to one request."""
         request = urllib.request.Request(self._url, data, self._headers, method="POST")
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
                 body: bytes = response.read(_MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from error
-        except (OSError, http.client.HTTPException) as error:  # network error or broken answer
+        except (OSError, http.client.HTTPException) as error:  # network error or broken response
             raise _Again(str(error) or type(error).__name__) from error
         if len(body) > _MAX_ANSWER_BYTES:
             raise ServiceError(
-                f"{self._url} answers with more than {_MAX_ANSWER_BYTES} bytes, unlike the "
+                f"{self._url} responds with more than {_MAX_ANSWER_BYTES} bytes, unlike the "
                 "Perspective API: check --api-url"
             )
         return body
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
-        """Return the exception to raise for an answer whose status is not 200."""
+        """Return the exception to raise for a response whose status is not 200."""
         with error:
             try:
                 content = json_object(error.read(_MAX_ANSWER_BYTES))
@@ -224,10 +224,10 @@ class PerspectiveClient:
         )
 
     def _scores_in(self, body: bytes) -> dict[str, float]:
-        """Return the scores in an answer.
+        """Return the scores in a response.
 
         Raises:
-            _Again: The answer does not match the service's documentation.
+            _Again: The response does not match the service's documentation.
         """
         scores = {}
         try:
@@ -238,7 +238,7 @@ class PerspectiveClient:
                     raise ValueError
                 scores[name] = float(value)
         except (KeyError, TypeError, ValueError):
-            raise _Again(f"an answer without valid scores: {body[:200]!r}") from None
+            raise _Again(f"a response without valid scores: {body[:200]!r}") from None
         return scores
 
 

@@ -94,7 +94,7 @@ class ClassifierScorer:
 
         Args:
             model: The folder of the model, or its name on the hub.
-            label: The label whose probability is the toxicity. `None` takes the label named toxic
+            label: The label whose probability is the toxicity. `None` uses the label named toxic
                 or toxicity.
             batch_size: The number of texts to process at a time.
 
@@ -227,7 +227,7 @@ def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         type=float,
         default=60.0,
-        help="perspective: seconds to wait for an answer (%(default)s)",
+        help="perspective: seconds to wait for a response (%(default)s)",
     )
     parser.add_argument(
         "--workers",

@@ -80,8 +80,8 @@ class ScoredLines(NamedTuple):
 
     Attributes:
         lines: The number of all lines.
-        scores: The toxicity of each line that has a score.
-        starts: The byte at which each of these lines begins.
+        scores: The toxicity of each line that has a score, `[n]`.
+        starts: The byte offset at which each of these lines begins, `[n]`.
     """
 
     lines: int

@@ -39,7 +39,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class TableBlock(NamedTuple):
-    """A part of a table, and its file.
+    """A range of a table's rows, and its file.
 
     Attributes:
         start: The first row.
@@ -58,7 +58,7 @@ class TableBlock(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """The expected form of a data set in a file.
+    """The expected type and shape of a data set in a file.
 
     Attributes:
         dtype: The type, for example "u4".

@@ -8,7 +8,7 @@
 
 A document's end-of-document token belongs to no chunk. The last chunk of a document may be short.
 Chunks without any BERT tokens are invalid and are never retrieved. `train` holds the chunks of the
-training documents, which are the ones that can be retrieved. A chunk's id is its row in this table.
+training documents, the only ones that can be retrieved. A chunk's id is its row in this table.
 `sampled` holds the chunks on which the index is trained.
 """
 
@@ -133,9 +133,9 @@ def plan_corpora(
 
 
 def _folder_names(prefixes: Sequence[str], *, compatible: bool) -> list[str]:
-    """Return a name for each dataset's folder: the last part of its prefix.
+    """Return a name for each dataset's folder: the last component of its prefix.
 
-    Datasets with the same last part get a number. Megatron-LM would mix their chunks.
+    Datasets with the same last component get a number. Megatron-LM would mix their chunks.
     """
     names: list[str] = []
     for prefix in prefixes:
@@ -168,7 +168,7 @@ def _training_documents(split: str, documents: int, *, compatible: bool) -> int:
 
 
 def most_chunks(data: IndexedDataset, chunk_length: int) -> int:
-    """Return a close upper bound on the number of chunks in a dataset."""
+    """Return a tight upper bound on the number of chunks in a dataset."""
     return sum(
         int((-(-data.sequence_lengths[i : i + _LENGTHS] // chunk_length)).sum(dtype=np.int64))
         for i in range(0, len(data), _LENGTHS)
@@ -199,7 +199,7 @@ class ChunkCutter(NamedTuple):
                 yield document, start, min(size, start + self.length)
 
     def measure(self, data: IndexedDataset, places: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Return the number of BERT tokens in each chunk. All texts are in memory together."""
+        """Return the number of BERT tokens in each chunk. All texts are in memory at once."""
         texts = [
             self.gpt.detokenize(data.get(document, start, end - start).tolist())
             for document, start, end in places
@@ -452,14 +452,14 @@ def read_corpora(workdir: Path) -> list[CorpusChunks]:
 
 
 class ChunkDatabase:
-    """Read access to the chunks of a merged table, which stays on disk and is memory-mapped.
+    """A reader of the chunks of a merged table, which is memory-mapped.
 
     Args:
         workdir: The working folder.
         chunk_length: The number of tokens in a chunk, m.
         eod: The end-of-document token, with which short chunks are padded.
         name: The table: train, valid or sampled.
-        vocab_size: The number of entries of the tokenizer. Larger or equal token ids are refused.
+        vocab_size: The number of entries of the tokenizer. Token ids at or above it are refused.
             `None` accepts all.
 
     Attributes:
@@ -543,7 +543,7 @@ class ChunkDatabase:
         return rows
 
     def _outside(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which of the rows `[n, 5]` are not part of a document."""
+        """Return a mask, `[n]`, of the rows `[n, 5]` that are not part of a document."""
         datasets, documents, starts, ends, _ = rows.T
         wrong = (starts >= ends) | (ends - starts > self.chunk_length)
         wrong |= datasets >= len(self._datasets)

@@ -35,7 +35,7 @@ Ids = NDArray[np.int64]
 
 
 class NeighborRows(Protocol):
-    """The database rows of every chunk's neighbors."""
+    """A table of the database rows of every chunk's neighbors."""
 
     def __len__(self) -> int:
         """Return the number of chunks."""
@@ -45,14 +45,14 @@ class NeighborRows(Protocol):
 
 
 class NeighborTable:
-    """The database rows of every chunk's neighbors, nearest first, memory-mapped from disk.
+    """A memory-mapped table of the database rows of every chunk's neighbors, nearest first.
 
     Args:
         blocks: All blocks of a split's table, in order.
         kept: The number of neighbors to read for each chunk. The blocks may hold more.
 
     Raises:
-        DataError: A block is missing or damaged, or holds fewer neighbors.
+        DataError: A block is missing or damaged, or has fewer than `kept` neighbors per chunk.
     """
 
     def __init__(self, blocks: Sequence[TableBlock], kept: int) -> None:

@@ -9,7 +9,7 @@ Megatron-LM 23.08 masks texts before it embeds them, as in training, with a seed
 the text's index in its block. `Masking` reproduces this. Without it, texts are embedded unmasked.
 
 In shapes, n is the number of texts, s the number of tokens in the longest text of a batch, and h
-the width.
+the hidden size.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class EmbedderOptions:
         load: The folder of the BERT's checkpoints, or the folder or name of a Hugging Face model.
         tokenizer: The BERT's tokenizer. `None` uses the checkpoint's tokenizer. Ignored with
             "huggingface".
-        batch_size: The largest number of texts of `max_length` tokens in a batch. A batch may have
+        batch_size: The maximum number of texts of `max_length` tokens in a batch. A batch may have
             more texts if they are shorter.
-        max_length: The largest number of tokens in a text, including [CLS] and [SEP]. Any further
+        max_length: The maximum number of tokens in a text, including [CLS] and [SEP]. Any further
             tokens are cut off.
         dtype: The number format, a key of `DTYPES`. `None` uses the checkpoint's format.
         masking: The masking as in Megatron-LM. `None` embeds texts unmasked.
@@ -139,7 +139,7 @@ class Embedder(ABC):
 
     Attributes:
         width: The length of a vector, h.
-        max_length: The largest number of tokens in a text, including special tokens.
+        max_length: The maximum number of tokens in a text, including special tokens.
     """
 
     width: int
@@ -232,7 +232,7 @@ class Embedder(ABC):
 
 
 def _mean(hidden: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean of hidden states.
+    """Return the mean of the hidden states of each text's tokens.
 
     Args:
         hidden: The hidden states, `[s, n, h]`.

@@ -8,10 +8,10 @@
 
 f and g are the fractions of vectors to train on and to add. The processes embed blocks in parallel,
 and an interrupted run continues after the last block. Training and the last step, which adds the
-codes, run only on the first process. For an index that does not store entries one by one (such as
+codes, run only on the first process. For an index that does not store entries individually (such as
 HNSW), blocks hold vectors instead of codes: data f32 [rows, h].
 
-Megatron-LM 23.08 adds the first fraction g of every block, so a search never finds the block's end.
+Megatron-LM 23.08 adds the first fraction g of every block, so no search finds the rest of a block.
 Here the rows that are not added are spread evenly, unless `compatible` is set.
 """
 
@@ -90,7 +90,7 @@ class ChunkTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexOptions:
-    """The index to build.
+    """Settings for the index to build.
 
     Attributes:
         factory: The string for faiss's `index_factory`, such as "IVF262144_HNSW32,Flat".
@@ -101,7 +101,7 @@ class IndexOptions:
         add_fraction: The fraction of the chunks to add.
         keeps_training: Whether to keep the vectors on which the index is trained.
         keeps_codes: Whether to keep the codes after they have been added.
-        threads: The largest number of faiss threads. `None` takes this process's share of the
+        threads: The maximum number of faiss threads. `None` uses this process's share of the
             cores.
         compatible: Whether to reproduce Megatron-LM's bugs.
     """
@@ -365,11 +365,11 @@ def _add(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
 
 
 class Codec:
-    """The encoder of vectors into the codes that an index stores.
+    """An encoder of vectors into the codes that an index stores.
 
     Attributes:
         index: A trained faiss index.
-        inverted: The index's inverted lists if they hold entries one by one, otherwise `None`.
+        inverted: The index's inverted lists if they store entries individually, otherwise `None`.
     """
 
     def __init__(self, index: Any, inverted: Any) -> None:
@@ -517,7 +517,7 @@ def on_device(index: Any, device: Device, neighbors: int) -> Any:
     try:
         there = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), number, index)
         there.search(np.zeros((1, index.d), np.float32), neighbors)
-    except RuntimeError as error:  # wrong kind, too large, or too many neighbors or probes
+    except RuntimeError as error:  # unsupported type, too large, or too many neighbors or probes
         say(f"  the index stays on the CPU ({_reason(error)})")
         return index
     return there

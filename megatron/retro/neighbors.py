@@ -49,7 +49,7 @@ Ids = NDArray[np.int64]
 
 
 class Database(ChunkTable, Protocol):
-    """The chunks that are retrieved."""
+    """A table of the chunks that can be retrieved."""
 
     def documents(self, chunk_ids: Ids) -> Ids:
         """Return the dataset and the document of each chunk, `[n, 2]`."""
@@ -57,7 +57,7 @@ class Database(ChunkTable, Protocol):
 
 @dataclass(frozen=True)
 class QueryOptions:
-    """The settings of the search for neighbors.
+    """Settings for the search for neighbors.
 
     Attributes:
         queried: The number of neighbors to request from the index.
@@ -179,7 +179,7 @@ class QueryChunks:
         return DecodedChunks(tokens, self._tokenizer, keeps_ends=self._compatible)
 
     def documents(self, sample: int) -> tuple[int, Ids]:
-        """Return the number of a sample's corpus, and the documents that the sample contains."""
+        """Return the index of a sample's corpus, and the documents in the sample, `[documents]`."""
         number = int(self.dataset.index.datasets[sample])
         member = self._members[number]
         row = int(member.index.shuffle[int(self.dataset.index.samples[sample]) % len(member)])
@@ -195,7 +195,7 @@ class Searcher:
         index: A filled faiss index.
         database: The chunks in the index.
         options: The settings of the search.
-        threads: The largest number of faiss threads. `None` takes this process's share of the
+        threads: The maximum number of faiss threads. `None` uses this process's share of the
             cores.
     """
 
@@ -224,7 +224,9 @@ class Searcher:
         return ids
 
     def filtered(self, found: Ids, chunks: QueryChunks, first: int) -> Ids:
-        """Return the first `saved` neighbors from documents other than the sample's, or -1.
+        """Return the first `saved` neighbors from other documents than the sample's, `[n, saved]`.
+
+        Neighbors that were not found are -1.
 
         Args:
             found: The chunks nearest to consecutive chunks, `[n, queried]`, or -1.

@@ -25,7 +25,7 @@ from megatron.tokenizer import Tokenizer
 
 
 class Retriever:
-    """A finder of the neighbors of a text's chunks.
+    """A retriever of the neighbors of a text's chunks.
 
     Args:
         searcher: The index.
@@ -76,7 +76,7 @@ def open_retriever(
         config: The configuration of the Retro run.
         tokenizer: The tokenizer of the run.
         device: The device on which to embed texts.
-        embedder: The folder or name of the embedding network. `None` takes the one with which the
+        embedder: The folder or name of the embedding network. `None` uses the one with which the
             working folder was made.
 
     Raises:
