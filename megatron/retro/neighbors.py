@@ -224,7 +224,7 @@ class Searcher:
         return ids
 
     def filtered(self, found: Ids, chunks: QueryChunks, first: int) -> Ids:
-        """Return the first `saved` neighbors from other documents than the sample's, `[n, saved]`.
+        """Return the first `saved` neighbors that are not from the sample's documents, `[n, saved]`.
 
         Neighbors that were not found are -1.
 

@@ -42,7 +42,7 @@ class Columns:
     """The columns of a GLUE task's tab-separated files. -1 is the last column.
 
     Attributes:
-        counts: The possible numbers of columns. There are several if the parts of the data differ.
+        counts: The possible numbers of columns. There are several if the task's files differ.
         first: The column of the first text.
         second: The column of the second text, or `None` if there is a single text.
         label: The column of the label.
@@ -220,7 +220,7 @@ class TextSamples:
         return len(self.examples)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return a sample."""
+        """Return sample `i`, with one row per choice."""
         example = self.examples[i]
         limit = _MAX_CHOICE_TOKENS if len(example.texts) > 1 else None
         rows = [self._row(first, second, limit) for first, second in example.texts]
@@ -279,7 +279,7 @@ class Epochs:
         return self._length
 
     def __getitem__(self, i: int) -> Sample:
-        """Return a sample."""
+        """Return sample `i` of the training run."""
         epoch, place = divmod(i, self._used)
         if self._order is None or self._order[0] != epoch:
             generator = np.random.default_rng((self._seed, epoch))
@@ -306,7 +306,7 @@ class Padded(_FixedLength):
     """
 
     def __getitem__(self, i: int) -> Sample:
-        """Return a sample."""
+        """Return sample `i`, or the first sample if `i` is beyond the dataset."""
         sample: Sample = self._dataset[i if i < len(self._dataset) else 0]
         return {**sample, "id": i}
 
@@ -315,6 +315,6 @@ class Repeated(_FixedLength):
     """A dataset repeated up to `length`, for the validation loss between epochs."""
 
     def __getitem__(self, i: int) -> Sample:
-        """Return a sample."""
+        """Return sample `i` of the repeated dataset."""
         sample: Sample = self._dataset[i % len(self._dataset)]
         return sample

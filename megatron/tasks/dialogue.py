@@ -235,7 +235,7 @@ def _begin_output(options: TaskConfig, own: DialogueConfig) -> None:
 
 
 def _open_part(own: DialogueConfig) -> SampleFile:
-    """Open the file that an interrupted run leaves, with the lines so far and their prompts."""
+    """Open the file that an interrupted run leaves: the lines so far and their prompts."""
     path = _output_path(own)
     part = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
     if part.done:
@@ -267,7 +267,7 @@ def _write_lines(own: DialogueConfig) -> None:
 
 
 def read_prompts(own: DialogueConfig) -> list[str]:
-    """Return the prompt for each dialogue: the examples, followed by the beginning of another one.
+    """Return the prompt for each dialogue: examples, and the beginning of one to complete.
 
     Raises:
         ConfigError: NLTK's Punkt, which response prompts need, is not installed.
@@ -398,7 +398,7 @@ def ask_server(url: str, length: int, text: str) -> str:
         ) from error
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"--megatron-api-url {url}: not a URL, or its answer is not in the format of "
+            f"--megatron-api-url {url}: not a URL, or its response is not in the format of "
             f"Megatron-LM's API ({error}): give a URL such as http://localhost:5000/api"
         ) from error
     return _line(answer[len(text) :])

@@ -1,4 +1,4 @@
-"""The parts that all evaluations of a trained language model share: flags, panel and report."""
+"""Code that all evaluations of a trained language model share: flags, panel and report."""
 
 from __future__ import annotations
 

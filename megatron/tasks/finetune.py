@@ -121,7 +121,7 @@ class FinetuneRecipe:
         return train, valid, None
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return ones, because every sample counts."""
+        """Return ones, `[b]`, because every sample counts."""
         return torch.ones_like(batch["label"])
 
     def forward(
@@ -314,7 +314,7 @@ class Finetuning(Extras):
 
 
 class AtEpochsEnd(Callback):
-    """Evaluation after each epoch.
+    """A callback that evaluates after each epoch.
 
     Args:
         ends: The updates, counted from 1, that end an epoch.
@@ -395,7 +395,7 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
 
 
 def _best_score(root: Path, scores: Sequence[str]) -> float:
-    """Return the score of the weights in `root`, or -2, below all scores, if there is none."""
+    """Return the score of the weights in `root`, or -2, less than any score, if there is none."""
     record = read_results(root / _RECORD)
     score = record.get("score")
     if isinstance(score, float) and math.isfinite(score) and record.get("of") == list(scores):

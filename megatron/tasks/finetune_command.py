@@ -230,7 +230,7 @@ def find_target(task: str) -> tuple[Target, Callable[..., list[Example]]]:
 def with_length(
     config: RunConfig, own: FinetuneConfig, samples: int, world_size: int
 ) -> tuple[RunConfig, int | None]:
-    """Return the run with its length in iterations, and the number of samples used per epoch.
+    """Return the configuration with --train-iters set, and the number of samples per epoch.
 
     Without --keep-last, an epoch ends with its last full batch. With it, every sample of each epoch
     is used, and only the last batch of the run is completed with samples from another epoch.
@@ -358,7 +358,7 @@ def refuse_pretraining_flags(config: RunOptions, world_size: int) -> Iterator[st
     """Yield errors about flags that only make sense in pretraining.
 
     Args:
-        config: The resolved run.
+        config: The run's options.
         world_size: The number of processes.
     """
     if config.data.dataloader_type == "cyclic":

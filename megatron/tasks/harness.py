@@ -113,7 +113,7 @@ class Backend:
     """The work that all processes do for the harness. All processes call each method."""
 
     def __init__(self, loaded: Loaded, device: Device, micro_batch: int, log_interval: int) -> None:
-        """Create the scorer. The generator is created on first use, to save its KV cache."""
+        """Create the scorer. The generator, which needs a KV cache, is created on first use."""
         self._loaded = loaded
         self._device = device
         self._scorer = Scorer(loaded, device, micro_batch)
@@ -206,7 +206,7 @@ class TextToWrite:
         prompt: The tokens of the prompt. They are cut at the front if they do not fit the window.
         max_new_tokens: The maximum number of tokens to generate.
         until: Stop sequences, which are not part of the answer.
-        temperature: The sampling temperature. 0 always takes the most likely token.
+        temperature: The sampling temperature. 0 always selects the most likely token.
         top_k: Sample from the k most likely tokens. 0 disables the limit.
         top_p: Sample from the most likely tokens with this total probability. 0 disables the limit.
     """
@@ -300,7 +300,7 @@ _END = "end"
 
 
 class Workers:
-    """Calls from rank 0 to all ranks, for libraries that are written for a single process.
+    """A dispatcher of calls from rank 0 to all ranks, for libraries written for one process.
 
     Args:
         world: The axis of all ranks.

@@ -1,6 +1,6 @@
 """Passages and questions: their files, the vectors of passages, and the matching of answers.
 
-The files have DPR's formats: passages are lines `id <tab> text <tab> title` after a header, and
+The files are in DPR's formats: passages are lines `id <tab> text <tab> title` after a header, and
 questions are lines `question <tab> ['answer', ...]`.
 """
 
@@ -49,7 +49,7 @@ class Question(NamedTuple):
 
 
 def _rows(path: str, flag: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the rows of a tab-separated file, each after its flag, file and line for messages."""
+    """Yield each row of a tab-separated file, preceded by its position, for messages."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.reader(file, delimiter="\t")
@@ -253,7 +253,10 @@ def holds_words(text: str, answers: Sequence[str]) -> bool:
 
 
 def holds_pattern(text: str, answers: Sequence[str]) -> bool:
-    """Return whether a regular expression matches within a text. Invalid ones are ignored."""
+    """Return whether an answer, as a regular expression, matches within a text.
+
+    Invalid expressions are ignored.
+    """
     text = unicodedata.normalize("NFD", text)
     for answer in answers:
         try:

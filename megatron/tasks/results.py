@@ -27,7 +27,7 @@ def format_number(value: Number) -> str:
 
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | Number]]) -> str:
-    """Align columns under their titles, with text to the left and numbers to the right."""
+    """Return a table in which text is aligned to the left and numbers to the right."""
     cells = [[v if isinstance(v, str) else format_number(v) for v in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     is_text = [all(isinstance(row[i], str) for row in rows) for i in range(len(titles))]
@@ -53,7 +53,7 @@ def megatron_line(task: str, headline: Mapping[str, str], numbers: Mapping[str, 
 
 
 def results_path(asked: str | None, folder: str, task: str, iteration: int) -> Path:
-    """Return the file that --results names, or else a file in the checkpoint folder."""
+    """Return the file that --results names, or by default a file in the checkpoint folder."""
     if asked is not None:
         return Path(asked)
     return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
@@ -131,7 +131,7 @@ def _finite(value: Any) -> Any:
 
 
 class TaskProgress:
-    """A progress bar if the error stream is a terminal, otherwise an occasional line.
+    """A progress bar if stderr is a terminal, otherwise an occasional line.
 
     Args:
         shown: Whether this process shows progress.

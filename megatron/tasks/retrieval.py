@@ -149,7 +149,7 @@ class LoadedTowers:
         iteration: The number of training steps taken.
         layout: The grid of processes and this process's position in it.
         device: The device of this process.
-        length: The largest number of tokens in a text.
+        length: The maximum number of tokens in a text.
     """
 
     model: BiEncoderModel
@@ -178,7 +178,7 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
 
     Args:
         config: The run's configuration.
-        length: The largest number of tokens in a text.
+        length: The maximum number of tokens in a text.
         device: The device to run on.
         layout: The grid of processes and this process's position in it.
 
@@ -368,7 +368,7 @@ def _score(
     own: RetrieverTaskConfig,
     flag: str,
 ) -> Numbers:
-    """Return the top-k accuracies for several k: how many questions are answered, in percent."""
+    """Return the top-k accuracies for several k: the percentages of questions answered."""
     k = min(own.faiss_topk_retrievals, len(passages.numbers))
     found = search(passages, queries, k, use_gpu=own.faiss_use_gpu)
     needed = {*found.reshape(-1).tolist()}

@@ -42,7 +42,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Task:
-    """One task.
+    """A task that `--task` can name.
 
     Attributes:
         kind: The kind of task, which determines the module that runs it.

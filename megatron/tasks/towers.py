@@ -229,7 +229,10 @@ class TrainingQuestions:
         return len(self._order)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return a question, its passage, and wrong passages, as tokens and masks."""
+        """Return the tokens and masks of a question, `[s]`, and of its passages, `[p, s]`.
+
+        The passage that answers the question comes first.
+        """
         number: Any = self._order[i]
         question, rows = self._questions[number], self._rows
         drawn = np.random.default_rng((self._seed, i)).permutation(len(question.hard))
@@ -287,7 +290,7 @@ class TowersRecipe:
         return train, None, None
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return ones, because every question counts."""
+        """Return ones, `[b]`, because every question counts."""
         return torch.ones(len(batch["query_tokens"]), device=batch["query_tokens"].device)
 
     def forward(
@@ -323,7 +326,7 @@ class TowersFinetuning(StartFromBert):
     Args:
         options: The flags that determine where results are written.
         pretrained: The folder of a pretrained bi-encoder, or `None`.
-        valid: The questions to evaluate on, by file, with only the negatives to use.
+        valid: The questions to evaluate on, by file, with only those negatives that are used.
         ends: The updates, counted from 1, that end an epoch.
         group: The number of questions whose passages are compared with each other.
     """
