@@ -138,8 +138,9 @@ def choose_activation(
         handovers: Where to store the amaxes of the result and of the gradient of x. Only kernels
             measure them.
         fuses_gelu: Whether GELU may use the fused kernels; False with --no-bias-gelu-fusion.
-        clamp: The limit on a gated activation's two parts (`clamped_gate`); `None` for no limit.
-        offset: The number added to a gated activation's second part.
+        clamp: The limit on both halves of a gated activation's input (`clamped_gate`); `None` for
+            no limit.
+        offset: The number added to the second half, up.
     """
     if clamp is not None or offset:
         return partial(clamped_gate, _GATES[name], clamp=clamp, offset=offset)

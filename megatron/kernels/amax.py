@@ -45,8 +45,8 @@ class Zeros:
         """Return a zero, fp32 [], in which a kernel will store the largest magnitude."""
         zero = next(self._zeros, None)
         if zero is None or zero.device != device:
-            # A single fill creates many zeros. No zero is reused, and the last one frees the memory
-            # of all.
+            # A single fill creates many zeros. No zero is reused, and their memory is freed with
+            # the last of them.
             self._zeros = iter(torch.zeros(POOL, device=device).unbind())
             zero = next(self._zeros)
         return zero

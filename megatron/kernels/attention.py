@@ -3,16 +3,16 @@
 Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
 consecutive query heads. There may be fewer or more keys than queries.
 
-A mask is boolean, True where a query may attend, or holds values that are added to the scores (a
+A mask is boolean, True where a query may attend, or contains values that are added to the scores (a
 learned bias, such as T5's relative positions). Either replaces `causal`. A padding mask has one row
 for all queries of a sample, and PyTorch's fused kernels accept it in this form. `Segments` describe
 a mask by the ends of documents, so that the flash kernel needs no mask.
 
 FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-attn-4`) runs only
 with --use-flash-attn. Its kernels, for Hopper and later GPUs, are compiled at the first use, which
-takes 15 s including the package's start-up. They are faster than cuDNN's on contiguous tensors [b,
-s, n, d] (docs/benchmarks/kernels.md). Our tensors are transposed from [s, b, n, d], and on these
-they are far slower, except when b is 1, where the two layouts are the same.
+takes 15 s including the package's start-up. They are faster than cuDNN's on contiguous tensors
+[b, s, n, d] (docs/benchmarks/kernels.md). Our tensors are transposed from [s, b, n, d], and on
+these they are far slower, except when b is 1, where the two layouts are the same.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 
 MASKED = -10000.0  # score of a masked pair, as in Megatron
-# The fastest backends come first. The last one holds all scores. cuDNN is not used in deterministic
-# mode.
+# The fastest backends come first. The last one keeps all scores in memory. cuDNN is not used in
+# deterministic mode.
 _GPU_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -103,7 +103,7 @@ class Segments:
         return cls(ends, (1, samples * length), causal=False, longest=length)
 
     def in_one_row(self) -> Segments:
-        """Return the same segments of one sample [1, b s], which keeps the tokens' positions."""
+        """Return the same segments in a single sample [1, b s] that keeps the tokens' positions."""
         samples, length = self.shape
         if samples == 1:
             return self
@@ -175,8 +175,8 @@ class AttentionOptions(NamedTuple):
     """Settings that determine how queries attend to keys.
 
     Attributes:
-        mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or values [b or
-            1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
+        mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or values
+            [b or 1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
             queries. With `None`, `causal` decides.
         causal: Without a mask, whether a query attends only to its own token and earlier ones.
         dropout: The probability of dropping an attention weight.
@@ -192,7 +192,7 @@ class AttentionOptions(NamedTuple):
             key, in tokens, is subtracted from a score (ALiBi). `None` for no such biases.
         chunk: The number of tokens in a chunk of a sequence in the cache: a query attends only to
             keys of its own chunk. `None` for no chunks. It has no effect without a cache, where
-            `Segments` are the chunks.
+            `Segments` define the chunks.
     """
 
     mask: Mask | None = None
@@ -262,8 +262,8 @@ def add_slopes(mask: Tensor, slopes: Tensor, distances: Tensor, dtype: torch.dty
     return biases.masked_fill(~mask, torch.finfo(dtype).min)
 
 
-# An implementation of the attention core. It takes queries [s, b, n, d], keys and values [s, b, g,
-# d] and the options, and returns the result [s, b, n * d].
+# An implementation of the attention core. It takes queries [s, b, n, d], keys and values
+# [s, b, g, d], and the options, and returns the result [s, b, n * d].
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 
 
@@ -444,7 +444,7 @@ def gpu_attention(
         key: The keys [s, b, g, d].
         value: The values [s, b, g, d].
         options: Mask, dropout and scale.
-        holds_scores: Whether an implementation that holds all scores in memory may run.
+        holds_scores: Whether an implementation that keeps all scores in memory may run.
         package: The flash-attn-4 package, which runs if it supports the arguments.
     """
     mask = options.mask
@@ -477,8 +477,8 @@ def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> st
 class _FlashCall(NamedTuple):
     """The arguments of a call of PyTorch's flash kernel, except for its tensors.
 
-    Its public interfaces have no windows (`scaled_dot_product_attention`) and no dropout
-    (`torch.nn.attention.varlen`), and no gradient for sinks.
+    PyTorch's public interfaces to this kernel lack windows (`scaled_dot_product_attention`) or
+    dropout (`torch.nn.attention.varlen`), and have no gradient for sinks.
 
     Attributes:
         places: The ends of segments of queries and of keys, both `None` for whole samples, and the

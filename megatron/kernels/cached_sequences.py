@@ -1,4 +1,4 @@
-"""Descriptions of the sequences that add tokens to a cache in blocks (`paged_attention`)."""
+"""Descriptions of the sequences that add tokens to a paged cache (`paged_attention`)."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Chunks:
     Attributes:
         starts: The number of each sequence's tokens that are already in the cache.
         sizes: The number of new tokens of each sequence.
-        ends: Cumulative counts of new tokens and of all tokens over the sequences, int32 [2, c +
-            1]. Each row begins with 0.
+        ends: Cumulative counts of new tokens and of all tokens over the sequences, int32
+            [2, c + 1]. Each row begins with 0.
         slots: The slots of all tokens, sequence by sequence, int64 [l]; `None` if all tokens are
             new.
     """
@@ -75,7 +75,7 @@ class Chunks:
         return self._divided[chunk]
 
     def first_tokens(self, before: int) -> Tensor:
-        """Return, for each of all tokens, the index of its sequence's first new token, int64 [l].
+        """Return, for every cached or new token, the first new token of its sequence, int64 [l].
 
         Args:
             before: The number of tokens that precede those of these sequences in the step.

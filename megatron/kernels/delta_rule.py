@@ -1,7 +1,7 @@
 """The gated delta rule (Yang et al., 2024, arXiv:2412.06464), in chunks and token by token.
 
 Each value head has a state S [e, d] of the sequence so far, with e key channels and d value
-channels. A token with key k, value v, decay g <= 0 and rate b changes it and reads it:
+channels. A token with key k, value v, decay g <= 0 and rate b updates it and reads it:
 
     S' = exp(g) S
     S  = S' + k b (v - k S')
@@ -35,8 +35,9 @@ def chunked_delta_rule(
     """Apply the rule to whole sequences, chunk by chunk.
 
     Within a chunk, each token's update to the state depends linearly on those of earlier tokens.
-    One triangular system gives all of these updates. It is solved for all chunks in parallel, and
-    only the states pass from chunk to chunk. Everything is computed in fp32 (fp64 for fp64 values).
+    One triangular system determines all of these updates. It is solved for all chunks in parallel,
+    and only the states pass from chunk to chunk. Everything is computed in fp32 (fp64 for fp64
+    values).
 
     Args:
         query: The queries [s, b, m, e], before normalization.
@@ -44,7 +45,7 @@ def chunked_delta_rule(
         value: The values [s, b, n, d].
         decay: Logarithm of each token's decay, at most 0, fp32 [s, b, n].
         rate: The rate of each token, 0 to 1, [s, b, n].
-        chunk: Number of tokens of a chunk.
+        chunk: Number of tokens in a chunk.
         documents: The index of each token's document, int64 [s, b]. Every document begins with an
             empty state. `None` means that each sample is a single document.
         state: The states before the first token, fp32 [b, n, e, d]; `None` for empty ones. Tokens
@@ -108,8 +109,8 @@ def delta_rule_step(
         state: The states before the token, fp32 [b, n, e, d].
 
     Returns:
-        The outputs [1, b, n, d] in the type of the values, and the states after the token, fp32 [b,
-        n, e, d].
+        The outputs [1, b, n, d] in the type of the values, and the states after the token, fp32
+        [b, n, e, d].
     """
     serves = value.shape[2] // key.shape[2]
     query, key = (

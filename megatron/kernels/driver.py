@@ -176,7 +176,7 @@ class LaunchTarget:
     """The GPU and stream on which a plan will run.
 
     Attributes:
-        gpu: The number of the GPU, or -1 for the emulator.
+        gpu: The index of the GPU, or -1 for the emulator.
         stream: The stream's handle.
         overlaps: Whether a kernel may start while the previous one is ending.
     """

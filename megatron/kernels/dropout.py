@@ -191,7 +191,7 @@ def bias_dropout_add_backward(
     Args:
         library: Compiled kernels.
         grad: The gradient of the result, [..., h].
-        seed: The seed that `bias_dropout_add_forward` was given.
+        seed: The seed that was passed to `bias_dropout_add_forward`.
         drop: The probability of dropping an element, times 65536.
         dtype: The type of x.
         has_bias: Whether there was a bias.

@@ -380,7 +380,7 @@ class KernelCasts(Fp8Casts):
 
 
 def _check(x: Tensor, *, rows: bool = False) -> None:
-    """Check that x holds matrices whose width (with `rows` also height) is a multiple of 16."""
+    """Check that the width (with `rows` also the height) of the matrices is a multiple of 16."""
     sizes = x.shape[-2:] if rows else x.shape[-1:]
     assert x.dim() in (2, 3) and not any(size % 16 for size in sizes), (
         f"fp8 products need matrices whose sizes are multiples of 16, not {list(x.shape)}"
@@ -394,13 +394,13 @@ def _sizes(x: Tensor) -> tuple[int, int, int]:
 
 @operator("result")
 def fp8_amax(library: KernelLibrary, x: Tensor, result: Tensor) -> None:
-    """Replace `result` by the largest magnitude of x, if that is larger."""
+    """Raise `result` to the largest magnitude of x, if that is larger."""
     library.launch(AMAX, x, result, x.numel(), DTYPE_CODES[x.dtype])
 
 
 @operator("of_rows", "of_columns")
 def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
-    """Replace `of_rows` [.., m, 1] and `of_columns` [.., k, 1] by larger magnitudes found in x."""
+    """Raise `of_rows` [.., m, 1] and `of_columns` [.., k, 1] to the largest magnitudes in x."""
     library.launch(AMAX_BOTH, x, of_rows, of_columns, *_sizes(x), DTYPE_CODES[x.dtype])
 
 

@@ -350,7 +350,7 @@ class GroupedProduct:
     """
 
     def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
-        """Return the outputs [n, out] and the weights in the form for the backward pass.
+        """Return the outputs [n, out] and the weights in the form that the backward pass uses.
 
         Waits for the device.
         """
@@ -411,7 +411,7 @@ class LibraryGroupedProduct(GroupedProduct):
 class Fp8GroupedProduct(GroupedProduct):
     """FP8 products, except for weight gradients.
 
-    Each row of a factor has its own scale, so a token's results do not depend on the rest of the
+    Each row of an operand has its own scale, so a token's results do not depend on the rest of the
     batch or on the location of its experts. Gradients are also e4m3: grouped products do not
     support e5m2, and less range is needed when each row has its own scale. The hardware may
     accumulate with fewer bits in both passes, because otherwise grouped products take 2.5 times as
@@ -503,7 +503,7 @@ def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulat
 
 
 def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
-    """Return each expert that has rows, and these rows. Waits for the device.
+    """Return each expert that has rows, with the slice of its rows. Waits for the device.
 
     When text is generated for one request, a token uses only a few experts, such as 8 of 128, and
     looping over the others would take three times as long as the products.

@@ -63,7 +63,7 @@ def _in_toolkit(home: Path) -> list[Path]:
 
 
 class Nvrtc:
-    """A loaded library."""
+    """A loaded NVRTC library."""
 
     def __init__(self, path: str) -> None:
         """Load the library.

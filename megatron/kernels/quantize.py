@@ -91,7 +91,7 @@ def _nf4_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def bytes_of(parameters: int, form: FrozenFormat, scale_bytes: int) -> int:
-    """Return the number of bytes that weights take.
+    """Return the number of bytes that weights occupy.
 
     Args:
         parameters: The number of weights.

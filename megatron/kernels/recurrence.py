@@ -230,7 +230,7 @@ class RecurrenceKernels:
 
         Args:
             x: The input [s, b, c], with at least k - 1 tokens.
-            weight: The weight [c, k], with the factor of the latest token last.
+            weight: The weight [c, k], with the coefficient of the latest token last.
             bias: The bias [c], or `None`.
             state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
 
@@ -321,7 +321,7 @@ def choose_recurrence(
     found = find_recurrence(device)
     misfit = _size_misfit(model)
     if precision.weight_dtype not in _HALF:
-        misfit = f"{_DISTRIBUTION} rounds the factors of fp32 products to TF32"
+        misfit = f"{_DISTRIBUTION} rounds the operands of fp32 products to TF32"
     return RecurrenceChoice(reason=misfit) if found.kernels is not None and misfit else found
 
 

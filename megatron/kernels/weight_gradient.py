@@ -112,7 +112,7 @@ def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> Emb
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add with PyTorch. This is deterministic even on a GPU: entries are added in sorted order."""
+    """Add rows with PyTorch. Even on a GPU this is deterministic: entries are added in order."""
     inside = (entries >= 0) & (entries < into.shape[0])
     rows = torch.where(inside, entries, 0)
     values = torch.where(inside[:, None], grad, 0).to(into.dtype)

@@ -4,7 +4,7 @@
 
 #include "common.cuh"
 
-// Writes a thread's V sums to their place in a row of partial sums.
+// Writes a thread's V sums to their position in a row of partial sums.
 template <int V>
 __device__ __forceinline__ void store_sums(float* to, const float (&sums)[V]) {
 #pragma unroll

@@ -10,7 +10,7 @@ namespace {
 constexpr int kBits = 10;  // bits per digit
 constexpr int kSorters = 1 << kBits;
 constexpr int kThreads = 128;
-constexpr int kChunk = 32;  // sorted places, as in weight_gradient.py
+constexpr int kChunk = 32;  // sorted rows, as in weight_gradient.py
 constexpr int kRowsInFlight = 2, kPartsInFlight = 8;
 
 struct alignas(8) Pair {
@@ -34,7 +34,7 @@ __device__ __forceinline__ int sum_before(int count) {
 }
 
 // One pass of a stable sort, by the digit that begins at bit `shift`. It sorts `entries` if they
-// are given (their rows are their places), otherwise `from`. Every block counts all digits by
+// are given (an entry's row is its index), otherwise `from`. Every block counts all digits by
 // itself, so that no block waits for another, and moves one pair per thread. Entries outside the
 // table come last, as entry table_rows.
 __global__ void __launch_bounds__(kSorters)

@@ -1,5 +1,5 @@
-// Sums and gradients of the rows that tokens have at experts (grouped.py). A token has `chosen`
-// rows. `place` contains their indices, or -1 for no row.
+// Sums and gradients of the rows into which tokens are copied for experts (grouped.py). A token has
+// `chosen` rows. `place` contains their indices, or -1 for no row.
 #include "common.cuh"
 
 namespace {

@@ -37,9 +37,9 @@ __device__ __forceinline__ float2 row_sums(float2 value, WarpSums& scratch) {
   return total;
 }
 
-// The place of a block's next rows in shared memory. A thread reads only what it copied itself, so
-// no barrier is needed. Its pieces of V elements, a warp's width apart, start at column `mine`, so
-// a warp has a contiguous run of the row.
+// The shared memory for a block's next rows. A thread reads only what it copied itself, so no
+// barrier is needed. Its pieces of V elements, a warp's width apart, start at column `mine`, so a
+// warp has a contiguous run of the row.
 template <typename X, typename W, int E>
 struct Stage {
   static constexpr int V = vector_size<W>, K = E / V, kApart = 32 * V;
