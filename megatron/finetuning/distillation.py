@@ -44,7 +44,8 @@ class GPTInputs(NamedTuple):
     Attributes:
         mine: This rank's tokens, labels, loss mask and positions.
         documents: The documents of the batch, if attention does not cross their boundaries.
-        counted: The number of labels that count in the whole micro-batch, at least 1.
+        counted: The number of labels that count toward the loss in the whole micro-batch, at least
+            1.
         ahead: The same as `mine`, for each depth of multi-token prediction.
         counted_ahead: The same as `counted`, for each depth.
     """
@@ -65,7 +66,7 @@ class GPTTeacher(NamedTuple):
 
     Attributes:
         parts: This process's parts of the model, without gradients.
-        name: The checkpoint, for messages.
+        name: The name of the checkpoint, for messages.
         description: A description of its size, for messages.
         students: The part of the student that runs together with each part; empty if there is no
             student.
@@ -91,7 +92,7 @@ class GPTTeacher(NamedTuple):
             hidden: The previous part's output [s, b, h]; `None` for the first part.
 
         Returns:
-            Hidden states [s, b, h], or from the last part logits [b, s, v/t].
+            Hidden states [s, b, h]; from the last part, logits [b, s, v/t].
         """
         mine = inputs.mine
         result: Tensor = part(mine.tokens, mine.position_ids, None, inputs.documents, hidden)
@@ -128,7 +129,7 @@ class Distillation(Extras):
         self._recipe = recipe
 
     def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
-        """Write a teacher's logits instead of training, if --logits-save-dir asks for it."""
+        """Write a teacher's logits instead of training if --logits-save-dir is given."""
         if config.distillation.logits_save_dir is None:
             return False
         from megatron.finetuning.teacher import save_logits  # few runs load a second model
@@ -164,7 +165,7 @@ class Distillation(Extras):
 
 
 def split_message(message: Tensor, theirs: int) -> tuple[Tensor, Tensor]:
-    """Return the student's and the teacher's hidden states [s, b, h] of a pipeline's message.
+    """Return the student's and the teacher's hidden states, [s, b, h] each, in a pipeline message.
 
     The gradient of the message is zero for the teacher's states.
 

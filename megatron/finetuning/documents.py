@@ -23,7 +23,7 @@ from megatron.parallel.layout import Axis
 
 
 class ComparingRecipe:
-    """The part of a recipe shared by all losses over whole documents: a GPT without its loss."""
+    """The base of recipes whose losses compare whole documents: a GPT without its own loss."""
 
     architecture = "gpt"
     head = HeadSpec(compares=True)
@@ -56,14 +56,14 @@ class DocumentSums(NamedTuple):
 
 
 def document_sums(losses: Tensor, trained: Tensor, ends: Tensor, axis: Axis) -> DocumentSums:
-    """Return the log-probability of each segment. Collective over the context axis.
+    """Return each segment's log-probability and number of tokens. Collective over the context axis.
 
     All context ranks return the same values, and each may compute the same loss from them. The mean
     of their gradients, which training computes, is then the gradient of the loss.
 
     Args:
         losses: The loss of each label on this context rank, [b, s/C].
-        trained: 1 for labels that count, otherwise 0, for whole rows, [b, s].
+        trained: 1 for labels that count and 0 for all others, in whole rows, [b, s].
         ends: 0, then the end of each segment, counted over the tokens of all rows, [k + 1].
         axis: The context axis, of C ranks.
     """

@@ -65,7 +65,7 @@ class Pairs(NamedTuple):
         return self.chosen - self.rejected
 
     def over(self, divisors: Pairs) -> Pairs:
-        """Return these values divided by others, where divisors below 1 count as 1."""
+        """Return these values divided by `divisors`, where divisors below 1 count as 1."""
         return Pairs(*(x / n.clamp(min=1) for x, n in zip(self, divisors, strict=True)))
 
 
@@ -263,7 +263,7 @@ def _reward_metrics(result: PairLosses) -> dict[str, Tensor]:
 
 
 def means_over_pairs(values: Mapping[str, Tensor], is_pair: Tensor) -> dict[str, Tensor]:
-    """Return the mean of each metric over the pairs of a micro-batch, or 0 if it has none."""
+    """Return the mean of each metric over the pairs of a micro-batch, or 0 if there are none."""
     count = is_pair.sum().clamp(min=1)
     return {
         name: (torch.where(is_pair, each, 0).sum() / count).float() for name, each in values.items()
@@ -276,7 +276,7 @@ def run_documents(
     """Run one micro-batch through a part of the model.
 
     Args:
-        part: The part.
+        part: The part of the model.
         batch: Rows of packed documents.
         hidden: The previous part's output; `None` for the first part.
         tokenizer: The run's tokenizer.
@@ -297,7 +297,7 @@ def run_part(
     """Run one micro-batch through a part of the model and return the part's output.
 
     Args:
-        part: The part.
+        part: The part of the model.
         batch: Rows of packed documents.
         hidden: The previous part's output; `None` for the first part.
         tokenizer: The run's tokenizer.

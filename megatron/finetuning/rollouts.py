@@ -108,7 +108,7 @@ class Prompts:
         return self.count
 
     def __getitem__(self, i: int) -> Sample:
-        """Return the index of a sample, for which `Rollouts` makes the row."""
+        """Return a sample with only its index, from which `Rollouts` makes the row."""
         return {"id": i}
 
     def record(self, i: int) -> Mapping[str, Any]:
@@ -282,7 +282,7 @@ class Rollouts(Extras):
         raise NotImplementedError
 
     def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
-        """Check the flags.
+        """Check the flags. Training is not replaced.
 
         Raises:
             ConfigError: The model cannot generate during training with these flags.

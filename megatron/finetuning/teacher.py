@@ -223,7 +223,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
         layout: The grid of processes as this process sees it.
 
     Raises:
-        DataError: The folder contains other logits.
+        DataError: The folder contains logits that were written with other settings.
         StorageError: A file cannot be written.
         CheckpointError: There is no such teacher.
     """

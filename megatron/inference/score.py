@@ -238,7 +238,7 @@ def windows(tokens: NDArray[np.integer], window: int, step: int) -> Iterator[Sam
     """Yield a long text in overlapping windows that score every token but the first exactly once.
 
     The first window scores all its tokens. Each later window begins `step` tokens further on, and
-    scores only the tokens that this adds. `step` is at most `window`.
+    scores only the tokens that it adds. `step` is limited to `window`.
     """
     step = min(step, window)
     end = min(window + 1, len(tokens))

@@ -165,7 +165,7 @@ class MultiTokenDrafter:
                 row.sequence.drafts = tuple(guesses[row.sequence][:room])
 
     def _first_windows(self, plan: StepPlan) -> list[_DepthWindow]:
-        """Return the computed part of each sequence, without rejected drafts."""
+        """Return the part of each sequence that the step computed, without rejected drafts."""
         states, first, windows = self._executor.states, 0, []
         for row in plan:
             end = min(row.start + row.size, row.sequence.computed)

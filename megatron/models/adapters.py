@@ -138,7 +138,7 @@ def is_adapted(target: AdapterTarget, patterns: Sequence[str] | None) -> bool:
 
     Args:
         target: The target.
-        patterns: The value of --lora-target-modules.
+        patterns: The value of --lora-target-modules. Without one, all linear layers have adapters.
     """
     return any(is_target(target, each) for each in patterns or (ALL_LINEAR,))
 

@@ -60,7 +60,7 @@ def count_active_parameters(plan: ModelPlan) -> int:
 
 
 def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
-    """Count the parameters of a part of the model that one process holds.
+    """Count the parameters that one process holds of a part of the model.
 
     If a model with tied embeddings or multi-token prediction is cut into several parts, the last
     one holds a second copy of the word embedding. Every part with layers of a stack holds a copy of
@@ -84,7 +84,7 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) 
 
 
 def count_depth_parameters(plan: ModelPlan, split: WeightSplit) -> int:
-    """Count the parameters of multi-token prediction that one process holds."""
+    """Count the parameters that one process holds of the multi-token prediction layers."""
     ahead = multi_token_plan(plan)
     if ahead is None:
         return 0
@@ -93,14 +93,14 @@ def count_depth_parameters(plan: ModelPlan, split: WeightSplit) -> int:
 
 
 def count_part_experts(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
-    """Count the parameters of a part's experts that one process holds."""
+    """Count the parameters that one process holds of the experts in a part of the model."""
     mlps = [layer.mlp for layer in layers_of(plan, part)]
     mixtures = [mlp for mlp in mlps if isinstance(mlp, MixturePlan)]
     return plan.towers * sum(Mixture.expert_parameters(mixture, split) for mixture in mixtures)
 
 
 def count_part_matrices(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
-    """Count the elements of a part's layer matrices that one process holds."""
+    """Count the elements that one process holds of the layer matrices in a part of the model."""
     own = sum(Block.matrix_parameters(layer, split) for layer in layers_of(plan, part))
     ahead = multi_token_plan(plan)
     return plan.towers * own + (MultiToken.matrix_parameters(ahead) if ahead and part.head else 0)
@@ -147,7 +147,7 @@ def part_activations(
 
     Args:
         plan: The whole network.
-        part: The part of the model that is counted.
+        part: The part of the model.
         batch: The micro-batch. Its lengths are ignored; the last two arguments replace them.
         recompute: Activations that are recomputed instead of kept; `None` keeps all of them.
         seq_length: Tokens of a sequence, or of the encoder's sequence.

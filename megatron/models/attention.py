@@ -30,7 +30,7 @@ Recurrence = Callable[[Tensor, tuple[Tensor, ...] | None], tuple[Tensor, tuple[T
 
 
 class KeyValueCache(Protocol):
-    """The keys, values and states of earlier tokens, given to a model together with new tokens.
+    """The keys, values and states of earlier tokens, passed to a model together with new tokens.
 
     A pass with such a cache, in inference, has a single sample of s tokens. The tokens may belong
     to any number of sequences, each at its own position in its own sequence.
@@ -96,7 +96,7 @@ class KeyValueCache(Protocol):
             recurrence: The recurrence. The layer's `RecurrentPlan` describes its states.
 
         Returns:
-            Its results [s, 1, ...].
+            The results of the recurrence, [s, 1, ...].
         """
         ...
 

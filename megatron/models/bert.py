@@ -200,10 +200,10 @@ class Classifier(Linear):
 
 
 class Pooler(nn.Module):
-    """A vector for the whole sample: tanh of a linear layer over its first token."""
+    """The head that computes one vector per sample: tanh of a linear layer on its first token."""
 
     def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
-        """Allocate the layer over the first token."""
+        """Allocate the linear layer."""
         super().__init__()
         self.sequence = context.layout.sequence
         self.dense = Classifier(plan, context)

@@ -149,7 +149,7 @@ class Retrieval(NamedTuple):
 def compare_all(
     vectors: Vectors, data: Axis, *, scale: float, counted: Tensor | None = None
 ) -> Retrieval:
-    """Score the queries of all ranks against the contexts of all ranks, and return the loss.
+    """Score the queries of all ranks against the contexts of all ranks; return loss and ranking.
 
     Context i of a rank is the correct one for its query i. If a rank has more contexts than
     queries, the extra ones are wrong for every query. The results are the same on all ranks.

@@ -253,7 +253,7 @@ class Block(nn.Module):
     def _compute(
         self, norm: nn.Module, sublayer: Any, joined: Tensor, normal: Tensor, *inputs: Any
     ) -> Tensor:
-        """Return a sublayer's output. The layer's flags say what the backward pass recomputes."""
+        """Return a sublayer's output, parts of which the backward pass may recompute."""
         if not torch.is_grad_enabled():
             return sublayer(normal, *inputs)
         if self.mlp is not None and sublayer is self.mlp and self.recomputes_mlp:

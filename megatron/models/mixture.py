@@ -99,8 +99,8 @@ class Mixture(nn.Module):
     def activation_bytes(plan: MixturePlan, batch: MicroBatch) -> int:
         """Count the bytes of the scores and of each row's input, activation and output.
 
-        A process receives `batch.imbalance` times as many rows as it sends. The factor is 1 if all
-        experts get the same number of rows.
+        A process receives `batch.imbalance` times as many rows as it sends. The imbalance is 1 if
+        all experts get the same number of rows.
         """
         router, forgotten = plan.router, batch.recomputed
         scores = 4 * batch.tokens // batch.sequence * 3 * router.experts

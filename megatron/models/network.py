@@ -12,7 +12,7 @@ from megatron.parallel.build import BuildContext
 
 
 class Network(nn.Module):
-    """The base class of models and parts of models: the plan, the embedding, rotary positions.
+    """The base class of models and their parts, with the plan, embedding and rotary positions.
 
     Parameters are allocated but not initialized; `parallel.parameter.initialize` does that. Their
     names are global: layer i is `layers.i`, whichever part of the model this process holds.

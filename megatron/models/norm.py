@@ -171,7 +171,7 @@ def normalize_projections(
 
 
 def _of_heads(vector: Tensor, part: Tensor, axis: Axis) -> Tensor:
-    """Return a vector's entries for this rank's heads, as [m, d] in the heads' type."""
+    """Return a vector's entries for this rank's heads, [heads, d], in the heads' type."""
     heads, size = part.shape[2:]
     first = axis.rank * len(vector) // (axis.size * size)
     return vector.unflatten(0, (-1, size))[first : first + heads].to(part.dtype)

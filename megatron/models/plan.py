@@ -25,7 +25,7 @@ class HeadSpec:
     """The purpose of a model's heads, and the number of sequences in a sample.
 
     Attributes:
-        outputs: Number of scores that a task head gives for each sequence. `None` means a
+        outputs: Number of scores that a task head computes for each sequence. `None` means a
             language-model head, which scores every vocabulary entry for each token.
         sequences: Sequences per sample. In a multiple-choice task, each question-answer pair is a
             sequence.
@@ -87,7 +87,7 @@ class InitPlan:
 
 @dataclass(frozen=True)
 class NormPlan:
-    """A normalization.
+    """The plan of a LayerNorm or an RMSNorm.
 
     Attributes:
         kind: "LayerNorm" or "RMSNorm".
@@ -106,7 +106,7 @@ class NormPlan:
 
 @dataclass(frozen=True)
 class RotaryPlan:
-    """Rotary positions.
+    """The plan of a layer's rotary position embedding.
 
     Attributes:
         positions: Length of the longest sequence.
@@ -197,7 +197,7 @@ class AttentionPlan(MixerPlan):
         window: Number of earlier tokens that a token attends to; `None` for all.
         chunk: Number of tokens in a chunk. Tokens attend only within their chunk; `None` for no
             chunks.
-        temperature: Factor applied to queries by their position; `None` for none.
+        temperature: Position-dependent factor applied to queries; `None` for none.
         softcap: Soft cap on the magnitude of scores; `None` for none.
         softmax: "vanilla", or a softmax with one more logit per head, which has no value vector:
             zero for "off-by-one", learned for "learnable".
@@ -252,7 +252,7 @@ class AttentionPlan(MixerPlan):
 
     @property
     def norm_sizes(self) -> tuple[int, int]:
-        """Number of query channels, and of key channels, with their own weights in `qk_norm`."""
+        """Numbers of query channels and of key channels for which `qk_norm` has weights."""
         if self.norm_scope == "head":
             return self.head_size, self.head_size
         return self.query, self.kv_heads * self.head_size
@@ -499,7 +499,7 @@ class HeadPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPlan(HeadPlan):
-    """The output layer, which gives a score for every vocabulary entry.
+    """The output layer, which computes a score for every vocabulary entry.
 
     Attributes:
         vocabulary: Number of entries, padding included.

@@ -50,7 +50,7 @@ class RecurrentPlan(MixerPlan, ABC):
 
     @abstractmethod
     def states(self, tensor: int) -> tuple[StateSpec, ...]:
-        """Return the states of a sequence on one process, in the order of the mixer's recurrence.
+        """Return a sequence's states on one process, in the order in which the mixer uses them.
 
         Args:
             tensor: Number of tensor-parallel ranks.

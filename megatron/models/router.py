@@ -85,7 +85,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", self.state.bias)
 
     def forward(self, x: Tensor) -> Routing:
-        """Choose the experts of tokens [s, b, h]; T = s b."""
+        """Return the experts chosen for the T = s b tokens of `x`, [s, b, h]."""
         plan = self.plan
         length, sequences = x.shape[:2]
         draw = partial(self._draw, length, sequences, x.device)

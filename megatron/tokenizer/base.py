@@ -26,7 +26,7 @@ class _SpecialId:
 
 
 class Tokenizer(ABC):
-    """A converter of text to ids and back.
+    """The base class of tokenizers, which convert text to ids and back.
 
     Reading the id of a special token that the tokenizer does not have raises a ConfigError.
 
@@ -133,7 +133,7 @@ class Tokenizer(ABC):
         )
 
     def text_growth(self) -> int:
-        """Return an upper bound on a text's length relative to the total length of its entries.
+        """Return an upper bound on a text's length, as a multiple of its tokens' total length.
 
         The time that `detokenize` takes is proportional to the text's length.
 

@@ -148,7 +148,7 @@ class CharacterLevelTokenizer(Tokenizer):
     _SPECIAL = ("pad", "eos", "bos", "unk", "sep", "L2R", "ENC", "MASK")
 
     def __init__(self, config: TokenizerConfig) -> None:
-        """List the entries."""
+        """Build the vocabulary."""
         first = len(self._SPECIAL)
         self._vocab = {f"<{name}>": i for i, name in enumerate(self._SPECIAL)}
         self._vocab |= {chr(i): first + i for i in range(256)}

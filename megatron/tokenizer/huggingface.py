@@ -113,7 +113,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return text
 
     def text_growth(self) -> int:
-        """Return an upper bound on a text's length relative to the total length of its entries.
+        """Return an upper bound on a text's length, as a multiple of its tokens' total length.
 
         Raises:
             DataError: The file's decoder matches a regular expression, which may take an unbounded

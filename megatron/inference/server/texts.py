@@ -280,7 +280,7 @@ class TextProcess:
 
 
 class Texts:
-    """The work on all clients' texts.
+    """Tokenization and chat templates for all clients, in other processes.
 
     Long texts have their own process, so that short ones do not wait for them.
     """
