@@ -65,7 +65,7 @@ class AdapterFiles(NamedTuple):
     """The files of an adapter that fits the base model.
 
     Attributes:
-        model: The base model's network, with adapters of this adapter's sizes.
+        model: The network of the base model with this adapter.
         reader: Reader of the adapter's tensors under our names.
         targets: The adapted projections of each adapted linear layer, by the layer's name.
     """

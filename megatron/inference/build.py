@@ -63,7 +63,7 @@ class EngineOptions:
             many as fit in memory, but no more than `max_sequences` sequences of full length need.
         block_size: Number of tokens in a cache block.
         seed: Seed for requests that do not set one.
-        speculation: The method of guessing tokens; `None` generates one token at a time.
+        speculation: The method of speculative decoding; `None` generates one token at a time.
         graphs: Whether to record steps as CUDA graphs on a GPU. This needs a single process that
             holds the whole model.
     """
@@ -260,7 +260,7 @@ def new_drafter(executor: Executor, speculation: Speculation) -> Drafter:
 
 
 def describe_speculation(speculation: Speculation) -> str:
-    """Return the panel's text about drafts."""
+    """Return the start-up panel's description of speculative decoding."""
     tokens = f"up to {speculation.num_speculative_tokens} token(s)"
     if speculation.method == "mtp":
         return f"{tokens} by the model's multi-token prediction layers"

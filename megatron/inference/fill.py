@@ -107,8 +107,8 @@ class Filler:
     ) -> list[list[Guess]]:
         """Return the words for each sentinel of a text, always taking the most likely token.
 
-        The decoder may only write in the form that it was trained on: the sentinels in order, each
-        followed by its words, and then the end token.
+        The decoder may only write in the format on which it was trained: the sentinels in order,
+        each followed by its words, and then the end token.
 
         Args:
             model: The T5.

@@ -87,7 +87,7 @@ class ChunkMemory:
 
 
 def _crossing(plan: ModelPlan) -> dict[int, RetrievalAttentionPlan]:
-    """Return the attention to neighbors of each Retro layer, by the layer's number from 1."""
+    """Return each Retro layer's attention to neighbors, by the layer's number from 1."""
     found = {number: each.cross_attention for number, each in enumerate(plan.layers, 1)}
     return {n: each for n, each in found.items() if isinstance(each, RetrievalAttentionPlan)}
 
@@ -251,7 +251,7 @@ class RetroExecutor(Executor):
 
 
 def check_retrieval(config: RunConfig, embedder: str | None) -> None:
-    """Check the flags on which a GPT and a Retro differ, before the model is loaded.
+    """Check flags that a GPT or a Retro does not support, before the model is loaded.
 
     Args:
         config: The run.

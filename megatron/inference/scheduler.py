@@ -57,7 +57,7 @@ class SchedulerSettings:
         assert self.max_tokens >= self.max_sequences, self
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that hold this many tokens."""
+        """Return the number of blocks that this many tokens need."""
         return -(-tokens // self.block_size)
 
 

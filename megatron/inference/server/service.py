@@ -76,7 +76,7 @@ class EngineClient:
 
     @property
     def active(self) -> int:
-        """Number of sequences that the engine has not yet ended."""
+        """Number of sequences that the engine has not finished yet."""
         return len(self._queues)
 
     def start(self, requests: Sequence[TextRequest]) -> tuple[list[str], asyncio.Queue[Event]]:
@@ -86,7 +86,7 @@ class EngineClient:
             requests: The sequences.
 
         Returns:
-            The names that the sequences get, and the queue of their events. The last event of each
+            The names of the sequences, and the queue of their events. The last event of each
             sequence is a `Finished`.
 
         Raises:
@@ -261,7 +261,7 @@ class TextAnswer:
 
     @property
     def reason(self) -> Literal["stop", "length"]:
-        """Reason why the answer ended."""
+        """The reason why the answer ended."""
         ended_by_length = self.finished is not None and self.finished.reason == "length"
         return "length" if ended_by_length and not self._stopped else "stop"
 

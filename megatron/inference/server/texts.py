@@ -113,7 +113,7 @@ class Result:
 
 
 def main() -> int:
-    """Do jobs until stdin closes, and return the exit code."""
+    """Run jobs until stdin closes, and return the exit code."""
     signal.setitimer(signal.ITIMER_REAL, _START_SECONDS)  # SIGALRM ends the process
     setup = next(_received(Setup))
     try:
@@ -160,7 +160,7 @@ def _write(result: Result) -> None:
 
 
 def _prepare(setup: Setup) -> Callable[[Job], Result]:
-    """Return the function that does the jobs, and limit this process's resources."""
+    """Return the function that runs the jobs, and limit this process's resources."""
     os.nice(setup.niceness)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the web server ends this process
     work: Callable[[Job], Result]
@@ -187,7 +187,7 @@ def _prepare(setup: Setup) -> Callable[[Job], Result]:
 
 
 class TextProcess:
-    """The web server's end of a process that does one job after another."""
+    """The web server's end of a process that runs one job at a time."""
 
     def __init__(self, setup: Setup) -> None:
         """Store the settings. The process does not run until `start` is called.
