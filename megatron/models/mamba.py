@@ -83,7 +83,7 @@ class Mamba(RecurrentMixer):
         self.norm = None
         if plan.normalizes:
             self.norm = context.new_parameter((plan.inner,), init=ONES, split_dim=0)
-        factors: Tensor | None = None  # of a group's projections
+        factors: Tensor | None = None  # one for each output of a group's projections
         if plan.factors:
             each = [
                 torch.full((width // plan.groups,), factor, device=context.device)

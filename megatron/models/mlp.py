@@ -53,7 +53,7 @@ class MLP(nn.Module):
         self.factor, factors = plan.factor, None
         if plan.gate_factor != 1:
             factors = torch.tensor([[plan.gate_factor], [1.0]], device=context.device)
-        self.register_buffer("factors", factors, persistent=False)  # of gate and up
+        self.register_buffer("factors", factors, persistent=False)  # one each for gate and up
         self.factors: Tensor | None
 
     @staticmethod

@@ -107,7 +107,7 @@ class T5Model(Network):
     ) -> None:
         """Build the modules of the part that this process holds."""
         super().__init__(plan, context, part)
-        first = plan.encoder_layers  # the decoder's
+        first = plan.encoder_layers  # index of the decoder's first layer
 
         def new_stack(layers: range, *, is_decoder: bool, ends: bool) -> T5Stack | None:
             if not layers and not ends:

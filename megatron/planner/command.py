@@ -56,7 +56,7 @@ _DRAWN = 4  # micro-batches per stage in a drawing, because more are too dense t
 _MOST_DRAWN = 16  # stages of a drawing as text
 _HOUR = 3600.0
 _MOST_RULES = 3  # rules to show if all layouts are refused
-_HOST_BOUND = 0.05  # smallest difference between hosts, as a share of an update, that is reported
+_HOST_BOUND = 0.05  # smallest difference between hosts to report, as a fraction of an update
 
 
 def build_parser() -> ToolParser:

@@ -190,7 +190,7 @@ class ChatRequest(OpenAiRequest):
             raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
 
 
-# Messages about fields that take values of more than one form.
+# Messages about fields that accept more than one type of value.
 _FORMS = {
     "prompt": "prompt: give a string, a list of strings, a list of token ids, or a list of such "
     "lists",

@@ -250,7 +250,7 @@ class TextProcess:
     async def _do(self, job: Job) -> Result:
         setup = self._setup
         await self._lock.acquire()
-        # Even if the client has left, the exchange must take its own result from the pipe.
+        # Even if the client has left, this job's result must be read from the pipe.
         exchange = asyncio.ensure_future(self._exchange(pack(Job, job)))
         exchange.add_done_callback(lambda _: self._lock.release())
         result = await asyncio.shield(exchange)
