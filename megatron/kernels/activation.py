@@ -51,7 +51,7 @@ class _ActivationForward(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         name = FLOATS[self.dtype]
         at_once = 2 if self.kind == KINDS["swiglu"] else 4  # rows_at_once in activation.cu
         shape = column_shape(self.rows, self.columns // vector_size(name), at_once)
@@ -84,7 +84,7 @@ class _ActivationBackward(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         name, sums = FLOATS[self.dtype], self.grad_bias is not None
         vectors = self.columns // vector_size(name)
         residency = 2 if self.kind == KINDS["swiglu"] else 3  # as in activation.cu, with sums

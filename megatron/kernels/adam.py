@@ -35,7 +35,7 @@ class _AdamUpdate(NamedTuple):
     decay: Number
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         if self.piece_count == 0:
             return []
         kernel = instance("adam_kernel", FLOATS[self.gradient], FLOATS[self.copy])

@@ -211,7 +211,10 @@ class AttentionOptions(NamedTuple):
         return self.window is not None and keys > self.window + 1
 
     def seen(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Return which keys the last queries see under `causal` and the window, [queries, keys]."""
+        """Return which keys each query sees under `causal` and the window, bool [queries, keys].
+
+        The queries are those of the last tokens.
+        """
         seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
         if self.causal:
             seen = seen.tril(keys - queries)

@@ -51,7 +51,7 @@ def attend(
         value: The values [b, g, keys, d].
         seen: bool, broadcast to [b, 1, q, keys]: True where a query may attend. With slopes, the
             last of these keys must be the query's own.
-        options: How scores become weights. Mask, `causal` and window are ignored.
+        options: The options for turning scores into weights. Mask, `causal` and window are ignored.
 
     Returns:
         The result [b, n, q, d].

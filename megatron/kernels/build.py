@@ -40,7 +40,7 @@ BUILD_LIMIT = 240
 PROGRESS = 30  # seconds between progress lines
 LOCK_LIMIT = 300  # seconds to wait for another process that is building
 LOCK_PATIENCE = 20.0  # seconds until this process prints that it is waiting
-LEFT_AFTER = 3600.0  # seconds after which an unchanged scratch folder is abandoned
+LEFT_AFTER = 3600.0  # seconds after which an unchanged scratch folder counts as abandoned
 _SCRATCH = "compiling-"
 
 Say = Callable[[str], None]
@@ -102,7 +102,7 @@ def find_compiler(release: str = "") -> Compiler:
 
 
 def _command(*words: str) -> list[str]:
-    """Return the command that runs NVRTC in a process (`nvrtc.main`)."""
+    """Return the command that runs NVRTC in a separate process (`nvrtc.main`)."""
     return [*module_command("megatron.kernels.nvrtc"), *words]
 
 
@@ -254,7 +254,7 @@ def compile_sources(
         say: A function that prints a line every half minute; `None` prints nothing.
 
     Returns:
-        The library.
+        The path of the library.
 
     Raises:
         BuildError: NVRTC fails (the message contains its first error) or takes too long.

@@ -27,7 +27,7 @@ class Singles:
     block_size: int
 
     def within(self, chunk: int) -> Singles:
-        """Return the sequences without the tokens before the last chunk of each.
+        """Return the sequences, each reduced to its last chunk.
 
         Args:
             chunk: The number of tokens in a chunk, a multiple of `block_size`.
@@ -75,7 +75,7 @@ class Chunks:
         return self._divided[chunk]
 
     def first_tokens(self, before: int) -> Tensor:
-        """Return, for every cached or new token, the first new token of its sequence, int64 [l].
+        """Return, for every token, the index of its sequence's first new token, int64 [l].
 
         Args:
             before: The number of tokens that precede those of these sequences in the step.

@@ -34,7 +34,7 @@ class _Statistics(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         if self.rows == 0:
             return []
         threads = constant("cross_entropy.cu", "kThreads")
@@ -63,7 +63,7 @@ class _Gradient(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         if self.rows == 0:
             return []
         threads = constant("cross_entropy.cu", "kGradientThreads")

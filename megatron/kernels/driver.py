@@ -57,7 +57,7 @@ class Driver:
     """The functions of the CUDA driver that this package calls."""
 
     def __init__(self, loaded: Any) -> None:
-        """Prepare the functions.
+        """Look up the functions, and initialize the driver.
 
         Args:
             loaded: libcuda, or the tests' emulator, which has the same functions.
@@ -147,7 +147,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class PreparedLaunches:
-    """A plan's launches in the driver's form. They belong to one thread: calls write to them.
+    """A plan's launches in the driver's form, for one thread only, because calls write to them.
 
     Attributes:
         packer: The packer that writes a call's values into `values`.
@@ -193,7 +193,7 @@ def prepare(
     places: Sequence[int],
     target: LaunchTarget,
 ) -> PreparedLaunches:
-    """Prepare launches for calls.
+    """Prepare a plan's launches, so that calls only have to write values and launch.
 
     Args:
         launches: The launches that a plan has returned.

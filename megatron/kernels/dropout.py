@@ -41,7 +41,7 @@ class _BiasDropoutAddForward(NamedTuple):
     w_dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         stream, weights = stream_types(self.x_dtype, self.w_dtype)
         shape = column_shape(
             self.rows, self.columns // GROUP, constant("dropout.cu", "kRowsAtOnce")
@@ -67,7 +67,7 @@ class _BiasDropoutAddBackward(NamedTuple):
     w_dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         stream, weights = stream_types(self.x_dtype, self.w_dtype)
         vectors, sums = self.columns // GROUP, self.grad_bias is not None
         rows_of_block = constant("dropout.cu", "kResidency") if sums else 1

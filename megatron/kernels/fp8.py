@@ -33,7 +33,7 @@ class _Amax(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         if self.size == 0:
             return []
         name = FLOATS[self.dtype]
@@ -58,7 +58,7 @@ class _AmaxBoth(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         if self.matrices == 0 or self.rows == 0 or self.columns == 0:
             return []
         warps = constant("fp8_transpose.cu", "kStripWarps")
@@ -93,7 +93,7 @@ class _Cast(NamedTuple):
     fp8: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         if self.size == 0:
             return []
         kernel = instance("cast_kernel", FLOATS[self.dtype], self.fp8, self.found is not None)
@@ -121,7 +121,7 @@ class _CastRows(NamedTuple):
     fp8: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         if self.rows == 0:
             return []
         vectors, name = divide_up(self.columns, 8), FLOATS[self.dtype]
@@ -168,7 +168,7 @@ class _CastTranspose(NamedTuple):
     fp8: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         if self.matrices == 0 or self.rows == 0 or self.columns == 0:
             return []
         name = FLOATS[self.dtype]
@@ -194,7 +194,7 @@ class _Transpose(NamedTuple):
     columns: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         if self.rows == 0 or self.columns == 0:
             return []
         return [

@@ -48,7 +48,7 @@ class _CombineRows(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         name = FLOATS[self.dtype]
         kernel, threads = instance("combine_rows_kernel", name), _threads_of(self.columns, name)
         return [
@@ -77,7 +77,7 @@ class _CombineRowsBackward(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         name = FLOATS[self.dtype]
         kernel = instance("combine_rows_backward_kernel", name)
         given = (*self[:7], self.chosen, self.columns)
@@ -94,7 +94,7 @@ class _TakeGradient(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         name, threads = FLOATS[self.dtype], constant("experts.cu", "kMostThreads")
         kernel = instance("take_gradient_kernel", name, bool(self.accumulate))
         grid = (divide_up(self.elements, threads * vector_size(name)),)
@@ -179,7 +179,7 @@ def spread(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None) 
 
 
 class Spreading(NamedTuple):
-    """The map of `spread` with its gradient, for callers with their own backward pass.
+    """The map of `spread`, and its gradient, for callers with their own backward pass.
 
     Attributes:
         grouping: The rows of the tokens.

@@ -344,7 +344,7 @@ class Operator:
             library: The library or its path.
             x: The first tensor.
             rest: The other arguments.
-            direct: Arguments only for the function. Tracing ignores them.
+            direct: Arguments that only the function takes. They are ignored while tracing.
         """
         if is_traced(x):
             return self.overload(library if isinstance(library, str) else library.path, x, *rest)

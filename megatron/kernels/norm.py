@@ -60,7 +60,7 @@ class _AddNormForward(NamedTuple):
     epsilon: Number
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         x, w = stream_types(self.x_dtype, self.w_dtype)
         shape = row_shape(self.hidden, w, 8 if self.bias is None else 16)
         return [
@@ -99,7 +99,7 @@ class _AddNormBackward(NamedTuple):
     w_dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         x, w = stream_types(self.x_dtype, self.w_dtype)
         shape = row_shape(self.hidden, w, 16)
         block = (shape.threads, row_threads(shape.elements) // shape.threads)
@@ -245,9 +245,9 @@ def add_norm_forward(
             delta's gradient.
 
     Returns:
-        The sum (`None` without a delta), the normalized sum, and the moments of each row, fp32: [2,
-        rows] with the inverse standard deviation and the mean, or [1, rows] for RMSNorm, which has
-        no mean.
+        The sum (`None` without a delta), the normalized sum, and the moments of each row, fp32:
+        [2, rows] with the inverse standard deviation and the mean, or [1, rows] for RMSNorm, which
+        has no mean.
     """
     residual = residual.contiguous()
     delta = None if delta is None else delta.contiguous()

@@ -31,7 +31,7 @@ class CompileError(Exception):
 
 
 def find_libraries(release: str = "") -> list[Path]:
-    """Return the NVRTC libraries of this machine, the preferred one first.
+    """Return the NVRTC libraries of this machine in order of preference.
 
     Args:
         release: The major version of PyTorch's CUDA, such as "13". Packages of several versions may

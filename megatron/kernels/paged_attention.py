@@ -68,7 +68,7 @@ class _PagedAttention(NamedTuple):
     softcap: Number  # the bound of scores; 0 for none
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         name = FLOATS[self.dtype]
         if name == "float":
             source, vectors = "paged_attention_fp32.cu", divide_up(self.head_size, 4)
@@ -126,7 +126,7 @@ class _LatentAttention(NamedTuple):
     softcap: Number  # the bound of scores; 0 for none
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         source, name = "latent_attention.cu", FLOATS[self.dtype]
         columns, warps = constant(source, "kColumns"), constant(source, "kWarps")
         products = 2 if self.heads <= 2 * columns else constant(source, "kMostHeads") // columns
@@ -160,7 +160,7 @@ class _AppendToCache(NamedTuple):
     width: int  # in units of 16 bytes
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         threads = min(
             divide_up(self.width, WARP) * WARP, constant("append_to_cache.cu", "kThreads")
         )
@@ -220,7 +220,7 @@ class LatentHeads(Protocol):
 
 
 class LatentSizes(NamedTuple):
-    """The channels of a cached latent vector, and the number of those that produce values."""
+    """The channels of a cached latent vector, and the number from which values are computed."""
 
     width: int
     rank: int

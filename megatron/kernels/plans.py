@@ -85,7 +85,7 @@ class Arguments(Protocol):
     """The arguments of an operation, as a named tuple."""
 
     def plan(self) -> Sequence[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         ...
 
 
@@ -141,7 +141,8 @@ def row_shape(columns: int, weights: str, fewest: int) -> RowShape:
     Args:
         columns: The number of elements in a row.
         weights: The weights' type.
-        fewest: The number of elements per thread, 8 or 16, if there are enough threads.
+        fewest: The preferred number of elements per thread, 8 or 16. If there are not enough
+            threads, each has more.
 
     Raises:
         PlanError: The row is too long.
@@ -168,7 +169,7 @@ class ColumnShape:
 
 
 def column_shape(rows: int, vectors: int, at_once: int, row_blocks: int = 0) -> ColumnShape:
-    """Return the blocks for a matrix.
+    """Return the grid of blocks for a matrix.
 
     Args:
         rows: The number of rows.

@@ -44,7 +44,7 @@ class _Unpack(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         at_once = 8 * constant("unpack.cu", "kAtOnce") * constant("unpack.cu", "kThreads")
         kernel = instance(
             "unpack_fp8_kernel" if self.levels is None else "unpack_nf4_kernel", FLOATS[self.dtype]

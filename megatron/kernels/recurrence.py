@@ -388,7 +388,7 @@ def _load(capability: tuple[int, int]) -> tuple[RecurrenceKernels, str]:
         from fla.ops.kda import chunk_kda
 
         # `fused_chunk_simple_gla` is no substitute: the errors of its decays' gradients add up over
-        # a sequence. After 4096 tokens they were 67% of the rates' gradient, with chunk_gla 0.4%.
+        # a sequence. After 4096 tokens they were 67% of the rates' gradient; with chunk_gla, 0.4%.
         scan, rule = _by_channel(chunk_gla), _by_channel(chunk_kda)
         right = ".".join(map(str, first_right))
         reason = f"chunk_gla, chunk_kda: the usual kernels need Triton {right} on this GPU, not "

@@ -72,7 +72,7 @@ class _SplitRotate(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launch."""
+        """Return the kernel launch."""
         name = FLOATS[self.dtype]
         most = constant("rope.cu", "kMostThreads")
         pairs = self.head_size // (2 * vector_size(name))

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class KernelFamily(NamedTuple):
-    """Kernels that add in the same order: the library's id for them and the number of k's parts."""
+    """Kernels that add in the same order: the id of the family, and the number of parts of k."""
 
     kind: int
     cut: int

@@ -1,7 +1,7 @@
 """Kernels over many tensors in one launch: the table of addresses, and sums over the tensors.
 
 The kernels here and in `adam` are not registered as PyTorch operators. They find their tensors by
-address, so a compiler could not see what they read and write. No model contains them.
+address, so a compiler could not see what they read and write. They are not part of any model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _TensorSums(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         block = (constant("tensor_sums.cu", "kThreads"),)
         kernel = instance("pieces_kernel", FLOATS[self.dtype])
         given = (self.tensors, self.pieces, self.chunk, self.results)

@@ -33,7 +33,7 @@ class _EmbeddingGradient(NamedTuple):
     dtype: int
 
     def plan(self) -> list[KernelLaunch]:
-        """Return the launches."""
+        """Return the kernel launches."""
         if self.row_count == 0 or self.table_rows == 0:
             return []
         if (self.row_count | self.table_rows) >> 30:

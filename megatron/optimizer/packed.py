@@ -12,8 +12,8 @@ that is less than half the spacing of bf16 values, so rounding to nearest would 
 random numbers are a function of an element's index in its parameter and of the update, so a resumed
 run draws the same ones.
 
-Encoding decoded values again gives the same codes. A checkpoint can therefore hold the decoded
-values, which load in any layout.
+Encoding decoded values again gives the same codes. A checkpoint can therefore store the decoded
+values, which can be loaded in any layout.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StateFormat:
     Attributes:
         dtype: The type of the codes.
         bits: The number of fraction bits in a code.
-        saved: The smallest type that holds every decoded value exactly, for checkpoints.
+        saved: The smallest type that represents every decoded value exactly, for checkpoints.
         normal: The smallest normal number of the codes; 0 for bf16, which has fp32's exponents.
         top: The power of two that the largest code of a block does not exceed; `None` if blocks
             have no scales.

@@ -106,7 +106,7 @@ class SGD:
             dampening=0.0,
             nesterov=False,
             maximize=False,
-            is_first_step=False,  # momentum starts at zero, so the first step needs no exception
+            is_first_step=False,  # momentum starts at zero, so the first step is no special case
             grad_scale=step.gradient_scale,
             found_inf=step.found_nonfinite,
         )

@@ -1,9 +1,9 @@
 """Learning rate and weight decay as functions of the samples that successful updates consumed.
 
 Update k uses the values at the samples consumed before it, so the first update of a warm-up has the
-warm-up's first learning rate. All lengths are in samples, so they hold for any batch size. With
---lr-decay-tokens, lengths are in tokens. As in Megatron-DeepSpeed, the tokens of all updates count,
-and a sequence that a curriculum shortens advances the schedule less than a whole one.
+warm-up's first learning rate. All lengths are in samples, so they do not depend on the batch size.
+With --lr-decay-tokens, lengths are in tokens. As in Megatron-DeepSpeed, the tokens of all updates
+count, and a sequence that a curriculum shortens advances the schedule less than a whole one.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Schedules:
         Args:
             saved: The `to_dict` of the saved run, or Megatron's, possibly under its older names.
             override: Whether to keep these schedules, whatever was saved.
-            use_checkpoint: Whether to take the saved schedules.
+            use_checkpoint: Whether to use the saved schedules.
 
         Raises:
             CheckpointError: Neither option is set and the schedules differ; or the saved schedule
@@ -296,7 +296,8 @@ class Schedules:
     def branched(self, saved: dict[str, Any]) -> tuple[Schedules, int]:
         """Return the schedules of a WSD branch that begins its final decay at a checkpoint.
 
-        Peak and warm-up are taken from the saved run, the decay and its end from these schedules.
+        The peak and the warm-up come from the saved run, the decay and the rate at its end from
+        these schedules.
 
         Args:
             saved: The `to_dict` of the saved run.
@@ -338,7 +339,7 @@ class Schedules:
             saved: The `to_dict` of the branch.
 
         Raises:
-            CheckpointError: The flags have a different peak, decay, end or weight decay.
+            CheckpointError: The flags have a different peak, decay, final rate or weight decay.
         """
         other, samples = self.resumed(saved, use_checkpoint=True)
         ours = self._with_decay(other, other.learning_rate.decay)

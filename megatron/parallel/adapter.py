@@ -5,10 +5,10 @@
 With DoRA (Liu et al., 2024), every row of W + scale B A is divided by its norm and multiplied by a
 trained magnitude. The backward pass treats the norm as a constant, as in PEFT.
 
-The weight of a layer may hold several projections (queries, keys and values). Each projection has
-its own A and B, as in PEFT, but projections that a single Hugging Face module computes share one A
-and one B. All projections are computed together: the A's are stacked, and the B's are blocks of a
-matrix with as many rows as the weight.
+The weight of a layer may contain several projections (queries, keys and values). Each projection
+has its own A and B, as in PEFT, but projections that a single Hugging Face module computes share
+one A and one B. All projections are computed together: the A's are stacked, and the B's are blocks
+of a matrix with as many rows as the weight.
 
 With tensor parallelism, a layer split by columns has whole A's and splits its B's like its weight;
 low-rank products are gathered along the sequence. A layer split by rows splits its A's like its
@@ -44,7 +44,7 @@ WHOLE = "weight"  # the projection's name in layers with only one
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The sizes of an adapter.
+    """The settings of an adapter.
 
     Attributes:
         rank: The rank.
@@ -79,7 +79,7 @@ class Factors(nn.Module):
     Args:
         linear: The layer.
         out_features: The output features of the whole projection.
-        plan: The sizes of the adapter.
+        plan: The settings of the adapter.
         context: The layer's build context.
     """
 
@@ -121,7 +121,7 @@ class Adapter(nn.ModuleDict):
     Args:
         linear: The layer.
         names: The projections that are adapted; `WHOLE` if the layer has only one.
-        plan: The sizes of the adapter.
+        plan: The settings of the adapter.
         context: The layer's build context.
         site: The layer's name, which gives the adapter its own dropout mask.
     """

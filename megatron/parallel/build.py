@@ -116,8 +116,8 @@ class BuildContext:
         recomputed: The modules of a layer that the backward pass recomputes (--recompute-modules).
         frozen_format: The format in which linear layers keep frozen weights; `None` keeps them in
             `dtype`.
-        halves_experts: Whether mixtures train on two halves of a micro-batch, so that one half is
-            sent while the other is computed.
+        halves_experts: Whether mixtures process a micro-batch in two halves in training, so that
+            one half is sent while the other is computed.
         on_host: The activations that modules keep in host memory; `None` if all stay on the device.
     """
 

@@ -158,8 +158,8 @@ class Way(NamedTuple):
     """One direction of a communication.
 
     Attributes:
-        start: Starts sending a tensor.
-        finish: Processes the received tensor.
+        start: A function that starts sending a tensor.
+        finish: A function that is applied to the received tensor.
     """
 
     start: Callable[[Tensor], Pending | LentRows]
@@ -318,7 +318,7 @@ class Pending:
         return self.result
 
     def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the value of a function applied to the result."""
+        """Wait for the result, and return the value of a function applied to it."""
         return read(self.wait())
 
 
@@ -337,7 +337,7 @@ class LentRows:
     axis: Axis
 
     def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the value of a function applied to all ranks' rows, joined along dimension 0."""
+        """Wait for all ranks' rows, join them along dimension 0, and apply a function to them."""
         self.use.computing()
         for step in range(1, self.axis.size):
             self.use.receive(step)

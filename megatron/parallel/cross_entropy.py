@@ -45,8 +45,8 @@ def vocabulary_cross_entropy(
         axis: The tensor axis.
         form: The implementation, a kernel or plain PyTorch.
         reuse_logits: Whether the backward pass writes the gradient over the logits. If so, nothing
-            else may need the logits, and the backward pass can run only once. Autograd refuses any
-            later use.
+            else may need the logits, and the backward pass can run only once. Autograd raises an
+            error on any later use.
 
     Returns:
         The losses [s, b] in fp32, equal on every rank.
@@ -200,8 +200,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         squares = mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
         # `grad`, but exactly 0 if no token counts.
         factor = (grad * mask * mask).sum() / squares / _UNIT
-        # The view has one dimension, because on a GPU a zero-dimensional factor is rounded to the
-        # format of the other factor. In bf16, this would change all gradients of the network by up
+        # The view has one dimension, because on a GPU a zero-dimensional operand is rounded to the
+        # format of the other operand. In bf16, this would change all gradients of the network by up
         # to 0.2%; in fp16, some would be lost.
         input_grad = torch.empty_like(input_sum)
         torch.mul(input_sum, factor.view(1), out=input_grad)

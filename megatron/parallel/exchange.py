@@ -27,13 +27,13 @@ class Use(Protocol):
     """One message to and one from every other rank, all of the same shape [rows, ...]."""
 
     def send(self, step: int, rows: Tensor) -> None:
-        """Start sending contiguous rows, which must not change until `close`."""
+        """Start sending contiguous rows `step` ranks ahead. They must not change until `close`."""
 
     def computing(self) -> None:
         """Record that the kernels that run alongside the messages have been launched."""
 
     def receive(self, step: int) -> Tensor:
-        """Return the received rows, [rows, ...], which may be read until `close`."""
+        """Return the rows from `step` ranks behind, [rows, ...]. They may be read until `close`."""
 
     def whole(self, own: Tensor) -> Tensor:
         """Return all received rows and this rank's own rows, in rank order.

@@ -134,7 +134,7 @@ class ExpertFactors(nn.Module):
 
     Args:
         linear: The layer.
-        plan: The sizes of the adapters.
+        plan: The settings of the adapters.
         context: The layer's build context.
     """
 
@@ -169,7 +169,7 @@ class ExpertAdapter(nn.ModuleDict):
 
     Args:
         linear: The layer.
-        plan: The sizes of the adapters. Dropout and DoRA are not supported.
+        plan: The settings of the adapters. Dropout and DoRA are not supported.
         context: The layer's build context.
     """
 
@@ -268,7 +268,7 @@ class _WeightGradient:
         self._product, self._factors, self._shape = product, (grad, rows, ends), shape
 
     def start(self) -> None:
-        """Do nothing: both factors are on this process."""
+        """Do nothing, because both operands are on this process."""
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
         """Write the gradient to `into` [experts out, in], or add it there."""

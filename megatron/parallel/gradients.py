@@ -3,7 +3,7 @@
 `buckets.BucketPlan` defines where each gradient is stored and when it is sent, and `GradientBuffer`
 carries out the plan. If gradients have the parameter's dtype, autograd adds directly into the
 buffer. Otherwise (16-bit parameters, fp32 gradients) a hook adds each finished gradient to it.
-Alternatively, the code that computes a gradient asks for a `slot` and writes there itself: a
+Alternatively, the code that computes a gradient requests a `slot` and writes to it directly: a
 product that adds to fp32 memory needs neither a 16-bit gradient nor a buffer of zeros.
 
 With d processes and g bytes per element, the gradient memory of a process depends on the ZeRO stage
@@ -362,7 +362,7 @@ class GradientBuffer:
         return self._owned[id(parameter)][0]
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """Return the weights that are `owned`: the parameter or, if sharded, a 1-D view of it."""
+        """Return the weights that are `owned`: the parameter or, if sharded, a 1-D view into it."""
         if not self.is_sharded:
             return parameter.detach()
         own = self.owned(parameter)

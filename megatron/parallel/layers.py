@@ -34,8 +34,8 @@ class Projections:
         widths: The number of output features of each projection.
         groups: The number of groups into which the weight's rows are divided. Each group has an
             equal share of every projection, and tensor ranks hold whole groups. `None` stacks the
-            projections, which must have equal widths: the weight's global shape is [projections,
-            width, in], and each projection is split separately.
+            projections, which must have equal widths: the weight's global shape is
+            [projections, width, in], and each projection is split separately.
     """
 
     names: tuple[str, ...]

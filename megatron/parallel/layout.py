@@ -192,7 +192,7 @@ class Layout:
     def describe(self) -> str:
         """Describe the grid for the start-up panel: "2 processes: TP 1, CP 1, DP 2, PP 1".
 
-        The axes of experts are shown if processes divide experts: "..., EP 2, ETP 1".
+        The expert axes are shown if processes divide experts: "..., EP 2, ETP 1".
         """
         sizes = ", ".join(f"{n[0].upper()}P {getattr(self, n).size}" for n in reversed(AXES))
         if self.divides_experts:

@@ -31,7 +31,7 @@ class _Kept:
     """
 
     def __init__(self, source: Tensor, host: Tensor, call: _Call) -> None:
-        """Create a tensor that is on the device."""
+        """Start with the tensor on the device only."""
         self.source: Tensor | None = source
         self.host, self.call = host, call
         self.left: Copied | None = None
@@ -39,7 +39,7 @@ class _Kept:
 
 
 class _Call:
-    """A call of a module, whose tensors leave and return together.
+    """One call of a module, whose tensors go to the host and come back together.
 
     Args:
         before: The previous call in the same forward pass, whose tensors the backward pass needs
@@ -61,7 +61,7 @@ class HostActivations:
     """Tensors that modules keep in host memory for the backward pass.
 
     Args:
-        device: The device that computes.
+        device: The device on which the modules run.
         modules: The names of the modules whose tensors go to the host.
         least: The minimum number of elements of a tensor that is moved.
 
@@ -104,7 +104,7 @@ class HostActivations:
         self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def _begin(self) -> AbstractContextManager[object]:
-        """Return the context of a call."""
+        """Return the context manager for one call."""
         if not torch.is_grad_enabled():
             return nullcontext()
         call = self._last = _Call(self._last)

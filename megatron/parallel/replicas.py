@@ -61,7 +61,7 @@ class Gradients(Protocol):
         """Return the elements of the flattened parameter that this process updates, if any."""
 
     def part(self, parameter: nn.Parameter, /) -> Tensor:
-        """Return the weights that are `owned`: the parameter or, if sharded, a 1-D view of it."""
+        """Return the weights that are `owned`: the parameter or, if sharded, a 1-D view into it."""
 
     def gradient(self, parameter: nn.Parameter, /) -> Tensor:
         """Return the gradient of `part`, in the same shape."""

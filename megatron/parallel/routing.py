@@ -153,7 +153,7 @@ class Routers:
         self.seed = 0
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which layers of the current micro-batch are recomputed.
+        """Return a context manager for recomputing layers of the current micro-batch.
 
         Nothing is recorded inside it.
         """
@@ -176,7 +176,7 @@ class Routers:
         bias_rate: float | None,
         device: torch.device,
     ) -> RouterState:
-        """Add a router."""
+        """Add a router, and return its state."""
         if self.loss_scale is None:
             self.loss_scale = torch.ones((), device=device)
         state = RouterState(experts, losses, bias_rate, self)

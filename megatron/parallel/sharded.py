@@ -252,7 +252,7 @@ class _NamedCollective:
     Args:
         axis: The processes that share the model.
         name: The name in the journal.
-        start: PyTorch's function.
+        start: PyTorch's function that starts the collective.
     """
 
     def __init__(self, axis: Axis, name: str, start: Callable[..., dist.Work | None]) -> None:

@@ -36,7 +36,7 @@ class Tie:
     nothing: Tensor | None = None
 
     def add_up(self) -> None:
-        """Add the copies' gradients. Collective over the axis."""
+        """Sum the gradients of all copies, in place. Collective over the axis."""
         if self.copy is not None:
             gradient: Tensor = self.copy.main_grad  # type: ignore[attr-defined]
         else:

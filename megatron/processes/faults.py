@@ -63,7 +63,7 @@ class FaultyJournal(Journal):
     """
 
     def __init__(self, marks: StreamMarks | None, faults: Sequence[Fault]) -> None:
-        """Plan the faults."""
+        """Store the faults to inject."""
         super().__init__(marks)
         self._faults = list(faults)
         self._parts: list[nn.Module] = []

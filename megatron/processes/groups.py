@@ -180,7 +180,7 @@ class DeviceReport(NamedTuple):
     Attributes:
         type: "cuda" or "cpu".
         machine: The machine's name.
-        unmet: The rules of `config.rules_parallel` that the device breaks, one line each.
+        unmet: The rules of `config.rules_parallel` that the device violates, one line each.
     """
 
     type: str

@@ -32,7 +32,7 @@ from megatron.processes.launch import (
 )
 from megatron.processes.watchdog import ranks_text
 
-_TURN = 2.0  # seconds
+_TURN = 2.0  # seconds for rank 0 to print an error before other ranks exit
 
 
 def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
@@ -85,7 +85,7 @@ def processes(
     Args:
         config: The run's configuration.
         launch: The ranks of this process, from the launcher.
-        before_end: Callbacks to run before the process groups end (see `process_group`).
+        before_end: Callbacks to run before the process groups are destroyed (see `process_group`).
         crashes: The log that records a failure of this process, if any.
 
     Raises:

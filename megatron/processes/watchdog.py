@@ -80,7 +80,7 @@ class State:
     """The state that a process publishes.
 
     Attributes:
-        beat: A counter that grows as long as the process is alive.
+        beat: A counter that increases as long as the process is alive.
         iteration: The current update, counted from 1.
         operation: A description of the current operation.
         place: The number of operations entered so far.

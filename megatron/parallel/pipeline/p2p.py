@@ -87,7 +87,7 @@ class PipelineChannel:
         edge.pending.append((edge.start(buffer), buffer))
 
     def receive(self, operation: Operation) -> Tensor:
-        """Return this edge's oldest message whose receive was posted and that was not yet returned.
+        """Return the message of the oldest pending receive on the operation's edge.
 
         On a CPU, the process waits for it. On a GPU, kernels launched from now on wait for it.
         """
