@@ -1,8 +1,8 @@
 """Checkpoints: atomic, verified native files, and the formats of other programs.
 
 A state is a dict of `Entry` by name: "model.layers.0.attention.qkv.weight",
-"optimizer.layers.0.attention.qkv.weight.exp_avg". Each entry knows which part of the whole tensor
-it holds, so files do not depend on how the process that reads them splits the model.
+"optimizer.layers.0.attention.qkv.weight.exp_avg". Each entry records which part of the whole tensor
+it contains, so a checkpoint can be loaded by a run that splits the model differently.
 
 The native format, safetensors and JSON:
     entries        tensors, dtypes, boxes of indices
@@ -15,7 +15,7 @@ The native format, safetensors and JSON:
     store          write a checkpoint collectively; convert any checkpoint to this format
     background     save while training continues
     trust          which files may be read at all
-    find           which checkpoints a folder holds
+    find           which checkpoints a folder contains
     lock           only one job at a time saves into a folder
     retention      which older checkpoints are deleted
 Reading:

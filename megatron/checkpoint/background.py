@@ -59,7 +59,7 @@ class HostCopy:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: Device) -> None:
-        """Allocate memory for tensors like these.
+        """Allocate memory for copies of tensors with these names, dtypes and shapes.
 
         Raises:
             MemoryError: There is not enough memory.

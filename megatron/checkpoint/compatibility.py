@@ -28,7 +28,7 @@ _STATE_SETTINGS = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
 def check_network(
     config: RunConfig, reader: Reader, flag: str = "--load", *, finetunes: bool = False
 ) -> list[str]:
-    """Check that a checkpoint holds the run's network.
+    """Check that a checkpoint's network is the run's network.
 
     The context length may grow if positions have no weights.
 
@@ -48,7 +48,7 @@ def check_network(
         CheckpointError: The networks differ. The message lists the flags and values.
     """
     model, saved = config.model, reader.meta["config"].get("model", {})
-    # A GPT becomes a Retro: the parts that it lacks are newly initialized.
+    # A GPT becomes a Retro: the modules that it lacks are newly initialized.
     becomes_retro = finetunes and model.retro_add_retriever and saved.get("architecture") == "gpt"
     gets_adapters = finetunes and model.lora_rank is not None and saved.get("lora_rank") is None
     gets_reward = finetunes and model.reward_head and not saved.get("reward_head")

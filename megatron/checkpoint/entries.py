@@ -18,7 +18,7 @@ from megatron.parallel.parameter import spec_of
 # Anything that json.dumps accepts: a dict with string keys, list, string, number, bool or None.
 Json = Any
 
-# Number types by their name in safetensors headers.
+# Dtypes by their name in safetensors headers.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -137,7 +137,7 @@ def model_state(parts: Iterable[nn.Module]) -> State:
 
 
 def buffer_state(parts: Iterable[nn.Module]) -> State:
-    """Return the buffers that checkpoints hold, such as the biases of routers.
+    """Return the buffers that are saved in checkpoints, such as the biases of routers.
 
     A process holds either all of a buffer or none of it.
     """

@@ -47,7 +47,7 @@ class JsonExchange:
 
         Raises:
             Exception: Raised on every rank if any rank's step failed. The failing rank raises its
-                own error; the others raise an error of the same kind that names the rank.
+                own error; the others raise an error of the same type that names the rank.
         """
         failure: Exception | None = None
         value: Json = None

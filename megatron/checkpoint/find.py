@@ -1,8 +1,8 @@
 """Find the checkpoints of a folder and the order in which to try them.
 
 Folders follow Megatron's layout: `latest_checkpointed_iteration.txt` names an iteration (or
-"release"), and `iter_0000100/` holds it. DeepSpeed's `latest` names `global_step100`. In addition,
-we write the following, and a killed run may leave them behind:
+"release"), and `iter_0000100/` is that checkpoint. DeepSpeed's `latest` names `global_step100`. In
+addition, we write the following files and folders, and a killed run may leave them behind:
 
     iter_0000100/manifest.json          marks a complete checkpoint: written before the rename
     iter_0000100/complete               the list of Megatron-LM's files that we have written
@@ -96,7 +96,7 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
         quiet: Do not print a warning about a damaged tracker.
 
     Raises:
-        CheckpointError: There are remains of checkpoints, but none is complete.
+        CheckpointError: There are incomplete checkpoints but no complete one.
     """
     found, problems = scan(root)
     named, complaint = read_tracker(root)
@@ -177,10 +177,10 @@ def scan(root: Path) -> tuple[list[FoundCheckpoint], dict[str, str]]:
 
 
 def checkpoint_at(path: Path) -> FoundCheckpoint | None:
-    """Return the checkpoint whose own folder this is (`iter_0000100`, `release`), or None.
+    """Return the checkpoint in a folder such as `iter_0000100` or `release`, or None without one.
 
     Raises:
-        CheckpointError: The folder holds two checkpoints.
+        CheckpointError: The folder contains two checkpoints.
     """
     kind, problem = _classify(path) if path.is_dir() else (None, "")
     if problem.startswith(_TWO_FORMATS):

@@ -20,7 +20,7 @@ from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError
 
 _ELEMENTS = 4 << 20  # elements of a tensor compared at a time
-# Counters that the metadata of every format holds.
+# Counters in the metadata of every format.
 _COUNTERS = ("iteration", "consumed_train_samples", "padded_vocab_size")
 
 
@@ -100,7 +100,7 @@ def _settings(meta: dict[str, Any]) -> dict[str, Any]:
 def summarize(
     root: Path, *, verify: bool, details: bool, allow_foreign: bool = False
 ) -> tuple[list[str], bool]:
-    """Describe every checkpoint of a folder, without holding any tensor in memory.
+    """Describe every checkpoint of a folder, without loading tensors into memory.
 
     Args:
         root: Folder of checkpoints, one checkpoint, or a Hugging Face folder.
@@ -113,7 +113,7 @@ def summarize(
         one of them.
 
     Raises:
-        CheckpointError: The folder holds no complete checkpoint.
+        CheckpointError: The folder contains no complete checkpoint.
     """
     if is_model_folder(root):
         # Names, shapes and types have been compared with config.json. The format has no digests.

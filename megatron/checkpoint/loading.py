@@ -123,7 +123,7 @@ def open_hf(root: Path, *, allow_foreign: bool = False) -> HFReader:
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: The folder is damaged, or its kind is not supported.
+        CheckpointError: The folder is damaged, or its model is not supported.
     """
     from megatron.checkpoint.huggingface.reader import HFReader
 

@@ -1,4 +1,4 @@
-"""A lock that lets only one job at a time save into a folder, such as one of checkpoints.
+"""A lock that lets only one job at a time save into a folder of checkpoints or of other output.
 
 Two jobs that save into one folder would delete each other's temporary files and overwrite each
 other's iterations. The first job writes its host and process id into a lock file; a second is

@@ -145,7 +145,7 @@ def dump(manifest: Manifest) -> bytes:
     """Return the file's bytes.
 
     Raises:
-        ValueError: The metadata cannot be written as JSON, for example because it holds NaN or
+        ValueError: The metadata cannot be written as JSON, for example because it contains NaN or
             infinity.
     """
     tensors = {

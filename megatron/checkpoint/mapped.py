@@ -16,7 +16,7 @@ from megatron.checkpoint.shard import PIECE, Placement, parse_header
 from megatron.checkpoint.trust import open_plain, open_trusted
 from megatron.errors import CheckpointError
 
-_LENGTH = 8  # bytes at the start of a file that say how long its header is
+_LENGTH = 8  # bytes at the start of a file that give the length of its header
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
@@ -58,7 +58,7 @@ class MappedFile:
     def open(self) -> BufferedReader:
         """Open the mapped file again, to read it without the mapping.
 
-        Reading reports a failing disk as an error, whereas using a mapping ends the process.
+        Reading reports a failing disk as an error, whereas accessing a mapping kills the process.
 
         Raises:
             CheckpointError: The path now leads to a different file.
@@ -90,7 +90,7 @@ class MappedFile:
         """Return every tensor's position, after checking that the tensors fill the file.
 
         Raises:
-            CheckpointError: The file is not a sound safetensors file.
+            CheckpointError: The file is not a valid safetensors file.
         """
         length = int.from_bytes(self._part(0, _LENGTH), "little")
         try:

@@ -37,7 +37,7 @@ class AveragedReader(Reader):
             reader: The opened checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint holds no averages.
+            CheckpointError: The checkpoint contains no averages.
         """
         self._reader = reader
         self.format, self.path, self.iteration = reader.format, reader.path, reader.iteration
@@ -56,7 +56,7 @@ class AveragedReader(Reader):
         return average if average in self._reader.held else name
 
     def steps(self, name: str) -> list[Box]:
-        """Return the boxes in which the checkpoint reads a tensor.
+        """Return the boxes in which to read a tensor.
 
         Args:
             name: The tensor's name.
@@ -68,7 +68,7 @@ class AveragedReader(Reader):
 
 
 def network_in(reader: Reader) -> ModelConfig:
-    """Return the resolved network of a checkpoint."""
+    """Return the resolved configuration of a checkpoint's network."""
     sections = {"model": reader.meta["config"].get("model", {})}
     return narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun).model
 
@@ -118,7 +118,7 @@ class MergedReader(Reader):
         self._layers = {f"model.{name}{_WEIGHT}": layer for name, layer in layers.items()}
 
     def steps(self, name: str) -> list[Box]:
-        """Return the boxes in which the checkpoint reads a tensor; one for an adapted weight.
+        """Return the boxes in which to read a tensor; a single one for an adapted weight.
 
         Args:
             name: The tensor's name.

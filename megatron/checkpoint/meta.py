@@ -1,7 +1,7 @@
 """The types of the checkpoint metadata that the program reads.
 
-They are checked when a checkpoint is opened. Code that reads `Reader.meta` later therefore finds
-what it expects, and a checkpoint that holds something else is refused in time to load an older one.
+They are checked when a checkpoint is opened. Code that reads `Reader.meta` later can therefore rely
+on them, and a checkpoint with invalid metadata is refused in time to load an older one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NotRequired
 
 from annotated_types import Ge, Le, Len, MaxLen
 
-# Pydantic requires this one before Python 3.12.
+# Pydantic requires this TypedDict before Python 3.12.
 from typing_extensions import TypedDict
 
 from megatron.checkpoint.entries import Json
@@ -30,7 +30,7 @@ _STYLES = {  # the flags that list the valid values
 }
 
 _Seed = Annotated[int, Ge(0), Le((1 << 32) - 1)]
-# Megatron's schedules may hold `None` for values that a style does not need.
+# Megatron's schedules may contain `None` for values that a style does not need.
 _Position = Annotated[float, Ge(0), Le(float(1 << 63))]
 _Samples = _Position | None
 _Nothing = Annotated[dict[str, Json], MaxLen(0)]
@@ -99,7 +99,7 @@ class RandomState(TypedDict):
 
 
 class LegacyArguments(TypedDict, total=False):
-    """The fields of Megatron-LM's command line that need more than a comparison for equality."""
+    """The fields of Megatron-LM's command line that are not simply compared for equality."""
 
     data_path: str | list[str] | None
     train_data_path: str | list[str] | None
@@ -114,7 +114,7 @@ class Origin(TypedDict, total=False):
 
 
 class TextPlaces(TypedDict):
-    """The places at which streams of text continue (`data.text_stream.save_places`)."""
+    """The positions at which streams of text continue (`data.text_stream.save_places`)."""
 
     plan: str
     places: list[list[Annotated[list[Annotated[int, Ge(-1), Le(2**62)]], Len(4, 5)]]]

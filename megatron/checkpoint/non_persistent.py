@@ -1,13 +1,13 @@
 """Frequent checkpoints on the machines' own disks or in their memory, or in a shared folder.
 
-A machine may be lost together with its folder. Each machine holds a native checkpoint folder with
-the files of its own ranks, copies of some other ranks' files, and the manifest of the whole
-checkpoint. The files have digests like those of every checkpoint. When a run starts, the processes
-tell each other which files they have. The newest checkpoint whose files all exist somewhere is
+A machine may be lost together with its folder. Each machine has a native checkpoint folder with the
+files of its own ranks, copies of some other ranks' files, and the manifest of the whole checkpoint.
+The files have digests like those of every checkpoint. When a run starts, the processes exchange
+lists of the files that they have. The newest checkpoint whose files all exist somewhere is
 completed on every machine, and is then read like any other.
 
-    DIR/iter_0000120/manifest.json               of the whole checkpoint, the same on all machines
-    DIR/iter_0000120/rank_00003.safetensors      of a rank of this machine, or a copy
+    DIR/iter_0000120/manifest.json               the whole checkpoint's, the same on all machines
+    DIR/iter_0000120/rank_00003.safetensors      the file of a rank of this machine, or a copy
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.parallel.collectives import broadcast
 from megatron.parallel.layout import Layout
 
 KEPT = 2  # a machine may be lost while the newest one is being published
-RUN = "run"  # the key of the metadata that tells runs apart
+RUN = "run"  # the metadata key that identifies the run
 _PIECE = 64 << 20  # bytes sent at a time
 
 
@@ -50,7 +50,7 @@ class NonPersistentStore:
         root: This process's folder of these checkpoints, created if it is missing.
         run: The run's identity. Checkpoints of other runs are not touched.
         layout: The ranks that take part.
-        copies: The number of folders that hold each file, including the rank's own.
+        copies: The number of folders in which each file is stored, including the rank's own.
         jump: The distance between a rank and the rank that keeps its copy; `None` for the number
             of ranks that share a folder, so that the copy is in the next folder.
         is_shared: Whether the folder is the same for all ranks, wherever they run.
@@ -126,7 +126,7 @@ class NonPersistentStore:
         return final
 
     def _copy(self, folder: Path, reports: list[Json], jump: int) -> OSError | None:
-        """Send this rank's files to the rank `jump` after it, and keep those of the rank before it.
+        """Send this rank's files `jump` ranks ahead, and store those from `jump` ranks behind.
 
         Returns:
             The error of this rank's disk, if any. The rank participates to the end regardless.
@@ -172,8 +172,8 @@ class NonPersistentStore:
     def open_newest(self, above: int) -> NativeReader | None:
         """Open the newest sound checkpoint of an iteration after `above`, if there is one.
 
-        Its files are completed on each machine and verified there. Checkpoints that cannot be used
-        are reported and passed over.
+        Missing files are copied to each machine, and all files are verified. Checkpoints that
+        cannot be used are reported and skipped.
         """
         held = [
             {digest: _HeldFiles(*one) for digest, one in each.items()}
@@ -208,7 +208,7 @@ class NonPersistentStore:
         self._layout.wait_for_all()
 
     def _scan(self) -> dict[str, _HeldFiles]:
-        """Return the parts of the run's checkpoints that this machine has, by manifest digest."""
+        """Return the files of the run's checkpoints that this machine has, by manifest digest."""
         found = {}
         for one in scan(self.root)[0]:
             try:
@@ -224,7 +224,7 @@ class NonPersistentStore:
         return found
 
     def _complete(self, one: _HeldFiles, has: list[set[str]], knows: list[bool]) -> str | None:
-        """Fetch the parts of a checkpoint that this machine lacks from other machines.
+        """Fetch the files of a checkpoint that this machine lacks from other machines.
 
         Args:
             one: The checkpoint.
@@ -287,7 +287,7 @@ class NonPersistentStore:
 
 
 class _HeldFiles(NamedTuple):
-    """The parts of a checkpoint that a machine has.
+    """The files of a checkpoint that a machine has.
 
     Attributes:
         iteration: The checkpoint's iteration.
@@ -322,7 +322,7 @@ def _read(path: Path, start: int, size: int) -> Tensor:
 
 
 def _write(path: Path, start: int, data: Tensor) -> None:
-    """Write a part of a file whose earlier parts may exist."""
+    """Write bytes into a file at an offset. At offset 0, replace any existing file."""
     if start == 0:
         path.unlink(missing_ok=True)
     with durable.create(path) if start == 0 else path.open("r+b") as file:

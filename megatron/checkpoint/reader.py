@@ -189,8 +189,8 @@ class NativeReader(Reader):
                 are always verified.
 
         Raises:
-            CheckpointError: The bytes of a tensor have changed, or a file does not hold it as the
-                manifest says. The message names the file and the tensor.
+            CheckpointError: The bytes of a tensor have changed, or its position, shape or dtype in
+                a file differs from the manifest. The message names the file and the tensor.
         """
         files, tensors = self.manifest.files, self.manifest.tensors
         placed: dict[str, dict[str, Placement]] = {file: {} for file in files}
@@ -259,7 +259,7 @@ class NativeReader(Reader):
 
         for piece in tensor.pieces:
             if piece.box.intersect(wanted) == wanted:
-                return part_of(piece, wanted)  # the file's own pages
+                return part_of(piece, wanted)  # a view of the file's mapped pages
         result = torch.empty(wanted.shape, dtype=self.dtype(name))
         for piece in tensor.pieces:
             common = piece.box.intersect(wanted)
@@ -326,7 +326,7 @@ class PaddedReader(Reader):
             self.held[name] = HeldTensor((rows, *width), dtype)
 
     def steps(self, name: str) -> list[Box]:
-        """Return the boxes in which the checkpoint reads a tensor; one for a vocabulary table.
+        """Return the boxes in which to read a tensor; a single one for a vocabulary table.
 
         Args:
             name: The tensor's name.
@@ -350,7 +350,7 @@ class PaddedReader(Reader):
     def _mean_row(self, name: str) -> torch.Tensor:
         """Return the mean [h] of the entries' rows (for a bias, the mean []) in fp32.
 
-        The table is read in pieces, because no rank holds all of it.
+        The table is read in chunks of rows, because no rank holds all of it.
         """
         held = self._reader.held[name].shape
         total = torch.zeros(held[1:], dtype=torch.float64)
@@ -402,7 +402,7 @@ def restore(
     with ThreadPoolExecutor(shard.THREADS) as pool:
         for name, entry in flatten(entries):
             tensor, is_packed = entry.tensor, isinstance(entry.tensor, PackedWeight)
-            if is_packed:  # only this tensor is in a wider format at any time
+            if is_packed:  # at most one tensor at a time exists in the wider format
                 tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             for step in reader.steps(name):
                 part = step.intersect(entry.box)
@@ -425,7 +425,7 @@ def restore(
 def _copy(tensor: Tensor, values: Tensor, ferries: Ferries) -> None:
     is_plain = tensor.is_contiguous() and values.is_contiguous() and tensor.numel() > 0
     if tensor.device.type == "cpu" or tensor.dtype != values.dtype or not is_plain:
-        with Device(tensor.device).as_current():  # a thread starts with the first GPU
+        with Device(tensor.device).as_current():  # a new thread's current device is the first GPU
             tensor.copy_(values)
     else:
         ferries.to(tensor.device).bring(shard.bytes_of(values), shard.bytes_of(tensor))

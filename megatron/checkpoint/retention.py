@@ -7,8 +7,8 @@ a checkpoint under its name. On a file system without locks, readers cannot be d
 
 Megatron-LM overwrites the files of an iteration one by one, in place, and does not look at
 `complete`. That file therefore names every file that we wrote, with a digest of its zip directory,
-which holds the size and the CRC-32 of each record: an overwritten file is detected without reading
-all of it.
+which contains the size and the CRC-32 of each record: an overwritten file is detected without
+reading all of it.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def list_files(folder: Path) -> bytes:
-    """Return the content of `complete` for a folder with finished files for Megatron-LM.
+    """Return the content of `complete` for a folder whose Megatron-LM files are all written.
 
     Raises:
         OSError: A file cannot be read.

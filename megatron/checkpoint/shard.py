@@ -5,8 +5,8 @@ without gaps. The header is hashed, and so is each tensor. Together with the fil
 digests cover every byte. The bytes in memory are hashed, not the ones read back from disk, so a
 failed write does not pass verification later.
 
-Each thread writes and hashes a tensor piece by piece. CPU tensors are used in place. GPU tensors
-pass through a small pinned buffer: the next piece is copied while one is written. So a save takes
+Each thread writes and hashes a tensor chunk by chunk. CPU tensors are used in place. GPU tensors
+pass through a small pinned buffer: the next chunk is copied while one is written. So a save takes
 only as long as writing and hashing do, and its memory does not grow with the checkpoint.
 """
 
@@ -39,7 +39,7 @@ class Placement:
 
     Attributes:
         dtype: Safetensors' name for the dtype.
-        shape: The shape of the part that the file holds.
+        shape: The shape of the part that the file contains.
         start: The first byte, counted from the start of the file.
         size: The number of bytes.
     """
@@ -152,9 +152,9 @@ def write_shard(
 
 
 def _pieces(tensor: torch.Tensor, ferries: Ferries) -> Iterable[memoryview]:
-    """Return a tensor's bytes in row-major order in host memory, in pieces.
+    """Return a tensor's bytes in row-major order in host memory, in chunks.
 
-    Each piece is valid until the next one is requested.
+    Each chunk is valid until the next one is requested.
     """
     if isinstance(tensor, LazyTensor):
         return (piece for part in tensor.parts() for piece in _cut(memory_of(part)))

@@ -123,7 +123,7 @@ def write_folder(
     keep: Keep | None,
     check: Check,
 ) -> Path:
-    """Write a checkpoint's folder, of any format, following the protocol above. Collective.
+    """Write a checkpoint's folder, of any format, following the module's protocol. Collective.
 
     Args:
         root: Folder of checkpoints, created if it is missing.
@@ -160,7 +160,7 @@ def write_folder(
             prune(root, find.iteration_of(folder), keep, before)
         except OSError as error:  # the new checkpoint is safe: this costs only disk space
             warn(f"{error.filename or root}: an old checkpoint was not deleted: {error.strerror}")
-        except CheckpointError as error:  # on this process only: the others continue training
+        except CheckpointError as error:  # do not fail on rank 0 only while others continue
             warn(f"{error}: old checkpoints were not deleted")
     return root / folder
 

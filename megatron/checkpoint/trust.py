@@ -2,11 +2,11 @@
 
 The files of all formats are opened here. A FIFO or a device would make the reader wait forever. A
 link leads to files that a copy of the folder lacks. A file that another user owns or can write to
-holds whatever that user wants.
+may contain whatever that user wants.
 
 A path may point to a different file from one moment to the next, so whatever is read is checked
-through its descriptor (`open_trusted`). `check_folder` looks at the paths once more, to refuse a
-folder as a whole before anything in it is opened.
+through its descriptor (`open_trusted`). In addition, `check_folder` checks all paths of a folder,
+to refuse it as a whole before anything in it is opened.
 """
 
 from __future__ import annotations

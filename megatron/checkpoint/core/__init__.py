@@ -1,6 +1,6 @@
 """Megatron Core's checkpoints in its format `torch_dist`, read without executing their content.
 
-A folder holds `.metadata` (a pickle that says where each box of each tensor is),
+A folder contains `.metadata` (a pickle that says where each box of each tensor is),
 `__<rank>_<n>.distcp` (files of torch.save, one after the other), `common.pt` (the command line, the
 schedule, counters) and `metadata.json` (the format's version). Random states and extra states are
 never read.

@@ -42,7 +42,7 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return the settings of the network and the optimizer, by section of `RunOptions`.
 
     Raises:
-        CheckpointError: The network has a part that our networks lack.
+        CheckpointError: The network has a feature that our networks lack.
     """
     refuse_unknown(args, _NEUTRAL)
     if args.get("no_rope_freq") is not None:  # Core applies the L2 norm in all layers
@@ -74,7 +74,7 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 
 
 def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, Json]:
-    """Return our flags of attention windows for the values of Core's flags."""
+    """Return our attention window flags for the values of Core's flags."""
     layers = args.get("num_layers")
     flags: dict[str, Any] = {"window_size": str(size).strip("[]()")}
     if limited is not None:

@@ -113,7 +113,7 @@ class Index:
             verify: Compare the bytes with their CRC-32.
 
         Raises:
-            CheckpointError: These bytes of the file hold something else.
+            CheckpointError: These bytes of the file are not the chunk.
         """
         path = self._folder / chunk.file
         window = memoryview(self._files[chunk.file])[chunk.start : chunk.start + chunk.length]
@@ -151,10 +151,10 @@ def _parse(tree: Any) -> tuple[dict[str, StoredTensor], dict[str, list[tuple[int
         at, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
         name, offset = at.get("fqn"), at.get("offset")
         if type(name) is not str:
-            raise _WrongError("a place has no name")
+            raise _WrongError("a location has no name")
         where = None if offset is None else _sizes(offset, name)
         if (name, where) in places:
-            raise _WrongError(f"{name} has two places for one chunk")
+            raise _WrongError(f"{name} has two locations for one chunk")
         place = places[name, where] = _place(info, name)
         spans[place[0]].append(place[1:])
     tensors: dict[str, StoredTensor] = {}
@@ -164,13 +164,13 @@ def _parse(tree: Any) -> tuple[dict[str, StoredTensor], dict[str, list[tuple[int
             raise _WrongError("a tensor's name is not a string")
         if isinstance(record, Record) and record.kind == "BytesStorageMetadata":
             if (name, None) not in places:
-                raise _WrongError(f"{name} has no place")
+                raise _WrongError(f"{name} has no location")
             count += 1
             continue
         tensors[name] = _tensor(name, _fields(record, "TensorStorageMetadata"), places)
         count += len(tensors[name].chunks)
     if count != len(places):
-        raise _WrongError("storage_data has places that belong to no tensor")
+        raise _WrongError("storage_data has locations that belong to no tensor")
     return tensors, spans
 
 
@@ -196,10 +196,10 @@ def _tensor(
         chunk = _fields(record, "ChunkStorageMetadata")
         box = Box(_sizes(chunk.get("offsets"), name), _sizes(chunk.get("sizes"), name))
         if not box.fits(shape) or (name, box.offset) not in places:
-            raise _WrongError(f"a chunk of {name} lies outside it, or has no place")
+            raise _WrongError(f"a chunk of {name} lies outside it, or has no location")
         file, start, length = places[name, box.offset]
         if box.volume * _DTYPES[dtype].itemsize > length:
-            raise _WrongError(f"a chunk of {name} needs more bytes than its place has")
+            raise _WrongError(f"a chunk of {name} needs more bytes than are stored for it")
         chunks.append(Chunk(box, file, start, length))
     if not is_tiled(shape, [chunk.box for chunk in chunks]):
         raise _WrongError(f"the chunks of {name} overlap or leave gaps")
@@ -249,4 +249,4 @@ def _check_places(path: Path, places: list[tuple[int, int]], size: int) -> None:
         )
     for (start, length), (following, _) in itertools.pairwise(places):
         if start + length > following:
-            raise CheckpointError(f"{path}: two places of {INDEX} overlap at byte {following:,}")
+            raise CheckpointError(f"{path}: two chunks in {INDEX} overlap at byte {following:,}")

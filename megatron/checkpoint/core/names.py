@@ -1,6 +1,6 @@
 """Translate Megatron Core's parameter names on disk to ours.
 
-If all layers are alike, they share a tensor whose first dimension counts them
+If all layers are alike, they share a tensor whose first dimension is the layer
 (`decoder.layers.mlp.linear_fc2.weight`, [L, h, f]). Otherwise each has its own
 (`decoder.layers.3.mlp.linear_fc2.weight`, [h, f]). All experts of a layer share a tensor. The rows
 of linear_fc1 hold the gate projection, then the up projection.
@@ -66,7 +66,7 @@ _GATED = {"mlp.up": 0, "mlp.shared.up": 0, "mlp.experts.up": 1}
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,5})\.)?(.+)")
 _DEPTH = re.compile(r"mtp\.layers\.(\d{1,5})\.(.+)")
 _STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
-# The distributed optimizer says "param", the others "fp32_param".
+# The distributed optimizer calls masters "param", other optimizers "fp32_param".
 _KINDS = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
@@ -93,7 +93,7 @@ class OurName(NamedTuple):
         parameter: Our name for the parameter, without the prefix and the layer.
         suffix: "" for a parameter, or the kind of an optimizer state such as ".exp_avg".
         layer: The index of its layer; `None` outside layers.
-        is_stacked: Whether the first dimension counts the layers.
+        is_stacked: Whether the first dimension is the layer.
         gate_dim: The dimension of our tensor that separates gate and up if the network has gates.
     """
 
@@ -122,7 +122,7 @@ def parameter_of(name: str) -> str | None:
 
 
 def place_of(name: str) -> OurName | None:
-    """Return where a tensor of the file belongs, or `None` for an unknown form of optimizer state.
+    """Return where a tensor of the file belongs, or `None` for an unknown kind of optimizer state.
 
     Raises:
         CheckpointError: Our networks have no such parameter.
@@ -196,11 +196,11 @@ class Location:
 
 @dataclass(frozen=True)
 class Form:
-    """The form in which files hold a network.
+    """The layout of a network's tensors in Megatron Core's files.
 
     Attributes:
         is_stacked: Whether layers share tensors, because they are all alike.
-        gated: Whether up projections hold gate and up.
+        gated: Whether up projections consist of gate and up.
         own_norms: The layers whose normalization before the MLP has its own name.
         shards_states: Whether the states have the names of the distributed optimizer.
         depths_own_norms: The same as `own_norms`, for all layers of multi-token prediction.

@@ -66,8 +66,8 @@ class CoreReader(Reader):
         Args:
             path: The checkpoint's folder.
             world: The ranks that open it, each of which verifies its share.
-            verify: Check that this rank's share of the chunks holds what the index says, with the
-                right CRCs.
+            verify: Check that this rank's share of the chunks matches the index and has the right
+                CRCs.
             allow_foreign: Accept files owned by other users.
 
         Raises:
@@ -110,7 +110,7 @@ class CoreReader(Reader):
         self.iteration: int = iteration
         if not has_states and world.is_first and any(map(names.is_optimizer_state, tensors)):
             warn(
-                f"{path}: optimizer states in a form that depends on the layout, or flattened "
+                f"{path}: the optimizer states depend on the layout, or are flattened "
                 "(--dist-ckpt-optim-fully-reshardable was not given): only the weights are read"
             )
         released = path.name == RELEASE
@@ -172,7 +172,7 @@ class CoreReader(Reader):
         return sources, has_states
 
     def _parameter(self, name: str) -> StoredTensor | None:
-        """Return the parameter whose optimizer state a tensor holds, if both are there."""
+        """Return the parameter whose optimizer state a tensor holds, if there are both."""
         return self._index.tensors.get(names.parameter_of(name) or "")
 
     def _sources_in(

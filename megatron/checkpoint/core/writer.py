@@ -63,7 +63,7 @@ from megatron.parallel.layout import Layout
 _LAST = (COMPLETE, list_files)  # the file that is written after all others, and its content
 _OVERHEAD = 2048  # bytes of a chunk's container and of its entry in the index, at most
 _EXPERT_SEED = 1024  # as in Megatron Core
-_SHARDING = "fully_reshardable"  # the form of the distributed optimizer's states
+_SHARDING = "fully_reshardable"  # the format of the distributed optimizer's states
 # Modules with an extra state: in every implementation, and additional ones in Transformer Engine's.
 _LINEAR = re.compile(r"(.+\.(?:linear_(?:qkv|proj|fc1|fc2)|eh_proj))\.weight")
 _ENGINE_MODULES = re.compile(
@@ -73,7 +73,7 @@ _ENGINE_MODULES = re.compile(
 
 @dataclass(frozen=True)
 class CoreSaver:
-    """A saver of a run's state as Megatron Core's files.
+    """A writer of a run's state in Megatron Core's format.
 
     Attributes:
         config: The run's configuration.
@@ -337,7 +337,7 @@ class CoreFiles:
         return tree
 
     def _optimizer(self) -> dict[Any, Any]:
-        """Return the settings and counters of optimizers. Divided experts have their own."""
+        """Return optimizers' settings and counters. Expert-parallel experts have their own."""
         meta, plan = self.snapshot.meta, self.snapshot.plan
         divided = self.config.parallel.expert_model_parallel_size > 1
         # For experts (True) and other parameters (False): whether each parameter has weight decay.
@@ -359,7 +359,7 @@ class CoreFiles:
         return optimizers if len(optimizers) > 1 else optimizers[0]
 
     def _counted(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an optimizer's tree as its class in Megatron Core stores it."""
+        """Return an optimizer's state dict as its class in Megatron Core stores it."""
         counters, scaler = self.snapshot.meta["optimizer"], {}
         scale = counters.get("loss_scale")
         if scale:

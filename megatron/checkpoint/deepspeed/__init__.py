@@ -7,7 +7,7 @@ tensor-parallel size + tensor rank), D the data-parallel rank:
     zero_pp_rank_D_mp_rank_TT_model_states.pt      the same with ZeRO 3, without weights
     layer_NN-model_TT-model_states.pt              weights of a layer of a PipelineModule
     layer_L_expert_E_mp_rank_TT_model_states.pt    weights of an expert
-    [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt   a process's part of the optimizer states
+    [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt   a process's shard of the optimizer states
     expp_rank_D_mp_rank_TT_optim_states.pt         optimizer states of a mixture without ZeRO
 
 Modules:

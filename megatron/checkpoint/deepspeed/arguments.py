@@ -30,7 +30,7 @@ def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
     """Return a command line of Megatron-DeepSpeed under the names of Megatron-LM.
 
     Raises:
-        CheckpointError: The network has a part that our networks lack.
+        CheckpointError: The network has a feature that our networks lack.
     """
     refuse_unknown(args, _NEUTRAL)
     result = {_RENAMED.get(name, name): value for name, value in args.items()}

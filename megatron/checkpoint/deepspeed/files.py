@@ -71,7 +71,7 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 @dataclass(frozen=True)
 class StateFile:
-    """A file: the bytes of its tensors, and its tree."""
+    """A torch.save file: the bytes of its tensors, and its pickled tree."""
 
     zip: TorchZip
     tree: Mapping[Any, Any]

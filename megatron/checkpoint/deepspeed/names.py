@@ -1,6 +1,6 @@
 """DeepSpeed's parameter names and ours.
 
-All forms are converted to the names of a whole model, "language_model.encoder.layers.3.mlp...":
+All names are converted to those of a whole model, "language_model.encoder.layers.3.mlp...":
 
     nested dicts         joined by dots
     a PipelineModule     "5.mlp..." for the layer in layer_05-*.pt, "tied_modules.embed..." for
@@ -49,8 +49,7 @@ class Destination(NamedTuple):
         name: Our name.
         dense: The name that the parameter would have in a dense layer, which determines how rows
             are ordered and split.
-        expert: The index in our tensor's first dimension, which counts experts; `None` for other
-            parameters.
+        expert: The expert's index in our tensor's first dimension; `None` for other parameters.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Destination(NamedTuple):
 
 
 def flatten(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts by their joined names.
+    """Yield the leaves of nested dicts with their joined names.
 
     Raises:
         CheckpointError: The tree is deeper or larger than any model's.
@@ -122,7 +121,7 @@ def shift_expert(name: str, by: int) -> str:
 
 
 def is_gate(name: str) -> bool:
-    """Return whether a parameter is the gate of experts."""
+    """Return whether a parameter is the gate that chooses among experts."""
     return name.endswith(f".{_GATE}")
 
 

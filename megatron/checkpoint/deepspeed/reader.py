@@ -52,7 +52,7 @@ class TensorPart:
     """A part of one of our tensors.
 
     Attributes:
-        value: The elements as they are in the file.
+        value: The elements as stored in the file.
         dense: The name that the parameter would have in a dense layer.
         box: The part of the whole tensor.
     """
@@ -240,9 +240,9 @@ class DeepSpeedReader(Reader):
         return names.whole_name(name, self._first)
 
     def _read_states(self) -> list[States] | None:
-        """Return the optimizer states of each model-parallel rank, if all of them are there.
+        """Return the optimizer states of each model-parallel rank, or `None` if any are missing.
 
-        With ZeRO 3 they include the weights.
+        With ZeRO 3, they include the weights.
         """
         files = self._files
         ranks = [
@@ -271,7 +271,7 @@ class DeepSpeedReader(Reader):
             known = [one for one in plain if one is not None]
             if len(known) == len(plain):
                 return known
-            why = "the optimizer's states have a form that is not supported"
+            why = "the format of the optimizer's states is not supported"
         if files.partitioned:
             raise CheckpointError(f"{why}, and with ZeRO 3 they hold the weights")
         self._notices.append(f"{why}: only the weights are read")
@@ -417,7 +417,7 @@ class DeepSpeedReader(Reader):
         return pieces
 
     def _split_dim(self, dense: str, *, is_expert: bool) -> int | None:
-        """Return the dimension of a file's part that tensor ranks split."""
+        """Return the dimension along which tensor ranks split a parameter in the files, if any."""
         if is_expert and not self._args.get("enable_expert_tensor_parallelism"):
             return None
         return self._arrangement.split_dim(dense)

@@ -1,9 +1,9 @@
 """Find which elements of an optimizer's flat partitions belong to which parameter.
 
-ZeRO lays the parameters of a group end to end, and divides the result among data-parallel ranks.
-`param_slice_mappings` says where in its partition each rank has which parameter. The parts of a
-parameter follow one another in the order of ranks. Experts are divided only among the ranks that
-hold the same experts.
+ZeRO concatenates the parameters of a group, and divides the result among data-parallel ranks.
+`param_slice_mappings` records the position of each parameter's slice in a rank's partition. The
+slices of a parameter are in the order of ranks. Experts are divided only among the ranks that hold
+the same experts.
 
 ZeRO 3 divides each parameter: every rank has ceil(n / ranks) elements of it, in the order of
 `param_shapes`, in one or more flat tensors.
@@ -34,13 +34,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Value(NamedTuple):
-    """A parameter or a state of one model-parallel rank, as windows into files.
+    """A parameter or a state of one model-parallel rank, as references to slices of files.
 
     Attributes:
         shape: The shape of the parameter or state.
         dtype: The dtype in which it is read.
-        parts: The windows that hold its elements, in order. Elements beyond its size are padding.
-            Without any windows, all elements are zero.
+        parts: The slices that contain its elements, in order. Elements beyond its size are padding.
+            Without any slices, all elements are zero.
     """
 
     shape: tuple[int, ...]
@@ -239,7 +239,7 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
         shapes: The shapes of the parameters that this process held, in the model's order.
 
     Returns:
-        The states, or `None` if they have a different form.
+        The states, or `None` if they have a different format.
 
     Raises:
         CheckpointError: The states do not match the parameters.
@@ -289,7 +289,7 @@ def _flat(file: StateFile, flat: Any) -> TensorRef:
 
 
 def _window(file: StateFile, flat: Any, start: Any, count: Any) -> TensorRef:
-    """Return some elements of a flat tensor."""
+    """Return a reference to `count` elements of a flat tensor, beginning at `start`."""
     whole = _flat(file, flat)
     is_inside = type(start) is int and type(count) is int and start >= 0 and count > 0
     if not is_inside or start + count > whole.shape[0]:

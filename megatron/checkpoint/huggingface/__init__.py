@@ -7,9 +7,9 @@
     llama, mixtures, gpt2, bert, t5   one module for each group of families
     reader      a folder behind the interface `Reader`
     writer      a checkpoint as such a folder
-    peft_places which part of a PEFT adapter each of our adapters is
+    peft_places which part of a PEFT adapter corresponds to each of our adapters
     peft        adapters in PEFT's files
 
-A family says how config.json becomes network flags and back, and which tensors make up each
-parameter. Both directions hold in memory only the tensors that are being written.
+A family defines how config.json is converted to network flags and back, and which tensors make up
+each parameter. In both directions, only the tensors that are being written are in memory.
 """

@@ -59,13 +59,13 @@ class Bert(rules.Family):
             pieces={"pooler": _POOLER, "output": _MASKED, "head": _MASKED, "binary_head": _ORDER},
             keys=_KEYS,
             fixed=_FIXED,
-            # Older files also hold the position indices 0, 1, 2, ... and the output bias twice.
+            # Older files also contain the position indices 0, 1, 2, ..., and the output bias twice.
             derived=r".*embeddings\.position_ids|cls\.predictions\.decoder\.bias",
             head_activates=True,
         )
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """Return the `transformers` class that has these pieces."""
+        """Return the `transformers` class that has these optional parts."""
         if _ORDER in pieces:
             both = _MASKED in pieces
             return self.language_model if both else "BertForNextSentencePrediction"

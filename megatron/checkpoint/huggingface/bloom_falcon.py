@@ -64,7 +64,7 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class _Shared(rules.Family):
-    """The parts that both families share.
+    """The common base of the BLOOM and Falcon families.
 
     Attributes:
         older: Names of keys in older files, with their current names.
@@ -160,7 +160,7 @@ class Falcon(_Shared):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        settings.must_be("auto_map", settings.values.get("auto_map"))  # any: the code never runs
+        settings.must_be("auto_map", settings.values.get("auto_map"))  # any value: no code is run
         settings.must_be("apply_residual_connection_post_layernorm", False)
         heads, is_new = (
             flags["num_attention_heads"],
@@ -194,7 +194,7 @@ class Falcon(_Shared):
         )
 
     def _positions(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the positions. Rotary keys have no effect with ALiBi."""
+        """Return the position embedding flags. Rotary keys have no effect with ALiBi."""
         new = settings.part("rope_parameters")
         base = settings.number("rope_theta", 10000.0)
         flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}

@@ -51,7 +51,7 @@ _AHEAD = {
 
 
 def partly_rotated(size: int, rotated: int) -> rules.TensorForm:
-    """Return the form of a projection in which the last channels of each head rotate.
+    """Return the conversion of a projection in which the last channels of each head rotate.
 
     Hugging Face rotates channels 2i and 2i + 1 together, whereas we rotate i and i + rotated / 2.
 
@@ -146,7 +146,7 @@ class DeepSeek(Mixtral):
             yield "output", [f"{theirs}.shared_head.head"]
 
     def _read_mixture(self, settings: Settings, model: ModelConfig) -> ModelConfig:
-        """Return the network with its mixtures."""
+        """Return the network with the settings of its mixtures of experts."""
         experts, layers = max(model.num_experts or (1,)), model.num_layers
         inner = settings.size("moe_intermediate_size")
         shared = settings.size("n_shared_experts")
@@ -178,7 +178,10 @@ class DeepSeek(Mixtral):
         )
 
     def _read_groups(self, settings: Settings, experts: int, chosen: int) -> dict[str, Any]:
-        """Return the flags of expert groups. V2 scores a group by its best expert, V3 by two."""
+        """Return the flags of expert groups.
+
+        V2 scores a group by its best expert, V3 by the sum of its best two.
+        """
         is_limited = self.biased
         if not self.biased:
             is_limited = settings.word(
@@ -206,7 +209,7 @@ class DeepSeek(Mixtral):
         }
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json. In a dense network, all layers are dense."""
+        """Return a config.json for a network. For a dense one, first_k_dense_replace is maximal."""
         values = super().write(model, vocab)
         scaling = values["rope_scaling"]
         if scaling and not scaling.get("mscale", 1):

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba-2 in the same layer, with constant factors in many places."""
+"""Falcon-H1: attention and Mamba-2 in the same layer, with many constant multipliers."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def family_named(name: object, path: object) -> Family:
 
 
 def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
-    """Return the family to write a network as: the requested one, or the first that can express it.
+    """Return the family for writing a network: the requested one, or the first that can express it.
 
     Args:
         model: The network.
@@ -176,7 +176,7 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
         case "openai_gelu":
             # Include the flag itself if a head for masked tokens has its own activation function.
             value = model.activation, family.head_activates and model.openai_gelu
-        case "num_experts":  # a layer with one expert among mixtures is dense, as the pattern says
+        case "num_experts":  # a layer with one expert is dense, which the pattern also expresses
             value = model.expert_counts
         case "add_qkv_bias":
             value = model.add_bias_linear or model.add_qkv_bias

@@ -38,7 +38,7 @@ MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have about ten m
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
 _SENTINELS = 100  # number of a T5's sentinel tokens if the folder does not say
-# Files that are a tokenizer only for this kind of network (`ModelConfig.architecture`).
+# Tokenizer files that are used only for this kind of network (`ModelConfig.architecture`).
 _SPECIAL = {"bert": WORDPIECES, "t5": SPIECE}
 
 

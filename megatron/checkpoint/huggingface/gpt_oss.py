@@ -51,7 +51,7 @@ DOWN = rules.TensorForm(lambda parts: _swapped(parts[0]), lambda whole: [_swappe
 
 @dataclass(frozen=True)
 class GptOss(Mixtral):
-    """GPT-OSS, whose files hold all experts of a layer in one tensor."""
+    """GPT-OSS, whose files store all experts of a layer in one tensor."""
 
     mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _MODULES)
     qkv_bias: bool = True

@@ -60,11 +60,11 @@ _DESCRIPTIONS = {
 
 
 def interleaved(layer: plans.LayerPlan, form: rules.TensorForm) -> rules.TensorForm:
-    """Return the form of queries, keys and values whose channels rotate in pairs.
+    """Return the conversion of queries, keys and values whose adjacent channels rotate together.
 
     Args:
         layer: The layer.
-        form: The form without these pairs.
+        form: The conversion apart from the order of channels.
     """
     mixer = rules.attention_of(layer)
     if mixer.rotary is None:
@@ -82,7 +82,7 @@ def interleaved(layer: plans.LayerPlan, form: rules.TensorForm) -> rules.TensorF
 
 
 def _norm_of_heads(layer: plans.LayerPlan) -> rules.TensorForm:
-    """Return the form of weights that normalize heads, [n, d] in files."""
+    """Return the conversion of the weights that normalize heads, which are [n, d] in files."""
     mixer = rules.attention_of(layer)
     order = torch.arange(mixer.head_size)
     if mixer.rotary is not None:

@@ -281,9 +281,9 @@ def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[st
     """Return the flags of the rotary frequencies, apart from their base.
 
     Args:
-        rope: The keys that say how frequencies are changed.
+        rope: The keys that determine how frequencies are changed.
         settings: All keys of config.json.
-        share: The part of a head's channels that rotates.
+        share: The fraction of a head's channels that rotates.
     """
     flags: dict[str, Any] = {}
     kind_key = "rope_type" if "rope_type" in rope.values else "type"

@@ -68,7 +68,7 @@ _MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
-    """Return the form of projections that files store one after another and we order by group.
+    """Return the conversion of projections that files store in sequence and we order by group.
 
     Args:
         groups: The number of groups.
@@ -88,7 +88,7 @@ def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
 
 
 def convolution(groups: int, widths: Sequence[int]) -> rules.TensorForm:
-    """Return the form of a convolution's weight [c, 1, k] and bias [c], ordered as in `by_group`.
+    """Return the conversion of a convolution's weight [c, 1, k] and bias [c], as in `by_group`.
 
     Args:
         groups: The number of groups.
@@ -148,7 +148,7 @@ class Mamba2(rules.Family):
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
         heads, size = model.mamba_num_heads or 1, model.mamba_head_dim
-        if heads * size % model.hidden_size:  # the family has no such heads
+        if heads * size % model.hidden_size:  # the family cannot express such heads
             heads, size = 1, model.hidden_size
         return {
             **super().write(model, vocab),

@@ -63,7 +63,8 @@ class Olmo(LlamaLike):
         values = super().write(model, vocab)
         if not self.has_windows:
             return values
-        # Versions before 5 read the other keys; version 5 would ignore their base in windows.
+        # transformers before version 5 reads the other keys. Version 5 would ignore their base in
+        # layers with windows.
         base = model.rotary_base
         kinds = {
             FULL: {"rope_theta": base, **(values["rope_scaling"] or {"rope_type": "default"})},

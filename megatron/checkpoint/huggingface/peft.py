@@ -37,12 +37,13 @@ from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 
 
 class PeftTensor(NamedTuple):
-    """The tensor in PEFT's files that holds one of ours.
+    """The tensor in PEFT's files that contains one of ours.
 
     Attributes:
         name: PEFT's name for it.
         held: The shape and dtype of our tensor.
-        place: Where our adapter is in PEFT's; `None` for the head of a reward model.
+        place: The part of PEFT's adapter that corresponds to ours; `None` for the head of a reward
+            model.
     """
 
     name: str
@@ -50,7 +51,7 @@ class PeftTensor(NamedTuple):
     place: AdapterPlace | None = None
 
     def to_peft(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return our tensor in PEFT's form, if it is the only one in PEFT's tensor.
+        """Return our tensor in PEFT's layout, if PEFT's tensor combines no others with it.
 
         Args:
             tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
@@ -95,7 +96,7 @@ def peft_names(
 ) -> PeftNames:
     """Return the tensor in PEFT's files for each tensor of our adapters, by our name.
 
-    A reward model's head is one of them.
+    The head of a reward model is included.
 
     Args:
         model: The network with adapters.
@@ -104,7 +105,7 @@ def peft_names(
         rows: Rows of the word embedding.
 
     Raises:
-        CheckpointError: A module of the family holds only a part of a projection.
+        CheckpointError: A module of the family contains only a part of a projection.
     """
     found: dict[str, PeftTensor] = {}
     rules = {rule.name: rule for rule in family.rules(plain_network(model), rows)}
@@ -161,7 +162,7 @@ def family_in(
     *,
     base: str | None = None,
 ) -> Family:
-    """Among the families that can express a network, return the one that PEFT's files name.
+    """Return the family whose modules PEFT's files name, among those that can express a network.
 
     Args:
         theirs: PEFT's names of the tensors.
@@ -216,7 +217,7 @@ def _flat(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 
     Args:
         tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
-        kind: "a" or "b".
+        kind: "a", "b" or "magnitude".
     """
     if not _is_stacked(tensor.shape):
         return tensor
@@ -235,7 +236,7 @@ def _kind_of(name: str) -> str:
 
 
 def _target_of(ours: str, theirs: str) -> str:
-    """Return the module, or the weight of experts, that a tensor of PEFT's adapts.
+    """Return the module, or the weight of experts, that one of PEFT's tensors adapts.
 
     Args:
         ours: Our name of an adapter's tensor.
@@ -333,7 +334,7 @@ class PeftReader(Reader):
     def _check_scale(
         self, said: dict[str, Any], model: ModelConfig, name: str, one: PeftTensor
     ) -> None:
-        """Check that a module's tensor has the rank in the settings, and our adapters' scale."""
+        """Check that a tensor has the rank in the settings, and that the scale is our adapters'."""
         target = _target_of(name, one.name)
         rank = _in_pattern(said, "rank_pattern", target, said.get("r", 8))
         alpha = _in_pattern(said, "alpha_pattern", target, said.get("lora_alpha", 8))
@@ -532,7 +533,7 @@ def network_with(
 
 
 def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> PeftNames:
-    """Return the names of the projections for which PEFT's files hold any tensor.
+    """Return the names of the projections for which PEFT's files contain any tensor.
 
     Args:
         path: The folder of PEFT's files.
@@ -591,7 +592,7 @@ class AdapterExport:
         }
 
     def _shape(self, ours: str) -> tuple[int, ...]:
-        """Return the shape of the tensor that holds one of ours."""
+        """Return the shape of the PEFT tensor that contains one of ours."""
         place, kind = self.names[ours].place, _kind_of(ours)
         shape = list(_peft_shape(ours, self.names[ours].held.shape))
         if place is not None and kind != "a":

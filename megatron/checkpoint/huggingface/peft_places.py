@@ -31,7 +31,7 @@ class AdapterPlace:
         rows: For each row of the projection, the corresponding row of the module, int64 [out].
         weight_rows: For each row of the module, the corresponding row of our layer, int64 [outputs
             of the module].
-        index: The number of the projection among the module's adapted projections.
+        index: The index of the projection among the module's adapted projections.
         count: The number of the module's adapted projections.
         most: The number of all projections of the module, with or without an adapter.
         is_transposed: Whether the module's weight is [in, out], as in GPT-2.
@@ -55,7 +55,7 @@ class AdapterPlace:
         """Return the rows of A, or the columns of B, that belong to this projection.
 
         Args:
-            width: The size of a projection's part, which is its rank.
+            width: The rank of each projection's adapter.
         """
         return slice(self.index * width, (self.index + 1) * width)
 
@@ -66,7 +66,7 @@ def places_in(
     modules: Sequence[str],
     form: TensorForm | None,
 ) -> dict[str, AdapterPlace]:
-    """Return where the adapters of a layer's projections are in the adapters of its modules.
+    """Return the part of a module's adapter that corresponds to each adapted projection of a layer.
 
     Args:
         adapter: The layer's adapter, in a single process.
@@ -76,7 +76,7 @@ def places_in(
             layer is a single module with our rows.
 
     Raises:
-        CheckpointError: A projection is divided over several modules.
+        CheckpointError: A projection is split over several modules.
     """
     rows = torch.arange(math.prod(outputs))
     # The rows of a weight with a single column.
@@ -95,8 +95,8 @@ def places_in(
         for index, (name, own) in enumerate(adapted.items()):
             if own.min() < 0:
                 raise CheckpointError(
-                    f"{module} holds only a part of {name}, which has one adapter here: convert "
-                    "the merged weights with --saver hf"
+                    f"{module} contains only a part of {name}, which has one adapter here: "
+                    "convert the merged weights with --saver hf"
                 )
             is_transposed = part.dim() == 2 and part.shape[0] == 1 < part.numel()
             sizes = len(adapted), len(here)

@@ -29,7 +29,7 @@ _JOINED = rules.TensorForm(
 
 
 def joined_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
-    """Return the form of one tensor with all queries, then all keys, then all values."""
+    """Return the conversion of one tensor with all queries, then all keys, then all values."""
     by_group = rules.grouped(mixer.kv_heads, (mixer.heads // mixer.kv_heads, 1, 1))
     sizes = [mixer.query, *[mixer.kv_heads * mixer.head_size] * 2]
     return rules.TensorForm(
@@ -49,12 +49,12 @@ def _attention_factor(factor: float, original: int) -> float:
 
 
 def _read_long_rope(rope: Settings, settings: Settings, share: float) -> dict[str, Any]:
-    """Return the flags of LongRoPE, with the defaults that `transformers` has for missing factors.
+    """Return the flags of LongRoPE, with the defaults that `transformers` uses for missing factors.
 
     Args:
-        rope: The keys that say how frequencies are changed.
+        rope: The keys that determine how frequencies are changed.
         settings: All keys of config.json.
-        share: The part of a head's channels that rotates.
+        share: The fraction of a head's channels that rotates.
     """
     positions = settings.size("max_position_embeddings")
     original = rope.size(_TRAINED, settings.size(_TRAINED, positions))
@@ -85,7 +85,7 @@ class Phi(LlamaLike):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         settings.size(_TRAINED, 1)  # affects only LongRoPE's frequencies
-        settings.must_be("auto_map", settings.values.get("auto_map"))  # any: the code never runs
+        settings.must_be("auto_map", settings.values.get("auto_map"))  # any value: no code is run
         settings.share("embd_pdrop", 0.0)
         dropout = settings.share("resid_pdrop", 0.0)
         return replace(super().network(settings, flags), hidden_dropout=dropout)

@@ -39,7 +39,7 @@ _DELTA_NET = {
 
 
 def gated_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
-    """Return the form of queries with each head followed by its gate, and of keys and values."""
+    """Return the conversion of queries, each head followed by its gate, and of keys and values."""
     groups, heads = mixer.kv_heads, mixer.heads // mixer.kv_heads
     by_group = rules.grouped(groups, (2 * heads, 1, 1))
 
@@ -56,7 +56,7 @@ def gated_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
 
 
 def convolution(mixer: GatedDeltaNetPlan) -> rules.TensorForm:
-    """Return the form of filters [c, 1, k] of all queries, then all keys, then all values."""
+    """Return the conversion of filters [c, 1, k] of all queries, then all keys, then all values."""
     sizes = (mixer.keys, mixer.keys, mixer.values)
     by_head = rules.grouped(mixer.key_heads, [size // mixer.key_heads for size in sizes])
     return rules.TensorForm(

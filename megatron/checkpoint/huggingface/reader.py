@@ -54,7 +54,7 @@ class _FileTensor:
 class HFReader(Reader):
     """A Hugging Face folder of a known family, with its tensors under our names.
 
-    `meta` holds the network's configuration, lines for the user and a description of the folder.
+    `meta` contains the network's configuration, notices and a description of the folder.
 
     Attributes:
         family: The family of the model.
@@ -92,7 +92,7 @@ class HFReader(Reader):
         rules = self.family.rules(model, self.vocab)
         self._words = next(r.theirs[0] for r in rules if r.name == "model.embedding.word.weight")
         tied = not model.untie_embeddings_and_output_weights
-        # Files may hold an output weight that config.json does not mention.
+        # Files may contain an output weight that config.json does not mention.
         if tied and self.family.head_follows_files and not self._is_word_copy(head):
             model, tied = replace(model, untie_embeddings_and_output_weights=True), False
             rules = self.family.rules(model, self.vocab)
@@ -207,7 +207,7 @@ class HFReader(Reader):
 def _open_shards(
     folder: Path, shards: Mapping[str, Path], allow_foreign: bool
 ) -> dict[str, _FileTensor]:
-    """Return all tensors of the files by their modern names.
+    """Return all tensors of the files by their current names.
 
     Raises:
         CheckpointError: The tensors differ from those in the index.

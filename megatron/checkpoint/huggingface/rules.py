@@ -2,8 +2,9 @@
 
 In this package, "their" tensors and names are those in a Hugging Face folder, and "our" tensors and
 names are those in this program. A family's module has a table that says which of their modules make
-up each of ours. The shapes follow from the network's plan, and the forms from the kind of
-parameter. A form only moves values, so `join` and `split` undo each other bit for bit.
+up each of ours. The shapes follow from the network's plan, and the conversion (a `TensorForm`) from
+the kind of parameter. A conversion only moves values, so `join` and `split` undo each other bit for
+bit.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class TensorForm(NamedTuple):
 
 
 def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> TensorForm:
-    """Return the form that packs queries [n d, ...], keys and values [g d, ...] by query group.
+    """Return the conversion that packs queries [n d, ...], keys and values [g d, ...] by group.
 
     Both formats rotate channel i of a head with channel i + d/2, so rows keep their order within a
     head.
@@ -53,8 +54,8 @@ def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> Ten
     Args:
         groups: The number of groups, g.
         heads: Heads per group in each Hugging Face tensor: n / g queries, one key, one value.
-        is_fused: Whether the files store a single tensor [h, 3 n d] (or a bias [3 n d]) that holds
-            all queries, then all keys, then all values, as GPT-2 does.
+        is_fused: Whether the files store a single tensor [h, 3 n d] (or a bias [3 n d]) of all
+            queries, then all keys, then all values, as GPT-2 does.
     """
 
     def join(parts: Sequence[Tensor]) -> Tensor:
@@ -114,11 +115,11 @@ class ParameterRule:
         name: Our name for the parameter.
         shape: The shape of our parameter.
         theirs: Names of their tensors that make up the parameter, expert by expert.
-        form: The conversion between their tensors and our parameter, or one expert's part of it.
-        piece: The piece of the model that the parameter belongs to if a folder may lack that piece
-            entirely, otherwise "".
-        experts: Number of experts that the first dimension counts; 0 if the parameter is not one of
-            a mixture's experts. Their files hold each expert in separate tensors.
+        form: The conversion between their tensors and our parameter, or one expert's slice of it.
+        piece: The optional part of the model that the parameter belongs to, which a folder may lack
+            entirely; "" if the parameter is required.
+        experts: Size of the first dimension if it is the expert, otherwise 0. Their files store
+            each expert in separate tensors.
     """
 
     name: str
@@ -130,7 +131,7 @@ class ParameterRule:
 
     @property
     def form_shape(self) -> Shape:
-        """The shape of the result of `form`: the parameter, or one expert's part of it."""
+        """The shape of the result of `form`: the parameter, or one expert's slice of it."""
         return self.shape[1:] if self.experts else self.shape
 
     @property
@@ -185,7 +186,7 @@ class ParameterRule:
 
 
 def present(rules: Sequence[ParameterRule], held: Iterable[ParameterRule]) -> list[ParameterRule]:
-    """Return the rules, leaving out those for pieces that the folder lacks entirely."""
+    """Return the rules, leaving out those for optional parts that the folder lacks entirely."""
     pieces = {rule.piece for rule in held} | {""}
     return [rule for rule in rules if rule.piece in pieces]
 
@@ -194,8 +195,8 @@ class Key(NamedTuple):
     """A key of config.json with the same value as a network flag.
 
     Attributes:
-        key: Their name.
-        field: Our name in `ModelConfig`.
+        key: The key in config.json.
+        field: The field of `ModelConfig`.
         kind: The method of `Settings` that reads the value.
         default: The value if config.json lacks the key. None means that the key is required.
         most: The largest accepted value, if the value is a size.
@@ -209,7 +210,7 @@ class Key(NamedTuple):
 
 
 def read_keys(settings: Settings, keys: Iterable[Key]) -> dict[str, Any]:
-    """Return the network flags that keys of config.json give."""
+    """Return the network flags that correspond to keys of config.json."""
     flags = {}
     for key in keys:
         more = (key.most,) if key.kind == "size" else ()
@@ -243,11 +244,11 @@ class Family(ABC):
         module_prefix: Prefix of the modules in `transformers`, if it differs from that of the
             tensors in files. PEFT uses it.
         tied_head: Name of the output's weight, under which files may repeat the word embeddings.
-        head_follows_files: Whether the output has its own weight if the files hold one that differs
-            from the word embeddings, even if config.json calls the two tied.
-        word_copies: Other names under which files may hold the word embeddings.
-        pieces: Our modules outside the layers that files may lack, by name, with the piece that
-            each belongs to.
+        head_follows_files: Whether the output has its own weight if the files contain one that
+            differs from the word embeddings, even if config.json says that the two are tied.
+        word_copies: Other names under which files may store the word embeddings.
+        pieces: Our modules outside the layers that files may lack, by name, with the optional part
+            of the model that each belongs to.
         keys: Keys of config.json that correspond to a network flag.
         fixed: Keys of config.json for which our network can express only a single value.
         vocab: The size of the vocabulary if config.json does not give it. None means that
@@ -255,7 +256,7 @@ class Family(ABC):
         derived: Pattern of the names of tensors that are derived from config.json, such as masks
             and rotary frequencies. They are not read.
         head_activates: Whether the head has its own activation function, chosen by --openai-gelu.
-        stacks_experts: Whether one tensor holds all experts of a layer.
+        stacks_experts: Whether one tensor contains all experts of a layer.
         whole_names: Suffixes of the names of tensors that are not a module's weight or bias.
     """
 
@@ -279,7 +280,7 @@ class Family(ABC):
         """Return the `transformers` class of a model.
 
         Args:
-            pieces: Optional pieces of the family that the model has.
+            pieces: The optional parts that the model has.
         """
         return self.language_model
 
@@ -301,8 +302,8 @@ class Family(ABC):
         """Return the network that a config.json describes.
 
         Args:
-            settings: The keys of config.json. Every key that matters must be taken.
-            flags: The flags that `keys` give.
+            settings: The keys of config.json. Every key that matters must be read.
+            flags: The flags that have been read from `keys`.
         """
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -324,7 +325,7 @@ class Family(ABC):
 
     @abstractmethod
     def names(self, model: ModelConfig) -> Names:
-        """Yield each of our modules with the modules that make it up, in the order of the files."""
+        """Yield each of our modules with their modules that make it up, in the files' order."""
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """Return the rule that makes each parameter from tensors, in the order of the files."""

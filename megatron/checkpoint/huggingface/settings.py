@@ -52,8 +52,8 @@ def read_json(path: Path, *, allow_foreign: bool = False) -> dict[str, Any]:
         allow_foreign: Accept a file owned by another user.
 
     Raises:
-        CheckpointError: The file is missing, too large, or does not hold a JSON object; or it
-            belongs to another user, or is world-writable.
+        CheckpointError: The file is missing, too large, or not a JSON object; or it belongs to
+            another user, or is world-writable.
     """
     try:
         with open_trusted(path, allow_foreign=allow_foreign, follows=True) as file:
@@ -72,10 +72,10 @@ def read_json(path: Path, *, allow_foreign: bool = False) -> dict[str, Any]:
 
 
 class Settings:
-    """The keys of a config.json. The type of each is checked when it is taken.
+    """The keys of a config.json. The type of each is checked when it is read.
 
-    Methods that take a value raise `CheckpointError` if it has the wrong type, or if it is missing
-    and has no default.
+    Methods that read a value raise `CheckpointError` if it has the wrong type, or if it is missing
+    and has no default. `refuse_unread_keys` then finds the keys that no method has read.
 
     Attributes:
         values: The file's object, or a part of it, without keys that are null, which count as
@@ -95,56 +95,56 @@ class Settings:
         return key in self._keys
 
     def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
-        """Take a positive integer."""
+        """Read a positive integer."""
         value = self._take(key, default)
         if type(value) is not int or not 0 < value <= most:
             raise self.error(key, f"expected an integer from 1 to {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Take a finite number above 0."""
+        """Read a finite number above 0."""
         value = self._take(key, default)
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.error(key, "expected a number above 0")
         return float(value)
 
     def share(self, key: str, default: float) -> float:
-        """Take a number that is at least 0 and below 1."""
+        """Read a number that is at least 0 and below 1."""
         value = self._take(key, default)
         if type(value) not in (int, float) or not 0 <= value < 1:
             raise self.error(key, "expected a number in [0, 1)")
         return float(value)
 
     def switch(self, key: str, default: bool) -> bool:
-        """Take a boolean."""
+        """Read a boolean."""
         value = self._take(key, default)
         if type(value) is not bool:
             raise self.error(key, "expected true or false")
         return value
 
     def word(self, key: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
-        """Take a string, and return its value in `choices`."""
+        """Read a string, and return its value in `choices`."""
         value = self._take(key, default)
         if not isinstance(value, str) or value not in choices:
             raise self.error(key, f"supported: {', '.join(choices)}")
         return choices[value]
 
     def words(self, key: str) -> list[str]:
-        """Take a list of strings, or an empty list if the key is absent."""
+        """Read a list of strings, or return an empty list if the key is absent."""
         value = self._take(key, [])
         if not isinstance(value, list) or not all(type(word) is str for word in value):
             raise self.error(key, "expected a list of strings")
         return value
 
     def indices(self, key: str, end: int) -> list[int]:
-        """Take a list of integers in [0, `end`), or an empty list if the key is absent."""
+        """Read a list of integers in [0, `end`), or return an empty one if the key is absent."""
         value = self._take(key, [])
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < end for i in value):
             raise self.error(key, f"expected a list of integers in [0, {end})")
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Take a list of `count` numbers above 0."""
+        """Read a list of `count` numbers above 0."""
         value = self._take(key, None)
         fits = isinstance(value, list) and len(value) == count
         if not fits or not all(type(one) in (int, float) and 0 < one < MOST for one in value):
@@ -152,7 +152,7 @@ class Settings:
         return tuple(map(float, value))
 
     def part(self, key: str) -> Settings:
-        """Take a nested object, or an empty one if the key is absent."""
+        """Read a nested object, or return an empty one if the key is absent."""
         value = self._take(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "expected an object")
@@ -168,10 +168,10 @@ class Settings:
             raise self.error(key, f"only {json.dumps(expected)} is supported")
 
     def refuse_unread_keys(self) -> None:
-        """Check that every key has been taken.
+        """Check that every key has been read.
 
         Raises:
-            CheckpointError: Some keys have not been taken. The message names all of them.
+            CheckpointError: Some keys have not been read. The message names all of them.
         """
         rest = sorted(self.values.keys() - self._taken - _HARMLESS)
         if rest:

@@ -48,7 +48,7 @@ class T5(rules.Family):
             word_copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
             keys=_KEYS,
             vocab=32128,
-            # The earliest files hold a position bias for cross attention, which T5 does not use.
+            # The earliest files contain a position bias for cross attention, which T5 does not use.
             derived=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
         )
 

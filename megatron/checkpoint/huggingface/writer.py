@@ -1,4 +1,4 @@
-"""Write a checkpoint as a Hugging Face folder: safetensors shards, index, config.json and so on."""
+"""Write a checkpoint as a Hugging Face folder: safetensors shards, their index, config.json."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Export:
         model: The checkpoint's network.
         vocab: Number of rows of the word embedding.
         bare_names: Whether to leave the family's prefix out of tensor names, as in the original.
-        single: Name of the file if a single one holds all tensors.
+        single: Name of the file if a single one contains all tensors.
     """
 
     reader: Reader

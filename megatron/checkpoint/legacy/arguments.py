@@ -43,7 +43,7 @@ _OTHER_FIELDS = {
 def plain_arguments(args: Any) -> dict[str, Json]:
     """Return the Namespace's fields that are scalars or flat lists, or {} if there is none.
 
-    Nested lists are left out: a small pickle can hold an endless tree.
+    Nested lists are left out, because a small pickle can encode an endless tree.
     """
     if args is None:
         return {}
@@ -67,11 +67,11 @@ def _scalar(value: Any) -> Json:
 
 
 def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, ...]]) -> None:
-    """Refuse arguments that add parts of networks that we do not support.
+    """Refuse arguments that enable features of networks that we do not support.
 
     Args:
         args: The arguments.
-        neutral: The values of such arguments that leave the part out.
+        neutral: For each such argument, the values that leave the feature off.
 
     Raises:
         CheckpointError: An argument has a different value.
@@ -118,7 +118,7 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
     if isinstance(hidden, int) and isinstance(heads, int):  # these were not flags in v1
         model.setdefault("kv_channels", hidden // heads)
         model.setdefault("ffn_hidden_size", 4 * hidden)
-    # Files hold states in fp32, whatever format they had in the run.
+    # Files store states in fp32, whatever format they had in the run.
     packed = ("use_precision_aware_optimizer", *FORMAT_FIELDS)
     names = (field.name for field in fields(OptimizerConfig) if field.name not in packed)
     optimizer = {name: args.get(name) for name in names}

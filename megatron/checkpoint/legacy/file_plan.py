@@ -1,4 +1,4 @@
-"""Plan how Megatron-LM 23.08 stores each parameter: in which file, under which name, which part.
+"""Plan how Megatron-LM 23.08 stores each parameter: in which files, how split, and by which name.
 
 A file's parameters are in the order in which Megatron registers them, because its optimizer numbers
 them in this order. If a T5's decoder begins on a later stage
@@ -35,7 +35,7 @@ class FileParameter:
     Attributes:
         path: Keys under `model`, outermost first.
         name: Our name for the parameter.
-        box: The part of our parameter that the file holds.
+        box: The part of our parameter that the file contains.
     """
 
     path: tuple[str, ...]
@@ -165,7 +165,7 @@ def _retriever_layers(shapes: Shapes, layer: str) -> Iterator[str]:
 def _box(
     name: str, shape: tuple[int, ...], arrangement: names.Arrangement, rank: int, ranks: int
 ) -> Box:
-    """Return the part of a parameter that a tensor-parallel rank holds."""
+    """Return the box of a tensor-parallel rank's shard in a parameter."""
     dim = arrangement.split_dim(name)
     if dim is None:
         return Box.whole(shape)

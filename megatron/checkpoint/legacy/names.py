@@ -1,7 +1,7 @@
 """Megatron's parameters under our names, and how its files split and order them.
 
 The reader supports GPT, BERT, T5 and Retro trees of v1.0 to 23.08 and of the Llama-2 fork, and the
-flat trees of Megatron Core (GPT), which its `torch` format has held since 2023. A layer's number in
+flat trees of Megatron Core (GPT), which its `torch` format has used since 2023. A layer's number in
 a file counts from the first layer of its stage, or of its virtual stage.
 """
 
@@ -366,8 +366,8 @@ class Arrangement:
 
     Attributes:
         version: The file's `checkpoint_version`.
-        heads: Number of attention heads in one tensor-parallel part.
-        gated: Whether the up projection holds gate and up.
+        heads: Number of attention heads in one tensor-parallel shard.
+        gated: Whether the up projection consists of gate and up.
     """
 
     version: float
@@ -375,7 +375,7 @@ class Arrangement:
     gated: bool
 
     def arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Convert a tensor-parallel part of a parameter or optimizer state to our order."""
+        """Convert a tensor-parallel shard of a parameter or optimizer state to our order."""
         if ".attention.qkv." in name and self.version < 2:
             return self._rows_by_head(tensor, 3)
         if ".cross_attention.key_value." in name and self.version < 2:
@@ -385,7 +385,7 @@ class Arrangement:
         return tensor
 
     def flatten(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reverse `arrange` for version 2.0 and later."""
+        """Undo `arrange` for version 2.0 and later."""
         assert self.version >= 2, self.version
         return tensor.flatten(0, 1) if ".mlp.up." in name and self.gated else tensor
 

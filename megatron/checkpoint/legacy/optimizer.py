@@ -60,7 +60,7 @@ class OptimizerState:
 
 
 def _counters(optimizer: Mapping[str, Any], groups: Sequence[Any]) -> OptimizerState:
-    """Return an optimizer state that holds only the step counts and the loss scale."""
+    """Return an optimizer state with only the step counts and the loss scale."""
     scaler = optimizer.get("grad_scaler", {})
     steps = [group["step"] for group in groups if "step" in group]
     return OptimizerState(steps=steps, loss_scale=scaler if isinstance(scaler, dict) else {})
@@ -69,8 +69,8 @@ def _counters(optimizer: Mapping[str, Any], groups: Sequence[Any]) -> OptimizerS
 def read_optimizers(optimizer: Any, parameters: Sequence[Parameter]) -> OptimizerState | None:
     """Return the state in a file's `optimizer`, as `read_optimizer` does.
 
-    If Megatron Core divides experts among processes, they have a separate optimizer, the second in
-    a list.
+    If Megatron Core distributes experts over processes, they have a separate optimizer, the second
+    in a list.
     """
     parameters = [one for one in parameters if not str(one.name).endswith("expert_bias")]
     if not isinstance(optimizer, list):
@@ -145,7 +145,7 @@ def read_distributed(
     """Return the state in a rank's `distrib_optim.pt`.
 
     Args:
-        optimizer: The tree `optimizer` of the rank's other file, which holds the counters.
+        optimizer: The tree `optimizer` of the rank's other file, which contains the counters.
         flat: The tree of `distrib_optim.pt`.
         chunks: The parameters of each virtual stage, in the model's order.
 

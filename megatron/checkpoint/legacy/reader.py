@@ -1,7 +1,7 @@
 """Read Megatron-LM's torch files through the interface of our own checkpoints.
 
-A folder holds a file for each tensor and pipeline rank (`torch_file`). All files are opened, which
-reads only the small pickled trees. Reading a tensor joins the tensor ranks' parts.
+A folder contains a file for each tensor and pipeline rank (`torch_file`). All files are opened,
+which reads only the small pickled trees. Reading a tensor joins the tensor ranks' shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class RankPart:
-    """A tensor-parallel part of a tensor, or of a single expert's part of it."""
+    """A tensor-parallel shard of a tensor, or of a single expert's slice of it."""
 
     file: RankFile
     ref: TensorRef
@@ -53,10 +53,10 @@ _Part = tuple[RankFile, TensorRef, int | None]  # the last one is an expert's in
 class LegacyReader(Reader):
     """A checkpoint of Megatron-LM under our names.
 
-    It may hold a GPT, BERT or T5 of v1.0 to 23.08 or of the Llama-2 fork, or the weights of
-    Megatron Core's GPT in its `torch` format.
+    It may be a GPT, BERT or T5 of v1.0 to 23.08 or of the Llama-2 fork, or the weights of Megatron
+    Core's GPT in its `torch` format.
 
-    `meta` holds iteration, consumed_train_samples, skipped_train_samples, padded_vocab_size,
+    `meta` contains iteration, consumed_train_samples, skipped_train_samples, padded_vocab_size,
     optimizer (None if its state is not available), schedule (Megatron's fields), config (the
     sections of the model and the optimizer), and legacy_args (all plain fields of the command
     line).
@@ -193,7 +193,7 @@ class LegacyReader(Reader):
     def _read_states(
         self, optimizer: Any, parameters: Sequence[legacy.Parameter]
     ) -> OptimizerState | None:
-        """Return a file's optimizer states, or `None` if their form is not supported."""
+        """Return a file's optimizer states, or `None` if their format is not supported."""
         try:
             return read_optimizers(optimizer, parameters)
         except CheckpointError as error:
@@ -203,7 +203,7 @@ class LegacyReader(Reader):
             return None
 
     def _place(self, name: str, parts: list[_Part]) -> list[RankPart]:
-        """Return a tensor's parts with the box of each in the whole tensor."""
+        """Return a tensor's shards with the box of each in the whole tensor."""
         experts = 1 + max(-1 if expert is None else expert for *_, expert in parts)  # per file
         if not experts:  # all ranks of the experts have the same values
             parts = [part for part in parts if not part[0].expert_rank]

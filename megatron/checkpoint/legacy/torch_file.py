@@ -14,7 +14,7 @@ The files of a checkpoint:
 
     mp_rank_TT[_PPP]/model_optim_rng.pt    everything, or everything except the optimizer states
     mp_rank_TT[_PPP]_EEE/model_optim_rng.pt
-                                           the same of Megatron Core, for each rank of the experts
+                                           the same in Megatron Core, for each expert-parallel rank
     mp_rank_TT[_PPP]/distrib_optim.pt      optimizer states, with --use-distributed-optimizer
                                            (23.06, 23.08)
     mp_rank_TT[_PPP]/model_rng.pt          the same as model_optim_rng.pt, in 23.04
@@ -63,7 +63,7 @@ _LOCAL_SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 1
 _CHUNK = 64 << 20
 _MAX_CHUNKS = 1000  # virtual stages
-_PROTOCOL = 2  # the pickle protocol that torch.save writes and that the oldest readers know
+_PROTOCOL = 2  # the pickle protocol that torch.save writes and that the oldest readers support
 _VERSION = b"3\n"  # version of the container since PyTorch 1.6
 _ALIGNMENT = 64  # bytes; lets a reader map the tensors
 _PADDING_ID = b"FB"  # PyTorch's mark for padding
@@ -84,12 +84,12 @@ class TorchZip:
     def __init__(
         self, path: Path, *, allow_foreign: bool = False, window: memoryview | None = None
     ) -> None:
-        """Open a file, or one that another file contains.
+        """Open a file, or a file that is embedded in another one.
 
         Args:
             path: The file.
             allow_foreign: Accept a file owned by another user.
-            window: The bytes of the contained file, if `path` has been opened before.
+            window: The bytes of the embedded file, if `path` has been opened before.
 
         Raises:
             CheckpointError: The file was not written by torch.save, is truncated or compressed, or
@@ -163,7 +163,7 @@ class TorchZip:
         return data
 
     def load(self, ref: TensorRef) -> torch.Tensor:
-        """Return a tensor over the mapped file without copying it.
+        """Return a tensor as a view of the mapped file, without copying it.
 
         Raises:
             CheckpointError: The storage is missing, or its size differs from the size in the tree.
@@ -223,7 +223,7 @@ class _Window(io.RawIOBase):
 
 
 def map_file(file: IO[bytes]) -> mmap.mmap:
-    """Map a private copy-on-write view: writing to its tensors does not change the file."""
+    """Map a file copy-on-write, so that writing to its tensors does not change the file."""
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
@@ -248,7 +248,7 @@ def write_torch_file(path: Path, tree: Any) -> None:
 
 
 def append_torch_file(file: IO[bytes], tree: Any, stem: str = "archive") -> None:
-    """Append a torch.save file to an open file, which may already hold others.
+    """Append a torch.save file to an open file, which may already contain others.
 
     Args:
         file: The file.
@@ -393,7 +393,7 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
         args = opened[1].get("args")
         fields = args.fields if isinstance(args, Namespace) else {}
         experts = fields.get("expert_model_parallel_size")
-        # The last number is the experts' rank, if experts are divided.
+        # The last number is the expert-parallel rank, if there is expert parallelism.
         expert = others.pop() if others and type(experts) is int and experts > 1 else 0
         if len(others) > 1:
             raise CheckpointError(

@@ -8,7 +8,7 @@ nothing that a file names is imported or called.
 A hostile file cannot hang or crash the reader either. The work is bounded: bytes, instructions, the
 sizes of integers, and the items that calls copy. Dict keys are strings and small integers, or flat
 tuples of them, because hashing nested tuples takes time exponential in their depth. A finished tree
-contains no cycle, and its depth and its number of values are limited, counting a shared part each
+contains no cycle, and its depth and its number of values are limited, counting a shared value each
 time it occurs. So code that walks the tree may use recursion.
 """
 
@@ -25,8 +25,8 @@ from megatron.errors import CheckpointError
 
 MAX_BYTES = 64 << 20  # largest pickle; the tree of a model with a hundred layers takes 100 KB
 MAX_INSTRUCTIONS = 2_000_000  # this many take about five seconds; a tensor needs about 60
-MAX_INTEGER_BITS = 128  # random states hold up to 64
-MAX_ITEMS = 8_000_000  # values in the tree, counting a shared part each time it occurs
+MAX_INTEGER_BITS = 128  # the integers of random states have up to 64
+MAX_ITEMS = 8_000_000  # values in the tree, counting a shared value each time it occurs
 MAX_DEPTH = 100
 MAX_DIMENSIONS = 32
 
@@ -51,7 +51,7 @@ class RefusedError(Exception):
 def show(value: Any) -> str:
     """Return a value for a message, or only its type if it is not a scalar.
 
-    A small pickle can hold an endless container.
+    A small pickle can encode an endless container.
     """
     if value is None or type(value) in (str, int, float, bool):
         return repr(value)[:80]

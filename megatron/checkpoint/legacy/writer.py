@@ -3,10 +3,11 @@
 A conversion has a checkpoint to read from. A training run's state is spread over its ranks in any
 layout, so it is first written as a native checkpoint inside the temporary folder, from which every
 rank then makes its share of the files. That doubles the bytes written, but works for every layout
-and holds only one tensor at a time in memory. Both are published following the protocol of `store`.
+and needs memory for only one tensor at a time. In both cases, the files are published following the
+protocol of `store`.
 
 Our dropout is drawn from the seed and the position in the sample order, so there is no generator
-whose state could be saved. The files hold the states of Megatron's generators after seeding. GPU
+whose state could be saved. The files contain the states of Megatron's generators after seeding. GPU
 generators are also advanced by the iteration, so that no iteration repeats the random numbers of
 another.
 """
@@ -93,7 +94,7 @@ def megatron_rows(vocabulary: int, config: ModelRun) -> int:
 
 @dataclass(frozen=True)
 class LegacySaver:
-    """A saver of a run's state as Megatron's files.
+    """A writer of a run's state in Megatron-LM's format.
 
     Attributes:
         config: The run's configuration.
@@ -133,9 +134,8 @@ class LegacySaver:
             writer = LegacyWriter(padded, self.config, data_parallel=layout.replica.size)
             writer.write(temporary, layout.world.rank, layout.world.size)
 
-        need = (
-            snapshot.plan.total_bytes
-        )  # the native checkpoint inside checks separately that there is space for it
+        # The native checkpoint inside checks separately that there is space for it.
+        need = snapshot.plan.total_bytes
         return store.write_folder(root, folder, exchange, need, fill, _LAST, keep, None)
 
 
@@ -178,8 +178,9 @@ class LegacyWriter:
 
         Args:
             reader: The checkpoint. Its vocabulary tables must have the number of rows to write.
-            config: The configuration of the checkpoint's run. `parallel` says how to split the
-                files, and whether to store optimizer states as --use-distributed-optimizer does.
+            config: The configuration of the checkpoint's run. `parallel` determines how the files
+                are split, and whether optimizer states are stored as with
+                --use-distributed-optimizer.
             data_parallel: The number of processes that hold the same weights.
             keep_optimizer: Write optimizer states, if the checkpoint has them.
 
@@ -315,7 +316,7 @@ class LegacyWriter:
         return tree
 
     def _value(self, parameter: FileParameter, kind: str | None = None) -> LazyTensor:
-        """Return a file's part of a parameter, or of its state, in Megatron's shape."""
+        """Return a file's shard of a parameter, or of its state, in Megatron's shape."""
         name = _name(parameter, kind)
         whole = torch.empty(parameter.box.shape, device="meta")
         shape = self._arrangement.flatten(parameter.name, whole).shape
@@ -370,7 +371,7 @@ def unsupported_schedule(schedule: Mapping[str, Json]) -> str:
 
 
 def random_states(seed: int, iteration: int, stage: int, tensor_rank: int) -> dict[str, Any]:
-    """Return the entry of `rng_state` of a stage's tensor-parallel rank for a run's seed."""
+    """Return the `rng_state` entry of a tensor-parallel rank in a stage, for a run's seed."""
     base = seed + _STAGE_STRIDE * stage
     kind, keys, *rest = np.random.RandomState(base).get_state(legacy=True)
     model_parallel = base + _TENSOR_OFFSET + tensor_rank
