@@ -72,7 +72,7 @@ class ICTRecipe:
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build samples of a sentence and the block around it. Collective."""
+        """Build samples that each have a sentence and the block around it. Collective."""
         request = DataRequest(
             config.data,
             config.training.seed,

@@ -69,7 +69,7 @@ class T5Recipe:
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build samples of texts with spans cut out. Collective."""
+        """Build samples whose texts have spans cut out. Collective."""
         return build_t5_datasets(
             DataRequest(
                 config.data,

@@ -98,7 +98,7 @@ class Subject:
 
 
 def build_parser() -> ToolParser:
-    """Return the parser of the command line up to `--`."""
+    """Build the parser of the command line up to `--`."""
     parser = ToolParser("benchmark.py", __doc__)
     parser.usage = "%(prog)s --workload S|L|M6|M12|O|demo [options] [-- flags of pretrain_gpt.py]"
     add = parser.add_argument
@@ -132,7 +132,7 @@ def build_parser() -> ToolParser:
 
 
 def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
-    """Check the request and write the corpus.
+    """Check the flags, write the corpus and return the plan of the runs.
 
     Raises:
         ConfigError: A flag or its value is invalid.

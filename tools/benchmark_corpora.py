@@ -48,7 +48,7 @@ _MODULES = {"datatrove": "datatrove", "text-dedup": "text_dedup", "datasketch": 
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("benchmark_corpora.py", __doc__)
     parser.add_argument("--out", metavar="FILE", help="Markdown file to write (default: stdout).")
     parser.add_argument("--seed", type=int, default=1, help="Seed of the corpus (default: 1).")

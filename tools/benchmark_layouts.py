@@ -40,7 +40,7 @@ from tools.layouts.table import Row, as_markdown, verdict
 
 
 def build_parser() -> ToolParser:
-    """Return the parser of the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("benchmark_layouts.py", __doc__)
     add = parser.add_argument
     add("--model", choices=sorted(models()), help="Model to train.")

@@ -26,7 +26,7 @@ _FIRST = 20
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("benchmark_loader.py", __doc__)
     parser.add_argument("--data-path", required=True, help="Text files or a dataset's prefix.")
     parser.add_argument("--vocab-file", required=True, help="GPT-2's vocabulary (vocab.json).")

@@ -25,7 +25,7 @@ from megatron.config.arguments import ToolParser
 
 
 def build_parser() -> ToolParser:
-    """Return the parser of the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("benchmark_overlap.py", __doc__)
     add = parser.add_argument
     add("--tokens", type=int, default=8192, help="Tokens per micro-batch (default: 8192).")

@@ -37,7 +37,7 @@ _COUNTS = ("seq_length", "document_tokens", "documents", "micro_batch_size", "ba
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("benchmark_packing.py", __doc__)
     add = parser.add_argument
     add("--seq-length", type=int, default=8192, help="Tokens per row (default: 8192).")
@@ -55,7 +55,7 @@ def build_parser() -> ToolParser:
 
 
 def make_examples(options: argparse.Namespace) -> TokenizedExamples:
-    """Write documents in the format of a cache of tokenized examples, and map the files."""
+    """Write documents in the format of a cache of tokenized examples, and map it into memory."""
     import numpy as np
 
     from megatron.data.conversations import TokenizedExamples

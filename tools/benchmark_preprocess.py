@@ -34,7 +34,7 @@ _DOCUMENT_CHARACTERS = 4050
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("benchmark_preprocess.py", __doc__)
     parser.add_argument("--vocab-file", required=True, help="GPT-2's vocabulary (vocab.json).")
     parser.add_argument("--merge-file", required=True, help="GPT-2's merges (merges.txt).")

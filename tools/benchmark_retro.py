@@ -35,7 +35,7 @@ _CHUNKS_PER_SAMPLE = 32
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("benchmark_retro.py", __doc__)
     group = parser.add_argument_group("BERT")
     group.add_argument("--layers", type=int, default=24, help="Layers.")

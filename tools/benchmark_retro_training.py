@@ -35,7 +35,7 @@ _SEED = 1234
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("benchmark_retro_training.py", __doc__)
     parser.add_argument("--workload", choices=[*WORKLOADS], default="S", help="Network and batch.")
     parser.add_argument("--precision", choices=[*PRECISIONS], default="bf16", help="Precision.")

@@ -100,7 +100,7 @@ class Plan:
         command: The training command.
         kinds: The faults to draw from.
         mtbf: The mean time between two faults in seconds.
-        seconds: No fault strikes after this time.
+        seconds: The time after which no more faults are injected.
         save: The command's folder of checkpoints.
         log: The file for the command's output.
         starts: The maximum number of times to start the command.
@@ -427,7 +427,7 @@ def flag_value(words: Sequence[str], flag: str) -> str:
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("chaos.py", __doc__)
     add = parser.add_argument
     add("--faults", nargs="+", default=["kill"], metavar="KIND", help="Faults to draw from.")

@@ -188,7 +188,7 @@ def run(words: Sequence[str]) -> None:
     expect_no_file("--out", [options.out], overwrite=options.overwrite)
     with writing_to("--out", options.out):  # fail before minutes of work, not after
         options.out.open("a").close()
-        if is_new:  # an empty page would make the next call refuse
+        if is_new:  # an empty page would make the next run refuse to overwrite it
             options.out.unlink()
 
     import torch

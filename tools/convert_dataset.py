@@ -36,7 +36,7 @@ _SHARD_TOKENS = 1 << 22  # tokens of short documents that are written at a time
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("convert_dataset.py", __doc__)
     group = parser.add_argument_group("Input and output")
     group.add_argument(

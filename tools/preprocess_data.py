@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Imports only create objects that stay alive. Scanning them for garbage takes 5 of 115 ms.
+    # Objects that imports create are never freed. Scanning them for garbage takes 5 of 115 ms.
     gc.disable()
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from megatron.command import leave

@@ -26,7 +26,7 @@ from megatron.errors import DataError
 
 
 def build_parser() -> ToolParser:
-    """Define the command line: Megatron-LM's flags and a few others."""
+    """Build the command-line parser, with Megatron-LM's flags and a few others."""
     parser = ToolParser("presplit_sentences_json.py", __doc__)
     add = parser.add_argument
     add("input", metavar="INPUT", help="File of JSON lines, also with .gz, .bz2 or .zst.")

@@ -44,7 +44,7 @@ Reward = Callable[[Mapping[str, Any], str], float]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of this example's flags."""
+    """Build the parser of this example's flags."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument

@@ -30,7 +30,7 @@ _ORIGIN = "made_from.json"  # file in --output-dir that records the vectors' sou
 
 
 def build_parser() -> ToolParser:
-    """Define the command line. Megatron-LM's flag names are also accepted."""
+    """Build the command-line parser. Megatron-LM's flag names are also accepted."""
     parser = ToolParser("bert_embedding/main.py", __doc__, shows_defaults=True)
     group = parser.add_argument_group("Input and output")
     group.add_argument(

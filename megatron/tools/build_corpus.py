@@ -24,7 +24,7 @@ from megatron.errors import ConfigError
 
 
 def build_parser() -> ToolParser:
-    """Define the command line, in groups."""
+    """Build the command-line parser, with its flags in groups."""
     parser = ToolParser("build_corpus.py", __doc__)
     group = parser.add_argument_group("Input")
     group.add_argument(

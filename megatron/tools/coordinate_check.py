@@ -45,7 +45,7 @@ _START = """
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("coordinate_check.py", __doc__)
     add = parser.add_argument
     add(

@@ -74,7 +74,7 @@ class Validation:
 
 
 def write_standard_library(path: Path, *, in_lines: bool) -> None:
-    """Write one `{"text": source}` line per module, always in the same order.
+    """Write the standard library, one `{"text": source}` line per module, always in the same order.
 
     Args:
         path: The file to write.
@@ -217,7 +217,7 @@ def training_command(
 
 
 def split_of(documents: int) -> tuple[str, int]:
-    """Return a `--split` that validates on 1/20 of the documents, and the first one's index.
+    """Return a `--split` with 1/20 of the documents for validation, and the index of the first.
 
     Raises:
         DataError: There is only one document.
@@ -344,7 +344,7 @@ def last_validation_loss(metrics: Path) -> float:
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("demo.py", "Go from raw text to a trained and evaluated model.")
     parser.add_argument(
         "--model",

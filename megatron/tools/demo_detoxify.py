@@ -237,7 +237,7 @@ def _open_folder(out: Path, *, overwrite: bool) -> None:
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("demo_detoxify.py", __doc__)
     parser.add_argument(
         "--out",

@@ -32,13 +32,13 @@ _OPTIMIZER = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A demo.
+    """A demo of one kind of model.
 
     Attributes:
         name: The name of the model.
         script: The script that trains it.
         sentences: Whether documents are split into sentences (source code: into lines).
-        vocabulary: The kind of tokenizer, for a title.
+        vocabulary: The kind of tokenizer, as the title of a step shows it.
         vocabulary_flags: The flags for training the tokenizer.
         tokenizer: A function that returns the flags for reading the tokenizer in a folder.
         network: The flags for the number of layers and the sample length.

@@ -22,7 +22,7 @@ from megatron.tools.plot_loss import read_validation
 
 ITERATIONS = 500
 _SEED = 1234
-_WORDS, _PASSAGE, _QUOTES = 128, 64, 3  # words of the language and of a passage; quoted passages
+_WORDS, _PASSAGE, _QUOTES = 128, 64, 3  # different words; words per passage; quotes per document
 _CHUNK, _LENGTH, _BATCH = 8, 128, 8
 _SHARE = 20  # one in this many documents is for validation
 _EVALUATIONS, _EVAL_ITERS = 4, 20
@@ -49,7 +49,7 @@ _GPT = f"--num-layers 9 --seq-length {_LENGTH}"
 
 
 def documents_for(iterations: int) -> int:
-    """Return the number of documents with which training reads each of them about once."""
+    """Return the number of documents that training can read about once each."""
     length = _PASSAGE * (1 + _QUOTES)
     return max(2 * _SHARE, iterations * _BATCH * _LENGTH // length)
 

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser(
         "fill_in.py", "Fill in masked words with a trained BERT or T5.", shows_defaults=True
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     gone = {"--multimodal": "image models are not supported: omit it"}
     parser = ToolParser("merge_datasets.py", __doc__, gone)
     group = parser.add_argument_group("Input and output")

@@ -185,7 +185,7 @@ def compared(words: Sequence[str]) -> dict[str, Points]:
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("plot_loss.py", "Draw a loss curve from a metrics file.")
     add = parser.add_argument
     add("--metrics", type=Path, help="File that --metrics-jsonl wrote.")

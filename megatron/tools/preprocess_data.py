@@ -53,7 +53,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 def build_parser() -> ToolParser:
-    """Define the command line, in groups."""
+    """Build the command-line parser, with its flags in groups."""
     parser = ToolParser("preprocess_data.py", __doc__, _GONE)
     _add_input_flags(parser.add_argument_group("Input"))
     add_flags(parser, TokenizerConfig)

@@ -102,7 +102,7 @@ def scored(loaded: Loaded, path: Path) -> Iterator[Rewards]:
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("score.py", "Score answers with a trained reward model.")
     parser.add_argument("--load", required=True, help="Folder of checkpoints; the newest is used")
     parser.add_argument(

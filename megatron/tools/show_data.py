@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("show_data.py", __doc__)
     parser.add_argument(
         "--kind",

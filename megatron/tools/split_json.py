@@ -26,7 +26,7 @@ _NAMES = ("train.json", "dev.json", "test.json")
 
 
 def build_parser() -> ToolParser:
-    """Define the command line, with the flags of Megatron-LM's script."""
+    """Build the command-line parser, with the flags of Megatron-LM's script."""
     parser = ToolParser("split_json.py", __doc__)
     add = parser.add_argument
     add(

@@ -358,7 +358,7 @@ def _history() -> Iterator[None]:
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser(
         "text_generation_cli.py", "Use a text generation server from a terminal or a script."
     )

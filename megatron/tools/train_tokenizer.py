@@ -40,7 +40,7 @@ _NAMES = (
 )
 _SMALLEST_PIECES = 261  # the bytes, <unk>, <s>, </s>, <pad> and one piece
 _LONGEST_SENTENCE = 1 << 16  # maximum number of bytes of a line for SentencePiece
-_THREADS = 4  # fixed, because a different order of sums gives different scores
+_THREADS = 4  # fixed, because it determines the order of sums and therefore the scores
 # The library's time is quadratic in the length of a word: minutes for a few megabytes.
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 _LARGEST_ALPHABET = (
@@ -51,7 +51,7 @@ Files = dict[str, bytes]
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("train_tokenizer.py", __doc__)
     parser.add_argument("file", nargs="?", metavar="FILE", help="Short for --input FILE.")
     parser.add_argument("folder", nargs="?", metavar="DIR", help="Short for --output-dir DIR.")

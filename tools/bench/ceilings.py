@@ -196,7 +196,7 @@ def time_sustained(work: Callable[[], object], device: Device, seconds: float) -
 def products_16bit(
     matrices: list[tuple[int, int]], tokens: int, device: Device
 ) -> Callable[[], None]:
-    """Return work that computes the output and both gradients of each matrix in bfloat16."""
+    """Return a function that computes the output and both gradients of each matrix in bfloat16."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device)
@@ -215,7 +215,7 @@ def products_16bit(
 def products_fp8(
     matrices: list[tuple[int, int]], tokens: int, device: Device
 ) -> Callable[[], None]:
-    """Return the work of `products_16bit` in float8 e4m3.
+    """Return a function that computes the products of `products_16bit` in float8 e4m3.
 
     It uses tensorwise scales and fast accumulation, and includes no casts.
     """
@@ -243,7 +243,7 @@ def products_fp8(
 def attention_passes(
     config: RunConfig, attention: AttentionPlan, device: Device
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return the forward and backward passes of causal attention, with cuDNN on a GPU."""
+    """Return functions that run causal attention forward and backward, with cuDNN on a GPU."""
     tensor = config.parallel.tensor_model_parallel_size
     batch, sequence = config.training.micro_batch_size, config.data.seq_length
     heads, kv_heads = attention.heads // tensor, max(1, attention.kv_heads // tensor)

@@ -90,7 +90,7 @@ def run_process(
     """Run a command to its end and return its output.
 
     Args:
-        command: Words of the command.
+        command: The command and its arguments.
         root: Folder to run in.
         log: File for the whole output.
         timeout: Seconds after which the run is ended.
@@ -116,7 +116,7 @@ def run_to_end(
     """Run a command and leave none of its processes behind, whatever its result.
 
     Args:
-        command: Words of the command.
+        command: The command and its arguments.
         timeout: Seconds after which the run is ended.
         folder: Folder to run in. Default: this process's folder.
         environment: Environment variables to set unless they are already set.

@@ -30,7 +30,7 @@ def datatrove(source: Path, output: Path) -> None:
     """Run datatrove's four MinHash steps with their defaults (14 bands of 8 values).
 
     Words are split at whitespace, which is much faster than spaCy, datatrove's default for English.
-    Its version 0.10 hashes with an xxhash older than 4.
+    datatrove 0.10 needs a version of xxhash below 4.
     """
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.dedup import MinhashDedupCluster, MinhashDedupFilter

@@ -59,7 +59,7 @@ def read_plans(paths: Sequence[Path]) -> BenchmarkModel:
 
 
 def _read_record(line: str, where: str) -> dict[str, Any]:
-    """Return the object of a line.
+    """Return the JSON object of a line.
 
     Raises:
         DataError: The line is not an object with the planner's fields.

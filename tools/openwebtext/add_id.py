@@ -22,7 +22,7 @@ from megatron.config.arguments import ToolParser
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("add_id.py", __doc__)
     parser.add_argument("--input-file", required=True, metavar="FILE", help="JSON lines.")
     parser.add_argument("--output-file", required=True, metavar="FILE", help="File to write.")

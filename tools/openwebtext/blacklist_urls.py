@@ -25,7 +25,7 @@ _SHOWN = 3  # URLs to show for each reason
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("blacklist_urls.py", __doc__)
     parser.add_argument("path", metavar="DIR", help="Folder with .txt files, or one such file.")
     parser.add_argument("output", metavar="FILE", help="File to write.")

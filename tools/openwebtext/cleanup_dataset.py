@@ -29,7 +29,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("cleanup_dataset.py", __doc__)
     parser.add_argument("input", metavar="INPUT", help='JSON lines with the key "text".')
     parser.add_argument("output", metavar="OUTPUT", help="File to write.")

@@ -37,7 +37,7 @@ _SPACE = re.compile(r"  +|\b\n+ |\b\n+")
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("cleanup_fix_dataset.py", __doc__)
     parser.add_argument(
         "--input-files", nargs="+", required=True, metavar="FILE", help="JSON lines with a text."

@@ -30,7 +30,7 @@ _LAMBADA = "lambada"
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("filter_ngrams.py", __doc__)
     parser.add_argument(
         "--tasks",

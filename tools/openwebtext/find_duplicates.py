@@ -29,7 +29,7 @@ _BATCH = 4096  # documents
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("find_duplicates.py", __doc__)
     parser.add_argument("--seed", type=int, default=1234, help="Seed of the hash (default: 1234).")
     parser.add_argument(

@@ -22,7 +22,7 @@ from megatron.errors import ConfigError, DataError
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("group_duplicate_url.py", __doc__)
     parser.add_argument("input", metavar="INPUT", help="File that find_duplicates.py wrote.")
     parser.add_argument("output", metavar="OUTPUT", help="File to write.")

@@ -21,7 +21,7 @@ from megatron.errors import ConfigError
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("merge_jsons.py", __doc__)
     parser.add_argument(
         "--json_path",

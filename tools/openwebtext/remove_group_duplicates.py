@@ -24,7 +24,7 @@ from megatron.errors import DataError
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("remove_group_duplicates.py", __doc__)
     parser.add_argument("groups", metavar="GROUPS", help="File that group_duplicate_url.py wrote.")
     parser.add_argument("data", metavar="DATA", help="JSON lines with a text and an ID.")

@@ -133,7 +133,7 @@ def _open(url: str, offset: int = 0, version: str = "") -> http.client.HTTPRespo
     A server that has a different version or does not support ranges sends the whole file.
 
     Raises:
-        OSError: The network fails, or the server refuses.
+        OSError: The network fails, or the server refuses the request.
     """
     headers = {**_AGENT, **({"Range": f"bytes={offset}-"} if offset else {})}
     if offset and version:

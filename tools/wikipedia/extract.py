@@ -56,7 +56,7 @@ class Extracted(NamedTuple):
 
     Attributes:
         lines: The JSON lines.
-        counts: Number of articles, and number of dropped ones by reason.
+        counts: Number of extracted articles, and number of dropped ones by reason.
     """
 
     lines: bytes
@@ -109,10 +109,10 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
     Args:
         dump: The file.
         output: The folder.
-        workers: Number of processes; 0 does all work in this one.
+        workers: Number of processes; 0 does all work in this process.
 
     Returns:
-        Number of articles, and number of dropped ones by reason.
+        Number of extracted articles, and number of dropped ones by reason.
 
     Raises:
         ConfigError: The unfinished folder is from a different dump.

@@ -72,7 +72,7 @@ _GONE = {
 
 
 def build_parser() -> ToolParser:
-    """Return the parser of the command line, with Megatron's flags and ours."""
+    """Build the command-line parser, with Megatron's flags and ours."""
     parser = ToolParser("util.py", __doc__, _GONE)
     add = parser.add_argument
     add("--model-type", required=True, choices=MODELS, help="Kind of model.")

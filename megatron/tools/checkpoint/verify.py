@@ -149,10 +149,10 @@ def random_inputs(positions: int, vocab: int) -> Inputs:
 
 
 def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, Tensor]:
-    """Return the outputs of a checkpoint's model in fp32.
+    """Return the outputs of a checkpoint's model in fp32, by name.
 
-    These are the logits, for T5 also the encoder and decoder states, and for BERT the results of
-    `_bert_outputs`.
+    These are the logits [b, s, v] or, for a reward model, the rewards [b, 1]; for T5 also the
+    encoder and decoder states; and for BERT the results of `_bert_outputs`.
     """
     import torch
 
@@ -214,7 +214,7 @@ def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> di
 
 
 def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
-    """Return the outputs of a folder's model in `transformers`, in fp32."""
+    """Return the outputs of a folder's model in `transformers`, in fp32, by the same names."""
     import torch
 
     model, padding = their_model(reader).eval(), inputs.padding
