@@ -62,7 +62,7 @@ _DEEPEST = 512  # levels of nested elements, the limit of browsers
 
 @cache
 def _suffixes() -> Any:
-    """Return an extractor of domain names that uses the list of suffixes bundled with it."""
+    """Return an extractor of domain names that uses its bundled list of suffixes."""
     with packages_of("corpora"):
         import tldextract
     return tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)

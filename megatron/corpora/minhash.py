@@ -50,7 +50,7 @@ class MinHash:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        """Check that all settings are at least 1."""
+        """Check that `ngram`, `bands` and `rows` are at least 1."""
         for name in ("ngram", "bands", "rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"steps.duplicates.{name} {getattr(self, name)}: give at least 1")

@@ -38,7 +38,7 @@ class TaskNgrams:
     """The n-grams of task files.
 
     Args:
-        hashes: The sorted hashes of the n-grams, by the number of words.
+        hashes: The sorted hashes of the n-grams, `[n]`, by the number of words in an n-gram.
     """
 
     def __init__(self, hashes: dict[int, NDArray[np.uint64]]) -> None:

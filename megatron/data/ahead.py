@@ -23,9 +23,9 @@ def batches_ahead(
     Args:
         batch: The micro-batch, with whole sequences `[b, s]`.
         depths: The number of depths.
-        documents: The number of each token's document, `[b, s]`. `None` allows predictions across
+        documents: The index of each token's document, `[b, s]`. `None` allows predictions across
             the ends of documents.
-        eod: The id of the end-of-document token, if such tokens end `documents`.
+        eod: The id of the end-of-document token, if documents end with it.
     """
     here = batch
     mask, there = batch.loss_mask, documents

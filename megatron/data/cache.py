@@ -126,7 +126,7 @@ def saving(what: str, *, warns: bool) -> Iterator[None]:
 def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[None]:
     """Run the body in one process first, and then in the others, which find the files it wrote.
 
-    A process that finds no files, because disks are local to a node, builds its own.
+    If a process finds no files because disks are local to each node, it builds its own.
 
     Args:
         is_builder: True in exactly one process.

@@ -37,7 +37,7 @@ from megatron.tokenizer.chat_template import find_template
 
 @dataclass(frozen=True, eq=False)
 class ExampleSource:
-    """Examples as a source of data that --split divides and from which a blend draws."""
+    """A data source of examples, which --split can divide and a blend can draw from."""
 
     examples: TokenizedExamples
 
@@ -160,7 +160,7 @@ def build_chat_datasets(
         request: The data that the run needs.
         options: The finetuning flags.
         seq_length: The number of tokens in a row, s.
-        tokenizer: The tokenizer's flags, and the tokenizer.
+        tokenizer: The tokenizer's flags, and the tokenizer built from them.
 
     Raises:
         ConfigError: No data is named, or the template cannot be used.
@@ -190,7 +190,7 @@ def conversation_reader(
         request: The data that the run needs.
         options: The finetuning flags.
         seq_length: The maximum number of tokens in an example.
-        tokenizer: The tokenizer's flags, and the tokenizer.
+        tokenizer: The tokenizer's flags, and the tokenizer built from them.
         preferences: Whether each record has a chosen and a rejected answer.
         labels: Whether records say which answers are desirable.
 

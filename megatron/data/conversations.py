@@ -65,7 +65,7 @@ Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]  # ids, and which of them 
 
 
 class ConversationOptions(NamedTuple):
-    """The settings that determine the examples of a file.
+    """The settings that determine which examples a file yields.
 
     Attributes:
         tokenizer: The tokenizer's flags.
@@ -121,7 +121,7 @@ class _TooSlowError(Exception):
 class ConversationEncoder:
     """A callable that reads, parses, renders and encodes a block of lines.
 
-    When it is sent to another process, it is built again there.
+    It is rebuilt in each process to which it is sent.
 
     Args:
         options: The settings that determine the examples.
@@ -404,7 +404,7 @@ class TokenizedExamples:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the ids of an example, and which of them to train on."""
+        """Return the ids of an example, and whether to train on each, `[tokens]`."""
         start = int(self.starts[index])
         end = start + int(self.lengths[index])
         return self.tokens[start:end], self.trained[start:end]

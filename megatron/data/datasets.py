@@ -109,7 +109,7 @@ class Datasets(NamedTuple):
     test: SampleDataset | None
 
     def map(self, wrap: Callable[[SampleDataset], SampleDataset]) -> Datasets:
-        """Apply a function to each dataset."""
+        """Apply a function to each dataset, and return the results."""
         return Datasets(*(None if split is None else wrap(split) for split in self))
 
 
@@ -613,7 +613,7 @@ def _advance(
 
 @dataclass(eq=False)
 class BlendedDataset:
-    """Several datasets that are drawn from in the order of a blend index.
+    """A dataset that draws from several others in the order of a blend index.
 
     Only the requested samples are guaranteed to exist in every dataset. In the extra half percent
     that follows, a dataset that has run out starts again.
@@ -633,7 +633,7 @@ class BlendedDataset:
         return {**sample, "id": i}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the members that read text, with the number of samples of each (`ReadsText`)."""
+        """Return the text datasets, each with its number of samples (see `ReadsText`)."""
         if not any(text_members(dataset, 0) for dataset in self.datasets):
             return []
         counts = np.zeros(len(self.datasets), np.int64)
@@ -647,7 +647,7 @@ class BlendedDataset:
 def blend(
     datasets: Sequence[DescribedDataset], phases: Sequence[BlendPhase], size: int, cache: IndexCache
 ) -> BlendedDataset:
-    """Blend datasets.
+    """Return a dataset that draws from several others in given proportions.
 
     Args:
         datasets: The datasets to draw from. Their descriptions are part of the index's name.

@@ -147,7 +147,7 @@ class FillInMiddleDataset:
         return {**sample, "text": self.how.rearrange(np.asarray(sample["text"]), random)}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the datasets that read text, as in `text_stream.ReadsText`."""
+        """Return the text datasets, each with its number of samples (see `ReadsText`)."""
         return text_members(self.dataset, samples)
 
 

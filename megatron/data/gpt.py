@@ -286,8 +286,8 @@ def build_gpt_datasets(
         request: The data that the run needs.
         seq_length: The number of tokens in a sample, not counting the last label.
         vocab_size: The number of entries of the tokenizer. Token ids at or above it are refused.
-        tokenizer: The tokenizer's flags, and the tokenizer. Text files, --fim-data and
-            --reset-attention-mask need it. Without it, text is refused.
+        tokenizer: The tokenizer's flags, and the tokenizer built from them. Text files, --fim-data
+            and --reset-attention-mask need it. Without it, text is refused.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
@@ -354,7 +354,7 @@ class DocumentEnds:
         return {**sample, SEGMENT_ENDS: np.append(ends, length)}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the datasets that read text, with the number of samples of each (`ReadsText`)."""
+        """Return the text datasets, each with its number of samples (see `ReadsText`)."""
         return text_members(self.dataset, samples)
 
 

@@ -38,18 +38,18 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 
 _ADDED_TOKENS = 3  # [CLS] and two [SEP]
-_SHORTEST = 2  # the smallest number of text tokens in a context, however long its title is
+_SHORTEST = 2  # the minimum number of text tokens in a context, however long its title is
 
 
 class BlockMapPlan(NamedTuple):
     """The settings that, together with the lengths, determine a map of blocks.
 
     Attributes:
-        num_samples: The smallest number of rows. Passes over the documents are always completed, so
+        num_samples: The minimum number of rows. Passes over the documents are always completed, so
             there may be more.
         max_length: The length of a block and its title in tokens, without special tokens.
         seed: The seed of the shuffle.
-        min_sentences: The smallest number of sentences in a block.
+        min_sentences: The minimum number of sentences in a block.
     """
 
     num_samples: int
@@ -153,7 +153,7 @@ class BlockSource(DescribedDataset, Protocol):
 
 
 class ICTOptions(NamedTuple):
-    """Settings for the samples.
+    """Settings for ICT samples.
 
     Attributes:
         seq_length: The sequence length s of queries and contexts, including special tokens.
@@ -220,7 +220,7 @@ class ICTDataset:
 
 @dataclass(eq=False)
 class MappedBlocks:
-    """The blocks of an indexed dataset that a map lists.
+    """The blocks that a map lists, read from an indexed dataset.
 
     Attributes:
         data: The dataset of sentences.

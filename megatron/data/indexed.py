@@ -252,7 +252,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 class _Index(NamedTuple):
-    """The content of an .idx file, as views of the mapped file.
+    """The content of an .idx file, as views of the memory-mapped file.
 
     Attributes:
         dtype: The type of a token.

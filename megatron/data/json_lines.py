@@ -16,7 +16,7 @@ Setting = str | int | float
 
 
 class JsonLine(NamedTuple):
-    """One line of a file.
+    """A line of a JSON lines file.
 
     Attributes:
         number: The number of the line in the file, starting at 1.
@@ -81,14 +81,14 @@ def keep_settings(path: Path, settings: Mapping[str, Setting], done: int, made: 
 
     Args:
         path: The file.
-        settings: The settings with which the following lines will be made.
+        settings: The settings with which further lines will be produced.
         done: The number of lines in the file.
-        made: A plural noun for the lines and the verb for how they were made, such as "samples were
-            drawn".
+        made: A phrase that begins with a plural noun and says how the lines were produced, such as
+            "samples were drawn".
 
     Raises:
-        StorageError: The lines were made with different settings. The message lists the flags and
-            both values.
+        StorageError: The lines were produced with different settings. The message lists the flags
+            and both values.
     """
     if not path.is_file():  # nothing can be saved next to /dev/null
         return

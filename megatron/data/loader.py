@@ -141,7 +141,7 @@ def build_loader(
     seed: int,
     pin_memory: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield micro-batches: dictionaries that map each field to its values in the stacked samples.
+    """Yield micro-batches, which map the name of each field to its stacked values.
 
     The order depends only on the sampler, and no global random state is used, so a resumed run
     continues bit for bit.

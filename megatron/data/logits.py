@@ -303,7 +303,7 @@ class TeacherLogitsDataset:
             return {**sample, **self._padded(np.zeros(self.header.seq_length, np.int32))}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the datasets that read text, as in `text_stream.ReadsText`."""
+        """Return the text datasets, each with its number of samples (see `ReadsText`)."""
         return text_members(self.dataset, samples)
 
     def _logits(self, i: int, digest: int) -> dict[str, NDArray[Any]]:

@@ -28,7 +28,7 @@ class MockDataset:
         seq_length: The sequence length s in tokens.
         vocab_size: The size of the vocabulary. Ids are below this number and below 256.
         seed: The seed of the random draws.
-        split: A number that keeps training, validation and test samples apart.
+        split: The index of the split, so that training, validation and test samples differ.
     """
 
     num_samples: int
@@ -59,7 +59,7 @@ class MockSentences:
         num_samples: The number of samples.
         plan: The length of the longest sample, the share of short samples, and the seed.
         ids: The special ids, which do not occur in the sentences.
-        split: A number that keeps training, validation and test samples apart.
+        split: The index of the split, so that training, validation and test samples differ.
     """
 
     num_samples: int

@@ -18,7 +18,7 @@ from megatron.errors import DataError
 
 
 def paths_of(word: str) -> Sequence[str]:
-    """Return the paths for an entry of --input or --data-path: just the entry if it is not a name.
+    """Return the paths for an entry of --input or --data-path, or the entry if it is not a name.
 
     Raises:
         DataError: The YAML file cannot be read, or the value of the name is not a path.

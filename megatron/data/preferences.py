@@ -115,7 +115,7 @@ class FittedPairs:
         return len(self._kept)
 
     def answer(self, i: int, side: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the tokens of a prompt with an answer, and whether each is trained on.
+        """Return the tokens of a prompt and an answer, and whether to train on each, `[tokens]`.
 
         Args:
             i: The index of the pair.
@@ -172,7 +172,7 @@ class FittedAnswers(FittedPairs):
         return bool(self._examples[int(self._kept[i])][1][0])
 
     def answer(self, i: int, side: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the tokens of a prompt with an answer, and whether each is trained on.
+        """Return the tokens of a prompt and an answer, and whether to train on each, `[tokens]`.
 
         Args:
             i: The index of the answer.
@@ -289,7 +289,7 @@ def build_preference_datasets(
         request: The data that the run needs.
         options: The finetuning flags.
         seq_length: The number of tokens in a row, s.
-        tokenizer: The tokenizer's flags, and the tokenizer.
+        tokenizer: The tokenizer's flags, and the tokenizer built from them.
         labels: Whether to read single answers, labeled desirable or not, instead of pairs.
 
     Raises:

@@ -209,7 +209,7 @@ class Counts:
 class BlockEncoder:
     """A callable that reads, parses and encodes a block of lines.
 
-    When it is sent to another process, it is built again there.
+    It is rebuilt in each process to which it is sent.
 
     Args:
         options: The settings that determine the ids.

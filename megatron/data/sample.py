@@ -35,7 +35,7 @@ class SampleDataset(Protocol):
         """Return the number of samples."""
 
     def __getitem__(self, i: int) -> Any:
-        """Return a `Sample`."""
+        """Return sample `i`, a `Sample`."""
 
 
 class DescribedDataset(SampleDataset, Protocol):
@@ -48,7 +48,7 @@ class DescribedDataset(SampleDataset, Protocol):
 
 @runtime_checkable
 class ControlledDataset(SampleDataset, Protocol):
-    """A dataset that is also evaluated in modified forms.
+    """A dataset that is also evaluated with modified samples.
 
     Attributes:
         controls: The modified datasets, by the phrase that is appended to the name of the loss.

@@ -37,12 +37,12 @@ class SentenceMapPlan(NamedTuple):
     """The settings that, together with the lengths, determine a map of sentences.
 
     Attributes:
-        num_samples: The smallest number of rows. Passes over the documents are always completed, so
+        num_samples: The minimum number of rows. Passes over the documents are always completed, so
             there may be more.
         max_length: The length of the longest sample in tokens, without special tokens.
         short_seq_prob: The fraction of samples that are made shorter.
         seed: The seed of all random draws.
-        min_sentences: The smallest number of sentences in a sample: 2 if it is divided into two
+        min_sentences: The minimum number of sentences in a sample: 2 if it is divided into two
             segments, otherwise 1.
     """
 

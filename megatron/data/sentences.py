@@ -1,4 +1,4 @@
-"""The sentences of each sample, from which BERT and T5 samples are made.
+"""Sentences for BERT and T5 samples: maps of sentences, and the datasets that are based on them.
 
 Sentence maps are saved under Megatron-LM's names:
 
@@ -39,7 +39,7 @@ from megatron.data.tfrecord import TFRecords
 from megatron.errors import ConfigError, DataError, warn
 from megatron.tokenizer.base import Tokenizer
 
-_SHORTEST = 2  # the smallest number of text tokens in a sample
+_SHORTEST = 2  # the minimum number of text tokens in a sample
 Tokens = NDArray[Any]
 
 
@@ -194,7 +194,7 @@ def plan_sentences(
         flag: The flag that sets the length, for messages.
         length: The number of tokens in a sample, including special tokens.
         reserved: The number of special tokens in a sample.
-        min_sentences: The smallest number of sentences in a sample.
+        min_sentences: The minimum number of sentences in a sample.
 
     Raises:
         ConfigError: The sequence has no room for text.

@@ -480,10 +480,10 @@ def _json_line(row: Any) -> bytes:
 
 
 def _dump_line(value: dict[str, Any]) -> bytes:
-    """Return a value whose texts were read from UTF-8 as a line of JSON.
+    """Return a value as a line of JSON. Its strings must have been decoded from UTF-8.
 
     Raises:
-        MemoryError: There is too little memory. orjson then reports surrogates.
+        MemoryError: There is too little memory, which orjson reports as an error about surrogates.
     """
     try:
         # A value that JSON cannot represent is not text either. As null, it is reported.

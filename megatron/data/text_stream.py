@@ -81,7 +81,7 @@ class NoTokensError(DataError):
 
 
 class TextCorpus:
-    """The pieces of the text files that an entry of --data-path, or of a similar flag, names.
+    """The text files that an entry of --data-path or a similar flag names, divided into pieces.
 
     Args:
         name: A file, folder or glob, as for `find_inputs`.
@@ -275,7 +275,7 @@ class TextDataset:
         ]
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return this dataset and the number of samples, as in `ReadsText`."""
+        """Return this dataset and the number of samples (see `ReadsText`)."""
         return [(self, samples)]
 
     def _rows(self, stream: int, place: RowPlace) -> Iterator[tuple[NDArray[np.int64], RowPlace]]:

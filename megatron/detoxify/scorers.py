@@ -51,7 +51,7 @@ class TextScorer(Protocol):
 
 
 class PerspectiveScorer:
-    """Scores from the Perspective API, requested by several threads at a time."""
+    """A scorer that uses the Perspective API, with several requests at a time."""
 
     def __init__(self, client: PerspectiveClient, workers: int) -> None:
         """Store the client and the number of simultaneous requests."""
@@ -87,7 +87,7 @@ class PerspectiveScorer:
 
 
 class ClassifierScorer:
-    """Scores from a Hugging Face text classifier that runs on this machine."""
+    """A scorer that runs a Hugging Face text classifier on this machine."""
 
     def __init__(self, model: str, label: str | None, batch_size: int) -> None:
         """Load the classifier.

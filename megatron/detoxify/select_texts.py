@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Select the texts of one file.
+    """Select the least toxic texts of a file.
 
     Raises:
         ConfigError: A flag is out of range, or the output exists.

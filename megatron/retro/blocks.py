@@ -176,8 +176,8 @@ def _bar(
 def on_first(work: Callable[[], object], world: Axis) -> None:
     """Run `work` on the first process while the others wait. All processes call this.
 
-    They wait as long as needed, without a barrier, which would end the run after the timeout of
-    collective operations.
+    The others wait as long as needed, without a barrier, which would end the run after the timeout
+    of collective operations.
 
     Raises:
         Exception: The error that `work` raised. On the other processes it is a DataError.

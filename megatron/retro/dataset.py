@@ -241,7 +241,7 @@ class RetroDataset:
         return len(self.samples)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`.
+        """Return sample `i`, with the tokens of its neighbors.
 
         Raises:
             DataError: The data or a file of the working folder is damaged.

@@ -87,7 +87,7 @@ class QueryOptions:
 
 
 def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:
-    """Build the samples on which a Retro is trained. Every process calls this function.
+    """Build the samples on which a Retro model is trained. Every process calls this function.
 
     Preprocessing and training call it with equal arguments. As in Megatron-LM, a single corpus also
     counts as a blend.
@@ -224,7 +224,7 @@ class Searcher:
         return ids
 
     def filtered(self, found: Ids, chunks: QueryChunks, first: int) -> Ids:
-        """Return the first `saved` neighbors that are not from the sample's documents, `[n, saved]`.
+        """Return the first `saved` neighbors that are not in the sample's documents, `[n, saved]`.
 
         Neighbors that were not found are -1.
 

@@ -25,7 +25,7 @@ from megatron.tokenizer import Tokenizer
 
 
 class Retriever:
-    """A retriever of the neighbors of a text's chunks.
+    """The index and the embedder, which together find the neighbors of a text's chunks.
 
     Args:
         searcher: The index.

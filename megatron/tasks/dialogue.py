@@ -235,7 +235,7 @@ def _begin_output(options: TaskConfig, own: DialogueConfig) -> None:
 
 
 def _open_part(own: DialogueConfig) -> SampleFile:
-    """Open the file that an interrupted run leaves: the lines so far and their prompts."""
+    """Open the file that an interrupted run leaves behind, with its lines and their prompts."""
     path = _output_path(own)
     part = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
     if part.done:

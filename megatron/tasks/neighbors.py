@@ -1,4 +1,4 @@
-"""The perplexity of a Retro with correct neighbors, with those of other chunks, and without any.
+"""Perplexity of a Retro model with correct neighbors, with those of other chunks, and with none.
 
 The samples are the validation samples of the working folder, whose neighbors are known, or any
 texts, whose neighbors are looked up in the index.

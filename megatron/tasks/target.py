@@ -53,7 +53,7 @@ class Target:
 
     @property
     def head_name(self) -> str:
-        """The name of the last layer."""
+        """The name of the head's layer."""
         return HEADS[self.texts > 1]
 
     @property
@@ -183,7 +183,7 @@ def ranks(values: ArrayLike) -> NDArray[np.float64]:
 
 
 def value_numbers(labels: Sequence[float], guesses: Sequence[float]) -> Numbers:
-    """Return the metrics over all samples."""
+    """Return the metrics of predicted values over all samples, by name."""
     return {
         "total examples": len(labels),
         "pearson": pearson(labels, guesses),

@@ -43,7 +43,7 @@ class BatchPlan:
         rampup: The growth of the batch at the start of the run, or `None` for a constant batch.
         data_parallel: The number of processes that take different samples. Every batch divides
             evenly into one or more micro-batches per process.
-        seq_length: The number of tokens of a sample.
+        seq_length: The number of tokens in a sample.
         curriculum: The number of tokens of each sample that an update uses, or `None` if updates
             use whole samples.
     """
@@ -166,7 +166,7 @@ class BatchPlan:
 
 
 def samples_needed(config: RunConfig, train_iterations: int, start: Progress) -> SampleCounts:
-    """Count training, validation and test samples of the whole run, as Megatron counts them.
+    """Count the training, validation and test samples of the whole run, as Megatron does.
 
     If batches or sequences have become shorter before `start`, more training samples are needed.
     """

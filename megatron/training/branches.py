@@ -36,9 +36,8 @@ def _starts_branch(config: RunConfig, reader: Reader) -> bool:
 def with_branch_length(config: RunConfig, reader: Reader | None) -> RunConfig:
     """Return a branch's configuration with its number of iterations or samples filled in.
 
-    The number depends on the checkpoint at which the branch starts.
-
-    Other configurations are returned unchanged.
+    The number depends on the checkpoint at which the branch starts. Other configurations are
+    returned unchanged.
     """
     schedule = config.schedule
     if schedule.lr_wsd_branch_from is None:
@@ -57,7 +56,7 @@ def with_branch_length(config: RunConfig, reader: Reader | None) -> RunConfig:
 
 
 def resumed_schedules(run: Run, reader: Reader) -> tuple[Schedules, int]:
-    """Return the schedules to continue with, and the samples that they have consumed."""
+    """Return the schedules to continue with, and the number of samples that they have consumed."""
     saved, options = reader.meta["schedule"], run.config.schedule
     if options.lr_wsd_branch_from is None:
         return run.schedules.resumed(

@@ -159,14 +159,14 @@ def shard_state(
     *,
     is_copy: bool = False,
 ) -> State:
-    """Return this process's shards of the parameters if the weights are sharded.
+    """Return this process's shards of the parameters. The weights must be sharded.
 
     Args:
         named_parameters: The parameters.
         gradients: The gradient buffers, which hold the shards.
-        is_copy: Whether to return the shards in the number format of the forward pass, as
-            checkpoints hold them (copies if that format has 16 bits), instead of the fp32 or packed
-            shards themselves.
+        is_copy: Whether to return the shards in the number format of the forward pass, as in
+            checkpoints (copies if that format has 16 bits), instead of the fp32 or packed shards
+            themselves.
     """
     return {
         f"model.{name}": _entries(
@@ -207,7 +207,7 @@ def optimizer_state(
 
 
 def _average_state(run: Run, sets: Mapping[str, Sequence[Tensor]], *, copies: bool = True) -> State:
-    """Return the tensors of the average of the weights on this process.
+    """Return this process's tensors of the averaged weights.
 
     Args:
         run: The run.
@@ -661,8 +661,8 @@ def _restore_position(run: Run, reader: Reader) -> None:
     if run.layout.world.rank == 0:
         if not is_placed:
             say(
-                "  the checkpoint does not say where in this text it stopped: the text is read "
-                "again from its beginning, up to the next sample"
+                "  the checkpoint does not record a position in this text: the text is read again "
+                "from its beginning, up to the next sample"
             )
         for line in (*changed_settings(run.config, reader), *changed_corpus(run.corpus, reader)):
             say(line)

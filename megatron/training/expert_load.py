@@ -81,7 +81,7 @@ class ExpertLoad:
 
     @classmethod
     def of(cls, plan: ModelPlan, tokens: Sequence[float]) -> ExpertLoad:
-        """Return the load.
+        """Compute the load from the numbers of tokens.
 
         Args:
             plan: The network.

@@ -31,7 +31,7 @@ class ExchangePlan:
         tokens: Tokens that a process has.
         others: Average number of other processes to which a token is sent, if all choices are
             equally likely.
-        most_others: The largest number of other processes to which a token is sent.
+        most_others: The maximum number of other processes to which a token is sent.
         bytes_per_copy: Bytes that the forward and backward passes send for each token and other
             process: the token with its choices, the result, and the gradients of both.
     """
@@ -102,7 +102,7 @@ def expert_rows(
     Args:
         config: The run's configuration.
         plan: The plan of the whole network.
-        micro_batches: Micro-batches of an update.
+        micro_batches: The number of micro-batches in an update.
         world_size: The number of processes.
         memory: Memory of a device in bytes; `None` if it is not known.
     """

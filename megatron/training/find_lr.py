@@ -49,7 +49,7 @@ class Finding:
 
     Attributes:
         suggestion: The peak learning rate to use, or `None` if the curve does not show one.
-        reason: The reason, in a few sentences.
+        reason: The reason for this suggestion, or for the lack of one.
         lowest: The rate with the lowest smoothed loss, or `None` if the loss does not fall.
         rising: The first rate at which the loss has risen, or `None` if it never rises.
         smoothed: The smoothed losses, up to the first that is not finite.
@@ -186,8 +186,8 @@ def _without(words: Sequence[str], dropped: Set[str]) -> list[str]:
 def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
     """Return the loss after each update, from the file that --metrics-jsonl wrote.
 
-    The rates are the recorded ones: an update that is skipped because fp16 overflowed does not
-    raise the rate.
+    The rates are also read from the file, because an update that is skipped after an fp16 overflow
+    does not raise the rate.
 
     Raises:
         DataError: The file has no loss for an iteration.
@@ -262,7 +262,7 @@ _FOUND = (
 
 
 def draw(curve: RateCurve, finding: Finding, output: Path) -> None:
-    """Draw the curve in an image file."""
+    """Draw the curve and the finding, and save the image."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -124,7 +124,7 @@ def _speed(work: Callable[[], object], amount: float, device: Device) -> float:
 
 
 def _speeds_of(device: Device) -> dict[str, float]:
-    """Measure products of square matrices, and a copy within the device's memory."""
+    """Measure the speeds of square matrix products and of a copy in the device's memory."""
     side, times, size = (8192, 4, 256 << 20) if device.is_gpu else (512, 1, 32 << 20)
     speeds = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
@@ -169,7 +169,7 @@ def _clock(layout: Layout) -> float:
 
 
 def _all_reduce_speed(layout: Layout, device: Device) -> float:
-    """Return the bytes per second that each rank sends in a ring."""
+    """Return the bytes per second that each rank sends in a ring all-reduce."""
     numbers = _message(device)
     fastest = float("inf")
     for _ in range(1 + _REPEATS):
@@ -306,7 +306,7 @@ def _odd(
 
 
 def health_table(rows: Sequence[Health]) -> str:
-    """Return one line per rank, and a line of versions."""
+    """Return a table with one line per rank, followed by a line of versions."""
     middle = statistics.median(row.clock for row in rows)
     head = ["rank", "host", "device", *rows[0].speeds, "links GB/s", "clock ms", "results"]
     lines = [head]

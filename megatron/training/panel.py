@@ -192,7 +192,7 @@ def size_rows(
 
 
 def _state_rows(config: RunConfig, plan: ModelPlan, world_size: int) -> list[PanelRow]:
-    """Return the row about moments, master weights and gradients in fewer bits, if any."""
+    """Return the row about moments, master weights and gradients below 32 bits, if any."""
     options = config.optimizer
     formats = {name: getattr(options, name) for name in FORMAT_FIELDS}
     packed = {name: form for name, form in formats.items() if form != "fp32"}

@@ -61,7 +61,7 @@ def message_shape(
 
 
 class Passes:
-    """The passes of one update or one evaluation batch.
+    """The forward and backward passes of an update, or the forward passes of an evaluation batch.
 
     Args:
         run: The model's parts and their settings.
@@ -81,7 +81,7 @@ class Passes:
         counted: With --calculate-per-token-loss, the number of labels that count in each
             micro-batch, as fp64 scalars on the device, even if the last part of the model is on
             another process; otherwise empty.
-        labels: The number of labels of a micro-batch, whether they count or not; 0 until it is
+        labels: The number of labels in a micro-batch, whether they count or not; 0 until it is
             known.
         kept: With --rerun-mode, the micro-batches, which `again` needs.
         prints: With --rerun-mode, a fingerprint of each output, by part of the model: the sum of

@@ -88,12 +88,12 @@ def main(
         argv: The command line, or `None` for the process's own.
         extras: Additional steps, if any.
         choose: For a program with several kinds of training, a function that returns the recipe and
-            the steps that the flags ask for, instead of the two above. All of its recipes have the
-            architecture and the program of `recipe`.
+            the steps that the flags ask for, which replace the two above. All of its recipes have
+            the architecture and the program of `recipe`.
 
     Returns:
         The exit code: 0 after a complete run; 3 if a signal made the run save and exit; 141 if it
-            did so because nothing reads its log any more; otherwise the code of the error
+            did so because nothing reads its log anymore; otherwise the code of the error
             (`megatron.errors`).
     """
     started = time.monotonic()
@@ -246,8 +246,8 @@ def _warn_of_newer(run: Run) -> None:
     if later:
         say(
             f"WARNING: --save {root} holds checkpoints up to iteration {max(later)}, and this run "
-            f"starts at {start}: they stay until it replaces them, but --load no longer finds them "
-            f"as the newest{_how_to_resume(run.config, root)}"
+            f"starts at {start}: they remain until this run replaces them, but --load no longer "
+            f"selects them{_how_to_resume(run.config, root)}"
         )
 
 

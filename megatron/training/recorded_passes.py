@@ -101,10 +101,10 @@ class _Recording:
 class RecordedPasses:
     """Recordings of a model's passes, made when they are first needed.
 
-    There is one for each micro-batch shape, and for each way in which its backward pass treats
-    existing gradients: the first micro-batch of an update overwrites them, and the others add to
-    them. Warm-up updates, and the first micro-batch of each kind, run without recordings, so that
-    libraries can choose their kernels and allocate memory.
+    There is a recording for each micro-batch shape, and for each way in which its backward pass
+    treats existing gradients: the first micro-batch of an update overwrites them, and the others
+    add to them. Warm-up updates, and the first micro-batch of each kind, run without recordings, so
+    that libraries can choose their kernels and allocate memory.
 
     Args:
         forward: The forward pass of the whole model, which returns losses by log name.

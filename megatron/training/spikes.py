@@ -47,7 +47,7 @@ class SpikeWatch:
         return median + threshold * max(spread, _LEAST_SPREAD * abs(median))
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Add the values of an applied update."""
+        """Add the values of an applied update to the window."""
         for name, value in values.items():
             self._values.setdefault(name, deque(maxlen=self._window)).append(value)
 

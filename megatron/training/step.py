@@ -195,7 +195,7 @@ class Updates:
         return None
 
     def _work(self, samples: int, length: int | None) -> dict[str, Any]:
-        """Return the tokens and operations of an update by their names in its outcome."""
+        """Return the numbers of tokens and FLOPs of an update, by their names in `StepOutcome`."""
         data = self._run.config.data
         sequence = length or data.seq_length
         if sequence not in self._flops_per_token:

@@ -250,7 +250,7 @@ def test_a_save_folder_of_another_run_is_warned_of(saved, tmp_path, capsys):
     assert "To resume from them: without --finetune\n" in told
     assert main(GPTRecipe(), [*words, "--load", str(root), "--ckpt-step", "2"]) == 0
     told = capsys.readouterr().out
-    assert "holds checkpoints up to iteration 5, and this run starts at 2: they stay" in told
+    assert "holds checkpoints up to iteration 5, and this run starts at 2: they remain" in told
     assert "To resume from them: without --ckpt-step\n" in told
 
 

@@ -19,7 +19,7 @@ class Leave:
     Attributes:
         reason: The reason in a few words.
         code: The exit code, the same on all ranks. It is not 0 if the run must end immediately,
-            apart from saving a checkpoint: after a signal, or if nothing reads the log any more.
+            apart from saving a checkpoint: after a signal, or if nothing reads the log anymore.
     """
 
     reason: str

@@ -18,7 +18,7 @@ from megatron.training.step import StepOutcome
 
 
 class NonPersistentCheckpoints(Callback):
-    """A callback that saves every `--non-persistent-save-interval` iterations.
+    """A callback that saves non-persistent checkpoints at `--non-persistent-save-interval`.
 
     It skips iterations that have a durable checkpoint. A failed save is reported and training
     continues, because a durable checkpoint will follow.

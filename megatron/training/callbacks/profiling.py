@@ -75,13 +75,13 @@ class Profile(Callback):
             self._iteration.__enter__()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Write the trace after the last iteration."""
+        """Write the trace after the last iteration of a window."""
         if self._profiler is not None:
             self._iteration.__exit__(None, None, None)
             self._finish_if_over(run, leave)
 
     def after_skipped(self, run: Run) -> None:
-        """Write the trace if this was the last iteration."""
+        """Write the trace if this was the last iteration of a window."""
         if self._profiler is not None:
             self._finish_if_over(run, None)
 

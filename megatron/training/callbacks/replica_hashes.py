@@ -38,7 +38,7 @@ class ReplicaHashes(Callback):
     """
 
     def __init__(self) -> None:
-        """Create the callback, before any comparison."""
+        """Create the callback, with no comparison made yet."""
         self._equal_at = 0
 
     def on_start(self, run: Run) -> None:

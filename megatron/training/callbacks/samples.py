@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class SampleAnswers(Callback):
     """A callback that answers the prompts of a file greedily, with the current weights.
 
-    With --sft a prompt is a user's turn, and the answer ends with the token that ends turns.
+    With --sft a prompt is a user's turn, and the answer ends with the end-of-turn token.
     """
 
     def __init__(self, run: Run, scalars: Scalars) -> None:

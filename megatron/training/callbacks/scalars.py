@@ -119,7 +119,7 @@ class Writer(Protocol):
         """Write the description of the run when training starts or resumes."""
 
     def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
-        """Write an event: its kind, such as "checkpoint", and details."""
+        """Write an event: its kind, such as "checkpoint", and its details."""
 
     def close(self) -> None:
         """Write any remaining data and close the files."""
@@ -232,10 +232,10 @@ class JsonLinesWriter:
     """A file with one JSON object per iteration or evaluation, with floats in full precision.
 
     Objects are appended, so that a resumed run continues the same file. "time" is in seconds since
-    1970. Objects with "event" say what happened: "start", with all settings, "checkpoint", "failed
-    checkpoint", "skipped update", "skipped iteration", "end" or "failure". The evaluation at the
-    end of training has "end of training": true, which distinguishes it from a regular evaluation at
-    the same iteration.
+    1970. Objects with "event" record what happened: "start", with all settings, "checkpoint",
+    "failed checkpoint", "skipped update", "skipped iteration", "end" or "failure". The evaluation
+    at the end of training has "end of training": true, which distinguishes it from a regular
+    evaluation at the same iteration.
     """
 
     def __init__(self, path: str) -> None:

@@ -56,7 +56,7 @@ class BadLines(Callback):
     """A callback that reports at the end how many lines `--skip-bad-lines` has skipped."""
 
     def on_end(self, run: Run, leave: Leave | None) -> None:
-        """Report the number of lines in all processes since the beginning of the run."""
+        """Report the number of lines that all processes have skipped since the run began."""
         dataset, consumed = run.datasets[0], run.progress.consumed_samples
         count = count_bad_lines(dataset, consumed, run.layout.world)
         if count and run.is_log_rank:
@@ -89,7 +89,7 @@ class HealthCheck(Callback):
     """A callback that tests the machines before training, and at an interval."""
 
     def on_start(self, run: Run) -> None:
-        """Test before the first step. Collective."""
+        """Test the machines before the first step. Collective."""
         self._check(run)
 
     def interrupts(self, run: Run) -> bool:

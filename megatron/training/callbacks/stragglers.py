@@ -1,4 +1,4 @@
-"""Stragglers: ranks that are slower than others that do the same work (a callback)."""
+"""A callback that finds stragglers: ranks that are slower than others that do the same work."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StragglerWatch:
     def __init__(
         self, stages: Sequence[int], groups: Mapping[str, Sequence[tuple[int, ...]]]
     ) -> None:
-        """Create the watch, before the first comparison."""
+        """Create the watch, with no comparison made yet."""
         self._stages, self._groups = stages, groups
         self._slow: dict[tuple[tuple[int, ...], str], int] = {}
         self._first: list[Mapping[str, Sequence[float]]] = []
@@ -172,14 +172,14 @@ class Stragglers(Callback):
         self._times: dict[str, list[float]] = {}
 
     def on_start(self, run: Run) -> None:
-        """Prepare to compare. Collective."""
+        """Determine which ranks to compare, and gather their host names. Collective."""
         self._watch = StragglerWatch.of(run.layout, list(self._clock.axes))
         self._hosts = JsonExchange(run.layout.world).gather(platform.node())
         if run.layout.world.size == 1:
             say("  --log-straggler: there is only one rank, so nothing is compared")
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Read the clock, and compare and report if it is due. Collective."""
+        """Read the clock, and compare the ranks or report their times if due. Collective."""
         self._window.append(self._clock.read())
         if run.progress.iteration % INTERVAL == 0 and len(self._window) == INTERVAL:
             self._compare(run)

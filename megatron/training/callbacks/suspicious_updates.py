@@ -42,7 +42,7 @@ class _Suspicion:
 
 
 class SuspiciousUpdates(Callback):
-    """A callback that decides what follows from a second computation, as Megatron Core does.
+    """A callback that acts on the result of a second computation, as Megatron Core does.
 
     If the values differ, a machine made a transient error. The run saves the state before the
     update and exits with code 17. If they are the same, the cause is the data, or a machine that is
@@ -158,7 +158,7 @@ class ResultDifferences(Callback):
     """A callback that reports how much two computations of each update differ (report_stats)."""
 
     def __init__(self) -> None:
-        """Create the callback, before the first update."""
+        """Create the callback, with no differences recorded yet."""
         self._found: list[float] = []
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
