@@ -112,7 +112,7 @@ class RowProduct:
         if family is None:
             logger.warning(
                 "text generation: products with weights [%d, %d] may differ in their last bits "
-                "between batches, because cuBLASLt has no kernels for them that add in one order",
+                "between batches, because no cuBLASLt kernels for them add in a fixed order",
                 shape.n,
                 shape.k,
             )

@@ -223,7 +223,7 @@ class _OwnPart:
         ]
         for name, p in members:
             assert joins or not group.rule.needs_whole or gradients.owned(p).size == p.numel(), (
-                f"{name}: its update rule needs the whole tensor, and this process has a shard"
+                f"{name}: its update rule needs the whole tensor, but this process has a shard"
             )
         parts = [gradients.part(p) for _, p in members]
         return cls(

@@ -280,8 +280,8 @@ class Schedules:
         rate = other.learning_rate
         if rate.style == "range-test" and not (rate.step and rate.step_rate):
             raise CheckpointError(
-                "the checkpoint has a range test of the learning rate without the length and the "
-                "height of its steps: add --override-opt_param-scheduler"
+                "the checkpoint's schedule is a learning-rate range test, but the length and the "
+                "height of its steps are missing: add --override-opt_param-scheduler"
             )
         if not use_checkpoint:
             _check_equal(self, other)

@@ -245,7 +245,7 @@ def _slice(
     unit = BLOCK if weight.dim() == 1 else 1  # a vector is cut between blocks
     if dim != 0 or step != 1 or first % unit or last % unit:
         raise NotImplementedError(
-            "only whole rows of a packed weight can be taken from it: copy all of it"
+            "only whole rows can be sliced from a packed weight: copy all of it"
         )
     first, last = first // unit, last // unit
     length = _block_bytes(weight) if unit > 1 else 1

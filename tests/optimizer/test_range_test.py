@@ -145,7 +145,7 @@ def test_a_test_resumes(tmp_path: Path) -> None:
     assert taken.schedules.learning_rate == whole.schedules.learning_rate
     other, saved = build_toy(Layout.single()).schedules, whole.schedules.to_dict(0)
     del saved["lr_range_test_step_size"]
-    with pytest.raises(CheckpointError, match="without the length and the height of its steps"):
+    with pytest.raises(CheckpointError, match="the length and the height of its steps are missing"):
         other.resumed(saved, use_checkpoint=True)
     assert whole.schedules.resumed(other.to_dict(0), use_checkpoint=True)[0] == other
 
