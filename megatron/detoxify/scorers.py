@@ -215,7 +215,7 @@ def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="N",
-        help="perspective: your quota; every key allows 1 (%(default)s)",
+        help="perspective: your quota in requests per second; every key allows 1 (%(default)s)",
     )
     parser.add_argument(
         "--retries",
