@@ -276,7 +276,8 @@ def test_mixers(kernels: RecurrenceKernels, kind: str, has_documents: bool) -> N
             for found in (fused, plain)
         )
         print(f"{name}: {ours:.1e}, reference in bf16: {theirs:.1e}")
-        assert ours < max(2 * theirs, 0.02), (name, ours, theirs)
+        # The gradient of the time steps' biases is a sum that nearly cancels.
+        assert ours < max(2.5 * theirs, 0.02), (name, ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "delta net"])

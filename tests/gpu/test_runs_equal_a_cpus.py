@@ -23,6 +23,7 @@ _LLAMA += "--group-query-attention --num-query-groups 2 --untie-embeddings-and-o
 
 _CHUNKS = "--no-rope-freq 2 --attention-chunk-size 5 --qk-l2-norm --reset-attention-mask "
 _CHUNKS += "--attention-temperature-scale 0.5 --attention-temperature-floor 3"
+_EVALUATED = "--eval-iters 1 --eval-interval 2"
 _EXPERTS = "--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3"
 _MIXTURE = f"{_EXPERTS} --moe-ffn-hidden-size 32"
 
@@ -40,9 +41,9 @@ _MIXTURE = f"{_EXPERTS} --moe-ffn-hidden-size 32"
         ("gpt", f"{_LLAMA} {_MIXTURE} --lora-rank 4"),
         ("gpt", f"{_LLAMA} --lora-rank 4 --frozen-weights-dtype nf4 --ffn-hidden-size 128"),
         ("gpt", f"--moe-ffn-hidden-size 64 {_EXPERTS} --lora-rank 4 --frozen-weights-dtype fp8"),
-        ("gpt", f"{NETWORKS['latent']} {ADAPTERS['latent']}"),
-        ("gpt", f"{NETWORKS['delta']} {ADAPTERS['delta']}"),
-        ("gpt", f"{NETWORKS['mamba']} {ADAPTERS['mamba']}"),
+        ("gpt", f"{NETWORKS['latent']} {ADAPTERS['latent']} {_EVALUATED}"),
+        ("gpt", f"{NETWORKS['delta']} {ADAPTERS['delta']} {_EVALUATED}"),
+        ("gpt", f"{NETWORKS['mamba']} {ADAPTERS['mamba']} {_EVALUATED}"),
         ("gpt", f"{_LLAMA} {_CHUNKS}"),
         ("gpt", f"{_LLAMA} {MUON}"),
         ("gpt", f"{_LLAMA} {_MIXTURE} {MUON}"),
